@@ -1,0 +1,1 @@
+"""openinfer.kernels"""
