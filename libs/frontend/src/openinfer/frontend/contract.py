@@ -1,0 +1,237 @@
+"""What an engine is: the messages and the Protocol between an engine and whoever drives it.
+
+Token ids cross this line, text never does: tokenizing, chat templates, stop strings and detokenizing belong to the
+frontend. The messages are msgspec structs so that they travel between processes as msgpack, never as pickle.
+
+The life of a request: the client mints an id and submits; the engine answers, through the StepOutputs of its steps,
+with at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished, Rejected or Failed),
+after which the id is never named again. What an engine cannot honour it Rejects by name; it never ignores it.
+
+Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import msgspec
+from openinfer.sampler import SamplingParams
+
+from openinfer.frontend.errors import BadEngineSpec
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "TERMINALS",
+    "Command",
+    "Engine",
+    "EngineInfo",
+    "EngineSpec",
+    "EngineStats",
+    "Failed",
+    "Finished",
+    "Rejected",
+    "Request",
+    "ResetPrefixCache",
+    "Scheduled",
+    "StepOutputs",
+    "Terminal",
+    "TokenLogprobs",
+    "Update",
+]
+
+CONTRACT_VERSION = 1
+"""Raised when a message changes meaning; both sides of a process driver must agree on it."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One sequence to generate (n > 1 is fanned out by the frontend into n requests with seeds seed + i)."""
+
+    id: int
+    """Minted by the client side of the driver; unique for the life of the engine."""
+    prompt_token_ids: list[int]
+    """At least one id, each in [0, vocab_size)."""
+    sampling: SamplingParams
+    """Temperature, filters, seed, stop ids, min_tokens, ignore_eos, number of top logprobs."""
+    max_tokens: int
+    """Most tokens to generate, >= 1; the frontend has checked prompt + max_tokens <= max_model_len."""
+    arrival: float
+    """When the frontend received the request (time.monotonic() seconds)."""
+    priority: int = 0
+    """Smaller is more urgent. An engine without a priority policy rejects a value other than 0."""
+    tenant: str = ""
+    """Whom the tokens are for; fairness policies may share by it."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only under the same salt."""
+    trace_parent: str | None = None
+    """W3C traceparent of the caller, passed through for tracing."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural log, of the raw logits) at one generated position."""
+
+    logprob: float
+    """Of the token that was chosen."""
+    top_token_ids: list[int]
+    """The alternatives asked for with SamplingParams.logprobs, most probable first; may contain the chosen one."""
+    top_logprobs: list[float]
+    """Parallel to top_token_ids."""
+
+
+class Scheduled(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """The request left the queue for the first time (not repeated after a preemption)."""
+
+    id: int
+    cached_tokens: int
+    """Prompt tokens taken from the prefix cache."""
+    time: float
+    """When (time.monotonic() seconds)."""
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
+    """Terminal: the request ended as it should."""
+
+    id: int
+    reason: Literal["stop", "length", "abort"]
+    stop_token_id: int | None = None
+    """With reason "stop": the EOS or stop id that ended it. It is also the last of the request's token_ids."""
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):
+    """Terminal: the request was never run. `reason` is a sentence for the user that names what was refused."""
+
+    id: int
+    reason: str
+    code: Literal["invalid", "too_long", "queue_full", "unsupported"] = "invalid"
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="x"):
+    """Terminal: the engine could not finish the request through no fault of the request."""
+
+    id: int
+    message: str
+
+
+Terminal = Finished | Rejected | Failed
+Update = Scheduled | Finished | Rejected | Failed
+TERMINALS = (Finished, Rejected, Failed)
+"""For isinstance."""
+
+
+class StepOutputs(msgspec.Struct, array_like=True):
+    """What one step produced, in columns; objects appear only for first and terminal updates.
+
+    Read it so: Scheduled updates first, then the tokens in order, then the terminals.
+    """
+
+    request_ids: list[int] = msgspec.field(default_factory=list)
+    """Owner of each token; a request may appear more than once (several tokens a step)."""
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    """Parallel to request_ids. EOS and stop ids are included: the frontend leaves them out of the text."""
+    logprobs: list[TokenLogprobs | None] | None = None
+    """None when no request of the step asked; else parallel to request_ids, with None for those that did not."""
+    updates: list[Update] = msgspec.field(default_factory=list)
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What is fixed once the engine is up."""
+
+    model: str
+    """Name of the model (the checkpoint's directory name, unless the engine knows better)."""
+    max_model_len: int
+    """Most tokens of one sequence, prompt and output together."""
+    vocab_size: int
+    """Token ids are in [0, vocab_size)."""
+    eos_token_ids: list[int]
+    """Ids that end a sequence unless SamplingParams.ignore_eos."""
+    kv_capacity_tokens: int
+    """Tokens of KV state that fit at once."""
+    block_size: int
+    """Tokens a KV block holds."""
+    features: list[str] = []
+    """What this engine honours beyond the bare contract: "logprobs", "prefix_cache", "priority", ..."""
+    contract_version: int = CONTRACT_VERSION
+
+
+class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
+    """A snapshot that costs O(1). The first three are gauges, the rest count up from the start of the engine."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used_tokens: int = 0
+    """Of EngineInfo.kv_capacity_tokens, held by live requests (cached blocks nobody holds are free)."""
+    prompt_tokens: int = 0
+    """Prompt tokens of scheduled requests, cached ones included."""
+    generation_tokens: int = 0
+    prefix_query_tokens: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hit_tokens: int = 0
+    """... and found there."""
+    preemptions: int = 0
+    steps: int = 0
+    compiles_after_ready: int = 0
+    """Kernels compiled while serving; anything but 0 is a bug."""
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefix_cache"):
+    """Forget every cached prefix that no live request holds."""
+
+
+Command = ResetPrefixCache
+"""Union of the commands of Engine.control; it has one member so far."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An inference engine. A driver calls every method from one and the same thread: no locks needed."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Fixed facts; valid as soon as the engine is built."""
+
+    def submit(self, request: Request) -> None:
+        """Take a request. Refusals come back as a Rejected update of the next step, not as an exception.
+
+        If it raises all the same, the engine must not have kept the request: the driver reports Failed for it.
+        """
+
+    def abort(self, request_id: int) -> None:
+        """End a request: a later step says Finished("abort"), or the terminal that was already on its way.
+
+        An id that is not live is no error: aborts race with endings.
+        """
+
+    def control(self, command: Command) -> None:
+        """Carry out a command before the next step. Raises errors.Unsupported for one this engine does not know."""
+
+    def step(self, wait: float) -> StepOutputs:
+        """Do one step and return what is ready (perhaps nothing: an engine may run a step ahead).
+
+        Called again and again while a request is live. With nothing to compute it blocks for at most `wait` seconds.
+        With no live request it is not called at all, so an idle engine costs nothing. An exception means that the
+        engine is lost: every live request gets Failed, and it is closed.
+        """
+
+    def stats(self) -> EngineStats:
+        """Current numbers; O(1), called up to once a step."""
+
+    def close(self) -> None:
+        """Release everything. Called once; nothing is called after it."""
+
+
+class EngineSpec(msgspec.Struct, frozen=True):
+    """How to build an engine in any process: call `target` ("package.module:function") with `kwargs` (JSON)."""
+
+    target: str
+    kwargs: dict[str, Any] = {}
+
+    def build(self) -> Engine:
+        """Import the module and call the function. Raises BadEngineSpec, or whatever the function raises."""
+        module_name, _, function_name = self.target.partition(":")
+        if not module_name or not function_name:
+            raise BadEngineSpec(f"engine target {self.target!r} is not of the form 'package.module:function'")
+        function: Callable[..., Engine] | None = getattr(
+            importlib.import_module(module_name), function_name, None
+        )
+        if function is None:
+            raise BadEngineSpec(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
+        return function(**self.kwargs)

@@ -1,0 +1,68 @@
+"""The exceptions of this library.
+
+FrontendError(Exception)
+├── BadEngineSpec(ValueError)            an EngineSpec that names nothing callable
+├── BadModelFiles(ValueError)            tokenizer, template or config files that are missing or wrong
+├── EngineDead(RuntimeError)             the engine is lost; nothing more will come from it
+├── EngineStartError(RuntimeError)       the engine did not come up; the message is one line for the user
+├── MissingExtra(ImportError)            an optional dependency is not installed; names the command
+├── Unsupported(NotImplementedError)     the engine does not know this command
+└── APIError(ValueError)                 one request is refused; carries the HTTP status and the OpenAI error fields
+"""
+
+__all__ = [
+    "APIError",
+    "BadEngineSpec",
+    "BadModelFiles",
+    "EngineDead",
+    "EngineStartError",
+    "FrontendError",
+    "MissingExtra",
+    "Unsupported",
+]
+
+
+class FrontendError(Exception):
+    """Base of all errors raised by openinfer.frontend."""
+
+
+class BadEngineSpec(FrontendError, ValueError):
+    """An EngineSpec that names nothing callable."""
+
+
+class BadModelFiles(FrontendError, ValueError):
+    """Tokenizer, chat template or configuration files are missing or malformed; the message names the file."""
+
+
+class EngineDead(FrontendError, RuntimeError):
+    """The engine process or thread is lost; nothing more will come from it."""
+
+
+class EngineStartError(FrontendError, RuntimeError):
+    """The engine did not come up. The message is one line meant for the user."""
+
+
+class MissingExtra(FrontendError, ImportError):
+    """An optional dependency is not installed; the message holds the command that installs it."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an optional part: pip install 'openinfer-frontend[{extra}]'")
+
+
+class Unsupported(FrontendError, NotImplementedError):
+    """The engine does not know a command."""
+
+
+class APIError(FrontendError, ValueError):
+    """A request is refused.
+
+    status: HTTP status; param: the offending field, if one; code: OpenAI's machine-readable word, if one.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code

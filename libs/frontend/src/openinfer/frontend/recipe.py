@@ -1,0 +1,34 @@
+"""What a recipe tells the command line: which checkpoints are its own, its flags, and how to build its engine."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from openinfer.frontend.contract import EngineSpec
+
+__all__ = ["Recipe"]
+
+
+class Recipe(Protocol):
+    """Registered under the entry-point group `openinfer.recipes`; an object or a module with these four names.
+
+    Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the EngineSpec,
+    usually in another process.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name, as in `openinfer.recipes.<name>`."""
+
+    def matches(self, config: Mapping[str, object]) -> bool:
+        """Whether this recipe serves checkpoints with this config.json. Must not raise for a foreign config."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the engine's flags (`--max-model-len`, ...) to the parser that holds the frontend's already."""
+
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
+        """The engine for a checkpoint. Every flag of add_arguments ends up in the kwargs or is refused here.
+
+        Raises ValueError or OSError with a one-line message for the user's mistakes.
+        """
