@@ -1,11 +1,13 @@
 """What an engine is: the messages and the Protocol between an engine and whoever drives it.
 
-Token ids cross this line, text never does: tokenizing, chat templates, stop strings and detokenizing belong to the
-frontend. The messages are msgspec structs so that they travel between processes as msgpack, never as pickle.
+Token ids cross this line, text never does: tokenizing, chat templates, stop strings and detokenizing
+belong to the frontend. The messages are msgspec structs so that they travel between processes as msgpack,
+never as pickle.
 
-The life of a request: the client mints an id and submits; the engine answers, through the StepOutputs of its steps,
-with at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished, Rejected or Failed),
-after which the id is never named again. What an engine cannot honour it Rejects by name; it never ignores it.
+The life of a request: the client mints an id and submits; the engine answers, through the StepOutputs of its
+steps, with at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished, Rejected
+or Failed), after which the id is never named again. What an engine cannot honour it Rejects by name; it never
+ignores it.
 
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
@@ -15,9 +17,8 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
+from openinfer.frontend.errors import EngineSpecError
 from openinfer.sampler import SamplingParams
-
-from openinfer.frontend.errors import BadEngineSpec
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -72,7 +73,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     """Of the token that was chosen."""
     top_token_ids: list[int]
-    """The alternatives asked for with SamplingParams.logprobs, most probable first; may contain the chosen one."""
+    """The alternatives asked for with SamplingParams.logprobs, most probable first (the chosen one may be among
+    them)."""
     top_logprobs: list[float]
     """Parallel to top_token_ids."""
 
@@ -93,11 +95,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     id: int
     reason: Literal["stop", "length", "abort"]
     stop_token_id: int | None = None
-    """With reason "stop": the EOS or stop id that ended it. It is also the last of the request's token_ids."""
+    """With reason "stop": the EOS or stop id that ended it. It is also the last of its token_ids."""
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):
-    """Terminal: the request was never run. `reason` is a sentence for the user that names what was refused."""
+    """Terminal: the request was never run. `reason` is a sentence for the user naming what was refused."""
 
     id: int
     reason: str
@@ -128,7 +130,7 @@ class StepOutputs(msgspec.Struct, array_like=True):
     token_ids: list[int] = msgspec.field(default_factory=list)
     """Parallel to request_ids. EOS and stop ids are included: the frontend leaves them out of the text."""
     logprobs: list[TokenLogprobs | None] | None = None
-    """None when no request of the step asked; else parallel to request_ids, with None for those that did not."""
+    """None when no request of the step asked; else parallel to request_ids (None for those that did not)."""
     updates: list[Update] = msgspec.field(default_factory=list)
 
 
@@ -153,7 +155,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
-    """A snapshot that costs O(1). The first three are gauges, the rest count up from the start of the engine."""
+    """A snapshot that costs O(1). The first three are gauges, the rest count up from the engine's start."""
 
     running: int = 0
     waiting: int = 0
@@ -191,7 +193,7 @@ class Engine(Protocol):
     def submit(self, request: Request) -> None:
         """Take a request. Refusals come back as a Rejected update of the next step, not as an exception.
 
-        If it raises all the same, the engine must not have kept the request: the driver reports Failed for it.
+        If it raises all the same, the engine must not have kept the request: the driver reports it Failed.
         """
 
     def abort(self, request_id: int) -> None:
@@ -201,14 +203,14 @@ class Engine(Protocol):
         """
 
     def control(self, command: Command) -> None:
-        """Carry out a command before the next step. Raises errors.Unsupported for one this engine does not know."""
+        """Carry out a command before the next step. Raises errors.Unsupported for one it does not know."""
 
     def step(self, wait: float) -> StepOutputs:
         """Do one step and return what is ready (perhaps nothing: an engine may run a step ahead).
 
-        Called again and again while a request is live. With nothing to compute it blocks for at most `wait` seconds.
-        With no live request it is not called at all, so an idle engine costs nothing. An exception means that the
-        engine is lost: every live request gets Failed, and it is closed.
+        Called again and again while a request is live. With nothing to compute it blocks for at most `wait`
+        seconds. With no live request it is not called at all, so an idle engine costs nothing. An exception
+        means that the engine is lost: every live request gets Failed, and it is closed.
         """
 
     def stats(self) -> EngineStats:
@@ -219,19 +221,21 @@ class Engine(Protocol):
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """How to build an engine in any process: call `target` ("package.module:function") with `kwargs` (JSON)."""
+    """How to build an engine in any process: call `target` ("package.module:function") with JSON `kwargs`."""
 
     target: str
     kwargs: dict[str, Any] = {}
 
     def build(self) -> Engine:
-        """Import the module and call the function. Raises BadEngineSpec, or whatever the function raises."""
+        """Import the module and call the function. Raises EngineSpecError, or whatever the function raises."""
         module_name, _, function_name = self.target.partition(":")
         if not module_name or not function_name:
-            raise BadEngineSpec(f"engine target {self.target!r} is not of the form 'package.module:function'")
+            raise EngineSpecError(
+                f"engine target {self.target!r} is not of the form 'package.module:function'"
+            )
         function: Callable[..., Engine] | None = getattr(
             importlib.import_module(module_name), function_name, None
         )
         if function is None:
-            raise BadEngineSpec(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
+            raise EngineSpecError(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
         return function(**self.kwargs)
