@@ -5,9 +5,9 @@ belong to the frontend. The messages are msgspec structs so that they travel bet
 never as pickle.
 
 The life of a request: the client mints an id and submits; the engine answers, through the StepOutputs of its
-steps, with at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished, Rejected
-or Failed), after which the id is never named again. What an engine cannot honour it Rejects by name; it never
-ignores it.
+steps, with at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished,
+Rejected or Failed), after which the id is never named again. What an engine cannot honour it Rejects by name;
+it never ignores it.
 
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
@@ -73,8 +73,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     """Of the token that was chosen."""
     top_token_ids: list[int]
-    """The alternatives asked for with SamplingParams.logprobs, most probable first (the chosen one may be among
-    them)."""
+    """The alternatives asked for with SamplingParams.logprobs, most probable first (the chosen one
+    may be among them)."""
     top_logprobs: list[float]
     """Parallel to top_token_ids."""
 
@@ -227,12 +227,10 @@ class EngineSpec(msgspec.Struct, frozen=True):
     kwargs: dict[str, Any] = {}
 
     def build(self) -> Engine:
-        """Import the module and call the function. Raises EngineSpecError, or whatever the function raises."""
+        """Import the module and call the function. Raises EngineSpecError, or what the function raises."""
         module_name, _, function_name = self.target.partition(":")
         if not module_name or not function_name:
-            raise EngineSpecError(
-                f"engine target {self.target!r} is not of the form 'package.module:function'"
-            )
+            raise EngineSpecError(f"engine target {self.target!r} is not 'package.module:function'")
         function: Callable[..., Engine] | None = getattr(
             importlib.import_module(module_name), function_name, None
         )

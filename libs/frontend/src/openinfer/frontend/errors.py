@@ -1,23 +1,23 @@
 """The exceptions of this library.
 
 FrontendError(Exception)
-├── BadEngineSpec(ValueError)            an EngineSpec that names nothing callable
-├── BadModelFiles(ValueError)            tokenizer, template or config files that are missing or wrong
-├── EngineDead(RuntimeError)             the engine is lost; nothing more will come from it
-├── EngineStartError(RuntimeError)       the engine did not come up; the message is one line for the user
-├── MissingExtra(ImportError)            an optional dependency is not installed; names the command
-├── Unsupported(NotImplementedError)     the engine does not know this command
-└── APIError(ValueError)                 one request is refused; carries the HTTP status and the OpenAI error fields
+├── EngineSpecError(ValueError)       an EngineSpec that names nothing callable
+├── ModelFilesError(ValueError)       tokenizer, template or config files that are missing or wrong
+├── EngineDeadError(RuntimeError)     the engine is lost; nothing more will come from it
+├── EngineStartError(RuntimeError)    the engine did not come up; the message is one line for the user
+├── MissingExtraError(ImportError)    an optional dependency is not installed; names the command
+├── Unsupported(NotImplementedError)  the engine does not know this command
+└── APIError(ValueError)              one request is refused; carries the HTTP status and error fields
 """
 
 __all__ = [
     "APIError",
-    "BadEngineSpec",
-    "BadModelFiles",
-    "EngineDead",
+    "EngineDeadError",
+    "EngineSpecError",
     "EngineStartError",
     "FrontendError",
-    "MissingExtra",
+    "MissingExtraError",
+    "ModelFilesError",
     "Unsupported",
 ]
 
@@ -26,15 +26,15 @@ class FrontendError(Exception):
     """Base of all errors raised by openinfer.frontend."""
 
 
-class BadEngineSpec(FrontendError, ValueError):
+class EngineSpecError(FrontendError, ValueError):
     """An EngineSpec that names nothing callable."""
 
 
-class BadModelFiles(FrontendError, ValueError):
-    """Tokenizer, chat template or configuration files are missing or malformed; the message names the file."""
+class ModelFilesError(FrontendError, ValueError):
+    """Tokenizer, template or configuration files are missing or malformed; the message names the file."""
 
 
-class EngineDead(FrontendError, RuntimeError):
+class EngineDeadError(FrontendError, RuntimeError):
     """The engine process or thread is lost; nothing more will come from it."""
 
 
@@ -42,14 +42,14 @@ class EngineStartError(FrontendError, RuntimeError):
     """The engine did not come up. The message is one line meant for the user."""
 
 
-class MissingExtra(FrontendError, ImportError):
+class MissingExtraError(FrontendError, ImportError):
     """An optional dependency is not installed; the message holds the command that installs it."""
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional part: pip install 'openinfer-frontend[{extra}]'")
 
 
-class Unsupported(FrontendError, NotImplementedError):
+class Unsupported(FrontendError, NotImplementedError):  # noqa: N818 - the contract's own word
     """The engine does not know a command."""
 
 

@@ -1,4 +1,4 @@
-"""What a recipe tells the command line: which checkpoints are its own, its flags, and how to build its engine."""
+"""What a recipe tells the command line: which checkpoints are its own, its flags, how to build its engine."""
 
 import argparse
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ __all__ = ["Recipe"]
 
 
 class Recipe(Protocol):
-    """Registered under the entry-point group `openinfer.recipes`; an object or a module with these four names.
+    """Registered under the entry-point group `openinfer.recipes`: an object with these four names.
 
-    Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the EngineSpec,
-    usually in another process.
+    Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the
+    EngineSpec, usually in another process.
     """
 
     @property
@@ -22,7 +22,7 @@ class Recipe(Protocol):
         """Short name, as in `openinfer.recipes.<name>`."""
 
     def matches(self, config: Mapping[str, object]) -> bool:
-        """Whether this recipe serves checkpoints with this config.json. Must not raise for a foreign config."""
+        """Whether this recipe serves checkpoints with this config.json. Never raises for a foreign config."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the engine's flags (`--max-model-len`, ...) to the parser that holds the frontend's already."""
