@@ -1,0 +1,45 @@
+"""What this library raises.
+
+SamplerError
+├── InvalidParams (ValueError)   a sampling parameter is outside what is allowed; ``.param`` names it
+└── InvalidLogits (ValueError)   rows that no token can be drawn from; ``.rows`` lists them
+
+Array arguments of the wrong shape or dtype are a caller's bug, not a request's, and raise plain ValueError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SamplerError(Exception):
+    """Root of everything this library raises on purpose."""
+
+
+class InvalidParams(SamplerError, ValueError):  # noqa: N818
+    """A field of SamplingParams was refused.
+
+    Attributes:
+        param: the field's name, as a client spells it (OpenAI's ``error.param``).
+    """
+
+    def __init__(self, param: str, given: object, allowed: str) -> None:
+        super().__init__(f"{param} is {given!r}: it must be {allowed}")
+        self.param = param
+
+
+class InvalidLogits(SamplerError, ValueError):  # noqa: N818
+    """Rows hold NaN or +inf, or every token of theirs is -inf or forbidden. Nothing was sampled.
+
+    Attributes:
+        rows: indices into the batch. The other rows are sound: fail these requests and sample the rest again.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)
+        shown = ", ".join(map(str, self.rows[:8])) + (", ..." if len(self.rows) > 8 else "")
+        super().__init__(
+            f"rows {shown} of the logits cannot be sampled: the largest value of a row must be finite, also when"
+            " divided by the temperature (no NaN, no +inf, and a token left that is not forbidden); fail these"
+            " requests and sample the other rows again"
+        )
