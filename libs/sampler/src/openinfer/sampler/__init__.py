@@ -1,1 +1,20 @@
-"""openinfer.sampler"""
+"""openinfer.sampler: what a request asks of the sampler, and logits -> token ids and logprobs."""
+
+from openinfer.sampler.errors import InvalidLogits, InvalidParams, SamplerError
+from openinfer.sampler.noise import fresh_seed, gumbel, hash_u32, seed_words
+from openinfer.sampler.params import SamplingParams
+from openinfer.sampler.reference import Samples, sample, sample_arrays
+
+__all__ = [
+    "InvalidLogits",
+    "InvalidParams",
+    "SamplerError",
+    "Samples",
+    "SamplingParams",
+    "fresh_seed",
+    "gumbel",
+    "hash_u32",
+    "sample",
+    "sample_arrays",
+    "seed_words",
+]

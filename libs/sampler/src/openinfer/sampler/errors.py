@@ -39,7 +39,7 @@ class InvalidLogits(SamplerError, ValueError):  # noqa: N818
         self.rows = tuple(rows)
         shown = ", ".join(map(str, self.rows[:8])) + (", ..." if len(self.rows) > 8 else "")
         super().__init__(
-            f"rows {shown} of the logits cannot be sampled: the largest value of a row must be finite, also when"
-            " divided by the temperature (no NaN, no +inf, and a token left that is not forbidden); fail these"
-            " requests and sample the other rows again"
+            f"rows {shown} of the logits cannot be sampled: the largest value of a row must be finite, also"
+            " when divided by the temperature (no NaN, no +inf, and a token left that is not forbidden);"
+            " fail these requests and sample the other rows again"
         )
