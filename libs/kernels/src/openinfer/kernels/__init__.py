@@ -1,1 +1,71 @@
-"""openinfer.kernels"""
+"""LLM inference ops without PyTorch: each with a contract, a numpy reference, device code and a cost, and four ways to
+run them."""
+
+from openinfer.kernels.cublas import CublasLt
+from openinfer.kernels.errors import (
+    CompileError,
+    ContractError,
+    KernelMissing,
+    KernelsError,
+    LaunchError,
+    MissingExtra,
+)
+from openinfer.kernels.launch import Aligned, Command, KernelSpec, Launch, Matmul, Scratch, TensorMap, launch
+from openinfer.kernels.op import Cost, Op, Pack, Workload
+from openinfer.kernels.ops.apply_writes import apply_writes
+from openinfer.kernels.ops.attend import attend
+from openinfer.kernels.ops.embed import embed
+from openinfer.kernels.ops.expand_rows import expand_rows
+from openinfer.kernels.ops.gate_up_silu import gate_up_silu
+from openinfer.kernels.ops.linear_add import linear_add
+from openinfer.kernels.ops.norm_linear import norm_linear
+from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
+from openinfer.kernels.ops.select_rows import select_rows
+from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.kernels.packs.cuda import LaunchPack
+from openinfer.kernels.packs.cuda_driver import CudaDriver
+from openinfer.kernels.packs.interp import InterpDriver
+from openinfer.kernels.packs.null import NullPack
+from openinfer.kernels.store import Compiled, Prepared, Store
+from openinfer.kernels.target import H200, Target
+
+__all__ = [
+    "Aligned",
+    "Command",
+    "CompileError",
+    "Compiled",
+    "ContractError",
+    "Cost",
+    "CpuPack",
+    "CublasLt",
+    "CudaDriver",
+    "H200",
+    "InterpDriver",
+    "KernelMissing",
+    "KernelSpec",
+    "KernelsError",
+    "Launch",
+    "LaunchError",
+    "LaunchPack",
+    "Matmul",
+    "MissingExtra",
+    "NullPack",
+    "Op",
+    "Pack",
+    "Prepared",
+    "Scratch",
+    "Store",
+    "Target",
+    "TensorMap",
+    "Workload",
+    "apply_writes",
+    "attend",
+    "embed",
+    "expand_rows",
+    "gate_up_silu",
+    "launch",
+    "linear_add",
+    "norm_linear",
+    "qk_norm_rope_write",
+    "select_rows",
+]

@@ -1,0 +1,68 @@
+"""`python -m openinfer.kernels.compile_worker`: compiles kernels named on standard input, a JSON line each.
+
+A process of its own, because Triton decides at import whether it compiles or interprets, and because a failed pass
+prints whole modules on the error stream. Needs no GPU. In: {"key", "spec", "arch", "path"}; out: {"key", "meta"} with
+the cubin written to path, or {"key", "error"}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]]:
+    """Compile one kernel; returns the cubin and what a launch needs to know of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(spec["module"]), spec["function"])
+    types, constants = dict(spec["signature"]), dict(spec["constants"])
+    runtime = [n for n in function.arg_names if n not in constants]
+    if runtime != list(types):
+        raise TypeError(f"launch gives {list(types)}, the kernel takes {runtime}")
+    signature = {n: "constexpr" if n in constants else types[n] for n in function.arg_names}
+    attrs = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in spec["divisible"]}
+    options = {"num_warps": spec["num_warps"], "num_stages": spec["num_stages"], "enable_fp_fusion": True}
+    compiled = triton.compile(
+        ASTSource(function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
+    )
+    meta = compiled.metadata
+    if meta.global_scratch_size or meta.profile_scratch_size:
+        raise TypeError("the kernel wants scratch memory of its own; pass tensor maps from the host instead")
+    return compiled.asm["cubin"], {
+        "name": meta.name,
+        "shared": meta.shared,
+        "num_warps": meta.num_warps,
+        "num_ctas": meta.num_ctas,
+        "tensor_maps": [dict(m) for m in (meta.tensordesc_meta or [])],
+    }
+
+
+def main() -> None:
+    reply = os.fdopen(os.dup(1), "w")
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for line in sys.stdin:
+            job = json.loads(line)
+            answer: dict[str, Any] = {"key": job["key"]}
+            try:
+                cubin, answer["meta"] = compile_spec(job["spec"], job["arch"])
+                Path(job["path"]).write_bytes(cubin)
+            except Exception as e:
+                answer["error"] = f"{type(e).__name__}: {e}"[:2000]
+            reply.write(json.dumps(answer) + "\n")
+            reply.flush()
+
+
+if __name__ == "__main__":
+    main()

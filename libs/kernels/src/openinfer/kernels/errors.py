@@ -1,0 +1,33 @@
+"""Everything this library raises.
+
+    KernelsError
+     ├── ContractError (ValueError)       an op was called with arguments its contract does not allow
+     ├── CompileError (RuntimeError)      the compiler refused a kernel
+     ├── KernelMissing (LookupError)      no cubin for a kernel, and none may or can be compiled
+     ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
+     └── MissingExtra (ImportError)       an optional dependency is needed; the message has the install command
+"""
+
+
+class KernelsError(Exception):
+    """Base of all errors of openinfer.kernels."""
+
+
+class ContractError(KernelsError, ValueError):
+    """An op was called with shapes, dtypes or values that its contract does not allow."""
+
+
+class CompileError(KernelsError, RuntimeError):
+    """A kernel did not compile. The message names the kernel, the architecture and the compiler's words."""
+
+
+class KernelMissing(KernelsError, LookupError):
+    """A kernel is not in the store, and the store is sealed or no compiler is installed."""
+
+
+class LaunchError(KernelsError, RuntimeError):
+    """A launch record does not fit this device (shared memory, scratch, an unbound workspace)."""
+
+
+class MissingExtra(KernelsError, ImportError):
+    """A part of the library needs an optional dependency that is not installed."""

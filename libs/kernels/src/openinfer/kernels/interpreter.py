@@ -1,0 +1,174 @@
+"""Triton's interpreter made right for bf16 and fp8, and the objects it takes in place of tensors.
+
+As shipped (3.6 to 3.9) the interpreter multiplies raw bit patterns of bf16, truncates in casts to bf16 and fp8, and (3.6)
+fails on numpy >= 2.4 in loops with a tensor bound. Importing this module repairs that: element types become ml_dtypes',
+casts are numpy's `astype` (round to nearest even), `dot` multiplies in float32, and memory is read and written as
+unsigned integers of the element's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+CUSTOM = {
+    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+}
+DTYPES = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "i8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
+    "i32": np.dtype(np.int32),
+    "u32": np.dtype(np.uint32),
+    "i64": np.dtype(np.int64),
+}
+
+
+class _Dtype:
+    """What the interpreter asks of a dtype: a hashable whose str() ends in the type's name."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self.name = dtype.name
+        self.itemsize = dtype.itemsize
+        self.is_floating_point = "float" in dtype.name
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Dtype) and other.name == self.name
+
+
+class Pointer:
+    """An address in host memory with an element type, in the shape of the tensor object that the interpreter expects:
+    it is its own storage and its own copy on the host."""
+
+    def __init__(self, address: int, dtype: str, shape: Sequence[int] = (0,), strides: Sequence[int] = (1,)) -> None:
+        self._address = address
+        self.dtype = _Dtype(DTYPES[dtype])
+        self.shape = tuple(shape)
+        self._strides = tuple(strides)
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def size(self) -> tuple[int, ...]:
+        return self.shape
+
+    def stride(self, axis: int | None = None) -> Any:
+        return self._strides if axis is None else self._strides[axis]
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def untyped_storage(self) -> Pointer:
+        return self
+
+    def cpu(self) -> Pointer:
+        return self
+
+    def copy_(self, other: Pointer) -> None:
+        """The host copy is the same memory."""
+
+    def new_empty(self, size: int, device: str) -> Pointer:
+        return Pointer.__new__(Pointer)
+
+    def set_(self, storage: Pointer, offset: int, size: Sequence[int], stride: Sequence[int]) -> None:
+        self.__dict__.update(storage.__dict__)
+
+
+def descriptor(
+    address: int, dtype: str, shape: list[int], strides: list[int], block: list[int]
+) -> TensorDescriptor:
+    """A host tensor descriptor over memory at `address`."""
+    return TensorDescriptor(Pointer(address, dtype, shape, strides), shape, strides, block)
+
+
+def _is_custom(dtype: np.dtype[Any]) -> bool:
+    return dtype.type.__module__.startswith("ml_dtypes")
+
+
+def _as_uint(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array = np.ascontiguousarray(array)
+    return array.view(np.dtype(f"u{array.itemsize}")) if _is_custom(array.dtype) else array
+
+
+class _Memory:
+    """libtriton's host loads and stores, which know plain numpy dtypes only."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        dtype = np.dtype(dtype)
+        if _is_custom(dtype):
+            plain = np.dtype(f"u{dtype.itemsize}")
+            return self._raw.load(pointers, mask, _as_uint(other), plain).view(dtype)
+        return self._raw.load(pointers, mask, other, dtype)
+
+    def store(self, pointers: Any, values: Any, mask: Any) -> Any:
+        return self._raw.store(pointers, _as_uint(values), mask)
+
+
+def _repair() -> None:
+    builder: Any = interpreter.InterpreterBuilder
+    np_dtype_of = interpreter._get_np_dtype
+    fp_to_fp = builder.create_fp_to_fp
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def get_np_dtype(tt_dtype: Any) -> Any:
+        element = tt_dtype.element_ty if isinstance(tt_dtype, tl.block_type) else tt_dtype
+        if not isinstance(element, tl.pointer_type) and element in CUSTOM:
+            return CUSTOM[element]
+        return np_dtype_of(tt_dtype)
+
+    def cast(self: Any, src: Any, dst_type: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return interpreter.TensorHandle(src.data.astype(get_np_dtype(dst_type)), dst_type.scalar)
+
+    def convert(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if tl.float8e4b15 in (src.dtype.scalar, dst_type.scalar):
+            return fp_to_fp(self, src, dst_type, rounding_mode)
+        return cast(self, src, dst_type)
+
+    def wide(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return x.astype(np.float32) if _is_custom(x.dtype) or x.dtype == np.float16 else x
+
+    def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        product = np.matmul(wide(a.data), wide(b.data), dtype=d.data.dtype)
+        return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._get_np_dtype = get_np_dtype
+    interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter._interpreter = _Memory(interpreter._interpreter)
+    builder.cast_impl = cast
+    builder.create_fp_to_fp = convert
+    builder.create_dot = dot
+    if not hasattr(builder, "get_bf16"):  # 3.6: tl.full(..., tl.bfloat16)
+        builder.get_bf16 = lambda self, value: interpreter.TensorHandle(
+            np.array([value], ml_dtypes.bfloat16), tl.bfloat16
+        )
+
+
+_repair()

@@ -1,0 +1,163 @@
+"""What an op asks a device to do: kernel launches and cuBLASLt products, as plain records.
+
+A record holds no driver object, so the same one can be compiled ahead of time, counted, launched on a GPU, or sent
+through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.kernels.errors import LaunchError
+from openinfer.tensor import Tensor
+
+TRITON_TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3fn": "fp8e4nv",
+    "int8": "i8",
+    "uint8": "u8",
+    "int32": "i32",
+    "uint32": "u32",
+    "int64": "i64",
+}
+"""numpy's names of element types to Triton's."""
+
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scratch:
+    """Memory that lives for one op call, taken from the pack's workspace. Compared by identity.
+
+    `zeroed` scratch is zero when the call starts, and its kernels leave it zero: it comes from a separate region that
+    is cleared once. Two scratches of one call never overlap; those of different calls do.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    zeroed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """A 2-D tensor that a kernel reads or writes in `block` tiles through the bulk tensor copy engine (sm_90 and up)."""
+
+    tensor: Tensor | Scratch
+    block: tuple[int, int]
+
+
+class Aligned(NamedTuple):
+    """An int argument that the kernel may assume to be a multiple of 16 (strides, sizes)."""
+
+    value: int
+
+
+Arg = Tensor | Scratch | TensorMap | Aligned | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """What is compiled: a Triton function with its types, constants and options. Hashable; equal specs share a cubin."""
+
+    module: str
+    function: str
+    signature: tuple[tuple[str, str], ...]  # (argument, Triton type), constants left out, in the kernel's order
+    constants: tuple[tuple[str, Any], ...]
+    divisible: tuple[str, ...]  # arguments that are multiples of 16
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        consts = ",".join(f"{k}={v}" for k, v in self.constants)
+        return f"{self.module.rpartition('.')[2]}.{self.function}[{consts}]w{self.num_warps}s{self.num_stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: `args` in the order of the spec's signature."""
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    args: tuple[Arg, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """out[M, N] = x[M, K] @ weight[N, K]^T (+ out if `accumulate`) through cuBLASLt; fp32 accumulation."""
+
+    out: Tensor | Scratch
+    x: Tensor | Scratch
+    weight: Tensor
+    workspace: Scratch
+    accumulate: bool = False
+
+
+Command = Launch | Matmul
+
+
+def launch(
+    module: str,
+    function: str,
+    grid: tuple[int, ...],
+    args: Mapping[str, Arg],
+    constants: Mapping[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Launch:
+    """Make a launch record; types and alignments follow from the arguments.
+
+    Ints travel as i32 (LaunchError where one does not fit), floats as fp32, tensors as pointers with 16-byte alignment
+    assumed where their address has it.
+    """
+    signature, divisible = [], []
+    for name, arg in args.items():
+        kind, aligned = _type_of(name, arg)
+        signature.append((name, kind))
+        if aligned:
+            divisible.append(name)
+    spec = KernelSpec(
+        module,
+        function,
+        tuple(signature),
+        tuple(sorted(constants.items())),
+        tuple(divisible),
+        num_warps,
+        num_stages,
+    )
+    x, y, z = (*grid, 1, 1)[:3]
+    return Launch(spec, (x, y, z), tuple(args.values()))
+
+
+def _type_of(name: str, arg: Arg) -> tuple[str, bool]:
+    match arg:
+        case Tensor():
+            return "*" + TRITON_TYPES[arg.dtype.name], arg.ptr % 16 == 0
+        case Scratch():
+            return "*" + TRITON_TYPES[arg.dtype.name], True
+        case TensorMap(tensor, (rows, cols)):
+            return f"tensordesc<{TRITON_TYPES[tensor.dtype.name]}[{rows}, {cols}]>", False
+        case Aligned(value):
+            if value % 16:
+                raise LaunchError(f"{name}={value} is said to be a multiple of 16")
+            return _int_type(name, value), True
+        case float():
+            return "fp32", False
+        case _:
+            return _int_type(name, arg), False
+
+
+def _int_type(name: str, value: int) -> str:
+    if not -INT32_MAX <= value <= INT32_MAX:
+        raise LaunchError(f"{name}={value} does not fit an i32 kernel argument")
+    return "i32"

@@ -1,0 +1,102 @@
+"""Op: a name with a contract, a numpy reference, device code and a cost.
+
+An op is called with keyword arguments against a pack, which decides what the call means: run the reference, launch
+kernels, or only write the call down.
+
+    rms_norm(pack, out=h, x=x, weight=w, eps=1e-6)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, Protocol
+
+from openinfer.kernels.launch import Command
+from openinfer.kernels.target import Target
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the sizes that are data really are, for costs.
+
+    `tokens`: tokens in the step; `rows`: sequences in it; `kv_tokens`: cached tokens that attention reads, summed
+    over the rows; `qk_pairs`: (query, key) pairs it scores, summed over the rows.
+    """
+
+    tokens: int
+    rows: int
+    kv_tokens: int
+    qk_pairs: int
+
+    @classmethod
+    def decode(cls, rows: int, context: int) -> Workload:
+        """One new token for each of `rows` sequences of `context` tokens (the new one included)."""
+        return cls(rows, rows, rows * context, rows * context)
+
+    @classmethod
+    def prefill(cls, tokens: int) -> Workload:
+        """One whole prompt of `tokens` tokens."""
+        return cls(tokens, 1, tokens, tokens * (tokens + 1) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Least device-memory traffic (bytes, each input read once and each output written once) and FLOPs of a call."""
+
+    bytes: int
+    flops: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+    def floor_s(self, bandwidth: float, flops_per_s: float) -> float:
+        """Seconds below which no implementation can be: the larger of the two times."""
+        return max(self.bytes / bandwidth, self.flops / flops_per_s)
+
+
+class Pack(Protocol):
+    """One way to run ops. `run` gets the op and its keyword arguments."""
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None: ...
+
+
+class Op(Generic[P]):
+    """An op. Its contract is a keyword-only function without defaults: its signature types the call, its docstring is
+    the op's, and its body raises ContractError where the arguments are wrong.
+
+    `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place, in float32 arithmetic,
+    rounding to the tensors' dtype where the published models do. `launches(target, **args)` gives what a GPU runs.
+    `cost(workload, **args)` is the call's floor.
+    """
+
+    __slots__ = ("__doc__", "contract", "cost", "launches", "name", "reference")
+
+    def __init__(
+        self,
+        name: str,
+        contract: Callable[P, None],
+        *,
+        reference: Callable[..., None],
+        launches: Callable[..., Iterable[Command]],
+        cost: Callable[..., Cost],
+    ) -> None:
+        self.contract = contract
+        self.name = name
+        self.__doc__ = contract.__doc__
+        self.reference = reference
+        self.launches = launches
+        self.cost = cost
+
+    def __call__(self, pack: Pack, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        pack.run(self, kwargs)
+
+    def plan(self, target: Target, args: Mapping[str, Any]) -> list[Command]:
+        """Check the contract and return the commands a device of this kind would run."""
+        self.contract(**args)  # type: ignore[call-arg]
+        return list(self.launches(target, **args))
+
+    def __repr__(self) -> str:
+        return f"Op({self.name})"

@@ -1,0 +1,38 @@
+"""apply_writes: scatter the host's changes into the batch state on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openinfer.kernels.contract import expect
+from openinfer.kernels.launch import Command
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.reference import Array
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, int32
+
+
+def _contract(*, words: Tensor, writes: Tensor) -> None:
+    """words[index] = value for each of the writes.
+
+    words: int32 [W], the batch state as 32-bit words. writes: int32 [1 + 2 * capacity]: the count n, then `capacity`
+    indices of which the first n are used, then `capacity` values likewise. Indices of one call are distinct.
+    """
+    expect("words", words, (-1,), int32)
+    expect("writes", writes, (-1,), int32)
+
+
+def _reference(*, words: Array, writes: Array) -> None:
+    count, capacity = int(writes[0]), (len(writes) - 1) // 2
+    words[writes[1 : 1 + count]] = writes[1 + capacity : 1 + capacity + count]
+
+
+def _launches(target: Target, *, words: Tensor, writes: Tensor) -> Iterator[Command]:
+    raise NotImplementedError
+
+
+def _cost(workload: Workload, *, words: Tensor, writes: Tensor) -> Cost:
+    return Cost(0, 0)
+
+
+apply_writes = Op("apply_writes", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,117 @@
+"""attend: causal attention of a step's tokens over the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Command
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.reference import Array, f32
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, int32
+
+
+def _contract(
+    *,
+    out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    max_q_len: int,
+) -> None:
+    """out[t] = softmax(scale * q[t] . K) V over the cached tokens that token t may see.
+
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows: token i of row r is at position seq_lens[slot] + i and sees the positions
+    j <= its own, and with window > 0 only those with its own - j < window. Its own key and value are in the cache already.
+    q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] as in qk_norm_rope_write; query head a uses key head
+    a // (A / G). block_tables int32 [S, B]. max_q_len: no row has more tokens than this (1 in a decode step). Softmax in float32.
+    What is written for tokens of dead rows and for those past q_starts[R] is finite and otherwise unspecified.
+    """
+    expect("q", q, (-1, -1, -1), *FLOATS)
+    tokens, heads, dim = q.shape
+    expect("out", out, (tokens, heads * dim), q.dtype)
+    expect("kv", kv, (-1, 2, -1, -1, dim), q.dtype, dense=False)
+    expect("kv[0]", kv[0], kv.shape[1:])
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    expect("seq_lens", seq_lens, (size,), int32)
+    expect("alive", alive, (size,), int32)
+    expect("block_tables", block_tables, (size, -1), int32)
+    require(heads % kv.shape[2] == 0, f"{heads} query heads cannot share {kv.shape[2]} key heads evenly")
+    require(window >= 0, f"window is {window}; it must be 0 (none) or positive")
+    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
+    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+
+
+def _reference(
+    *,
+    out: Array,
+    q: Array,
+    kv: Array,
+    slots: Array,
+    q_starts: Array,
+    seq_lens: Array,
+    alive: Array,
+    block_tables: Array,
+    scale: float,
+    window: int,
+    max_q_len: int,
+) -> None:
+    _, heads, dim = q.shape
+    kv_heads, page_size = kv.shape[2:4]
+    out[:] = 0
+    for row, slot in enumerate(slots):
+        start, end = int(q_starts[row]), int(q_starts[row + 1])
+        if start == end or not alive[slot]:
+            continue
+        first = int(seq_lens[slot])
+        length = first + end - start
+        pages = block_tables[slot, : -(-length // page_size)]
+        keys = f32(kv[pages, 0]).transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, :length]
+        values = f32(kv[pages, 1]).transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, :length]
+        for token in range(start, end):  # one query at a time: the result must not depend on the chunk
+            position = first + token - start
+            low = max(0, position + 1 - window) if window else 0
+            query = f32(q[token]).reshape(kv_heads, heads // kv_heads, dim)
+            scores = np.matmul(query, keys[:, low : position + 1].transpose(0, 2, 1)) * np.float32(scale)
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            total = weights.sum(axis=-1, keepdims=True)
+            weights = weights if q.dtype == np.float32 else f32(weights.astype(q.dtype))
+            out[token] = (np.matmul(weights, values[:, low : position + 1]) / total).reshape(-1)
+
+
+def _launches(
+    target: Target,
+    *,
+    out: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    max_q_len: int,
+) -> Iterator[Command]:
+    raise NotImplementedError
+
+
+def _cost(workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, **_: object) -> Cost:
+    _, heads, dim = q.shape
+    cached = 2 * workload.kv_tokens * kv.shape[2] * dim * kv.itemsize
+    return Cost(cached + 2 * workload.tokens * heads * dim * q.itemsize, 4 * workload.qk_pairs * heads * dim)
+
+
+attend = Op("attend", _contract, reference=_reference, launches=_launches, cost=_cost)

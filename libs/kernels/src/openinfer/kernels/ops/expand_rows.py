@@ -1,0 +1,86 @@
+"""expand_rows: from the rows of a step to its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from openinfer.kernels.contract import expect
+from openinfer.kernels.launch import Command
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.reference import Array
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, int32
+
+
+def _contract(
+    *,
+    token_ids: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    prompt: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    last_tokens: Tensor,
+    alive: Tensor,
+) -> None:
+    """Write token_ids, positions and token_slots (int32 [T]) of a step's tokens.
+
+    Row r of the step is the sequence in slot slots[r] and has the tokens q_starts[r] to q_starts[r+1] (int32 [R] and
+    [R + 1]). Its token i is at position seq_lens[slot] + i; its id is prompt[t] (int32 [T]), or last_tokens[slot] where
+    that is negative: the token sampled last. Tokens of dead rows (alive[slot] == 0) and those past q_starts[R] get
+    id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32 [S] by slot.
+    """
+    tokens, rows, size = token_ids.shape[0], slots.shape[0], seq_lens.shape[0]
+    for name, tensor in (("token_ids", token_ids), ("positions", positions), ("token_slots", token_slots), ("prompt", prompt)):
+        expect(name, tensor, (tokens,), int32)
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    for name, tensor in (("seq_lens", seq_lens), ("last_tokens", last_tokens), ("alive", alive)):
+        expect(name, tensor, (size,), int32)
+
+
+def _reference(
+    *,
+    token_ids: Array,
+    positions: Array,
+    token_slots: Array,
+    prompt: Array,
+    slots: Array,
+    q_starts: Array,
+    seq_lens: Array,
+    last_tokens: Array,
+    alive: Array,
+) -> None:
+    token = np.arange(len(token_ids))
+    row = np.minimum(np.searchsorted(q_starts, token, side="right") - 1, len(slots) - 1)
+    slot = slots[row]
+    live = (token < q_starts[-1]) & (alive[slot] != 0)
+    token_slots[:] = np.where(live, slot, 0)
+    positions[:] = np.where(live, seq_lens[slot] + token - q_starts[row], 0)
+    token_ids[:] = np.where(live, np.where(prompt >= 0, prompt, last_tokens[slot]), 0)
+
+
+def _launches(
+    target: Target,
+    *,
+    token_ids: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    prompt: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    last_tokens: Tensor,
+    alive: Tensor,
+) -> Iterator[Command]:
+    raise NotImplementedError
+
+
+def _cost(workload: Workload, **args: Tensor) -> Cost:
+    return Cost(16 * workload.tokens, 0)
+
+
+expand_rows = Op("expand_rows", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,48 @@
+"""gate_up_silu: RMS norm into the two halves of a gated MLP, and their product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Command
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.reference import Array, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor
+
+
+def _contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> None:
+    """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
+
+    x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float
+    dtype. g and u are rounded as outputs of a linear layer, silu(g) is rounded, and the product is rounded. H and I are multiples of 16.
+    """
+    expect("x", x, (-1, -1), *FLOATS)
+    tokens, hidden = x.shape
+    expect("norm_weight", norm_weight, (hidden,), x.dtype)
+    expect("out", out, (tokens, -1), x.dtype)
+    expect("weight", weight, (2 * out.shape[1], hidden), x.dtype)
+    require(hidden % 16 == 0 and out.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16")
+    require(eps > 0, f"eps is {eps}; it must be positive")
+
+
+def _reference(*, out: Array, x: Array, norm_weight: Array, weight: Array, eps: float) -> None:
+    both = rounded(matmul_nt(rms_norm(x, norm_weight, eps), weight), x.dtype)
+    gate, up = both[:, : out.shape[1]], both[:, out.shape[1] :]
+    out[:] = rounded(silu(gate), x.dtype) * up
+
+
+def _launches(
+    target: Target, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
+) -> Iterator[Command]:
+    raise NotImplementedError
+
+
+def _cost(workload: Workload, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Cost:
+    n, h = weight.shape
+    tokens = workload.tokens
+    return Cost(weight.nbytes + norm_weight.nbytes + tokens * (h + n // 2) * x.itemsize, 2 * tokens * n * h)
+
+
+gate_up_silu = Op("gate_up_silu", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,47 @@
+"""norm_linear: RMS norm into a linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Command
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.reference import Array, matmul_nt, rms_norm
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, float32
+
+
+def _contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> None:
+    """out = rms_norm(x; norm_weight, eps) @ weight^T.
+
+    x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
+    rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; the product accumulates in
+    float32 and is rounded once. H and N are multiples of 16.
+    """
+    expect("x", x, (-1, -1), *FLOATS)
+    tokens, hidden = x.shape
+    expect("norm_weight", norm_weight, (hidden,), x.dtype)
+    expect("weight", weight, (-1, hidden), x.dtype)
+    expect("out", out, (tokens, weight.shape[0]), x.dtype, float32)
+    require(hidden % 16 == 0 and weight.shape[0] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16")
+    require(eps > 0, f"eps is {eps}; it must be positive")
+
+
+def _reference(*, out: Array, x: Array, norm_weight: Array, weight: Array, eps: float) -> None:
+    out[:] = matmul_nt(rms_norm(x, norm_weight, eps), weight)
+
+
+def _launches(
+    target: Target, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
+) -> Iterator[Command]:
+    raise NotImplementedError
+
+
+def _cost(workload: Workload, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Cost:
+    n, h = weight.shape
+    tokens = workload.tokens if out.dtype == x.dtype else workload.rows
+    return Cost(weight.nbytes + norm_weight.nbytes + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h)
+
+
+norm_linear = Op("norm_linear", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,109 @@
+"""qk_norm_rope_write: per-head norms, rotary embedding, and the write into the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Command
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.reference import Array, f32, rms_norm
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, float32, int32
+
+
+def _contract(
+    *,
+    q: Tensor,
+    kv: Tensor,
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    eps: float,
+) -> None:
+    """Split qkv into heads; normalise q and k per head (rms_norm with q_norm, k_norm); rotate both; write q, and k and v to the cache.
+
+    qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads. q out [T, A, d]. kv out [pages, 2, G, page_size, d]:
+    one layer of the cache (K, then V), dense within a page, pages at any stride. q_norm, k_norm [d]. All of one float dtype.
+    cos_sin float32 [P, 2, d/2]: cosines and sines by position, P > every position; element i pairs with i + d/2.
+    positions, token_slots int32 [T]; block_tables int32 [S, B]: the page of position p of slot s is
+    block_tables[s, p // page_size]. Slot 0's table names page 0, the padding page, whose content nobody reads: tokens of
+    slot 0 may write there or not at all. d is a multiple of 16.
+    """
+    tokens, heads, dim = q.shape
+    expect("q", q, (-1, -1, -1), *FLOATS)
+    expect("kv", kv, (-1, 2, -1, -1, dim), q.dtype, dense=False)
+    kv_heads, page_size = kv.shape[2:4]
+    expect("kv[0]", kv[0], kv.shape[1:])
+    expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), q.dtype)
+    expect("q_norm", q_norm, (dim,), q.dtype)
+    expect("k_norm", k_norm, (dim,), q.dtype)
+    expect("cos_sin", cos_sin, (-1, 2, dim // 2), float32)
+    expect("positions", positions, (tokens,), int32)
+    expect("token_slots", token_slots, (tokens,), int32)
+    expect("block_tables", block_tables, (-1, -1), int32)
+    require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} key heads evenly")
+    require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
+    require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
+
+
+def _rope(x: Array, cos: Array, sin: Array) -> Array:
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _reference(
+    *,
+    q: Array,
+    kv: Array,
+    qkv: Array,
+    q_norm: Array,
+    k_norm: Array,
+    cos_sin: Array,
+    positions: Array,
+    token_slots: Array,
+    block_tables: Array,
+    eps: float,
+) -> None:
+    tokens, heads, dim = q.shape
+    kv_heads, page_size = kv.shape[2:4]
+    split = qkv.reshape(tokens, heads + 2 * kv_heads, dim)
+    cos, sin = cos_sin[positions, 0][:, None], cos_sin[positions, 1][:, None]
+    q[:] = _rope(f32(rms_norm(split[:, :heads], q_norm, eps)), cos, sin)
+    live = np.flatnonzero(token_slots)
+    position = positions[live]
+    page = block_tables[token_slots[live], position // page_size]
+    key = _rope(f32(rms_norm(split[:, heads : heads + kv_heads], k_norm, eps)), cos, sin)
+    kv[page, 0, :, position % page_size] = key[live].astype(kv.dtype)
+    kv[page, 1, :, position % page_size] = split[live, heads + kv_heads :]
+
+
+def _launches(
+    target: Target,
+    *,
+    q: Tensor,
+    kv: Tensor,
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    eps: float,
+) -> Iterator[Command]:
+    raise NotImplementedError
+
+
+def _cost(workload: Workload, *, q: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:
+    return Cost(2 * workload.tokens * (qkv.shape[1] * qkv.itemsize), 8 * workload.tokens * qkv.shape[1])
+
+
+qk_norm_rope_write = Op("qk_norm_rope_write", _contract, reference=_reference, launches=_launches, cost=_cost)

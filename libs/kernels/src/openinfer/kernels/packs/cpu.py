@@ -1,0 +1,21 @@
+"""The cpu pack: runs the numpy references."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from openinfer.kernels.op import Op
+from openinfer.tensor import Tensor
+
+
+class CpuPack:
+    """Runs each op's numpy reference on tensors in host memory.
+
+    The compute dtype is that of the tensors: float32 tensors give the float32 model, bf16 tensors round where the
+    published model rounds. Results do not depend on how tokens are grouped into steps.
+    """
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        op.contract(**args)  # type: ignore[call-arg]
+        op.reference(**{k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()})

@@ -1,0 +1,61 @@
+"""The null pack: runs nothing and writes every call down. Its record is the kernel plan of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openinfer.kernels.launch import Command, KernelSpec, Launch, Matmul, Scratch, TensorMap
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op call: its arguments and the commands a device of the target's kind would run for it."""
+
+    op: Op[Any]
+    args: Mapping[str, Any]
+    commands: tuple[Command, ...]
+
+    def cost(self, workload: Workload) -> Cost:
+        return self.op.cost(workload, **self.args)
+
+
+def scratches(command: Command) -> list[Scratch]:
+    """The scratch memory that a command uses."""
+    if isinstance(command, Matmul):
+        return [s for s in (command.out, command.x, command.workspace) if isinstance(s, Scratch)]
+    args = (a.tensor if isinstance(a, TensorMap) else a for a in command.args)
+    return [a for a in args if isinstance(a, Scratch)]
+
+
+@dataclass(slots=True)
+class NullPack:
+    """Records calls. Tensors may live on the "null" device: no memory and no GPU is needed."""
+
+    target: Target
+    calls: list[Call] = field(default_factory=list)
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        self.calls.append(Call(op, dict(args), tuple(op.plan(self.target, args))))
+
+    def specs(self) -> list[KernelSpec]:
+        """The distinct kernels of the recorded calls, in the order of first use."""
+        return list(dict.fromkeys(c.spec for call in self.calls for c in call.commands if isinstance(c, Launch)))
+
+    def workspace_bytes(self, *, zeroed: bool) -> int:
+        """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs."""
+        return max((place(call.commands, zeroed=zeroed)[1] for call in self.calls), default=0)
+
+
+def place(commands: Sequence[Command], *, zeroed: bool) -> tuple[dict[Scratch, int], int]:
+    """Offsets of the scratches of one call in their workspace region, and their end; 256-byte aligned."""
+    offsets: dict[Scratch, int] = {}
+    end = 0
+    for scratch in (s for c in commands for s in scratches(c)):
+        if scratch.zeroed == zeroed and scratch not in offsets:
+            offsets[scratch] = end
+            end += -(-scratch.nbytes // 256) * 256
+    return offsets, end

@@ -1,0 +1,49 @@
+"""Arithmetic that the numpy references share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+ROW_TILE = 8
+
+
+def f32(x: Array) -> Array:
+    """`x` in float32 (itself if it is already)."""
+    return x if x.dtype == np.float32 else x.astype(np.float32)
+
+
+def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
+    """Float32 values after one rounding to `dtype`: where a published model stores an intermediate."""
+    return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
+
+
+def matmul_nt(x: Array, weight: Array) -> Array:
+    """x[M, K] @ weight[N, K]^T in float32, with each row's result independent of the other rows and of M.
+
+    BLAS picks kernels by shape, so rows go through products of one fixed shape, ROW_TILE rows at a time.
+    """
+    x, weight = f32(x), f32(weight)
+    out = np.empty((x.shape[0], weight.shape[0]), np.float32)
+    tile = np.zeros((ROW_TILE, x.shape[1]), np.float32)
+    for start in range(0, x.shape[0], ROW_TILE):
+        rows = x[start : start + ROW_TILE]
+        tile[: len(rows)] = rows
+        out[start : start + len(rows)] = (tile @ weight.T)[: len(rows)]
+    return out
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """weight * round(x / rms(x)) over the last axis, rounded again; x of any float dtype, result in float32 values of
+    x's dtype."""
+    wide = f32(x)
+    scale = np.float32(1.0) / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
+    return rounded(rounded(wide * scale, x.dtype) * f32(weight), x.dtype)
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x), in float32, without overflow for large negative x."""
+    return np.asarray(x * np.float32(0.5) * (np.float32(1) + np.tanh(x * np.float32(0.5))), np.float32)

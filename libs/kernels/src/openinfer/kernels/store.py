@@ -1,0 +1,261 @@
+"""Store: compiled kernels by key, from wheels, from a cache on disk, or compiled now; sealed while serving."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openinfer.kernels.errors import CompileError, KernelMissing
+from openinfer.kernels.launch import KernelSpec
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A cubin and what a launch needs to know of it. `tensor_maps`: a dict a map with swizzle, elem_size, elem_type and
+    block_size, as the compiler chose them."""
+
+    cubin: bytes
+    name: str
+    shared: int
+    num_warps: int
+    num_ctas: int
+    tensor_maps: tuple[dict[str, Any], ...]
+
+
+class Prepared(NamedTuple):
+    """What `Store.prepare` did: kernels asked for, and how many of them it had to compile."""
+
+    kernels: int
+    compiled: int
+
+
+@functools.cache
+def source_hash(module: str) -> str:
+    """A hash of a kernel module's source and of every module of its package that it may call (its siblings).
+
+    Computable without Triton: the files are read, not imported.
+    """
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise KernelMissing(f"there is no module {module}")
+    digest = hashlib.sha256()
+    for path in sorted(Path(spec.origin).parent.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def spec_key(spec: KernelSpec, arch: int) -> str:
+    """The store's key: source, types, constants, options and architecture. Not the compiler's version: that names the
+    folder."""
+    text = json.dumps([source_hash(spec.module), asdict(spec), arch], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def triton_version() -> str | None:
+    """The installed Triton's version, or None. Does not import it."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def default_cache() -> Path:
+    """$OPENINFER_CACHE, else $XDG_CACHE_HOME/openinfer, else ~/.cache/openinfer; kernels go into its `cubin` folder."""
+    base = os.environ.get("OPENINFER_CACHE")
+    if base is None:
+        base = str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "openinfer")
+    return Path(base) / "cubin"
+
+
+def wheel_folders() -> list[Path]:
+    """Folders of cubins that installed distributions ship: entry points of the group `openinfer.cubins` name packages
+    that have one."""
+    folders = []
+    for entry in importlib.metadata.entry_points(group="openinfer.cubins"):
+        found = importlib.util.find_spec(entry.value)
+        folders += [Path(p) for p in (found.submodule_search_locations or [])] if found else []
+    return folders
+
+
+class Store:
+    """Compiled kernels of one architecture.
+
+    A kernel is looked for in `folders` (wheels), then in `cache`, each laid out as <triton version>/sm_<arch>/<key>; the
+    installed Triton's version first, and any version if no Triton is installed. `prepare` compiles what is missing;
+    after `seal` a miss raises KernelMissing and counts in `misses_after_seal`.
+    """
+
+    def __init__(self, arch: int, cache: Path | None = None, folders: Sequence[Path] | None = None) -> None:
+        self.arch = arch
+        self.cache = default_cache() if cache is None else cache
+        self._folders = [*(wheel_folders() if folders is None else folders), self.cache]
+        self._kernels: dict[KernelSpec, Compiled] = {}
+        self._lock = threading.Lock()
+        self.sealed = False
+        self.misses_after_seal = 0
+
+    def seal(self) -> None:
+        """From now on a kernel that is not loaded is an error, never a compile."""
+        self.sealed = True
+
+    def get(self, spec: KernelSpec) -> Compiled:
+        """The compiled kernel; compiles it now if it is nowhere and the store is not sealed."""
+        with self._lock:
+            found = self._kernels.get(spec)
+            if found is None:
+                if self.sealed:
+                    self.misses_after_seal += 1
+                    raise KernelMissing(f"{spec} was not prepared before the store was sealed: a step outside the plan")
+                self._prepare([spec], None)
+                found = self._kernels[spec]
+            return found
+
+    def prepare(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> Prepared:
+        """Load every kernel, compiling the missing ones in worker processes. `progress(done, total)` counts compiles.
+
+        Raises CompileError with every failure, or KernelMissing where something must be compiled and no Triton is
+        installed.
+        """
+        with self._lock:
+            return self._prepare(specs, progress)
+
+    def _prepare(self, specs: Iterable[KernelSpec], progress: Progress | None) -> Prepared:
+        wanted = [s for s in dict.fromkeys(specs) if s not in self._kernels]
+        missing = []
+        for spec in wanted:
+            found = self._load(spec)
+            if found is None:
+                missing.append(spec)
+            else:
+                self._kernels[spec] = found
+        if missing:
+            version = triton_version()
+            if version is None:
+                raise KernelMissing(
+                    f"{len(missing)} kernels for sm_{self.arch} are not in the wheels or in {self.cache} (the first: "
+                    f"{missing[0]}); install the compiler: pip install 'openinfer-kernels[jit]'"
+                )
+            self._compile(missing, self.cache / version / f"sm_{self.arch}", progress)
+        return Prepared(len(wanted), len(missing))
+
+    def _places(self) -> Iterator[Path]:
+        version = triton_version()
+        for folder in self._folders:
+            versions = [version] if version else sorted((p.name for p in folder.glob("*")), reverse=True)
+            yield from (folder / v / f"sm_{self.arch}" for v in versions)
+
+    def _load(self, spec: KernelSpec) -> Compiled | None:
+        key = spec_key(spec, self.arch)
+        for place in self._places():
+            with contextlib.suppress(FileNotFoundError):
+                meta = json.loads((place / f"{key}.json").read_text())
+                cubin = (place / f"{key}.cubin").read_bytes()
+                if hashlib.sha256(cubin).hexdigest() == meta["sha256"]:
+                    return Compiled(
+                        cubin,
+                        meta["name"],
+                        meta["shared"],
+                        meta["num_warps"],
+                        meta["num_ctas"],
+                        tuple(meta["tensor_maps"]),
+                    )
+        return None
+
+    def _compile(self, specs: list[KernelSpec], folder: Path, progress: Progress | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        keys = {spec_key(s, self.arch): s for s in specs}
+        errors: list[str] = []
+        done = 0
+        for answer in _run_workers(keys, self.arch, folder):
+            done += 1
+            if progress is not None:
+                progress(done, len(keys))
+            key = answer["key"]
+            part = folder / f"{key}.{os.getpid()}.part"
+            if "error" in answer:
+                errors.append(f"{keys[key]} for sm_{self.arch}: {answer['error']}")
+                continue
+            meta = {
+                **answer["meta"],
+                "spec": asdict(keys[key]),
+                "sha256": hashlib.sha256(part.read_bytes()).hexdigest(),
+            }
+            part.rename(folder / f"{key}.cubin")
+            part.write_text(json.dumps(meta))
+            part.rename(folder / f"{key}.json")  # last: the index entry makes the kernel exist
+            found = self._load(keys[key])
+            if found is None:
+                raise CompileError(f"{folder / key}.cubin was written and cannot be read back")
+            self._kernels[keys[key]] = found
+        if errors:
+            raise CompileError("\n".join(errors))
+
+
+def _run_workers(keys: dict[str, KernelSpec], arch: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Compile in worker processes; yields their answers as they come."""
+    jobs = [
+        json.dumps(
+            {"key": k, "spec": asdict(s), "arch": arch, "path": str(folder / f"{k}.{os.getpid()}.part")}
+        )
+        for k, s in keys.items()
+    ]
+    count = min(len(jobs), os.cpu_count() or 1, 16)
+    env = {**os.environ, "TRITON_DISABLE_LINE_INFO": "1"}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "openinfer.kernels.compile_worker"]
+    workers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) for _ in range(count)
+    ]
+    try:
+        yield from _collect(workers, jobs)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            for pipe in (worker.stdin, worker.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+
+
+def _collect(workers: list[subprocess.Popen[str]], jobs: list[str]) -> Iterator[dict[str, Any]]:
+    """Give each worker a job at a time and yield the answers."""
+    import selectors
+
+    waiting = iter(jobs)
+    busy = 0
+    with selectors.DefaultSelector() as selector:
+        for worker in workers:
+            if worker.stdin is None or worker.stdout is None:
+                raise CompileError("a compile worker has no pipes")
+            selector.register(worker.stdout, selectors.EVENT_READ, worker)
+            worker.stdin.write(next(waiting) + "\n")
+            worker.stdin.flush()
+            busy += 1
+        while busy:
+            for event, _ in selector.select():
+                worker = event.data
+                line = worker.stdout.readline()
+                if not line:
+                    raise CompileError(f"a compile worker died with exit code {worker.wait()}")
+                yield json.loads(line)
+                busy -= 1
+                job = next(waiting, None)
+                if job is not None:
+                    worker.stdin.write(job + "\n")
+                    worker.stdin.flush()
+                    busy += 1
