@@ -1,0 +1,140 @@
+"""A lease: one sequence's hold on its blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from .errors import InvalidTokens, LeaseReleased
+from .hashing import extend_hashes
+
+if TYPE_CHECKING:
+    from .ledger import Ledger
+    from .pool import Pool
+
+
+class Lease:
+    """One sequence's blocks. Made by `Pool.acquire`, owned by the caller, who must `release()` it.
+
+    Also a context manager. A lease that is dropped unreleased releases itself and warns (ResourceWarning).
+    """
+
+    num_cached: int
+    """Tokens found in the prefix cache by acquire: the first ones, already computed."""
+    num_tokens: int
+    """Tokens that fit the blocks held now, in every group."""
+    hashes: list[bytes]
+    """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read only."""
+
+    def __init__(
+        self, pool: Pool, ledgers: Sequence[Ledger], root: bytes, hashes: list[bytes], num_queried: int
+    ) -> None:
+        self.num_cached = 0
+        self.num_tokens = 0
+        self.hashes = hashes
+        self._pool = pool
+        self._ledgers = ledgers
+        self._root = root
+        self._num_queried: int | None = num_queried
+        self._tables: list[list[int]] = [[] for _ in ledgers]
+        self._num_committed = [0] * len(ledgers)  # blocks, by group
+        self._released = False
+
+    def _attach(self, num_cached: int, tables: list[list[int]]) -> None:
+        self.num_cached = self.num_tokens = num_cached
+        self._tables = tables
+        for ledger, table in zip(self._ledgers, tables, strict=True):
+            ledger.share(table)
+        self._num_committed = [len(table) for table in tables]
+
+    def block_table(self, group: int = 0) -> Sequence[int]:
+        """Block ids of a group, in the order of the tokens. A live view: copy it to keep it."""
+        return self._tables[group]
+
+    def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
+        """Grow the tables until `num_tokens` tokens in all fit.
+
+        Returns what was added, (group, index of the first new entry, new block ids) for each group that grew; None when
+        the pool is dry, and then nothing changed. Raises LeaseReleased.
+        """
+        self._check_live()
+        if num_tokens <= self.num_tokens:
+            self._count_query()
+            return []
+        wanted = [
+            -(-num_tokens // ledger.block_size) - len(table)
+            for ledger, table in zip(self._ledgers, self._tables, strict=True)
+        ]
+        if any(count > ledger.num_free for ledger, count in zip(self._ledgers, wanted, strict=True)):
+            return None
+        grown = []
+        for group, (ledger, table, count) in enumerate(zip(self._ledgers, self._tables, wanted, strict=True)):
+            if count > 0:
+                blocks = ledger.allocate(count)
+                grown.append((group, len(table), blocks))
+                table.extend(blocks)
+        self.num_tokens = min(
+            len(table) * ledger.block_size for ledger, table in zip(self._ledgers, self._tables, strict=True)
+        )
+        self._count_query()
+        return grown
+
+    def _count_query(self) -> None:
+        # Counted here, not in acquire: a sequence may be looked up many times before there is room for it.
+        if self._num_queried is not None:
+            self._pool.stats.query_tokens += self._num_queried
+            self._pool.stats.hit_tokens += self.num_cached
+            self._num_queried = None
+
+    def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
+        """Make findable every block that the first `num_confirmed` of `tokens` fill, all known to be computed.
+
+        Where the same content is registered by another lease already, ours stays private (as a duplicate); it takes
+        over if the other goes first. Each block is hashed once in a lease's life. Raises LeaseReleased, InvalidTokens.
+        """
+        self._check_live()
+        if num_confirmed > len(tokens) or num_confirmed > self.num_tokens:
+            raise InvalidTokens(
+                f"cannot commit {num_confirmed} tokens: {len(tokens)} given, room reserved for {self.num_tokens}"
+            )
+        if not self._pool.prefix_cache:
+            return
+        unit = self._pool.hash_block_size
+        for group, ledger in enumerate(self._ledgers):
+            first, last = self._num_committed[group], num_confirmed // ledger.block_size
+            if last <= first:
+                continue
+            scale = ledger.block_size // unit
+            extend_hashes(self.hashes, self._root, tokens, last * scale, unit)
+            table = self._tables[group]
+            for index in range(first, last):
+                parent = self.hashes[index * scale - 1] if index else None
+                ledger.register(table[index], self.hashes[(index + 1) * scale - 1], parent)
+            self._num_committed[group] = last
+
+    def release(self) -> None:
+        """Give all blocks back: registered ones stay cached, the others are free. Idempotent."""
+        if self._released:
+            return
+        self._released = True
+        for ledger, table in zip(self._ledgers, self._tables, strict=True):
+            ledger.release(table)
+            table.clear()
+        self.num_tokens = 0
+
+    def _check_live(self) -> None:
+        if self._released:
+            raise LeaseReleased("this lease was released; acquire a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_released", True):
+            warnings.warn(f"a lease of {self.num_tokens} tokens was never released", ResourceWarning, stacklevel=2)
+            self.release()

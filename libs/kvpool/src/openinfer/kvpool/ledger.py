@@ -1,0 +1,147 @@
+"""One group's books: the state, the users and the name of every block. O(1) a block throughout."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from .group import BlockState, Group
+
+if TYPE_CHECKING:
+    from .pool import PoolStats
+
+
+class Ledger:
+    """The books of one group.
+
+    Two invariants make eviction exact without any tree. (1) A block in use has its parent's content in use too: of
+    equal blocks, one that somebody holds carries the registration (see `register` and `release`). So every cached
+    block can go. (2) A release queues a table's tail before its head, and whoever used a block used its parents, so in
+    the queue of cached blocks a child always comes before its parent.
+    """
+
+    def __init__(self, group: Group, stats: PoolStats) -> None:
+        self.block_size = group.block_size
+        self._group = group
+        self._stats = stats
+        self._state = [BlockState.FREE] * group.num_blocks
+        self._state[0] = BlockState.PADDING
+        self._users = [0] * group.num_blocks
+        self._name: list[bytes | None] = [None] * group.num_blocks
+        self._parent: list[bytes | None] = [None] * group.num_blocks
+        self._free = list(range(group.num_blocks - 1, 0, -1))  # a stack: the lowest id first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # evicted from the front
+        self._index: dict[bytes, int] = {}
+        self._duplicates: dict[bytes, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that allocate() could hand out."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks that a lease holds."""
+        return self._group.num_blocks - 1 - self.num_free
+
+    def lookup(self, hashes: Sequence[bytes], start: int, end: int, unit: int) -> list[int] | None:
+        """Registered blocks of the tokens start..end (multiples of the block size), or None if one is missing."""
+        blocks = []
+        for position in range(start + self.block_size, end + 1, self.block_size):
+            block = self._index.get(hashes[position // unit - 1])
+            if block is None:
+                return None
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a user to each of these registered blocks."""
+        for block in blocks:
+            self._users[block] += 1
+            if self._state[block] is BlockState.CACHED:
+                self._state[block] = BlockState.SHARED
+                del self._cached[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out `count` private blocks, at most num_free: free ones first, then by eviction."""
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+                self._stats.evicted += 1
+            self._state[block] = BlockState.PRIVATE
+            self._users[block] = 1
+            blocks.append(block)
+        self._stats.allocated += count
+        return blocks
+
+    def register(self, block: int, name: bytes, parent: bytes | None) -> None:
+        """Give a private block its name. Held by a lease elsewhere already: ours waits as a duplicate."""
+        self._name[block], self._parent[block] = name, parent
+        other = self._index.get(name)
+        if other is not None and self._users[other]:
+            self._state[block] = BlockState.DUPLICATE
+            self._duplicates.setdefault(name, []).append(block)
+            return
+        if other is not None:  # cached and unused: ours is as good, theirs is room
+            del self._cached[other]
+            self._forget(other)
+            self._state[other] = BlockState.FREE
+            self._free.append(other)
+        self._index[name] = block
+        self._state[block] = BlockState.SHARED
+        self._stats.registered += 1
+
+    def release(self, table: Sequence[int]) -> None:
+        """Take one user from each block of a table, tail first."""
+        for block in reversed(table):
+            self._users[block] -= 1
+            if self._users[block]:
+                continue
+            state, name = self._state[block], self._name[block]
+            if state is BlockState.SHARED and name is not None and name not in self._duplicates:
+                self._state[block] = BlockState.CACHED
+                self._cached[block] = None
+                continue
+            if state is BlockState.SHARED and name is not None:
+                self._promote(name)
+            elif state is BlockState.DUPLICATE and name is not None:
+                self._drop_duplicate(name, block)
+            self._name[block] = self._parent[block] = None
+            self._state[block] = BlockState.FREE
+            self._free.append(block)
+
+    def drop_cached(self) -> None:
+        """Free all cached blocks."""
+        while self._cached:
+            block, _ = self._cached.popitem()
+            self._forget(block)
+            self._state[block] = BlockState.FREE
+            self._free.append(block)
+
+    def _forget(self, block: int) -> None:
+        name = self._name[block]
+        if name is not None:
+            del self._index[name]
+        self._name[block] = self._parent[block] = None
+
+    def _promote(self, name: bytes) -> None:
+        """Let a duplicate that is in use carry the registration of `name`."""
+        heir = self._duplicates[name][-1]
+        self._drop_duplicate(name, heir)
+        self._index[name] = heir
+        self._state[heir] = BlockState.SHARED
+
+    def _drop_duplicate(self, name: bytes, block: int) -> None:
+        copies = self._duplicates[name]
+        copies.remove(block)
+        if not copies:
+            del self._duplicates[name]
+
+    def problems(self) -> Iterator[str]:
+        """Every contradiction in the books, in words."""
+        yield from ()
