@@ -1,1 +1,77 @@
-"""openinfer.tensor"""
+"""Device memory, streams, events, tensors and safetensors loading, without PyTorch."""
+
+from openinfer.tensor import dtypes
+from openinfer.tensor.arena import Arena
+from openinfer.tensor.cuda import check, driver
+from openinfer.tensor.device import Device
+from openinfer.tensor.dtypes import (
+    bfloat16,
+    bool_,
+    float8_e4m3fn,
+    float8_e5m2,
+    float8_e8m0fnu,
+    float16,
+    float32,
+    float64,
+    int8,
+    int16,
+    int32,
+    int64,
+    uint8,
+    uint16,
+    uint32,
+    uint64,
+)
+from openinfer.tensor.errors import (
+    CheckpointError,
+    ClosedError,
+    CudaError,
+    DeviceError,
+    DriverNotFound,
+    DTypeError,
+    IndexRangeError,
+    OutOfMemory,
+    ShapeError,
+    TensorError,
+)
+from openinfer.tensor.memory import PinnedBuffer
+from openinfer.tensor.stream import Event, Stream
+from openinfer.tensor.tensor import Tensor
+
+__all__ = [
+    "Arena",
+    "CheckpointError",
+    "ClosedError",
+    "CudaError",
+    "DTypeError",
+    "Device",
+    "DeviceError",
+    "DriverNotFound",
+    "Event",
+    "IndexRangeError",
+    "OutOfMemory",
+    "PinnedBuffer",
+    "ShapeError",
+    "Stream",
+    "Tensor",
+    "TensorError",
+    "bfloat16",
+    "bool_",
+    "check",
+    "driver",
+    "dtypes",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+]

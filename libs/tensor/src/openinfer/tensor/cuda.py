@@ -1,0 +1,77 @@
+"""The one door to the CUDA driver: `driver()` finds it, `check()` reads every status it returns."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any
+
+from openinfer.tensor.errors import CudaError, DriverNotFound
+
+# The driver is a process-wide thing and so are these. Tests (here and in libraries built on this one) replace
+# `_driver` by a fake and `_contexts` by {}.
+_driver: Any = None
+_contexts: dict[int, Any] = {}
+_lock = threading.Lock()
+
+
+def driver() -> Any:
+    """The module `cuda.bindings.driver`, imported and `cuInit`-ed on the first call.
+
+    Call nothing that reaches here in a process that will fork workers: CUDA does not survive a fork.
+    Raises DriverNotFound where libcuda or the binding is missing, CudaError where the driver finds no device.
+    """
+    global _driver
+    if _driver is None:
+        try:
+            module = importlib.import_module("cuda.bindings.driver")
+            status = module.cuInit(0)
+        except ImportError as e:
+            raise DriverNotFound(
+                f"cannot import cuda.bindings.driver ({e}); run: pip install 'cuda-bindings>=13,<14'"
+            ) from e
+        except RuntimeError as e:  # the binding opens libcuda at its first call
+            raise DriverNotFound(
+                f"no CUDA driver on this machine ({e}); install NVIDIA's driver (580 or newer), in a "
+                'container start it with GPU access, or use the device "cpu" or "null"'
+            ) from e
+        _check(module, status, "cuInit")
+        _driver = module
+    return _driver
+
+
+def check(result: tuple[Any, ...], call: str) -> Any:
+    """Unpack what a driver function returned: `(status,)`, `(status, value)` or `(status, v1, v2, ...)`.
+
+    Returns None, the value, or the tuple of values. Raises CudaError naming `call` if status is not success.
+    """
+    if result[0]:
+        _check(driver(), result, call)
+    if len(result) == 2:
+        return result[1]
+    return result[1:] or None
+
+
+def activate(index: int) -> None:
+    """Make the primary context of device `index` current in this thread, retaining it on first use."""
+    cu = driver()
+    context = _contexts.get(index)
+    if context is None:
+        with _lock:
+            context = _contexts.get(index)
+            if context is None:
+                handle = check(cu.cuDeviceGet(index), "cuDeviceGet")
+                context = check(cu.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
+                _contexts[index] = context
+    check(cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def _check(cu: Any, result: tuple[Any, ...], call: str) -> None:
+    if result[0]:
+        code, text = (_text(f, result[0]) for f in (cu.cuGetErrorName, cu.cuGetErrorString))
+        raise CudaError(call, code, text)
+
+
+def _text(query: Any, status: Any) -> str:
+    failed, raw = query(status)
+    return str(status) if failed else bytes(raw).decode()

@@ -1,0 +1,69 @@
+"""Every exception this library raises on purpose.
+
+TensorError(Exception)
+├── DeviceError(ValueError)        unknown device, two devices mixed, or no data there ("null")
+├── ShapeError(ValueError)         shapes, strides or sizes that do not fit
+├── DTypeError(TypeError)          unknown dtype, or two dtypes that differ
+├── IndexRangeError(IndexError)    an index outside a tensor's axis
+├── ClosedError(RuntimeError)      used after close()
+├── OutOfMemory(MemoryError)       an arena or the device is full
+├── CheckpointError(ValueError)    a damaged, hostile or unexpected checkpoint
+├── DriverNotFound(OSError)        no libcuda, or no cuda-bindings to call it with
+└── CudaError(RuntimeError)        the driver refused a call
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class TensorError(Exception):
+    """Root of this library's exceptions."""
+
+
+class DeviceError(TensorError, ValueError):
+    """The device named is unknown, is not the one needed, or has no such property."""
+
+
+class ShapeError(TensorError, ValueError):
+    """A shape, stride, size or alignment that does not fit."""
+
+
+class DTypeError(TensorError, TypeError):
+    """A dtype this library does not know, or two that had to be equal and are not."""
+
+
+class IndexRangeError(TensorError, IndexError):
+    """An integer index outside its axis."""
+
+
+class ClosedError(TensorError, RuntimeError):
+    """A stream, event, arena, buffer or checkpoint was used after `close()`."""
+
+
+class OutOfMemory(TensorError, MemoryError):  # noqa: N818
+    """An arena or a device has no room for what was asked."""
+
+
+class CheckpointError(TensorError, ValueError):
+    """A checkpoint is damaged or is not what was required. `tensor` is None when a whole file is at fault."""
+
+    def __init__(self, file: Path, tensor: str | None, why: str) -> None:
+        super().__init__(f"{file}: {why}" if tensor is None else f"{file}: tensor {tensor!r}: {why}")
+        self.file = file
+        self.tensor = tensor
+        self.why = why
+
+
+class DriverNotFound(TensorError, OSError):  # noqa: N818
+    """The CUDA driver library, or the Python binding that calls it, is not installed."""
+
+
+class CudaError(TensorError, RuntimeError):
+    """A driver call failed: `call` is its name, `code` the CUDA_ERROR_* name, `text` the driver's sentence."""
+
+    def __init__(self, call: str, code: str, text: str) -> None:
+        super().__init__(f"{call} failed with {code}: {text}")
+        self.call = call
+        self.code = code
+        self.text = text

@@ -1,0 +1,168 @@
+"""Owners of bytes: device allocations and page-locked host buffers.
+
+Memory goes back when nothing refers to it any more. `close()` gives up one reference; tensors, numpy views and
+DLPack capsules hold their own, so none of them can dangle.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from openinfer.tensor import cuda
+from openinfer.tensor.device import Device
+from openinfer.tensor.dtypes import DType
+from openinfer.tensor.errors import ClosedError, CudaError, OutOfMemory, ShapeError
+
+ALIGNMENT = 256  # bytes; what cuMemAlloc guarantees, and enough for any vector load or TMA descriptor
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: page-locked for every context of the process
+
+_null_next = 1 << 40
+_null_lock = threading.Lock()
+
+
+class Memory:
+    """`nbytes` bytes on `device` from `ptr` on (256-byte aligned), freed when the object is collected.
+
+    cuda: one cuMemAlloc. cpu: one numpy array. null: a range of addresses nobody else gets, and no memory.
+    Raises OutOfMemory.
+    """
+
+    __slots__ = ("__weakref__", "_array", "device", "nbytes", "ptr")
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.device = device
+        self.nbytes = nbytes
+        self._array: np.ndarray[Any, Any] | None = None
+        if device.kind == "null":
+            self.ptr = _null_address(nbytes)
+        elif device.kind == "cpu":
+            self._array, self.ptr = _aligned(nbytes)
+        else:
+            device.activate()
+            self.ptr = int(
+                _or_out_of_memory(cuda.driver().cuMemAlloc, (max(nbytes, 1),), "cuMemAlloc", device, nbytes)
+            )
+            weakref.finalize(self, _free, device, self.ptr, "cuMemFree").atexit = False
+
+
+class HostView:
+    """What numpy needs to see foreign host memory as an array that keeps `owner` alive."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "owner")
+
+    def __init__(
+        self, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, owner: object
+    ) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": f"|V{itemsize}",
+            "strides": tuple(s * itemsize for s in strides),
+            "data": (ptr, False),
+        }
+
+
+def host_array(
+    ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: DType, owner: object
+) -> np.ndarray[Any, Any]:
+    """A writable numpy view of host memory (`strides` in elements); it holds `owner`."""
+    return np.asarray(HostView(ptr, shape, strides, dtype.itemsize, owner)).view(dtype)
+
+
+class PinnedBuffer:
+    """Page-locked host memory, which a device copies from and to while the host works; plain on cpu and null.
+
+    `array` is a writable uint8 view of `nbytes` bytes; it and views of it keep the memory alive after `close()`.
+    Page-locking is slow: make these once. Raises OutOfMemory.
+    """
+
+    __slots__ = ("_array", "device", "nbytes")
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        if nbytes <= 0:
+            raise ShapeError(f"a pinned buffer of {nbytes} bytes; ask for at least one")
+        self.device = device
+        self.nbytes = nbytes
+        self._array: np.ndarray[Any, Any] | None
+        if device.kind != "cuda":
+            self._array, _ = _aligned(nbytes)
+            return
+        device.activate()
+        call = cuda.driver().cuMemHostAlloc
+        ptr = int(_or_out_of_memory(call, (nbytes, _PORTABLE), "cuMemHostAlloc", device, nbytes))
+        view = HostView(ptr, (nbytes,), (1,), 1, None)
+        weakref.finalize(view, _free, device, ptr, "cuMemFreeHost").atexit = False
+        self._array = np.asarray(view).view(np.uint8)
+
+    @property
+    def array(self) -> np.ndarray[Any, Any]:
+        """The buffer as uint8 `[nbytes]`."""
+        if self._array is None:
+            raise ClosedError("this pinned buffer is closed; make a new one")
+        return self._array
+
+    @property
+    def ptr(self) -> int:
+        """Its address, the same on host and device."""
+        return int(self.array.ctypes.data)
+
+    def close(self) -> None:
+        """Let go of the memory. Wait for copies that use it first. Calling it again does nothing."""
+        self._array = None
+
+    def __enter__(self) -> PinnedBuffer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def num_elements(shape: tuple[int, ...]) -> int:
+    """Elements of a shape. Raises ShapeError for a negative axis."""
+    if any(n < 0 for n in shape):
+        raise ShapeError(f"shape {shape} has a negative axis")
+    return math.prod(shape)
+
+
+def _aligned(nbytes: int) -> tuple[np.ndarray[Any, Any], int]:
+    try:
+        raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    except MemoryError as e:
+        raise OutOfMemory(f"the host has no {nbytes} bytes left") from e
+    start = -raw.ctypes.data % ALIGNMENT
+    array = raw[start : start + nbytes]
+    return array, int(raw.ctypes.data) + start
+
+
+def _null_address(nbytes: int) -> int:
+    global _null_next
+    with _null_lock:
+        address = _null_next
+        _null_next += -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        return address
+
+
+def _or_out_of_memory(
+    function: Callable[..., tuple[Any, ...]], args: tuple[int, ...], call: str, device: Device, nbytes: int
+) -> Any:
+    try:
+        return cuda.check(function(*args), call)
+    except CudaError as e:
+        if e.code == "CUDA_ERROR_OUT_OF_MEMORY":
+            free, total = cuda.check(cuda.driver().cuMemGetInfo(), "cuMemGetInfo")
+            raise OutOfMemory(
+                f"{call} of {nbytes} bytes on {device}: {free} of {total} device bytes are free; ask for less, "
+                "or stop other processes on this device"
+            ) from e
+        raise
+
+
+def _free(device: Device, ptr: int, call: str) -> None:
+    device.activate()  # collection may run in a thread that never saw this device
+    cuda.check(getattr(cuda.driver(), call)(ptr), call)

@@ -1,0 +1,284 @@
+"""Tensor: a strided view of device memory, and no arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from openinfer.tensor import cuda, dlpack, dtypes
+from openinfer.tensor.device import Device
+from openinfer.tensor.dtypes import DType
+from openinfer.tensor.errors import DeviceError, DTypeError, IndexRangeError, ShapeError
+from openinfer.tensor.memory import Memory, host_array, num_elements
+from openinfer.tensor.stream import CopyKind, Stream
+
+Index = int | slice
+CPU = Device("cpu")
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+class Tensor:
+    """A view of memory on one device. Making one, slicing and reshaping touch no memory and no driver.
+
+    ptr      address of element [0, ..., 0], an int
+    shape    tuple of ints; strides: tuple of ints, in elements (not bytes)
+    dtype    np.dtype, bfloat16 and float8 from ml_dtypes
+    device   Device
+    owner    whatever must stay alive for `ptr` to stay valid; views share it
+    name     for messages and traces
+
+    Treat the fields as read-only: kernels and captured graphs have copied `ptr`. Nothing checks that `ptr` is real.
+    """
+
+    __slots__ = ("device", "dtype", "name", "owner", "ptr", "shape", "strides")
+
+    def __init__(
+        self,
+        ptr: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        device: Device,
+        strides: tuple[int, ...] | None = None,
+        owner: object = None,
+        name: str = "",
+    ) -> None:
+        self.ptr = ptr
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.strides = contiguous_strides(shape) if strides is None else strides
+        self.owner = owner
+        self.name = name
+
+    @staticmethod
+    def empty(shape: Sequence[int], dtype: DType | type | str, device: Device, name: str = "") -> Tensor:
+        """A contiguous tensor with an allocation of its own, not initialised. Raises OutOfMemory.
+
+        For odd scratch and tests; an engine takes its tensors from one Arena.
+        """
+        dtype, shape = dtypes.of(dtype), tuple(shape)
+        memory = Memory(device, num_elements(shape) * dtype.itemsize)
+        return Tensor(memory.ptr, shape, dtype, device, owner=memory, name=name)
+
+    @staticmethod
+    def from_numpy(array: np.ndarray[Any, Any], name: str = "") -> Tensor:
+        """A cpu tensor over the array's own memory, which it keeps alive.
+
+        Raises DTypeError for an unknown dtype, ShapeError for an array that is read-only (a Tensor is writable)
+        or whose strides are negative or no multiple of an element. Pass `array.copy()` then.
+        """
+        dtype = dtypes.of(array.dtype)
+        if not array.flags.writeable:
+            raise ShapeError("the array is read-only and a Tensor is writable; pass array.copy()")
+        if any(s < 0 or s % dtype.itemsize for s in array.strides):
+            raise ShapeError(f"cannot view byte strides {array.strides} of {dtype}; pass array.copy()")
+        strides = tuple(s // dtype.itemsize for s in array.strides)
+        return Tensor(array.ctypes.data, array.shape, dtype, CPU, strides, owner=array, name=name)
+
+    @staticmethod
+    def from_dlpack(source: Any) -> Tensor:
+        """A tensor over the memory of any object with `__dlpack__`, on cpu or cuda, which it keeps alive.
+
+        The data is complete when this returns: on cuda the host waits for the producer. Raises DTypeError or
+        DeviceError for what a Tensor cannot be.
+        """
+        ptr, shape, strides, dtype, device, owner = dlpack.take(source)
+        return Tensor(ptr, shape, dtype, device, strides, owner)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return num_elements(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, without gaps between them."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Row-major without gaps. Strides of axes of length 1 do not matter."""
+        step = 1
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if n == 0:
+                return True
+            if n != 1:
+                if stride != step:
+                    return False
+                step *= n
+        return True
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Tensor:
+        """A view: an int drops its axis, a slice of step 1 narrows it, axes not named stay whole."""
+        items = index if isinstance(index, tuple) else (index,)
+        if len(items) > len(self.shape):
+            raise IndexRangeError(f"{len(items)} indices for the {len(self.shape)} axes of {self!r}")
+        offset, shape, strides = 0, [], []
+        for axis, item in enumerate(items):
+            n, stride = self.shape[axis], self.strides[axis]
+            if isinstance(item, slice):
+                start, stop, step = item.indices(n)
+                if step != 1:
+                    raise ShapeError(
+                        f"slice step {step} on axis {axis} of {self!r}; only step 1 is supported"
+                    )
+                shape.append(max(stop - start, 0))
+                strides.append(stride)
+            else:
+                start = item.__index__()
+                if not -n <= start < n:
+                    raise IndexRangeError(f"index {start} on axis {axis} of {self!r}; allowed: {-n}..{n - 1}")
+                start %= n
+            offset += start * stride
+        ptr = self.ptr + offset * self.dtype.itemsize
+        rest = len(items)
+        return Tensor(
+            ptr,
+            (*shape, *self.shape[rest:]),
+            self.dtype,
+            self.device,
+            (*strides, *self.strides[rest:]),
+            self.owner,
+            self.name,
+        )
+
+    def reshape(self, *shape: int | Sequence[int]) -> Tensor:
+        """The same elements in another shape; one axis may be -1. Contiguous only: it never copies."""
+        new = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        dims = [int(n) for n in new]  # type: ignore[arg-type]
+        if dims.count(-1) == 1:
+            known = num_elements(tuple(n for n in dims if n != -1))
+            dims[dims.index(-1)] = self.numel // known if known else 0
+        if num_elements(tuple(dims)) != self.numel:
+            raise ShapeError(f"cannot reshape {self!r} to {new}: {self.numel} elements must stay")
+        self._require_contiguous("reshape")
+        return Tensor(self.ptr, tuple(dims), self.dtype, self.device, None, self.owner, self.name)
+
+    def view_as(self, dtype: DType | type | str) -> Tensor:
+        """The same bytes read as another dtype; the last axis is rescaled. Contiguous tensors only."""
+        dtype = dtypes.of(dtype)
+        self._require_contiguous("view_as")
+        shape = self.shape
+        if dtype.itemsize != self.dtype.itemsize:
+            row = shape[-1] * self.dtype.itemsize if shape else -1
+            if row % dtype.itemsize or row < 0 or self.ptr % dtype.itemsize:
+                raise ShapeError(
+                    f"cannot view {self!r} as {dtype}: rows and address must be whole elements of it"
+                )
+            shape = (*shape[:-1], row // dtype.itemsize)
+        return Tensor(self.ptr, shape, dtype, self.device, None, self.owner, self.name)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """cpu: a writable view without a copy. cuda: a copy, after waiting for all work on the device.
+
+        Raises DeviceError on null, ShapeError for a cuda tensor that is not contiguous.
+        """
+        if self.device.kind == "cpu":
+            return host_array(self.ptr, self.shape, self.strides, self.dtype, self.owner)
+        if self.device.kind == "null":
+            raise DeviceError(f"{self!r} has no data: the null device has addresses and no memory")
+        self._require_contiguous("numpy")
+        out = np.empty(self.shape, self.dtype)
+        _copy(out.ctypes.data, self.ptr, self.nbytes, "d2h", self.device, None)
+        return out
+
+    def copy_from(self, src: np.ndarray[Any, Any] | Tensor, stream: Stream | None = None) -> None:
+        """Copy elements of the same shape and dtype into this tensor. On cuda both sides must be contiguous.
+
+        With a stream (of the cuda device involved) the copy is ordered there and `src` must live until it is
+        done. Without one the host waits for all work on the device, before and after. On null only the checks
+        are made.
+        Raises ShapeError, DTypeError, DeviceError.
+        """
+        shape, dtype = tuple(src.shape), src.dtype
+        if shape != self.shape:
+            raise ShapeError(f"cannot copy shape {shape} into {self!r}; shapes must be equal")
+        if dtype != self.dtype:
+            raise DTypeError(f"cannot copy {dtype} into {self!r}; dtypes must be equal")
+        src_device = src.device if isinstance(src, Tensor) else CPU
+        kinds = (src_device.kind, self.device.kind)
+        if self.device.kind == "null":
+            return
+        if kinds == ("cpu", "cpu"):
+            np.copyto(self.numpy(), src.numpy() if isinstance(src, Tensor) else src)
+            return
+        if kinds[0] == "null":
+            raise DeviceError(f"cannot copy {src!r}: the null device has no data")
+        if kinds == ("cuda", "cuda") and src_device != self.device:
+            raise DeviceError(
+                f"cannot copy from {src_device} to {self.device}; both sides must be on one device"
+            )
+        self._require_contiguous("copy_from")
+        if not (src.is_contiguous if isinstance(src, Tensor) else src.flags.c_contiguous):
+            raise ShapeError(f"copy_from to or from cuda needs a contiguous source; given shape {shape}")
+        src_ptr = src.ptr if isinstance(src, Tensor) else src.ctypes.data
+        where = self.device if self.device.kind == "cuda" else src_device
+        kind: CopyKind = "d2d" if kinds == ("cuda", "cuda") else "h2d" if kinds[0] == "cpu" else "d2h"
+        _copy(self.ptr, src_ptr, self.nbytes, kind, where, stream)
+
+    def zero_(self, stream: Stream | None = None) -> None:
+        """Set all bytes to zero. Streams as for `copy_from`; on cuda contiguous only; on null nothing."""
+        if self.device.kind == "cpu":
+            self.numpy()[...] = 0
+        elif self.device.kind == "cuda":
+            self._require_contiguous("zero_")
+            if stream is not None:
+                _require_stream(stream, self.device)
+                stream.memset_async(self.ptr, 0, self.nbytes)
+                return
+            with Stream(self.device) as own:
+                cuda.check(cuda.driver().cuCtxSynchronize(), "cuCtxSynchronize")
+                own.memset_async(self.ptr, 0, self.nbytes)
+
+    def __dlpack__(self, **request: Any) -> Any:
+        """A DLPack capsule over this memory (bfloat16 included; float8 has no agreed code: DTypeError).
+
+        cuda: waits for all work on the device first, unless the consumer passes stream=-1.
+        """
+        return dlpack.give(self.ptr, self.shape, self.strides, self.dtype, self.device, self.owner, **request)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.device_of(self.device)
+
+    def __repr__(self) -> str:
+        name = f"{self.name!r}, " if self.name else ""
+        return f"Tensor({name}{self.dtype.name}{list(self.shape)}, {self.device})"
+
+    def _require_contiguous(self, what: str) -> None:
+        if not self.is_contiguous:
+            raise ShapeError(f"{what} needs a contiguous tensor; {self!r} has strides {self.strides}")
+
+
+def _require_stream(stream: Stream, device: Device) -> None:
+    if stream.device != device:
+        raise DeviceError(f"a stream of {stream.device} cannot order work on {device}; pass one of {device}")
+
+
+def _copy(dst: int, src: int, nbytes: int, kind: CopyKind, device: Device, stream: Stream | None) -> None:
+    if stream is not None:
+        _require_stream(stream, device)
+        stream.copy_async(dst, src, nbytes, kind)
+        return
+    # Not the synchronous driver calls: they are ordered with the legacy default stream only, and may return
+    # before a copy from pageable memory has reached the device.
+    with Stream(device) as own:
+        cuda.check(cuda.driver().cuCtxSynchronize(), "cuCtxSynchronize")
+        own.copy_async(dst, src, nbytes, kind)
