@@ -4,7 +4,7 @@
      ├─ InvalidGroup     (ValueError)      a group, or a set of groups, that no pool can be made of
      ├─ InvalidTokens    (ValueError)      tokens, hashes or counts that do not belong together
      ├─ LeaseReleased    (RuntimeError)    a lease used after its release
-     └─ IntegrityError   (RuntimeError)    check_integrity() found the pool's books wrong: a bug, here or in the caller
+     └─ IntegrityError   (RuntimeError)    check_integrity() found the pool's books wrong: a bug
 
 A pool that is merely full raises nothing: `Lease.reserve` answers None.
 """
@@ -16,15 +16,15 @@ class PoolError(Exception):
     """Base of all errors of openinfer.kvpool."""
 
 
-class InvalidGroup(PoolError, ValueError):
+class InvalidGroup(PoolError, ValueError):  # noqa: N818
     """A group, or a set of groups, that no pool can be made of."""
 
 
-class InvalidTokens(PoolError, ValueError):
+class InvalidTokens(PoolError, ValueError):  # noqa: N818
     """Tokens, hashes or counts that do not belong together."""
 
 
-class LeaseReleased(PoolError, RuntimeError):
+class LeaseReleased(PoolError, RuntimeError):  # noqa: N818
     """A lease was used after its release."""
 
 

@@ -12,8 +12,9 @@ from .errors import InvalidGroup
 class Group:
     """One kind of state, kept in `num_blocks` blocks of `block_size` tokens each.
 
-    Block ids of a group are 0 .. num_blocks-1. Block 0 is the padding block: dead and padding rows write there, and it
-    is never handed out. `block_bytes` is what a block takes on the device (all layers); the pool only carries it.
+    Block ids of a group are 0 .. num_blocks-1. Block 0 is the padding block: dead and padding rows write
+    there, and it is never handed out. `block_bytes` is what a block takes on the device (all layers); the
+    pool only carries it.
     """
 
     name: str
@@ -23,13 +24,18 @@ class Group:
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
-            raise InvalidGroup(f"group {self.name!r}: block_size is {self.block_size}, it must be at least 1 token")
+            raise InvalidGroup(
+                f"group {self.name!r}: block_size is {self.block_size}, it must be at least 1 token"
+            )
         if self.num_blocks < 2:
             raise InvalidGroup(
-                f"group {self.name!r}: num_blocks is {self.num_blocks}, it must be at least 2 (block 0 is padding)"
+                f"group {self.name!r}: num_blocks is {self.num_blocks}, it must be at least 2 "
+                "(block 0 is padding)"
             )
         if self.block_bytes < 0:
-            raise InvalidGroup(f"group {self.name!r}: block_bytes is {self.block_bytes}, it cannot be negative")
+            raise InvalidGroup(
+                f"group {self.name!r}: block_bytes is {self.block_bytes}, it cannot be negative"
+            )
 
 
 class BlockState(IntEnum):

@@ -1,8 +1,9 @@
 """The identity of a block: a hash chained over everything before it.
 
-Two blocks are the same state exactly when their own tokens, all tokens before them and the salt are the same, so a
-block is named by sha256(name of the block before it, its tokens as little-endian u32). The chain starts from the salt
-(a tenant's cache salt, a LoRA name, ...) and the block size. Names are equal in every process and on every machine.
+Two blocks are the same state exactly when their own tokens, all tokens before them and the salt are the same,
+so a block is named by sha256(name of the block before it, its tokens as little-endian u32). The chain starts
+from the salt (a tenant's cache salt, a LoRA name, ...) and the block size. Names are equal in every process
+and on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ def root_hash(block_size: int, salt: bytes = b"") -> bytes:
     return hashlib.sha256(b"openinfer.kvpool/1:" + struct.pack("<Q", block_size) + salt).digest()
 
 
-def extend_hashes(hashes: list[bytes], root: bytes, tokens: Sequence[int], num_blocks: int, block_size: int) -> None:
+def extend_hashes(
+    hashes: list[bytes], root: bytes, tokens: Sequence[int], num_blocks: int, block_size: int
+) -> None:
     """Append to `hashes` until it names the first `num_blocks` whole blocks of `tokens`."""
     parent = hashes[-1] if hashes else root
     pack = struct.Struct(f"<{block_size}I").pack
@@ -27,7 +30,9 @@ def extend_hashes(hashes: list[bytes], root: bytes, tokens: Sequence[int], num_b
         try:
             data = pack(*tokens[start : start + block_size])
         except struct.error as error:
-            raise InvalidTokens(f"token ids are integers in 0..2**32-1, given otherwise near {start}: {error}") from None
+            raise InvalidTokens(
+                f"token ids are integers in 0..2**32-1, given otherwise near {start}: {error}"
+            ) from None
         parent = hashlib.sha256(parent + data).digest()
         hashes.append(parent)
 

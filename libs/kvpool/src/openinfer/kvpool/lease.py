@@ -26,7 +26,8 @@ class Lease:
     num_tokens: int
     """Tokens that fit the blocks held now, in every group."""
     hashes: list[bytes]
-    """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read only."""
+    """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read
+    only."""
 
     def __init__(
         self, pool: Pool, ledgers: Sequence[Ledger], root: bytes, hashes: list[bytes], num_queried: int
@@ -56,8 +57,8 @@ class Lease:
     def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
         """Grow the tables until `num_tokens` tokens in all fit.
 
-        Returns what was added, (group, index of the first new entry, new block ids) for each group that grew; None when
-        the pool is dry, and then nothing changed. Raises LeaseReleased.
+        Returns what was added, (group, index of the first new entry, new block ids) for each group that grew;
+        None when the pool is dry, and then nothing changed. Raises LeaseReleased.
         """
         self._check_live()
         if num_tokens <= self.num_tokens:
@@ -89,15 +90,18 @@ class Lease:
             self._num_queried = None
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Make findable every block that the first `num_confirmed` of `tokens` fill, all known to be computed.
+        """Make findable every block that the first `num_confirmed` of `tokens` fill, all known to be
+        computed.
 
-        Where the same content is registered by another lease already, ours stays private (as a duplicate); it takes
-        over if the other goes first. Each block is hashed once in a lease's life. Raises LeaseReleased, InvalidTokens.
+        Where the same content is registered by another lease already, ours stays private (as a duplicate); it
+        takes over if the other goes first. Each block is hashed once in a lease's life. Raises LeaseReleased,
+        InvalidTokens.
         """
         self._check_live()
         if num_confirmed > len(tokens) or num_confirmed > self.num_tokens:
             raise InvalidTokens(
-                f"cannot commit {num_confirmed} tokens: {len(tokens)} given, room reserved for {self.num_tokens}"
+                f"cannot commit {num_confirmed} tokens: {len(tokens)} given, "
+                f"room reserved for {self.num_tokens}"
             )
         if not self._pool.prefix_cache:
             return
@@ -131,10 +135,14 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()
 
     def __del__(self) -> None:
         if not getattr(self, "_released", True):
-            warnings.warn(f"a lease of {self.num_tokens} tokens was never released", ResourceWarning, stacklevel=2)
+            warnings.warn(
+                f"a lease of {self.num_tokens} tokens was never released", ResourceWarning, stacklevel=2
+            )
             self.release()

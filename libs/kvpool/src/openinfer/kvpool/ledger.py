@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class Ledger:
     """The books of one group.
 
-    Two invariants make eviction exact without any tree. (1) A block in use has its parent's content in use too: of
-    equal blocks, one that somebody holds carries the registration (see `register` and `release`). So every cached
-    block can go. (2) A release queues a table's tail before its head, and whoever used a block used its parents, so in
-    the queue of cached blocks a child always comes before its parent.
+    Two invariants make eviction exact without any tree. (1) A block in use has its parent's content in use
+    too: of equal blocks, one that somebody holds carries the registration (see `register` and `release`). So
+    every cached block can go. (2) A release queues a table's tail before its head, and whoever used a block
+    used its parents, so in the queue of cached blocks a child always comes before its parent.
     """
 
     def __init__(self, group: Group, stats: PoolStats) -> None:
@@ -46,7 +46,8 @@ class Ledger:
         return self._group.num_blocks - 1 - self.num_free
 
     def lookup(self, hashes: Sequence[bytes], start: int, end: int, unit: int) -> list[int] | None:
-        """Registered blocks of the tokens start..end (multiples of the block size), or None if one is missing."""
+        """Registered blocks of the tokens start..end (multiples of the block size), or None if one is
+        missing."""
         blocks = []
         for position in range(start + self.block_size, end + 1, self.block_size):
             block = self._index.get(hashes[position // unit - 1])

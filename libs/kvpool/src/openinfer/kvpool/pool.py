@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from .errors import IntegrityError, InvalidGroup, InvalidTokens
 from .group import Group
 from .hashing import extend_hashes, root_hash
-from .ledger import Ledger
 from .lease import Lease
+from .ledger import Ledger
 
 
 @dataclass(slots=True)
@@ -32,10 +32,10 @@ class PoolStats:
 class Pool:
     """Blocks of one or several groups, handed out through leases, shared by prefix.
 
-    A sequence holds one `Lease`. Its table has one entry a block of each group, in the order of its tokens. Blocks that
-    are complete and committed are named by content; another sequence with the same prefix then starts from them. When
-    nobody holds such a block it stays cached until the room is needed (least recently used first, a child always
-    before its parent). Not thread-safe: one owner, normally the engine's loop.
+    A sequence holds one `Lease`. Its table has one entry a block of each group, in the order of its tokens.
+    Blocks that are complete and committed are named by content; another sequence with the same prefix then
+    starts from them. When nobody holds such a block it stays cached until the room is needed (least recently
+    used first, a child always before its parent). Not thread-safe: one owner, normally the engine's loop.
 
     groups: at least one, names unique. prefix_cache=False turns sharing off: nothing is hashed or kept.
     Raises InvalidGroup.
@@ -50,8 +50,8 @@ class Pool:
         self.prefix_cache = prefix_cache
         self.stats = PoolStats()
         sizes = [group.block_size for group in groups]
-        # One hash chain serves all groups: a name stands for the whole prefix up to a position, so it is enough to
-        # have one at every position where any group's block may end.
+        # One hash chain serves all groups: a name stands for the whole prefix up to a position, so it is
+        # enough to have one at every position where any group's block may end.
         self.hash_block_size = math.gcd(*sizes)
         self._hit_size = math.lcm(*sizes)
         self._ledgers = [Ledger(group, self.stats) for group in groups]
@@ -76,13 +76,15 @@ class Pool:
         """The most tokens that one lease can hold when it has the pool for itself."""
         return min((group.num_blocks - 1) * group.block_size for group in self.groups)
 
-    def acquire(self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None) -> Lease:
+    def acquire(
+        self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
+    ) -> Lease:
         """A lease for a sequence that begins with `tokens`, holding the longest cached prefix.
 
-        The prefix is whole blocks of *all* groups and leaves at least one token to compute (which gives the logits).
-        Takes nothing that is not cached, so it never fails for want of room. `hashes`: hash_blocks(tokens,
-        pool.hash_block_size, salt) or its beginning, where the caller has them already. The caller owns the lease.
-        Raises InvalidTokens when there are more hashes than whole blocks.
+        The prefix is whole blocks of *all* groups and leaves at least one token to compute (which gives the
+        logits). Takes nothing that is not cached, so it never fails for want of room. `hashes`:
+        hash_blocks(tokens, pool.hash_block_size, salt) or its beginning, where the caller has them already.
+        The caller owns the lease. Raises InvalidTokens when there are more hashes than whole blocks.
         """
         unit = self.hash_block_size
         if hashes is not None and len(hashes) * unit > len(tokens):
@@ -111,7 +113,8 @@ class Pool:
         return max(len(tokens) - 1, 0) // step * step, tables
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, as after a change of weights. False, and nothing done, while a lease holds any."""
+        """Forget all cached blocks, as after a change of weights. False, and nothing done, while a lease
+        holds any."""
         if any(ledger.num_in_use for ledger in self._ledgers):
             return False
         for ledger in self._ledgers:
@@ -119,7 +122,8 @@ class Pool:
         return True
 
     def check_integrity(self) -> None:
-        """Recompute the books from the blocks, O(blocks). Raises IntegrityError naming every contradiction."""
+        """Recompute the books from the blocks, O(blocks). Raises IntegrityError naming every
+        contradiction."""
         problems = [problem for ledger in self._ledgers for problem in ledger.problems()]
         if problems:
             raise IntegrityError(problems)

@@ -1,0 +1,52 @@
+"""What StepLoop.step() returns: events, in order. For a sequence: Scheduled, Tokens..., Finished, and nothing
+after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from .protocols import Row
+from .sequence import FinishReason, Seq
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A sequence runs for the first time (not again after a preemption)."""
+
+    seq: Seq
+    num_cached: int
+    """Prompt tokens found in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A step that emitted was read. Columnar: one event a step, however many rows."""
+
+    step: int
+    rows: Sequence[Row]
+    """The step's rows in batch order, as launched; `payload` is laid out by the runner along them."""
+    dead: Set[Seq]
+    """Rows to skip: they ended or were aborted before this step counted. Empty nearly always."""
+    payload: object
+    advanced: Mapping[int, int] | None = None
+    """As in StepResult: slots that advanced by less than their q_len."""
+
+    def emitting(self) -> Iterator[tuple[int, Seq]]:
+        """(position in rows, sequence) of each row that has a token here."""
+        still = self.advanced or {}
+        for position, row in enumerate(self.rows):
+            if row.emits and row.seq not in self.dead and still.get(row.seq.slot) != 0:
+                yield position, row.seq
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one terminal event of a sequence. Its tokens have all been reported."""
+
+    seq: Seq
+    reason: FinishReason
+
+
+Event: TypeAlias = Scheduled | Tokens | Finished

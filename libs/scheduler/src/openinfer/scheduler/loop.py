@@ -1,0 +1,425 @@
+"""StepLoop: plans and launches one step ahead of what it has read, and reconciles what comes back.
+
+Host work is O(changes). Decode rows are in every step, so their counters follow from the step index
+(sequence.Clock), and a calendar keyed by step says which rows need a block when. A steady step touches no
+row.
+
+The hard cases are kept few. Rows that end on the device while a step is in flight stay in that step as dead
+rows; slot and lease go back when it is collected (the fence). Preemption happens only with nothing in flight,
+when every token is known; a dry pool therefore drains first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from .errors import IntegrityError, InvalidSetup, Rejected, RejectReason, RunnerError
+from .events import Event, Finished, Scheduled, Tokens
+from .policy import Decision, Policy, View
+from .protocols import BlockWrite, Pool, Row, Runner, Step, StepResult
+from .sequence import Clock, FinishReason, Seq, SeqState
+
+_NOBODY: Set[Seq] = frozenset()
+
+
+@dataclass(slots=True)
+class Stats:
+    """Gauges and counters of a loop; reading them is O(1)."""
+
+    waiting: int = 0
+    running: int = 0
+    in_flight: int = 0
+    """Steps launched and not collected."""
+    steps: int = 0
+    """Steps launched."""
+    submitted: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    dry: int = 0
+    """Turns without a launch because the pool was dry."""
+    prefill_tokens: int = 0
+    """Tokens launched in chunks, recomputed ones included."""
+    rejected: dict[RejectReason, int] = field(default_factory=lambda: dict.fromkeys(RejectReason, 0))
+
+
+class StepLoop:
+    """Drives a runner: who runs, with which blocks, and what came of it.
+
+    Single-threaded; the owner calls submit, abort and step. max_rows: slots of the batch. max_model_len:
+    tokens a sequence may have, prompt and output. max_queued: sequences that may wait. depth: steps in flight
+    at most (2 keeps the device busy while the host reads). The loop owns the leases; pool, runner and policy
+    stay the caller's. Raises InvalidSetup.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: Pool,
+        policy: Policy,
+        *,
+        max_rows: int,
+        max_model_len: int,
+        max_queued: int = 1024,
+        depth: int = 2,
+    ) -> None:
+        if min(max_rows, max_queued, depth) < 1 or max_model_len < 2:
+            raise InvalidSetup(
+                "max_rows, max_queued and depth must be at least 1 and max_model_len at least 2, "
+                f"given {max_rows}, {max_queued}, {depth} and {max_model_len}"
+            )
+        self.max_rows, self.max_model_len = max_rows, max_model_len
+        self.max_queued, self.depth = max_queued, depth
+        self.stats = Stats()
+        self._runner, self._pool, self._policy = runner, pool, policy
+        self._clock = Clock()
+        self._live: dict[int, Seq] = {}  # by request id, until Finished
+        self._running: dict[Seq, None] = {}  # in order of admission
+        self._prefilling: dict[Seq, None] = {}
+        self._decoding: dict[Seq, Row] = {}
+        self._rows: list[Row] | None = []  # the decode rows as a list; None: to be rebuilt
+        self._last_rows: Sequence[Row] = ()
+        self._slots: list[Seq | None] = [None] * (max_rows + 1)
+        self._free_slots = list(range(max_rows, 0, -1))
+        self._in_flight: deque[Step] = deque()
+        self._calendar: dict[int, list[Seq]] = {}  # step -> rows that need a block for it
+        self._fences: dict[int, list[Seq]] = {}  # step -> ended sequences to let go once it is collected
+        self._leaving: set[Seq] = set()  # all in _fences
+        self._left: list[int] = []  # for the next step
+        self._blocks: list[BlockWrite] = []  # likewise
+        self._events: list[Event] = []  # for the next step() to return
+        self._changed = False  # something happened that the policy has not been asked about
+
+    # -- the owner's side --
+
+    def submit(self, seq: Seq) -> None:
+        """Queue a new sequence. Raises Rejected, and then the sequence is the caller's again."""
+        problem = self._problem(seq)
+        if problem is not None:
+            self.stats.rejected[problem.reason] += 1
+            raise problem
+        seq.max_len = min(self.max_model_len, seq.prompt_len + seq.max_tokens)
+        seq._clock = self._clock
+        self._live[seq.id] = seq
+        self.stats.submitted += 1
+        self.stats.waiting += 1
+        self._changed = True
+        self._policy.on_submit(seq)
+
+    def _problem(self, seq: Seq) -> Rejected | None:
+        if seq.id in self._live or seq._clock is not None:
+            return Rejected(
+                RejectReason.INVALID,
+                f"request {seq.id} was submitted before; make a new Seq, with an id of its own",
+            )
+        if not seq.prompt_len or seq.max_tokens < 1:
+            return Rejected(
+                RejectReason.INVALID,
+                f"request {seq.id} has {seq.prompt_len} prompt tokens and max_tokens {seq.max_tokens}; "
+                "both must be >= 1",
+            )
+        if seq.prompt_len >= self.max_model_len:
+            return Rejected(
+                RejectReason.TOO_LONG,
+                f"request {seq.id} has {seq.prompt_len} prompt tokens; the model's length "
+                f"of {self.max_model_len} "
+                f"allows {self.max_model_len - 1} and one of output",
+            )
+        needed = min(self.max_model_len, seq.prompt_len + seq.max_tokens) - 1
+        if needed > self._pool.capacity_tokens:
+            return Rejected(
+                RejectReason.POOL_TOO_SMALL,
+                f"request {seq.id} may need {needed} tokens of cache; the pool holds {self._pool.capacity_tokens}; "
+                "lower max_tokens or give the pool more memory",
+            )
+        if self.stats.waiting >= self.max_queued:
+            return Rejected(
+                RejectReason.QUEUE_FULL,
+                f"{self.stats.waiting} requests wait already (max_queued); try later",
+            )
+        return None
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a sequence from outside; `reason` STOP for a stop string. False if no such sequence is live.
+
+        The next step() reports Finished and no token more; what is in flight runs out unseen.
+        """
+        seq = self._live.get(request_id)
+        if seq is None:
+            return False
+        if seq.state is not SeqState.WAITING:
+            self._left.append(seq.slot)
+        self._end(seq, reason, self._events)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() has anything to do or to report."""
+        return bool(self._live or self._in_flight or self._events)
+
+    @property
+    def live(self) -> Sequence[Seq]:
+        """All sequences without a terminal event so far; after a runner's failure, those to be told."""
+        return list(self._live.values())
+
+    def step(self, wait_s: float | None = 0.0) -> list[Event]:
+        """One turn: launch a step if there is one to launch, then read what is ready.
+
+        Waits for a result, up to wait_s seconds (None: as long as it takes), only when there is nothing to
+        report and the pipeline is full or nothing could be launched. Returns at once when idle. Passes on
+        what the runner raises; the engine is lost then.
+        """
+        events, self._events = self._events, []
+        launched = len(self._in_flight) < self.depth and self._launch(events)
+        full = len(self._in_flight) >= self.depth
+        wait = wait_s if not events and (full or not launched) else 0.0
+        while self._in_flight:
+            result = self._runner.collect(wait)
+            if result is None:
+                break
+            self._reconcile(result, events)
+            wait = 0.0
+        self.stats.in_flight = len(self._in_flight)
+        return events
+
+    def drain(self) -> list[Event]:
+        """Launch nothing more, wait for all that is in flight, and report it."""
+        events, self._events = self._events, []
+        while self._in_flight:
+            result = self._runner.collect(None)
+            if result is not None:
+                self._reconcile(result, events)
+        self.stats.in_flight = 0
+        return events
+
+    # -- launching --
+
+    def _launch(self, events: list[Event]) -> bool:
+        index = self._clock.launched + 1
+        preemptions = self.stats.preemptions
+        if not self._grow(index):
+            self.stats.dry += 1
+            return False
+        chunks: list[Row] = []
+        joined: list[Seq] = []
+        # No admission in the step that preempts: the blocks were taken for those who run.
+        if preemptions == self.stats.preemptions and (self._changed or self._prefilling):
+            decision = self._policy.plan(self._view(index))
+            if decision.preempt:
+                if self._in_flight:
+                    return False
+                for seq in decision.preempt:
+                    self._preempt(seq)
+            self._changed = bool(decision.preempt)
+            self._continue_prefills(decision, chunks)
+            self._admit(decision, chunks, joined, events)
+        if self._rows is None:
+            self._rows = list(self._decoding.values())
+        rows = self._rows + chunks if chunks else self._rows
+        if not rows:
+            return False
+        step = Step(
+            index, rows, rows is not self._last_rows, len(self._rows), self._left, joined, self._blocks
+        )
+        self._left, self._blocks = [], []
+        self._last_rows = rows
+        self._clock.launched = index
+        self._in_flight.append(step)
+        self.stats.steps += 1
+        for row in chunks:
+            self._advance_prefill(row, index)
+        self._runner.launch(step)
+        return True
+
+    def _view(self, index: int) -> View:
+        return View(
+            step=index,
+            max_rows=self.max_rows,
+            free_slots=len(self._free_slots),
+            num_free_blocks=self._pool.num_free,
+            num_decode=len(self._decoding),
+            prefilling=self._prefilling,
+            running=self._running,
+        )
+
+    def _grow(self, index: int) -> bool:
+        """Blocks for the decode rows that step `index` takes over a boundary. False: dry, drain first."""
+        due = self._calendar.get(index)
+        while due:
+            seq = due[-1]
+            if seq._crossing != index or seq.lease is None:
+                due.pop()
+                continue
+            grown = seq.lease.reserve(min(seq._base + index - seq._entered, seq.max_len - 1))
+            if grown is None:
+                if self._in_flight:
+                    return False
+                self._preempt(self._policy.victim(self._view(index)))
+                continue
+            due.pop()
+            self._blocks.extend(BlockWrite(seq, *write) for write in grown)
+            self._commit(seq)
+            self._schedule_crossing(seq)
+        if due is not None:
+            del self._calendar[index]
+        return True
+
+    def _schedule_crossing(self, seq: Seq) -> None:
+        """Note the first step for which the row's blocks do not suffice."""
+        room = seq.lease.num_tokens if seq.lease else 0
+        seq._crossing = 0
+        if room < seq.max_len - 1:
+            seq._crossing = seq._entered + room - seq._base + 1
+            self._calendar.setdefault(seq._crossing, []).append(seq)
+
+    def _continue_prefills(self, decision: Decision, chunks: list[Row]) -> None:
+        for seq, num_tokens in decision.chunks.items():
+            if seq in self._prefilling and num_tokens > 0:
+                chunks.append(self._chunk(seq, num_tokens))
+
+    def _chunk(self, seq: Seq, num_tokens: int) -> Row:
+        num_tokens = min(num_tokens, seq.target - seq._bound)
+        return Row(seq, num_tokens, seq._bound + num_tokens == seq.target, seq._bound)
+
+    def _admit(self, decision: Decision, chunks: list[Row], joined: list[Seq], events: list[Event]) -> None:
+        budget = decision.admit_tokens
+        for seq in decision.admit:
+            if budget <= 0 or not self._free_slots:
+                break
+            if seq.state is not SeqState.WAITING:
+                continue
+            # The whole prompt is reserved at once, so that only decode rows can ever run dry.
+            lease = self._pool.acquire(seq.tokens, seq.salt, seq.hashes)
+            if lease.reserve(len(seq.tokens)) is None:
+                lease.release()
+                break
+            seq.lease, seq.slot, seq.target = lease, self._free_slots.pop(), len(seq.tokens)
+            seq.state = SeqState.PREFILL
+            seq._bound = seq._confirmed = lease.num_cached
+            self._slots[seq.slot] = seq
+            self._running[seq] = self._prefilling[seq] = None
+            self.stats.running += 1
+            self.stats.waiting -= 1
+            for group in range(self._pool.num_groups):
+                self._blocks.append(BlockWrite(seq, group, 0, list(lease.block_table(group))))
+            chunk = self._chunk(seq, min(budget, decision.chunks.get(seq, budget)))
+            budget -= chunk.num_tokens
+            chunks.append(chunk)
+            joined.append(seq)
+            if not seq.num_preemptions:
+                events.append(Scheduled(seq, lease.num_cached))
+
+    def _advance_prefill(self, row: Row, index: int) -> None:
+        """A chunk was launched; if it was the last, the row decodes from the next step on."""
+        seq = row.seq
+        seq._bound += row.num_tokens
+        self.stats.prefill_tokens += row.num_tokens
+        if row.emits:
+            del self._prefilling[seq]
+            seq.state = SeqState.DECODE
+            seq._base, seq._entered = seq.target, index
+            self._decoding[seq] = Row(seq, 1, True, None)
+            self._rows = None
+            self._schedule_crossing(seq)
+
+    # -- reconciling --
+
+    def _reconcile(self, result: StepResult, events: list[Event]) -> None:
+        step = self._in_flight.popleft()
+        if result.index != step.index:
+            raise RunnerError(
+                f"the runner returned step {result.index} where step {step.index} is the oldest launched"
+            )
+        self._clock.collected = step.index
+        dead = frozenset(self._leaving) if self._leaving else _NOBODY
+        emits = step.num_decode > 0
+        for row in step.rows[step.num_decode :]:
+            emits = emits or row.emits
+            if row.seq not in dead and row.start is not None:
+                row.seq._confirmed = row.start + row.num_tokens
+                self._commit(row.seq)
+        for slot, count in (result.advanced or {}).items():
+            seq = self._seq_at(slot, step.index)
+            if seq not in dead:
+                seq._base -= 1 - count
+        if emits:
+            events.append(Tokens(step.index, step.rows, dead, result.payload, result.advanced))
+        for slot, reason in result.finished:
+            seq = self._seq_at(slot, step.index)
+            if seq not in dead:
+                self._end(seq, reason, events)
+        for seq in self._fences.pop(step.index, ()):
+            self._leaving.discard(seq)
+            self._let_go(seq)
+
+    def _seq_at(self, slot: int, index: int) -> Seq:
+        seq = self._slots[slot] if 0 < slot <= self.max_rows else None
+        if seq is None:
+            raise RunnerError(f"the result of step {index} names slot {slot}, which no sequence holds")
+        return seq
+
+    def _commit(self, seq: Seq) -> None:
+        # The owner may not have appended the newest tokens yet; they are committed next time.
+        if seq.lease is not None:
+            seq.lease.commit(seq.tokens, min(seq.confirmed, len(seq.tokens)))
+
+    def _end(self, seq: Seq, reason: FinishReason, events: list[Event]) -> None:
+        """The one terminal of a sequence. Slot and lease stay until no launched step uses them."""
+        if reason is not FinishReason.ERROR:
+            self._commit(seq)
+        del self._live[seq.id]
+        waiting = seq.state is SeqState.WAITING
+        self._stop(seq, SeqState.FINISHED)
+        seq.finish_reason = reason
+        self.stats.finished += 1
+        self._policy.on_finish(seq)
+        events.append(Finished(seq, reason))
+        if waiting:
+            self.stats.waiting -= 1
+        elif self._in_flight:
+            self._fences.setdefault(self._clock.launched, []).append(seq)
+            self._leaving.add(seq)
+        else:
+            self._let_go(seq)
+
+    def _stop(self, seq: Seq, state: SeqState) -> None:
+        """Take a sequence out of everything that is launched from now on."""
+        seq._confirmed, seq._bound, seq._crossing = seq.confirmed, seq.bound, 0
+        self._changed = True
+        if seq.state is not SeqState.WAITING:
+            del self._running[seq]
+            self._prefilling.pop(seq, None)
+            self.stats.running -= 1
+            if self._decoding.pop(seq, None) is not None:
+                self._rows = None
+            if self._blocks:
+                self._blocks = [write for write in self._blocks if write.seq is not seq]
+        seq.state = state
+
+    def _let_go(self, seq: Seq) -> None:
+        if seq.lease is not None:
+            seq.lease.release()
+            seq.lease = None
+            self._slots[seq.slot] = None
+            self._free_slots.append(seq.slot)
+            self._changed = True
+
+    def _preempt(self, seq: Seq) -> None:
+        """Back to waiting, to be recomputed. Only with nothing in flight: all its tokens are known to the
+        owner."""
+        self._commit(seq)
+        self._stop(seq, SeqState.WAITING)
+        self._left.append(seq.slot)
+        self._let_go(seq)
+        seq._confirmed = seq._bound = 0
+        seq.num_preemptions += 1
+        self.stats.waiting += 1
+        self.stats.preemptions += 1
+        self._policy.on_preempt(seq)
+
+    def check(self) -> None:
+        """Compare the books with each other, O(rows). Raises IntegrityError."""
+        problems: list[str] = []
+        if problems:
+            raise IntegrityError(problems)

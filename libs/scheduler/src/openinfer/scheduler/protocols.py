@@ -1,0 +1,143 @@
+"""What the loop drives: a Runner and a Pool; and what it hands to the runner: Steps.
+
+The device holds the batch in fixed slots 1..max_rows; slot 0 is padding. What a row's next token is, the
+device knows (it feeds tokens back by itself), and it ends rows by itself: EOS, stop ids and length clear the
+row's alive bit, and a dead row in a step launched later changes nothing and yields nothing. So a step can be
+launched before the last is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from .sequence import FinishReason, Seq
+
+
+class Row(NamedTuple):
+    """One row of a step.
+
+    A decode row (start None) has q_len 1: it feeds the token that the device sampled last, at the position
+    that the device counts, and emits the next. A prefill chunk (start given) feeds seq.tokens[start : start +
+    num_tokens], and emits only if it reaches the end (seq.target).
+    """
+
+    seq: Seq
+    num_tokens: int
+    """q_len."""
+    emits: bool
+    """Whether a token is sampled."""
+    start: int | None
+    """Position of the chunk's first token; None for a decode row."""
+
+
+class BlockWrite(NamedTuple):
+    """An update of a row's block table: table[first : first + len(blocks)] = blocks."""
+
+    seq: Seq
+    group: int
+    first: int
+    blocks: Sequence[int]
+
+
+@dataclass(slots=True)
+class Step:
+    """What a runner launches. Only changes are listed: in steady decode `left`, `joined` and `blocks` are
+    empty.
+
+    Apply in this order: left, joined, blocks, then run the rows. The runner may keep the step; nothing in it
+    changes.
+    """
+
+    index: int
+    """1, 2, 3, ... in order of launch."""
+    rows: Sequence[Row]
+    """Batch order: decode rows, then chunks. The very same object as last time while nothing changed."""
+    changed: bool
+    """Whether `rows` differs from the step before."""
+    num_decode: int
+    """rows[:num_decode] are the decode rows."""
+    left: Sequence[int]
+    """Slots whose rows must be dead from this step on: aborted or preempted. (Rows that the device ended
+    itself are dead already and are not listed.)"""
+    joined: Sequence[Seq]
+    """Newly given a slot: write its row (alive, sequence length seq.lease.num_cached, sampling state,
+    limits). Their tokens come with their chunks, their whole block tables with `blocks`."""
+    blocks: Sequence[BlockWrite]
+    """Block-table writes."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What became of a step."""
+
+    index: int
+    finished: Sequence[tuple[int, FinishReason]] = ()
+    """Rows (slots) that ended in this step. The token of this step is their last and counts. Each row
+    once."""
+    payload: object = None
+    """Tokens, logprobs, ...: opaque here, passed on in the Tokens event."""
+    advanced: Mapping[int, int] | None = None
+    """None: every live row advanced by its q_len. Else, for the slots listed, decode rows that advanced by
+    less (0: the row stood still and emitted nothing)."""
+
+
+class Runner(Protocol):
+    """Runs steps, in order. Raise only for failures of the whole engine; a failed row is
+    FinishReason.ERROR."""
+
+    def launch(self, step: Step) -> None:
+        """Start a step without waiting for it. At most the loop's `depth` steps are launched and not
+        collected."""
+
+    def collect(self, wait_s: float | None) -> StepResult | None:
+        """The oldest launched step's result. None if it is not ready within wait_s seconds (None: wait for
+        it)."""
+
+
+class Lease(Protocol):
+    """One sequence's blocks."""
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens found computed, < the tokens acquired for."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit the blocks held."""
+
+    def block_table(self, group: int = 0) -> Sequence[int]:
+        """Block ids of a group."""
+
+    def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
+        """Grow to num_tokens in all: (group, first new index, new ids) by group; None, nothing changed:
+        dry."""
+
+    def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
+        """The first num_confirmed of tokens are computed for certain."""
+
+    def release(self) -> None:
+        """Give everything back."""
+
+
+class Pool(Protocol):
+    """Where leases come from. openinfer.kvpool.Pool is one; the loop knows only this much."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups 0..num_groups-1, each with a block table."""
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that could be handed out now."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The most tokens that a lease can hold when it is alone."""
+
+    def acquire(
+        self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
+    ) -> Lease:
+        """A lease holding what is cached of tokens, at least one token short of all. `hashes` may name fewer
+        blocks than tokens have."""

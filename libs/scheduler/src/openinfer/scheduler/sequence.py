@@ -1,0 +1,117 @@
+"""Seq: one request as the loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .protocols import Lease, Row
+
+
+class SeqState(Enum):
+    """WAITING -> PREFILL -> DECODE -> FINISHED; preempted: back to WAITING."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    """EOS or a stop id (found by the device), or a stop string (by whoever called abort with this reason)."""
+    LENGTH = "length"
+    """max_tokens or the model's length is reached."""
+    ABORT = "abort"
+    """The host gave it up."""
+    ERROR = "error"
+    """The runner could not go on with this row; the others are unharmed."""
+
+
+@dataclass(slots=True)
+class Clock:
+    """The loop's two step counters. Rows in decode advance by one a step, so their counters follow from
+    these."""
+
+    launched: int = 0
+    """Index of the last launched step; 0 before the first."""
+    collected: int = 0
+    """Index of the last step whose result was read."""
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One request. The owner makes it, submits it, and appends to `tokens`; the rest belongs to the loop
+    (read only).
+
+    id: unique among live sequences. tokens: prompt, then confirmed output; the owner appends what Tokens
+    events bring, before it calls step() again. max_tokens: output tokens at most, >= 1. priority (lower
+    first), tenant and arrival (seconds, any clock) are for policies. salt and hashes are handed to the pool's
+    acquire(). owner: anything, unused here. Compared and hashed by identity.
+    """
+
+    id: int
+    tokens: Sequence[int]
+    max_tokens: int
+    priority: int = 0
+    tenant: str = ""
+    arrival: float = 0.0
+    salt: bytes = b""
+    hashes: Sequence[bytes] | None = None
+    owner: object = None
+
+    prompt_len: int = field(init=False)
+    """Tokens at submission."""
+    max_len: int = field(init=False, default=0)
+    """Tokens at which the device ends the row (LENGTH): min(max_model_len, prompt_len + max_tokens)."""
+    state: SeqState = field(init=False, default=SeqState.WAITING)
+    slot: int = field(init=False, default=0)
+    """Row of the device's batch while running; the last one held after that; 0 before the first."""
+    lease: Lease | None = field(init=False, default=None)
+    """Held from admission to preemption or, after the end, to the fence of the last step that ran the row."""
+    target: int = field(init=False, default=0)
+    """Tokens to prefill, as of the last admission: the prompt, or everything known when it was preempted."""
+    num_preemptions: int = field(init=False, default=0)
+    finish_reason: FinishReason | None = field(init=False, default=None)
+
+    # Loop's own. In decode, tokens = _base + steps since _entered.
+    _clock: Clock | None = field(init=False, default=None, repr=False)
+    _base: int = field(init=False, default=0, repr=False)
+    _entered: int = field(init=False, default=0, repr=False)
+    _crossing: int = field(init=False, default=0, repr=False)
+    _confirmed: int = field(init=False, default=0, repr=False)
+    _bound: int = field(init=False, default=0, repr=False)
+    _row: Row | None = field(init=False, default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.tokens)
+
+    @property
+    def confirmed(self) -> int:
+        """Tokens whose KV is known to be computed. 0 while waiting."""
+        if self.state is SeqState.DECODE and self._clock and self._clock.collected >= self._entered:
+            return self._base + self._clock.collected - self._entered
+        return self._confirmed
+
+    @property
+    def bound(self) -> int:
+        """Tokens whose KV may be computed once all launched steps are done: confirmed + scheduled, at
+        most."""
+        if self.state is SeqState.DECODE and self._clock:
+            return min(self._base + self._clock.launched - self._entered, self.max_len - 1)
+        return self._bound
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens not scheduled yet (in PREFILL)."""
+        return max(0, self.target - self.bound)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens that the owner has appended."""
+        return len(self.tokens) - self.prompt_len
