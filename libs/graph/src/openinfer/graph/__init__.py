@@ -1,1 +1,18 @@
-"""openinfer.graph"""
+"""The batch on the device, and captured steps over it."""
+
+from openinfer.graph.errors import FieldError, GraphError, RingFull, UnknownStep
+from openinfer.graph.readback import Readback
+from openinfer.graph.rows import Field, Rows
+from openinfer.graph.steps import StepGraphs, bucket_for
+
+__all__ = [
+    "Field",
+    "FieldError",
+    "GraphError",
+    "Readback",
+    "RingFull",
+    "Rows",
+    "StepGraphs",
+    "UnknownStep",
+    "bucket_for",
+]

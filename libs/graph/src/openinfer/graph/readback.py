@@ -1,0 +1,75 @@
+"""Readback: results of steps on their way to the host, without the host waiting for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph.errors import RingFull
+from openinfer.tensor import Device, Event, PinnedBuffer, Stream, Tensor
+
+
+class Readback:
+    """A ring of `depth` page-locked buffers of `nbytes`, in the order of the steps.
+
+    `enqueue` puts the copy of a step's results on the stream and returns at once; `take` gives the oldest step's
+    results when they have arrived.
+    """
+
+    def __init__(self, device: Device, nbytes: int, depth: int) -> None:
+        self._ring = [(PinnedBuffer(device, nbytes), Event(device)) for _ in range(depth)]
+        self._nbytes = nbytes
+        self._pending: list[tuple[int, list[tuple[int, tuple[int, ...], np.dtype[Any]]]]] = []
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Steps whose results were not taken yet."""
+        return len(self._pending)
+
+    def enqueue(self, stream: Stream, tensors: Sequence[Tensor]) -> None:
+        """Copy contiguous tensors to the host once the work now on `stream` is done. Raises RingFull."""
+        if len(self._pending) == len(self._ring):
+            raise RingFull(
+                f"{len(self._ring)} results are under way, as many as the ring holds; take one first"
+            )
+        buffer, done = self._ring[self._next]
+        places, end = [], 0
+        for tensor in tensors:
+            if end + tensor.nbytes > self._nbytes:
+                raise RingFull(f"results of more than {self._nbytes} bytes do not fit a buffer of the ring")
+            stream.copy_async(buffer.ptr + end, tensor.ptr, tensor.nbytes, "d2h")
+            places.append((end, tensor.shape, tensor.dtype))
+            end += -(-tensor.nbytes // 64) * 64
+        done.record(stream)
+        self._pending.append((self._next, places))
+        self._next = (self._next + 1) % len(self._ring)
+
+    def take(self, *, wait: bool) -> list[np.ndarray[Any, Any]] | None:
+        """The oldest step's results as new arrays, or None if there is none or (without `wait`) they are not here yet."""
+        if not self._pending:
+            return None
+        index, places = self._pending[0]
+        buffer, done = self._ring[index]
+        if not wait and not done.query():
+            return None
+        done.synchronize()
+        self._pending.pop(0)
+        return [_read(buffer.array, start, shape, dtype) for start, shape, dtype in places]
+
+    def close(self) -> None:
+        """Wait for the copies under way and let go of the buffers."""
+        for buffer, done in self._ring:
+            done.synchronize()
+            done.close()
+            buffer.close()
+        self._ring = []
+        self._pending = []
+
+
+def _read(
+    array: np.ndarray[Any, Any], start: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    return array[start : start + nbytes].view(dtype).reshape(shape).copy()

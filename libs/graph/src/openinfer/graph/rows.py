@@ -1,0 +1,151 @@
+"""Rows: the batch, as fixed buffers on the device that the host changes by small packed deltas.
+
+Per-sequence state (length, last token, block table, sampling parameters, ...) lives at a *slot* that the sequence keeps
+while it runs; a step names the slots it works on. So captured graphs always read the same addresses, a sequence that
+joins or leaves moves nobody, and a step in which nothing changed uploads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph.errors import FieldError
+from openinfer.tensor import Arena, Event, PinnedBuffer, Stream, Tensor, int32
+
+Words = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A named buffer of 4-byte elements. `device_written`: kernels change it too, so the host's copy is not the truth
+    and every host write is sent."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] = int32
+    device_written: bool = False
+
+
+class Rows:
+    """The fields in one block of device memory, and the host's pending changes to them.
+
+    `words` is that block as int32 [W]; `writes` int32 [1 + 2 * capacity] receives a delta: the count, `capacity`
+    indices into `words`, `capacity` values. All fields start as zeros. Applying a delta is the caller's: for every
+    item of `uploads(stream)`, launch a kernel that scatters `writes` into `words`.
+
+    Host side, one thread. Staging buffers form a ring of `ring` page-locked buffers; one is reused only after its copy
+    is done.
+    """
+
+    def __init__(
+        self, arena: Arena, fields: Sequence[Field], stream: Stream, *, capacity: int = 16384, ring: int = 3
+    ) -> None:
+        self._fields: dict[
+            str, tuple[Field, int, int]
+        ] = {}  # field, first word, words an entry of the first axis
+        end = 0
+        for field in fields:
+            if field.name in self._fields:
+                raise FieldError(f"field {field.name!r} is declared twice")
+            if field.dtype.itemsize != 4:
+                raise FieldError(
+                    f"field {field.name!r} is {field.dtype.name}; row fields are 4 bytes an element"
+                )
+            width = int(np.prod(field.shape[1:]))
+            self._fields[field.name] = (field, end, width)
+            end += -(-field.shape[0] * width // 64) * 64  # fields start at 256-byte boundaries
+        self.words = arena.alloc((end,), int32, "rows")
+        self.writes = arena.alloc((1 + 2 * capacity,), int32, "row writes")
+        self.words.zero_(stream)
+        self.writes.zero_(stream)
+        self._mirror: Words = np.zeros(end, np.int32)
+        self._dirty: list[int] = []
+        self._dirty_ranges: list[Words] = []
+        self._capacity = capacity
+        device = arena.device
+        self._staging = [(PinnedBuffer(device, self.writes.nbytes), Event(device)) for _ in range(ring)]
+        self._next = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The device tensor of a field, in its shape and dtype."""
+        field, start, width = self._field(name)
+        flat = self.words[start : start + field.shape[0] * width]
+        return flat.view_as(field.dtype).reshape(*field.shape)
+
+    def set(self, name: str, index: int, value: float) -> None:
+        """Change one element of a field of one axis."""
+        field, start, width = self._field(name)
+        if width != 1 or not 0 <= index < field.shape[0]:
+            raise FieldError(
+                f"{name!r} has shape {field.shape}; set() writes one element of one axis, got [{index}]"
+            )
+        word = int(value) if field.dtype == int32 else int(np.asarray(value, field.dtype).view(np.int32))
+        if field.device_written or self._mirror[start + index] != word:
+            self._mirror[start + index] = word
+            self._dirty.append(start + index)
+
+    def write(
+        self, name: str, index: int, values: Sequence[float] | np.ndarray[Any, Any], offset: int = 0
+    ) -> None:
+        """Change a run of elements: values go to field[index].flat[offset:] where the field has more than one axis, and
+        to field[index:] where it has one."""
+        field, start, width = self._field(name)
+        array = np.ascontiguousarray(values, field.dtype).reshape(-1).view(np.int32)
+        first = index * width + offset
+        room = width - offset if len(field.shape) > 1 else field.shape[0] - index
+        if not 0 <= index < field.shape[0] or offset < 0 or len(array) > room:
+            raise FieldError(
+                f"{len(array)} values at [{index}, {offset}] do not fit {name!r} of shape {field.shape}"
+            )
+        at = slice(start + first, start + first + len(array))
+        if field.device_written:
+            changed = np.arange(at.start, at.stop, dtype=np.int32)
+        else:
+            changed = (np.flatnonzero(self._mirror[at] != array) + at.start).astype(np.int32)
+        if len(changed):
+            self._mirror[at] = array
+            self._dirty_ranges.append(changed)
+
+    def uploads(self, stream: Stream) -> Iterator[int]:
+        """Send the pending changes in as many deltas as their number needs (none, if nothing changed). After each,
+        yield the number of words in `writes`, and the caller scatters them before asking for the next."""
+        if not self._dirty and not self._dirty_ranges:
+            return
+        index = np.concatenate([np.asarray(self._dirty, np.int32), *self._dirty_ranges])
+        self._dirty.clear()
+        self._dirty_ranges.clear()
+        for start in range(0, len(index), self._capacity):
+            part = index[start : start + self._capacity]
+            self._send(part, self._mirror[part], stream)
+            yield len(part)
+
+    def _send(self, index: Words, values: Words, stream: Stream) -> None:
+        buffer, copied = self._staging[self._next]
+        self._next = (self._next + 1) % len(self._staging)
+        copied.synchronize()
+        staged = buffer.array.view(np.int32)
+        count, split = len(index), 1 + self._capacity
+        staged[0] = count
+        staged[1 : 1 + count] = index
+        staged[split : split + count] = values
+        stream.copy_async(self.writes.ptr, buffer.ptr, 4 * (1 + count), "h2d")
+        stream.copy_async(self.writes.ptr + 4 * split, buffer.ptr + 4 * split, 4 * count, "h2d")
+        copied.record(stream)
+
+    def _field(self, name: str) -> tuple[Field, int, int]:
+        found = self._fields.get(name)
+        if found is None:
+            raise FieldError(f"no row field {name!r}; there are {', '.join(self._fields)}")
+        return found
+
+    def close(self) -> None:
+        """Give up the staging buffers. The device memory is the arena's."""
+        for buffer, copied in self._staging:
+            copied.synchronize()
+            copied.close()
+            buffer.close()
+        self._staging = []
