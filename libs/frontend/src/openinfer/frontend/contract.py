@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
+
 from openinfer.frontend.errors import EngineSpecError
 from openinfer.sampler import SamplingParams
 

@@ -49,7 +49,7 @@ class MissingExtraError(FrontendError, ImportError):
         super().__init__(f"{what} needs an optional part: pip install 'openinfer-frontend[{extra}]'")
 
 
-class Unsupported(FrontendError, NotImplementedError):  # noqa: N818 - the contract's own word
+class Unsupported(FrontendError, NotImplementedError):
     """The engine does not know a command."""
 
 

@@ -1,0 +1,278 @@
+"""The asyncio side of a driver: what the HTTP layer, or a frontend of your own, talks to."""
+
+import asyncio
+import itertools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from openinfer.frontend.contract import (
+    CONTRACT_VERSION,
+    Command,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Request,
+    Scheduled,
+    StepOutputs,
+    Terminal,
+    TokenLogprobs,
+)
+from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported
+from openinfer.frontend.wire import (
+    Abort,
+    Control,
+    ControlDone,
+    FromEngine,
+    Lost,
+    Ready,
+    StartFailed,
+    Stepped,
+    Submit,
+    ToEngine,
+)
+
+__all__ = ["Delta", "Driver", "EngineClient", "Health", "Sink"]
+
+_log = logging.getLogger(__name__)
+
+
+class Delta(msgspec.Struct):
+    """What one step did to one request. Owned by the sink that receives it."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    """Parallel to token_ids, or None."""
+    scheduled: Scheduled | None = None
+    """Happened before the tokens."""
+    terminal: Terminal | None = None
+    """Happened after the tokens; the last delta of the request has it, and no other."""
+
+
+Sink = Callable[[Delta], None]
+"""Called in the event loop's thread, once a step at most; must not block."""
+
+
+class Health(NamedTuple):
+    """Whether requests can be served, and why not."""
+
+    ok: bool
+    detail: str
+
+
+class EngineClient(Protocol):
+    """An engine seen from an event loop. All methods belong to that loop's thread."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid once start() has returned."""
+
+    async def start(self) -> None:
+        """Bring the engine up. Raises EngineStartError with one line for the user."""
+
+    async def close(self) -> None:
+        """End the engine; live requests get Failed."""
+
+    def new_id(self) -> int:
+        """An id for the next Request."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Start a request. The sink sees exactly one terminal, even if the engine dies.
+
+        Raises EngineDeadError when it is dead already (then the sink is not called).
+        """
+
+    def abort(self, request_id: int) -> None:
+        """Ask to end a request; its sink still gets the terminal. An id that has ended is no error."""
+
+    async def control(self, command: Command) -> None:
+        """Carry out a command. Raises Unsupported or EngineDeadError."""
+
+    def stats(self) -> EngineStats:
+        """The newest numbers received."""
+
+    def health(self) -> Health:
+        """Dead, hung (live requests but no sign of a step), starting, or ok."""
+
+    async def died(self) -> str:
+        """Wait until the engine is lost, and return why. Never returns for an engine closed in order."""
+
+
+class Driver(ABC):
+    """What both drivers share: who waits for what, health, and the reading of the engine's messages."""
+
+    def __init__(self, hang_timeout_s: float) -> None:
+        self._hang_timeout_s = hang_timeout_s
+        self._ids = itertools.count(1)
+        self._serials = itertools.count(1)
+        self._sinks: dict[int, Sink] = {}
+        self._controls: dict[int, asyncio.Future[None]] = {}
+        self._stats = EngineStats()
+        self._info: EngineInfo | None = None
+        self._dead: str | None = None
+        self._closing = False
+        self._last_sign = 0.0
+        self._started: asyncio.Future[EngineInfo] | None = None
+        self._lost: asyncio.Future[str] | None = None
+
+    @abstractmethod
+    async def _launch(self) -> None:
+        """Begin bringing the engine up; its Ready or StartFailed arrives later."""
+
+    @abstractmethod
+    def _send(self, message: ToEngine) -> None:
+        """Hand a message to the engine loop without blocking."""
+
+    @abstractmethod
+    async def _stop(self) -> None:
+        """End the engine loop and wait for it, or kill it."""
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._info
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._started, self._lost = loop.create_future(), loop.create_future()
+        try:
+            await self._launch()
+            info = await self._started
+            if info.contract_version != CONTRACT_VERSION:
+                raise EngineStartError(
+                    f"the engine speaks contract version {info.contract_version}, this frontend "
+                    f"{CONTRACT_VERSION}: install versions of both that match"
+                )
+        except BaseException:
+            await self.close()
+            raise
+        self._info = info
+
+    async def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        await self._stop()
+        self._fail_all("the engine was shut down")
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        if self._dead is not None or self._closing:
+            raise EngineDeadError(self._dead or "the engine was shut down")
+        if not self._sinks:
+            self._last_sign = time.monotonic()
+        self._sinks[request.id] = sink
+        self._send(Submit(request))
+
+    def abort(self, request_id: int) -> None:
+        if request_id in self._sinks:
+            self._send(Abort(request_id))
+
+    async def control(self, command: Command) -> None:
+        if self._dead is not None or self._closing:
+            raise EngineDeadError(self._dead or "the engine was shut down")
+        serial = next(self._serials)
+        self._controls[serial] = asyncio.get_running_loop().create_future()
+        self._send(Control(serial, command))
+        await self._controls[serial]
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def health(self) -> Health:
+        if self._dead is not None:
+            return Health(False, self._dead)
+        if self._info is None or self._closing:
+            return Health(False, "the engine is not running")
+        silent_s = time.monotonic() - self._last_sign
+        if self._sinks and silent_s > self._hang_timeout_s:
+            return Health(
+                False, f"the engine hangs: {len(self._sinks)} requests but no step for {silent_s:.0f} s"
+            )
+        return Health(True, "ok")
+
+    async def died(self) -> str:
+        assert self._lost is not None, "died() before start()"
+        return await asyncio.shield(self._lost)
+
+    def _receive(self, message: FromEngine) -> None:
+        """Take one message of the engine loop (in the event loop's thread)."""
+        self._last_sign = time.monotonic()
+        match message:
+            case Stepped(outputs, stats):
+                self._stats = stats
+                self._route(outputs)
+            case ControlDone(serial, error):
+                future = self._controls.pop(serial, None)
+                if future is None or future.done():  # whoever waited has left
+                    return
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(Unsupported(error))
+            case Ready(info):
+                if self._started is not None and not self._started.done():
+                    self._started.set_result(info)
+            case StartFailed(text) | Lost(text):
+                self._die(text)
+
+    def _die(self, message: str) -> None:
+        """The engine is gone, or never came up. Only the first reason counts."""
+        if self._dead is not None or self._closing:
+            return
+        self._dead = message
+        if self._started is not None and not self._started.done():
+            self._started.set_exception(EngineStartError(message))
+        elif self._lost is not None:
+            _log.error("the engine is lost: %s", message)
+            self._lost.set_result(message)
+        self._fail_all(message)
+
+    def _fail_all(self, message: str) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for request_id, sink in sinks.items():
+            _call(sink, Delta([], terminal=Failed(request_id, message)))
+        controls, self._controls = self._controls, {}
+        for future in controls.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(message))
+
+    def _route(self, outputs: StepOutputs) -> None:
+        deltas: dict[int, Delta] = {}
+        for position, request_id in enumerate(outputs.request_ids):
+            delta = deltas.get(request_id)
+            if delta is None:
+                delta = deltas[request_id] = Delta([])
+            delta.token_ids.append(outputs.token_ids[position])
+            if outputs.logprobs is not None:
+                if delta.logprobs is None:
+                    delta.logprobs = []
+                delta.logprobs.append(outputs.logprobs[position])
+        for update in outputs.updates:
+            delta = deltas.get(update.id)
+            if delta is None:
+                delta = deltas[update.id] = Delta([])
+            if isinstance(update, Scheduled):
+                delta.scheduled = update
+            else:
+                delta.terminal = update
+        for request_id, delta in deltas.items():
+            sink = (
+                self._sinks.get(request_id) if delta.terminal is None else self._sinks.pop(request_id, None)
+            )
+            if sink is not None:
+                _call(sink, delta)
+
+
+def _call(sink: Sink, delta: Delta) -> None:
+    try:
+        sink(delta)
+    except Exception:  # a sink's bug must not cost the other requests their tokens
+        _log.exception("a sink raised")

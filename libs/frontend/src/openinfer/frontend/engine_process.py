@@ -1,0 +1,86 @@
+"""The child of a ProcessDriver: `python -m openinfer.frontend.engine_process`, told what to do on stdin.
+
+Ends with exit code 0 when asked to, 1 when the engine did not start or was lost, 2 when the parent is gone.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+
+import msgspec
+import zmq
+
+from openinfer.frontend.engine_loop import one_line, run_engine
+from openinfer.frontend.wire import Boot, FromEngine, Lost, Ready, StartFailed, ToEngine
+
+__all__ = ["main"]
+
+LINGER_MS = 2000
+
+
+def main() -> int:
+    """Build the engine, say Ready, run it until told to close."""
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        boot = msgspec.json.decode(stdin.readline(), type=Boot)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Ctrl-C and a supervisor's SIGTERM reach the whole group; the parent drains first and then says Close.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=boot.log_level, format="%(levelname)s %(name)s: %(message)s")
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(boot.address)
+    try:
+        return _serve(boot, socket)
+    finally:
+        socket.close(linger=LINGER_MS)
+        context.term()
+
+
+def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
+    encode = msgspec.msgpack.Encoder().encode
+    decode = msgspec.msgpack.Decoder(ToEngine).decode
+
+    def send(message: FromEngine) -> None:
+        socket.send(encode(message))
+
+    def receive(block: bool) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        if block:
+            messages.append(decode(socket.recv()))
+        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            messages.append(decode(socket.recv()))
+        return messages
+
+    try:
+        engine = boot.spec.build()
+    except Exception as error:
+        # ValueError and OSError speak to the user (bad checkpoint, missing file); anything else is a bug.
+        if not (isinstance(error, ValueError | OSError) and str(error)):
+            traceback.print_exc()
+        send(StartFailed(one_line(error)))
+        return 1
+    send(Ready(engine.info))
+    try:
+        run_engine(engine, receive, send)
+    except Exception as error:
+        traceback.print_exc()
+        send(Lost(f"the engine failed: {one_line(error)}"))
+        return 1
+    finally:
+        engine.close()
+    return 0
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # returns nothing once the other end of the pipe is gone
+        pass
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

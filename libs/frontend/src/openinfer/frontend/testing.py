@@ -1,0 +1,187 @@
+"""An engine without a model, for testing frontends, drivers and load generators."""
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from openinfer.frontend.contract import (
+    Command,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Finished,
+    Rejected,
+    Request,
+    Scheduled,
+    StepOutputs,
+    TokenLogprobs,
+)
+
+__all__ = ["FakeEngine"]
+
+
+@dataclass(slots=True)
+class _Live:
+    request: Request
+    generated: int = 0
+    stops: frozenset[int] = field(default_factory=frozenset)
+
+
+class FakeEngine:
+    """Generates known tokens, one a step for each of up to `max_running` requests, in order of arrival.
+
+    The i-th token of a request is `script[i % len(script)]`, or without a script `(last prompt id + 1 + i) %
+    vocab_size`; ids that would end it below min_tokens are replaced by `filler`. All arguments are JSON, so that
+    an EngineSpec("openinfer.frontend.testing:FakeEngine", {...}) runs it in a process. Faults on request:
+
+    step_delay_s: how long each step takes.
+    max_waiting: further requests are Rejected with code "queue_full".
+    start_error: message of the ValueError that the constructor raises.
+    fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
+    fail_prompt: a request whose prompt is this single id Fails alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str = "fake",
+        max_model_len: int = 4096,
+        vocab_size: int = 1024,
+        eos_token_ids: list[int] | None = None,
+        script: list[int] | None = None,
+        filler: int = 100,
+        max_running: int = 256,
+        max_waiting: int = 1024,
+        step_delay_s: float = 0.0,
+        start_error: str | None = None,
+        fail_at_step: int | None = None,
+        die_at_step: int | None = None,
+        hang_at_step: int | None = None,
+        fail_prompt: int | None = None,
+    ) -> None:
+        if start_error is not None:
+            raise ValueError(start_error)
+        self.info = EngineInfo(
+            model=model,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            eos_token_ids=[2, 0] if eos_token_ids is None else eos_token_ids,
+            kv_capacity_tokens=max_running * max_model_len,
+            block_size=16,
+            features=["logprobs", "prefix_cache"],
+        )
+        self._script = script
+        self._filler = filler
+        self._max_running, self._max_waiting = max_running, max_waiting
+        self._step_delay_s = step_delay_s
+        self._faults = (fail_at_step, die_at_step, hang_at_step)
+        self._fail_prompt = fail_prompt
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, _Live] = {}
+        self._ready = StepOutputs()
+        self._stats = EngineStats()
+        self._seen_prompts: set[tuple[int, ...]] = set()
+
+    def submit(self, request: Request) -> None:
+        length = len(request.prompt_token_ids) + request.max_tokens
+        if length > self.info.max_model_len:
+            reason = f"prompt and max_tokens are {length} tokens, the model takes {self.info.max_model_len}"
+            self._ready.updates.append(Rejected(request.id, reason, "too_long"))
+        elif request.priority:
+            reason = f"priority {request.priority} is not supported, only 0"
+            self._ready.updates.append(Rejected(request.id, reason, "unsupported"))
+        elif request.prompt_token_ids == [self._fail_prompt]:
+            self._ready.updates.append(Failed(request.id, "this prompt fails, as asked"))
+        elif len(self._waiting) >= self._max_waiting:
+            reason = f"the queue is full ({self._max_waiting} requests)"
+            self._ready.updates.append(Rejected(request.id, reason, "queue_full"))
+        else:
+            self._waiting.append(request)
+
+    def abort(self, request_id: int) -> None:
+        if self._running.pop(request_id, None) is None:
+            kept = deque(request for request in self._waiting if request.id != request_id)
+            if len(kept) == len(self._waiting):
+                return
+            self._waiting = kept
+        self._ready.updates.append(Finished(request_id, "abort"))
+
+    def control(self, command: Command) -> None:
+        self._seen_prompts.clear()  # ResetPrefixCache is the only command there is
+
+    def step(self, wait: float) -> StepOutputs:
+        self._stats.steps += 1
+        self._apply_faults()
+        if self._step_delay_s:
+            time.sleep(self._step_delay_s)
+        elif not self._waiting and not self._running and not self._ready.updates:
+            time.sleep(wait)
+        outputs, self._ready = self._ready, StepOutputs()
+        while self._waiting and len(self._running) < self._max_running:
+            self._admit(self._waiting.popleft(), outputs)
+        for live in list(self._running.values()):
+            self._generate(live, outputs)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        self._stats.running, self._stats.waiting = len(self._running), len(self._waiting)
+        self._stats.kv_used_tokens = sum(
+            len(live.request.prompt_token_ids) + live.generated for live in self._running.values()
+        )
+        return self._stats
+
+    def close(self) -> None:
+        self._running.clear()
+
+    def _apply_faults(self) -> None:
+        fail_at, die_at, hang_at = self._faults
+        if self._stats.steps == fail_at:
+            raise RuntimeError("step failed, as asked")
+        if self._stats.steps == die_at:
+            os.abort()
+        if self._stats.steps == hang_at:
+            time.sleep(3600)
+
+    def _admit(self, request: Request, outputs: StepOutputs) -> None:
+        prompt = tuple(request.prompt_token_ids)
+        cached = (len(prompt) - 1) // 16 * 16 if prompt in self._seen_prompts else 0
+        self._seen_prompts.add(prompt)
+        self._stats.prompt_tokens += len(prompt)
+        self._stats.prefix_query_tokens += len(prompt)
+        self._stats.prefix_hit_tokens += cached
+        stops = set(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            stops.update(self.info.eos_token_ids)
+        self._running[request.id] = _Live(request, stops=frozenset(stops))
+        outputs.updates.append(Scheduled(request.id, cached, time.monotonic()))
+
+    def _generate(self, live: _Live, outputs: StepOutputs) -> None:
+        request = live.request
+        if self._script is not None:
+            token = self._script[live.generated % len(self._script)]
+        else:
+            token = (request.prompt_token_ids[-1] + 1 + live.generated) % self.info.vocab_size
+        if token in live.stops and live.generated < request.sampling.min_tokens:
+            token = self._filler
+        live.generated += 1
+        self._stats.generation_tokens += 1
+        outputs.request_ids.append(request.id)
+        outputs.token_ids.append(token)
+        wanted = request.sampling.logprobs
+        if wanted is not None and outputs.logprobs is None:
+            outputs.logprobs = [None] * (len(outputs.token_ids) - 1)
+        if outputs.logprobs is not None:
+            outputs.logprobs.append(None if wanted is None else self._logprobs(token, wanted))
+        if token in live.stops:
+            self._finish(outputs, Finished(request.id, "stop", token))
+        elif live.generated == request.max_tokens:
+            self._finish(outputs, Finished(request.id, "length"))
+
+    def _logprobs(self, token: int, wanted: int) -> TokenLogprobs:
+        top = [(token + rank) % self.info.vocab_size for rank in range(wanted)]
+        return TokenLogprobs(-0.5, top, [-0.5 - rank for rank in range(wanted)])
+
+    def _finish(self, outputs: StepOutputs, finished: Finished) -> None:
+        del self._running[finished.id]
+        outputs.updates.append(finished)

@@ -1,0 +1,92 @@
+"""An engine in a thread of this process: for tests, the CPU and engines that hardly hold the GIL."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from openinfer.frontend.client import Driver
+from openinfer.frontend.contract import Engine
+from openinfer.frontend.engine_loop import one_line, run_engine
+from openinfer.frontend.wire import Close, FromEngine, Lost, Ready, StartFailed, ToEngine
+
+__all__ = ["ThreadDriver"]
+
+_log = logging.getLogger(__name__)
+
+
+class ThreadDriver(Driver):
+    """Runs `factory()` and the engine loop in a daemon thread. An EngineClient.
+
+    factory: builds the engine; called in the thread that will own it (`spec.build` fits).
+    hang_timeout_s: requests without a step for longer make health() say that the engine hangs.
+    close_timeout_s: how long close() waits for a step to end; a thread that hangs is left behind.
+    """
+
+    def __init__(
+        self, factory: Callable[[], Engine], *, hang_timeout_s: float = 60.0, close_timeout_s: float = 5.0
+    ) -> None:
+        super().__init__(hang_timeout_s)
+        self._factory = factory
+        self._close_timeout_s = close_timeout_s
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._outbox: deque[FromEngine] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="openinfer-engine", daemon=True)
+
+    async def _launch(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def _send(self, message: ToEngine) -> None:
+        self._inbox.put(message)
+
+    async def _stop(self) -> None:
+        if not self._thread.ident:
+            return
+        self._inbox.put(Close())
+        await asyncio.to_thread(self._thread.join, self._close_timeout_s)
+        if self._thread.is_alive():
+            _log.error("the engine's thread does not end; left behind")
+
+    def _run(self) -> None:
+        try:
+            engine = self._factory()
+        except Exception as error:
+            _log.debug("the engine did not start", exc_info=True)
+            self._post(StartFailed(one_line(error)))
+            return
+        self._post(Ready(engine.info))
+        try:
+            run_engine(engine, self._take, self._post)
+        except Exception as error:
+            _log.exception("the engine raised")
+            self._post(Lost(f"the engine failed: {one_line(error)}"))
+        finally:
+            engine.close()
+
+    def _take(self, block: bool) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        try:
+            messages.append(self._inbox.get(block))
+            while True:
+                messages.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return messages
+
+    def _post(self, message: FromEngine) -> None:
+        """From the engine's thread: wake the event loop, once for all messages it has not read yet."""
+        assert self._loop is not None
+        self._outbox.append(message)
+        if len(self._outbox) == 1:
+            try:
+                self._loop.call_soon_threadsafe(self._drain)
+            except RuntimeError:  # the loop closed without close(): nobody is left to tell
+                _log.debug("event loop is closed")
+
+    def _drain(self) -> None:
+        while self._outbox:
+            self._receive(self._outbox[0])
+            self._outbox.popleft()
