@@ -2,6 +2,7 @@
 
 from openinfer.tensor import dtypes
 from openinfer.tensor.arena import Arena
+from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
 from openinfer.tensor.cuda import check, driver
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import (
@@ -34,12 +35,15 @@ from openinfer.tensor.errors import (
     ShapeError,
     TensorError,
 )
+from openinfer.tensor.loading import Load, LoadReport, load_tensors
 from openinfer.tensor.memory import PinnedBuffer
+from openinfer.tensor.progress import ProgressBar
 from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
 __all__ = [
     "Arena",
+    "Checkpoint",
     "CheckpointError",
     "ClosedError",
     "CudaError",
@@ -49,12 +53,16 @@ __all__ = [
     "DriverNotFound",
     "Event",
     "IndexRangeError",
+    "Load",
+    "LoadReport",
     "OutOfMemory",
     "PinnedBuffer",
+    "ProgressBar",
     "ShapeError",
     "Stream",
     "Tensor",
     "TensorError",
+    "TensorInfo",
     "bfloat16",
     "bool_",
     "check",
@@ -70,6 +78,7 @@ __all__ = [
     "int16",
     "int32",
     "int64",
+    "load_tensors",
     "uint8",
     "uint16",
     "uint32",

@@ -18,12 +18,12 @@ _UNBOUNDED = sys.maxsize // 2  # leaves every null address below 2**63
 class Arena:
     """`capacity` bytes of device memory, handed out in order at stable addresses. Not thread-safe.
 
-    On null the addresses are made up and `capacity_bytes` may be None for no bound: run an engine's allocations
-    there and `used` is the memory it needs. (`capacity` is then a number no plan reaches.)
+    On null the addresses are made up and `capacity_bytes` may be None for no bound: run an engine's
+    allocations there and `used` is the memory it needs. (`capacity` is then a number no plan reaches.)
     Raises OutOfMemory at once where the device cannot give the whole capacity.
 
-    `close()` (or leaving the `with` block) gives up the arena's hold; the memory goes back to the device when the
-    last tensor that views it is gone.
+    `close()` (or leaving the `with` block) gives up the arena's hold; the memory goes back to the device
+    when the last tensor that views it is gone.
     """
 
     __slots__ = ("_memory", "capacity", "device", "used")
@@ -45,7 +45,7 @@ class Arena:
         return self.capacity - self.used
 
     def alloc(self, shape: Sequence[int], dtype: DType | type | str, name: str = "") -> Tensor:
-        """A contiguous, uninitialised tensor at the next 256-byte boundary. Raises OutOfMemory, ClosedError."""
+        """An uninitialised tensor at the next 256-byte boundary. Raises OutOfMemory, ClosedError, ShapeError."""
         if self._memory is None:
             raise ClosedError(f"this arena on {self.device} is closed; make a new one")
         dtype, shape = dtypes.of(dtype), tuple(shape)
@@ -53,8 +53,8 @@ class Arena:
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         if start + nbytes > self.capacity:
             raise OutOfMemory(
-                f"{name or 'tensor'} {dtype}{list(shape)} needs {nbytes} bytes; the arena on {self.device} has "
-                f"used {self.used} of {self.capacity}; plan with a null arena, or make this one larger"
+                f"{name or 'tensor'} {dtype}{list(shape)} needs {nbytes} bytes; the arena on {self.device} "
+                f"has used {self.used} of {self.capacity}; plan with a null arena, or make this one larger"
             )
         self.used = start + nbytes
         return Tensor(self._memory.ptr + start, shape, dtype, self.device, None, self._memory, name)

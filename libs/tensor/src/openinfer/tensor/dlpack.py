@@ -125,7 +125,8 @@ def give(
 ) -> Any:
     """A capsule over this memory that holds `owner`; keywords are those of the `__dlpack__` protocol.
 
-    Raises DTypeError for float8, DeviceError for null or a device other than asked, BufferError for copy=True.
+    Raises DTypeError for float8, DeviceError for null or a device other than asked, BufferError for
+    copy=True.
     """
     where = device_of(device)
     if dtype not in _CODE_OF:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
+
 from openinfer.tensor.errors import DTypeError
 
 DType: TypeAlias = np.dtype[Any]

@@ -41,7 +41,7 @@ class ClosedError(TensorError, RuntimeError):
     """A stream, event, arena, buffer or checkpoint was used after `close()`."""
 
 
-class OutOfMemory(TensorError, MemoryError):  # noqa: N818
+class OutOfMemory(TensorError, MemoryError):
     """An arena or a device has no room for what was asked."""
 
 
@@ -55,12 +55,12 @@ class CheckpointError(TensorError, ValueError):
         self.why = why
 
 
-class DriverNotFound(TensorError, OSError):  # noqa: N818
+class DriverNotFound(TensorError, OSError):
     """The CUDA driver library, or the Python binding that calls it, is not installed."""
 
 
 class CudaError(TensorError, RuntimeError):
-    """A driver call failed: `call` is its name, `code` the CUDA_ERROR_* name, `text` the driver's sentence."""
+    """A driver call failed: `call` names it, `code` is CUDA_ERROR_*, `text` the driver's own sentence."""
 
     def __init__(self, call: str, code: str, text: str) -> None:
         super().__init__(f"{call} failed with {code}: {text}")

@@ -1,7 +1,7 @@
 """Owners of bytes: device allocations and page-locked host buffers.
 
-Memory goes back when nothing refers to it any more. `close()` gives up one reference; tensors, numpy views and
-DLPack capsules hold their own, so none of them can dangle.
+Memory goes back when nothing refers to it any more. `close()` gives up one reference; tensors, numpy views
+and DLPack capsules hold their own, so none of them can dangle.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from openinfer.tensor import cuda
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
@@ -78,8 +79,8 @@ def host_array(
 class PinnedBuffer:
     """Page-locked host memory, which a device copies from and to while the host works; plain on cpu and null.
 
-    `array` is a writable uint8 view of `nbytes` bytes; it and views of it keep the memory alive after `close()`.
-    Page-locking is slow: make these once. Raises OutOfMemory.
+    `array` is a writable uint8 view of `nbytes` bytes; it and views of it keep the memory alive after
+    `close()`. Page-locking is slow: make these once. Raises OutOfMemory.
     """
 
     __slots__ = ("_array", "device", "nbytes")
@@ -157,8 +158,8 @@ def _or_out_of_memory(
         if e.code == "CUDA_ERROR_OUT_OF_MEMORY":
             free, total = cuda.check(cuda.driver().cuMemGetInfo(), "cuMemGetInfo")
             raise OutOfMemory(
-                f"{call} of {nbytes} bytes on {device}: {free} of {total} device bytes are free; ask for less, "
-                "or stop other processes on this device"
+                f"{call} of {nbytes} bytes on {device}: {free} of {total} device bytes are free; ask for "
+                "less, or stop other processes on this device"
             ) from e
         raise
 

@@ -19,8 +19,8 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 class Stream:
     """A queue of device work. cuda: a non-blocking stream; cpu: work is done at once; null: nothing is done.
 
-    `handle` is the CUstream as an int (0 on cpu and null). `close()`, or leaving its `with` block, waits for the
-    work put on it and destroys it.
+    `handle` is the CUstream as an int (0 on cpu and null). `close()`, or leaving its `with` block, waits for
+    the work put on it and destroys it.
     """
 
     __slots__ = ("_closed", "device", "handle")

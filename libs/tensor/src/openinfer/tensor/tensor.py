@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
 from openinfer.tensor import cuda, dlpack, dtypes
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
@@ -36,7 +38,8 @@ class Tensor:
     owner    whatever must stay alive for `ptr` to stay valid; views share it
     name     for messages and traces
 
-    Treat the fields as read-only: kernels and captured graphs have copied `ptr`. Nothing checks that `ptr` is real.
+    Treat the fields as read-only: kernels and captured graphs have copied `ptr`. Nothing checks that `ptr`
+    is real.
     """
 
     __slots__ = ("device", "dtype", "name", "owner", "ptr", "shape", "strides")
@@ -73,16 +76,14 @@ class Tensor:
     def from_numpy(array: np.ndarray[Any, Any], name: str = "") -> Tensor:
         """A cpu tensor over the array's own memory, which it keeps alive.
 
-        Raises DTypeError for an unknown dtype, ShapeError for an array that is read-only (a Tensor is writable)
-        or whose strides are negative or no multiple of an element. Pass `array.copy()` then.
+        Raises DTypeError for an unknown dtype, ShapeError for an array that is read-only (a Tensor is
+        writable) or whose strides are negative or no multiple of an element. Pass `array.copy()` then.
         """
-        dtype = dtypes.of(array.dtype)
         if not array.flags.writeable:
             raise ShapeError("the array is read-only and a Tensor is writable; pass array.copy()")
-        if any(s < 0 or s % dtype.itemsize for s in array.strides):
-            raise ShapeError(f"cannot view byte strides {array.strides} of {dtype}; pass array.copy()")
-        strides = tuple(s // dtype.itemsize for s in array.strides)
-        return Tensor(array.ctypes.data, array.shape, dtype, CPU, strides, owner=array, name=name)
+        if any(s < 0 for s in array.strides):
+            raise ShapeError(f"the array has negative strides {array.strides}; pass array.copy()")
+        return _over(array, name)
 
     @staticmethod
     def from_dlpack(source: Any) -> Tensor:
@@ -101,7 +102,7 @@ class Tensor:
     @property
     def numel(self) -> int:
         """Elements."""
-        return num_elements(self.shape)
+        return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
@@ -111,7 +112,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements, without gaps between them."""
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -208,31 +209,29 @@ class Tensor:
         are made.
         Raises ShapeError, DTypeError, DeviceError.
         """
-        shape, dtype = tuple(src.shape), src.dtype
-        if shape != self.shape:
-            raise ShapeError(f"cannot copy shape {shape} into {self!r}; shapes must be equal")
-        if dtype != self.dtype:
-            raise DTypeError(f"cannot copy {dtype} into {self!r}; dtypes must be equal")
-        src_device = src.device if isinstance(src, Tensor) else CPU
-        kinds = (src_device.kind, self.device.kind)
+        source = src if isinstance(src, Tensor) else _over(src, "")
+        if source.shape != self.shape:
+            raise ShapeError(f"cannot copy shape {source.shape} into {self!r}; shapes must be equal")
+        if source.dtype != self.dtype:
+            raise DTypeError(f"cannot copy {source.dtype} into {self!r}; dtypes must be equal")
         if self.device.kind == "null":
             return
-        if kinds == ("cpu", "cpu"):
-            np.copyto(self.numpy(), src.numpy() if isinstance(src, Tensor) else src)
+        if source.device.kind == "null":
+            raise DeviceError(f"cannot copy {source!r}: the null device has no data")
+        if source.device.kind == self.device.kind == "cpu":
+            np.copyto(self.numpy(), source.numpy())
             return
-        if kinds[0] == "null":
-            raise DeviceError(f"cannot copy {src!r}: the null device has no data")
-        if kinds == ("cuda", "cuda") and src_device != self.device:
+        if source.device.kind == self.device.kind and source.device != self.device:
             raise DeviceError(
-                f"cannot copy from {src_device} to {self.device}; both sides must be on one device"
+                f"cannot copy from {source.device} to {self.device}; both must be on one device"
             )
-        self._require_contiguous("copy_from")
-        if not (src.is_contiguous if isinstance(src, Tensor) else src.flags.c_contiguous):
-            raise ShapeError(f"copy_from to or from cuda needs a contiguous source; given shape {shape}")
-        src_ptr = src.ptr if isinstance(src, Tensor) else src.ctypes.data
-        where = self.device if self.device.kind == "cuda" else src_device
-        kind: CopyKind = "d2d" if kinds == ("cuda", "cuda") else "h2d" if kinds[0] == "cpu" else "d2h"
-        _copy(self.ptr, src_ptr, self.nbytes, kind, where, stream)
+        self._require_contiguous("copy_from to or from cuda")
+        source._require_contiguous("copy_from to or from cuda")
+        kind: CopyKind = (
+            "h2d" if source.device.kind == "cpu" else "d2h" if self.device.kind == "cpu" else "d2d"
+        )
+        device = source.device if kind == "d2h" else self.device
+        _copy(self.ptr, source.ptr, self.nbytes, kind, device, stream)
 
     def zero_(self, stream: Stream | None = None) -> None:
         """Set all bytes to zero. Streams as for `copy_from`; on cuda contiguous only; on null nothing."""
@@ -265,6 +264,14 @@ class Tensor:
     def _require_contiguous(self, what: str) -> None:
         if not self.is_contiguous:
             raise ShapeError(f"{what} needs a contiguous tensor; {self!r} has strides {self.strides}")
+
+
+def _over(array: np.ndarray[Any, Any], name: str) -> Tensor:
+    dtype = dtypes.of(array.dtype)
+    if any(s % dtype.itemsize for s in array.strides):
+        raise ShapeError(f"byte strides {array.strides} are no multiple of a {dtype}; pass array.copy()")
+    strides = tuple(s // dtype.itemsize for s in array.strides)
+    return Tensor(array.ctypes.data, array.shape, dtype, CPU, strides, owner=array, name=name)
 
 
 def _require_stream(stream: Stream, device: Device) -> None:

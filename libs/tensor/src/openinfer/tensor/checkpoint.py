@@ -1,0 +1,308 @@
+"""Checkpoint: a directory of safetensors files, opened with suspicion.
+
+The format: 8 bytes of little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then
+the data. Everything the headers claim is checked when the checkpoint is opened, before anything is moved or
+allocated for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from openinfer.tensor import dtypes
+from openinfer.tensor.dtypes import DType
+from openinfer.tensor.errors import CheckpointError, ClosedError, DTypeError
+
+MAX_HEADER_BYTES = 100_000_000
+_MAX_NDIM = 64  # numpy's
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a checkpoint. `offset` is in bytes from the start of `file`; the data is row-major."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    file: Path
+    nbytes: int
+    offset: int
+
+
+class Checkpoint:
+    """A directory with `model.safetensors`, or with `model.safetensors.index.json` and the shards it names.
+
+    Opening reads and checks every header: sizes, JSON, dtypes, shapes against bytes, data that overlaps or
+    has holes, names given twice, an index that disagrees with the shards. Data is read only when asked for.
+    Raises CheckpointError naming the file and the tensor. Threads may share a Checkpoint.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._files: dict[Path, BinaryIO] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._tensors: dict[str, TensorInfo] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        """Tensor names, file by file and in the order of their data."""
+        return list(self._tensors)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, without headers."""
+        return sum(info.nbytes for info in self._tensors.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor. Raises CheckpointError for a name that is not there."""
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(self.directory, name, "is not in this checkpoint") from None
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """A read-only view of the mapped file: nothing is copied, pages are read on first touch.
+
+        It stays valid after `close()`. Should someone truncate the file meanwhile, touching it kills the
+        process with SIGBUS; `read_into` fails politely.
+        """
+        info = self.info(name)
+        mapped = self._maps.get(info.file)
+        if mapped is None:
+            # Two threads may both get here; each mapping is right, and the one not kept goes with its array.
+            mapped = self._maps[info.file] = mmap.mmap(self._file(info).fileno(), 0, access=mmap.ACCESS_READ)
+        raw = np.frombuffer(mapped, np.uint8, info.nbytes, info.offset)
+        return raw.view(info.dtype).reshape(info.shape)
+
+    def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
+        """Fill `out` (contiguous uint8) with the tensor's bytes from `start` on, by positional reads.
+
+        Releases the GIL; threads may read different parts at once. Raises CheckpointError for a range
+        outside the tensor or a file that ends early.
+        """
+        info = self.info(name)
+        if start < 0 or start + out.nbytes > info.nbytes:
+            raise CheckpointError(
+                info.file, name, f"bytes {start}..{start + out.nbytes} asked for; it has {info.nbytes}"
+            )
+        fd, view, done = self._file(info).fileno(), out.data.cast("B"), 0
+        while done < out.nbytes:
+            got = os.preadv(fd, [view[done:]], info.offset + start + done)
+            if not got:
+                raise CheckpointError(info.file, name, "the file ended early; it was cut while open")
+            done += got
+
+    def require(
+        self,
+        expected: Mapping[str, tuple[tuple[int, ...], Collection[DType | type | str]]],
+        optional: Collection[str] = (),
+        ignore: Collection[str] = (),
+    ) -> None:
+        """Raise one CheckpointError that lists what is missing, of the wrong shape or dtype, or unexpected.
+
+        `expected` maps a name to its shape and the dtypes it may have. `optional` names expected tensors
+        that may be missing, `ignore` others that may be present; entries are exact names, or prefixes ending
+        in "*".
+        """
+        may_miss, may_be_there = _matcher(optional), _matcher(ignore)
+        missing = [n for n in expected if n not in self._tensors and not may_miss(n)]
+        shapes, types = [], []
+        for name, (shape, allowed) in expected.items():
+            info = self._tensors.get(name)
+            if info is None:
+                continue
+            if info.shape != tuple(shape):
+                shapes.append(f"{name} is {list(info.shape)}, must be {list(shape)}")
+            if info.dtype not in (known := {dtypes.of(d) for d in allowed}):
+                names = " or ".join(sorted(d.name for d in known))
+                types.append(f"{name} is {info.dtype.name}, must be {names}")
+        extra = [n for n in self._tensors if n not in expected and not may_be_there(n)]
+        found = (("missing", missing), ("wrong shape", shapes), ("wrong dtype", types), ("unexpected", extra))
+        if problems := [f"{kind}: {_first(items)}" for kind, items in found if items]:
+            raise CheckpointError(self.directory, None, "; ".join(problems))
+
+    def close(self) -> None:
+        """Close the files. Arrays already taken stay valid. Calling it again does nothing."""
+        for file in self._files.values():
+            file.close()
+        self._maps.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.directory)!r}, {len(self)} tensors, {self.total_bytes} bytes)"
+
+    def _file(self, info: TensorInfo) -> BinaryIO:
+        file = self._files[info.file]
+        if file.closed:
+            raise ClosedError(f"this checkpoint of {self.directory} is closed; open it again")
+        return file
+
+    def _open(self) -> None:
+        single, index = self.directory / _SINGLE, self.directory / _INDEX
+        if single.is_file():
+            self._add(single)
+        elif index.is_file():
+            weight_map = _read_index(index)
+            for shard in sorted(set(weight_map.values())):
+                self._add(self.directory / shard)
+            _check_index(index, weight_map, self._tensors)
+        else:
+            raise CheckpointError(self.directory, None, f"has neither {_SINGLE} nor {_INDEX}")
+
+    def _add(self, path: Path) -> None:
+        try:
+            file = open(path, "rb")  # noqa: SIM115 (kept open, close() closes it)
+        except OSError as e:
+            raise CheckpointError(path, None, f"cannot be opened: {e.strerror}") from e
+        self._files[path] = file
+        for info in _read_header(path, file):
+            if info.name in self._tensors:
+                raise CheckpointError(path, info.name, f"is also in {self._tensors[info.name].file.name}")
+            self._tensors[info.name] = info
+
+
+def _read_header(path: Path, file: BinaryIO) -> list[TensorInfo]:
+    """The tensors of one file in the order of their data."""
+    size = os.fstat(file.fileno()).st_size
+    if size < 8:
+        raise CheckpointError(path, None, f"has {size} bytes; a safetensors file has at least 8")
+    length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES or 8 + length > size:
+        raise CheckpointError(
+            path,
+            None,
+            f"claims a header of {length} bytes; the file has {size}, and {MAX_HEADER_BYTES} is the limit",
+        )
+    raw = file.read(length)
+    if not raw.startswith(b"{"):
+        raise CheckpointError(path, None, "header does not start with '{'; this is no safetensors file")
+    header = _parse(path, raw)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(path, None, "__metadata__ must map strings to strings")
+    start = 8 + length
+    infos = [_tensor_info(path, name, entry, start) for name, entry in header.items()]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    end = start
+    for info in infos:
+        if info.offset != end:
+            what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
+            raise CheckpointError(
+                path, info.name, f"data at {info.offset - start} {what}, which ends at {end - start}"
+            )
+        end += info.nbytes
+    if end != size:
+        raise CheckpointError(
+            path, None, f"data ends at byte {end}, the file at {size}; it was cut, or padded"
+        )
+    return infos
+
+
+def _tensor_info(path: Path, name: str, entry: object, start: int) -> TensorInfo:
+    """One header entry, checked by itself. `start` is where the file's data begins."""
+
+    def refuse(why: str) -> CheckpointError:
+        return CheckpointError(path, name, why)
+
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise refuse("its header entry must have exactly dtype, shape and data_offsets")
+    tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    try:
+        dtype = dtypes.from_tag(str(tag)[:40])
+    except DTypeError as e:
+        raise refuse(str(e)) from e
+    if not _is_sizes(shape) or len(shape) > _MAX_NDIM or math.prod(n or 1 for n in shape) >= 2**63:
+        raise refuse(f"shape must be a list of at most {_MAX_NDIM} sizes with a product below 2**63")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise refuse("data_offsets must be [begin, end] with 0 <= begin <= end")
+    nbytes = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise refuse(f"{tag}{shape} is {nbytes} bytes, its data_offsets span {offsets[1] - offsets[0]}")
+    return TensorInfo(name, dtype, tuple(shape), path, nbytes, start + offsets[0])
+
+
+def _is_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+            raise CheckpointError(path, twice, "is named twice in one JSON object")
+        return out
+
+    try:
+        parsed = json.loads(raw.decode(), object_pairs_hook=unique)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as e:  # ValueError: bad UTF-8 and bad JSON both
+        raise CheckpointError(path, None, f"is not valid JSON: {e}") from e
+    if not isinstance(parsed, dict):
+        raise CheckpointError(path, None, "JSON must be an object")
+    return parsed
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    if path.stat().st_size > MAX_HEADER_BYTES:
+        raise CheckpointError(path, None, f"is larger than {MAX_HEADER_BYTES} bytes")
+    weight_map = _parse(path, path.read_bytes()).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(path, None, "weight_map must be an object that names tensors")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                path, name, f"shard {shard!r} must be a *.safetensors file in this directory"
+            )
+    return weight_map
+
+
+def _check_index(path: Path, weight_map: Mapping[str, str], found: Mapping[str, TensorInfo]) -> None:
+    for name, shard in weight_map.items():
+        if name not in found:
+            raise CheckpointError(path, name, f"is said to be in {shard} and is in no shard")
+        if found[name].file.name != shard:
+            raise CheckpointError(path, name, f"is said to be in {shard} and is in {found[name].file.name}")
+    for name, info in found.items():
+        if name not in weight_map:
+            raise CheckpointError(path, name, f"is in {info.file.name} and not in the index")
+
+
+def _matcher(patterns: Collection[str]) -> Callable[[str], bool]:
+    exact = frozenset(patterns)
+    prefixes = tuple(p[:-1] for p in patterns if p.endswith("*"))
+    return lambda name: name in exact or name.startswith(prefixes)
+
+
+def _first(items: list[str], limit: int = 8) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -1,0 +1,161 @@
+"""Checkpoint to device: page-locked buffers filled by threads while the one before uploads."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer.tensor import dtypes
+from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
+from openinfer.tensor.errors import CheckpointError, DeviceError, ShapeError
+from openinfer.tensor.memory import PinnedBuffer
+from openinfer.tensor.stream import Event, Stream
+from openinfer.tensor.tensor import Tensor
+
+BUFFER_BYTES = 32 << 20
+_NUM_BUFFERS = 3  # one filling, one uploading, one to absorb the jitter between them
+_PIECE_BYTES = 4 << 20  # what one thread reads at a time
+_NUM_THREADS = min(8, os.cpu_count() or 1)
+
+Progress = Callable[[int, int], None]
+
+
+class Load(NamedTuple):
+    """Tensor `name` of the checkpoint goes to `dst`: same shape, contiguous (part of a fused one is fine)."""
+
+    name: str
+    dst: Tensor
+
+
+class LoadReport(NamedTuple):
+    """What a load moved, in bytes of the checkpoint, and how long it took."""
+
+    bytes: int
+    seconds: float
+    gbytes_per_s: float
+
+
+class _Piece(NamedTuple):
+    """Part of a tensor that is read in one go and lies at `at` in its buffer."""
+
+    name: str
+    start: int
+    nbytes: int
+    dst_ptr: int
+    at: int
+
+
+def load_tensors(
+    ckpt: Checkpoint, loads: Iterable[Load], stream: Stream, progress: Progress | None = None
+) -> LoadReport:
+    """Fill device tensors from a checkpoint. All loads are checked before the first byte moves.
+
+    cuda: dtypes must be equal; uploads go to `stream`, which is idle again when this returns. cpu: float
+    dtypes are converted where they differ. null: only the checks. `progress(done, total)` is called in this
+    thread, in bytes. Raises CheckpointError (also for a shape or dtype that does not fit `dst`),
+    DeviceError, ShapeError, OutOfMemory.
+    """
+    todo = [(ckpt.info(load.name), load.dst) for load in loads]
+    for info, dst in todo:
+        _check(info, dst, stream)
+    todo.sort(key=lambda pair: (pair[0].file, pair[0].offset))  # disks like to be read in order
+    if stream.device.kind == "null":
+        return LoadReport(0, 0.0, 0.0)
+    total = sum(info.nbytes for info, _ in todo)
+    started = time.perf_counter()
+    if stream.device.kind == "cpu":
+        _load_cpu(ckpt, todo, total, progress)
+    else:
+        _load_cuda(ckpt, todo, stream, total, progress)
+    seconds = time.perf_counter() - started
+    return LoadReport(total, seconds, total / seconds / 1e9)
+
+
+def _check(info: TensorInfo, dst: Tensor, stream: Stream) -> None:
+    if dst.device != stream.device:
+        raise DeviceError(
+            f"{info.name} goes to {dst.device} and the stream is of {stream.device}; use one device"
+        )
+    if not dst.is_contiguous:
+        raise ShapeError(f"{info.name} goes to {dst!r} with strides {dst.strides}; it must be contiguous")
+    if info.shape != dst.shape:
+        raise CheckpointError(
+            info.file, info.name, f"has shape {list(info.shape)}, its place {list(dst.shape)}"
+        )
+    converts = stream.device.kind != "cuda" and {info.dtype, dst.dtype} <= dtypes.FLOATS
+    if info.dtype != dst.dtype and not converts:
+        raise CheckpointError(info.file, info.name, f"has dtype {info.dtype}, its place {dst.dtype}")
+
+
+def _load_cpu(
+    ckpt: Checkpoint, todo: list[tuple[TensorInfo, Tensor]], total: int, progress: Progress | None
+) -> None:
+    def copy(pair: tuple[TensorInfo, Tensor]) -> int:
+        info, dst = pair
+        out = dst.reshape(-1)
+        if info.dtype == dst.dtype:
+            ckpt.read_into(info.name, out.view_as("uint8").numpy())
+        else:
+            np.copyto(out.numpy(), ckpt.array(info.name).reshape(-1), casting="unsafe")
+        return info.nbytes
+
+    done = 0
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        for nbytes in pool.map(copy, todo):
+            done += nbytes
+            if progress:
+                progress(done, total)
+
+
+def _load_cuda(
+    ckpt: Checkpoint,
+    todo: list[tuple[TensorInfo, Tensor]],
+    stream: Stream,
+    total: int,
+    progress: Progress | None,
+) -> None:
+    device = stream.device
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS))
+        buffers = [stack.enter_context(PinnedBuffer(device, BUFFER_BYTES)) for _ in range(_NUM_BUFFERS)]
+        uploaded = [stack.enter_context(Event(device)) for _ in range(_NUM_BUFFERS)]
+        stack.callback(stream.synchronize)  # runs first: no buffer may go while an upload reads it
+        done = 0
+        for i, batch in enumerate(_batches(todo)):
+            buffer, event = buffers[i % _NUM_BUFFERS], uploaded[i % _NUM_BUFFERS]
+            event.synchronize()
+            fills = [
+                pool.submit(ckpt.read_into, p.name, buffer.array[p.at : p.at + p.nbytes], p.start)
+                for p in batch
+            ]
+            for fill, piece in zip(fills, batch, strict=True):
+                fill.result()
+                stream.copy_async(piece.dst_ptr, buffer.ptr + piece.at, piece.nbytes, "h2d")
+            event.record(stream)
+            done += sum(piece.nbytes for piece in batch)
+            if progress:
+                progress(done, total)
+
+
+def _batches(todo: Iterable[tuple[TensorInfo, Tensor]]) -> Iterator[list[_Piece]]:
+    """Cut the loads into pieces and pack these, in order, into buffers."""
+    batch: list[_Piece] = []
+    used = 0
+    for info, dst in todo:
+        start = 0
+        while start < info.nbytes:
+            if used == BUFFER_BYTES:
+                yield batch
+                batch, used = [], 0
+            nbytes = min(info.nbytes - start, BUFFER_BYTES - used, _PIECE_BYTES)
+            batch.append(_Piece(info.name, start, nbytes, dst.ptr + start, used))
+            start += nbytes
+            used += nbytes
+    if batch:
+        yield batch
