@@ -16,7 +16,7 @@ class SamplerError(Exception):
     """Root of everything this library raises on purpose."""
 
 
-class InvalidParams(SamplerError, ValueError):  # noqa: N818
+class InvalidParams(SamplerError, ValueError):
     """A field of SamplingParams was refused.
 
     Attributes:
@@ -28,7 +28,7 @@ class InvalidParams(SamplerError, ValueError):  # noqa: N818
         self.param = param
 
 
-class InvalidLogits(SamplerError, ValueError):  # noqa: N818
+class InvalidLogits(SamplerError, ValueError):
     """Rows hold NaN or +inf, or every token of theirs is -inf or forbidden. Nothing was sampled.
 
     Attributes:

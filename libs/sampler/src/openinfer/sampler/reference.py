@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from openinfer.sampler.errors import InvalidLogits
 from openinfer.sampler.noise import fresh_seed, gumbel, hash_u32, seed_words
 from openinfer.sampler.params import GREEDY_TEMPERATURE, SamplingParams
@@ -125,19 +126,19 @@ def sample_arrays(
     token_ids = allowed.argmax(axis=1).astype(np.int32)
     greedy = (temperature < GREEDY_TEMPERATURE) | (top_k == 1)
     divisor = np.where(greedy, np.float32(1), temperature)
-    with np.errstate(over="ignore"):  # an infinite peak is refused, and a low logit may well become -inf
+    with np.errstate(over="ignore"):  # an infinite peak is refused; any other may become -inf
         peaks = np.take_along_axis(allowed, token_ids[:, None], axis=1)[:, 0] / divisor
-        unsound = np.flatnonzero(
-            ~np.isfinite(peaks)
-        )  # argmax stops at a NaN, so a NaN anywhere shows in the peak
-        if unsound.size:
-            raise InvalidLogits(unsound.tolist())
+        unsound = ~np.isfinite(peaks)  # argmax stops at a NaN, so a NaN anywhere shows in the peak
+        if forbid is not None:
+            unsound |= ~np.isfinite(logits.max(axis=1))
+        if unsound.any():
+            raise InvalidLogits(np.flatnonzero(unsound).tolist())
         for r in np.flatnonzero(~greedy):
             scaled = allowed[r] / divisor[r]
             kept = np.flatnonzero(scaled >= _threshold(scaled, peaks[r], top_k[r], top_p[r], min_p[r]))
             bits = hash_u32(seed[r, 0], seed[r, 1], position[r].astype(np.uint32), kept.astype(np.uint32))
             token_ids[r] = kept[(scaled[kept] + gumbel(bits)).argmax()]
-    return _with_logprobs(logits, token_ids, num_logprobs)
+        return _with_logprobs(logits, token_ids, num_logprobs)
 
 
 def _threshold(

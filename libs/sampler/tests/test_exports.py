@@ -1,0 +1,28 @@
+import subprocess
+import sys
+import types
+
+import openinfer.sampler as sampler
+
+
+def test_all_is_sorted_and_nothing_else_leaks():
+    public = {
+        name
+        for name, value in vars(sampler).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert sampler.__all__ == sorted(sampler.__all__)
+    assert public == set(sampler.__all__)
+
+
+def test_every_public_name_is_documented():
+    assert [name for name in sampler.__all__ if not getattr(sampler, name).__doc__] == []
+
+
+def test_importing_needs_numpy_only():
+    code = (
+        "import sys, numpy; before = set(sys.modules); import openinfer.sampler;"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"openinfer", "numpy"}

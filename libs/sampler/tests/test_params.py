@@ -1,0 +1,96 @@
+import dataclasses
+import math
+
+import msgspec
+import numpy as np
+import pytest
+
+from openinfer.sampler import InvalidParams, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("param", "refused"),
+    [
+        ("temperature", [-0.1, 2.001, math.nan, math.inf, "1", None, True]),
+        ("top_k", [-2, 1.0, 2**31, True, "4"]),
+        ("top_p", [0, 0.0, -0.1, 1.01, math.nan]),
+        ("min_p", [-0.01, 1.01, math.nan]),
+        ("seed", [2**63, -(2**63) - 1, 0.5, False]),
+        ("min_tokens", [-1, 1.5]),
+        ("stop_token_ids", [(-1,), (2**31,), (1.0,), tuple(range(17)), "12", 5]),
+        ("ignore_eos", [1, "yes", None]),
+        ("logprobs", [-1, 21, 1.0, True]),
+    ],
+)
+def test_values_outside_the_table_are_refused_by_name(param, refused):
+    for value in refused:
+        with pytest.raises(InvalidParams, match=param) as caught:
+            SamplingParams(**{param: value})
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("param", "accepted"),
+    [
+        ("temperature", [0, 0.0, 2, 2.0]),
+        ("top_k", [0, 1, 2**31 - 1]),
+        ("top_p", [1e-9, 1]),
+        ("min_p", [0, 1]),
+        ("seed", [None, 0, -1, 2**63 - 1, -(2**63)]),
+        ("min_tokens", [0, 10**6]),
+        ("stop_token_ids", [(), tuple(range(16))]),
+        ("ignore_eos", [True, False]),
+        ("logprobs", [None, 0, 20]),
+    ],
+)
+def test_both_ends_of_each_range_are_allowed(param, accepted):
+    for value in accepted:
+        assert getattr(SamplingParams(**{param: value}), param) == value
+
+
+def test_equal_requests_are_equal_and_hash_alike_however_they_were_spelled():
+    plain = SamplingParams(temperature=0.5, top_k=0, stop_token_ids=(3, 4), seed=7)
+    spelled = SamplingParams(temperature=np.float32(0.5), top_k=-1, stop_token_ids=[3, 4], seed=np.int64(7))
+    assert spelled == plain
+    assert hash(spelled) == hash(plain)
+    assert type(spelled.seed) is int
+    assert type(spelled.temperature) is float
+
+
+@pytest.mark.parametrize(
+    ("params", "greedy"),
+    [
+        ({}, False),
+        ({"temperature": 0}, True),
+        ({"temperature": 9e-6}, True),
+        ({"temperature": 1e-5}, False),
+        ({"top_k": 1}, True),
+        ({"top_k": 2}, False),
+    ],
+)
+def test_is_greedy(params, greedy):
+    assert SamplingParams(**params).is_greedy is greedy
+
+
+def test_forbidden_ids_are_what_would_end_the_sequence_too_early():
+    params = SamplingParams(min_tokens=3, stop_token_ids=(5, 6))
+    assert params.forbidden_ids(2, [9]) == (5, 6, 9)
+    assert params.forbidden_ids(3, [9]) == ()
+    assert dataclasses.replace(params, ignore_eos=True).forbidden_ids(0, [9]) == (5, 6)
+
+
+def test_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().top_k = 3
+
+
+@pytest.mark.parametrize("codec", [msgspec.json, msgspec.msgpack])
+def test_survives_the_wire(codec):
+    params = SamplingParams(temperature=0.6, top_k=20, seed=-3, stop_token_ids=(1, 2), logprobs=5)
+    assert codec.decode(codec.encode(params), type=SamplingParams) == params
+
+
+def test_decoding_validates():
+    with pytest.raises(msgspec.ValidationError, match="top_p") as caught:
+        msgspec.json.decode(b'{"top_p": 0}', type=SamplingParams)
+    assert isinstance(caught.value.__cause__, InvalidParams)
