@@ -1,7 +1,7 @@
 """LLM inference ops without PyTorch: each with a contract, a numpy reference, device code and a cost, and four ways to
 run them."""
 
-from openinfer.kernels.cublas import CublasLt
+from openinfer.kernels.cublas import CublasLt, cublas_available
 from openinfer.kernels.errors import (
     CompileError,
     ContractError,
@@ -60,6 +60,7 @@ __all__ = [
     "Workload",
     "apply_writes",
     "attend",
+    "cublas_available",
     "embed",
     "expand_rows",
     "gate_up_silu",

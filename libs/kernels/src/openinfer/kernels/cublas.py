@@ -2,11 +2,167 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import importlib.util
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from openinfer.kernels.errors import LaunchError, MissingExtra
 from openinfer.kernels.launch import Matmul
+
+DATA_TYPES = {"bfloat16": 14, "float32": 0}
+"""cudaDataType_t by numpy's name."""
+
+COMPUTE_F32 = 68
+DESC_TRANSA, DESC_TRANSB = 3, 4
+PREF_MAX_WORKSPACE, PREF_MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
+
+PROTOTYPES: dict[str, list[Any]] = {
+    "cublasLtCreate": [c_void_p],
+    "cublasLtDestroy": [c_void_p],
+    "cublasLtMatmulDescCreate": [c_void_p, c_int, c_int],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulDescDestroy": [c_void_p],
+    "cublasLtMatrixLayoutCreate": [c_void_p, c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatrixLayoutDestroy": [c_void_p],
+    "cublasLtMatmulPreferenceCreate": [c_void_p],
+    "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulPreferenceDestroy": [c_void_p],
+    "cublasLtMatmulAlgoGetHeuristic": [c_void_p] * 7 + [c_int, c_void_p, c_void_p],
+    "cublasLtMatmul": [c_void_p] * 14 + [c_size_t, c_void_p],
+}
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class _Plan:
+    """Descriptors and algorithm of one kind of product."""
+
+    __slots__ = ("desc", "left", "out", "result", "right")
+
+    def __init__(self) -> None:
+        self.desc, self.left, self.right, self.out = c_void_p(), c_void_p(), c_void_p(), c_void_p()
+        self.result = _Heuristic()
+
+
+@functools.cache
+def library_path() -> str | None:
+    """Where libcublasLt is: in the nvidia wheels, else wherever cuda.pathfinder finds one. None if nowhere."""
+    nvidia = importlib.util.find_spec("nvidia")
+    for folder in (nvidia.submodule_search_locations or []) if nvidia else []:
+        found = sorted(Path(folder).glob("*/lib/libcublasLt.so.13"))
+        if found:
+            return str(found[0])
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        return load_nvidia_dynamic_lib("cublasLt").abs_path
+    except (ImportError, RuntimeError, OSError):
+        return None
+
+
+def cublas_available() -> bool:
+    """Whether cuBLASLt is installed. Needs no device, and calls nothing of it."""
+    return library_path() is not None
+
+
+def load_library() -> Any:
+    """libcublasLt with its prototypes set. Raises MissingExtra if it is not installed."""
+    path = library_path()
+    if path is None:
+        raise MissingExtra("cuBLASLt is not installed: pip install 'openinfer-kernels[cublas]'")
+    library = ctypes.CDLL(path)
+    for name, arguments in PROTOTYPES.items():
+        getattr(library, name).argtypes = arguments
+    return library
 
 
 class CublasLt:
-    """A cuBLASLt handle of the current device."""
+    """A cuBLASLt handle of the current device.
+
+    Use it from one thread, with the device activated before it is made. A product may be launched while a stream is
+    captured: it only enqueues, and asks for its workspace from the caller. The algorithm is the heuristic's first
+    answer for the sizes, kept for the handle's life: the same product runs the same kernel. Raises MissingExtra without
+    the library, LaunchError where it answers with an error. `close()` frees it.
+    """
+
+    def __init__(self) -> None:
+        self._lib = load_library()
+        self._handle = c_void_p()
+        self._plans: dict[tuple[int, int, int, str, bool, bool, int], _Plan] = {}
+        self._one, self._zero = c_float(1), c_float(0)
+        self._call("cublasLtCreate", byref(self._handle))
 
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int, stream: int) -> None:
-        raise NotImplementedError
+        """Enqueue the product on `stream`; the others are the addresses of the command's tensors (16-byte aligned)."""
+        (m, n), k = command.out.shape, command.weight.shape[1]
+        aligned = (out | x | weight) % 256 == 0  # some algorithms want more than the 16 bytes that are promised
+        room = command.workspace.nbytes
+        key = (m, n, k, command.out.dtype.name, command.accumulate, aligned, room)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(m, n, k, command.out.dtype.name, 256 if aligned else 16, room)
+        status = self._lib.cublasLtMatmul(
+            self._handle, plan.desc, byref(self._one), weight, plan.left, x, plan.right,
+            byref(self._one if command.accumulate else self._zero), out, plan.out, out, plan.out,
+            byref(plan.result.algo), workspace, room, stream,
+        )  # fmt: skip
+        if status:
+            raise LaunchError(f"cublasLtMatmul gave status {status} for M={m} N={n} K={k} into {key[3]}")
+
+    def close(self) -> None:
+        """Free the handle and the descriptors; later calls of `matmul` fail. Closing twice does nothing."""
+        for plan in self._plans.values():
+            self._destroy(plan)
+        self._plans.clear()
+        if self._handle:
+            self._call("cublasLtDestroy", self._handle)
+            self._handle = c_void_p()
+
+    def _destroy(self, plan: _Plan) -> None:
+        for layout in (plan.left, plan.right, plan.out):
+            self._lib.cublasLtMatrixLayoutDestroy(layout)
+        self._lib.cublasLtMatmulDescDestroy(plan.desc)
+
+    def _plan(self, m: int, n: int, k: int, out: str, alignment: int, room: int) -> _Plan:
+        """cuBLAS is column-major: there out^T [n, m] = weight [k, n]^T x^T [k, m]."""
+        plan = _Plan()
+        bf16 = DATA_TYPES["bfloat16"]
+        self._call("cublasLtMatmulDescCreate", byref(plan.desc), COMPUTE_F32, DATA_TYPES["float32"])
+        for attribute, transposed in ((DESC_TRANSA, 1), (DESC_TRANSB, 0)):
+            self._call("cublasLtMatmulDescSetAttribute", plan.desc, attribute, byref(c_int32(transposed)), 4)
+        self._call("cublasLtMatrixLayoutCreate", byref(plan.left), bf16, k, n, k)
+        self._call("cublasLtMatrixLayoutCreate", byref(plan.right), bf16, k, m, k)
+        self._call("cublasLtMatrixLayoutCreate", byref(plan.out), DATA_TYPES[out], n, m, n)
+        preference, answers = c_void_p(), c_int()
+        self._call("cublasLtMatmulPreferenceCreate", byref(preference))
+        set_preference = "cublasLtMatmulPreferenceSetAttribute"
+        self._call(set_preference, preference, PREF_MAX_WORKSPACE, byref(c_uint64(room)), 8)
+        for attribute in PREF_MIN_ALIGNMENTS:
+            self._call(set_preference, preference, attribute, byref(c_uint32(alignment)), 4)
+        status = self._lib.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, plan.desc, plan.left, plan.right, plan.out, plan.out, preference, 1,
+            byref(plan.result), byref(answers),
+        )  # fmt: skip
+        self._call("cublasLtMatmulPreferenceDestroy", preference)
+        if status or not answers.value:
+            self._destroy(plan)
+            raise LaunchError(f"cuBLASLt has no algorithm (status {status}) for M={m} N={n} K={k} into {out}")
+        return plan
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._lib, name)(*args)
+        if status:
+            raise LaunchError(f"{name} gave status {status}")

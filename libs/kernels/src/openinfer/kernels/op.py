@@ -72,8 +72,6 @@ class Op(Generic[P]):
     `cost(workload, **args)` is the call's floor.
     """
 
-    __slots__ = ("__doc__", "contract", "cost", "launches", "name", "reference")
-
     def __init__(
         self,
         name: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.contract import expect
-from openinfer.kernels.launch import Command
+from openinfer.kernels.launch import Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
@@ -28,7 +28,14 @@ def _reference(*, words: Array, writes: Array) -> None:
 
 
 def _launches(target: Target, *, words: Tensor, writes: Tensor) -> Iterator[Command]:
-    raise NotImplementedError
+    capacity, block = (writes.shape[0] - 1) // 2, 256
+    yield launch(
+        "openinfer.kernels.device.rows",
+        "scatter_words",
+        (max(-(-capacity // block), 1),),
+        {"words": words, "writes": writes, "capacity": capacity},
+        {"BLOCK": block},
+    )
 
 
 def _cost(workload: Workload, *, words: Tensor, writes: Tensor) -> Cost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.contract import FLOATS, expect
-from openinfer.kernels.launch import Command
+from openinfer.kernels.launch import Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
@@ -24,7 +24,15 @@ def _reference(*, out: Array, token_ids: Array, table: Array) -> None:
 
 
 def _launches(target: Target, *, out: Tensor, token_ids: Tensor, table: Tensor) -> Iterator[Command]:
-    raise NotImplementedError
+    tokens, width = out.shape
+    block = 1024
+    yield launch(
+        "openinfer.kernels.device.rows",
+        "gather_rows",
+        (tokens, -(-width // block)),
+        {"out": out, "index": token_ids, "table": table, "width": width},
+        {"BLOCK": block},
+    )
 
 
 def _cost(workload: Workload, *, out: Tensor, token_ids: Tensor, table: Tensor) -> Cost:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.contract import expect
-from openinfer.kernels.launch import Command
+from openinfer.kernels.launch import Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
@@ -76,7 +76,27 @@ def _launches(
     last_tokens: Tensor,
     alive: Tensor,
 ) -> Iterator[Command]:
-    raise NotImplementedError
+    tokens, rows, block = token_ids.shape[0], slots.shape[0], 128
+    yield launch(
+        "openinfer.kernels.device.rows",
+        "expand_rows",
+        (-(-tokens // block),),
+        {
+            "token_ids": token_ids,
+            "positions": positions,
+            "token_slots": token_slots,
+            "prompt": prompt,
+            "slots": slots,
+            "q_starts": q_starts,
+            "seq_lens": seq_lens,
+            "last_tokens": last_tokens,
+            "alive": alive,
+            "tokens": tokens,
+            "rows": rows,
+            "steps": (rows - 1).bit_length(),
+        },
+        {"BLOCK": block},
+    )
 
 
 def _cost(workload: Workload, **args: Tensor) -> Cost:

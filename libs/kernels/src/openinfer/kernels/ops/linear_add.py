@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.products import product
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
@@ -30,7 +31,7 @@ def _reference(*, x: Array, h: Array, weight: Array) -> None:
 
 
 def _launches(target: Target, *, x: Tensor, h: Tensor, weight: Tensor) -> Iterator[Command]:
-    raise NotImplementedError
+    yield from product(target, "linear_add", x, h, weight, add=True)
 
 
 def _cost(workload: Workload, *, x: Tensor, h: Tensor, weight: Tensor) -> Cost:

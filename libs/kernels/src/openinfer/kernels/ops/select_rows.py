@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect
-from openinfer.kernels.launch import Command
+from openinfer.kernels.launch import Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
@@ -26,7 +26,15 @@ def _reference(*, out: Array, x: Array, q_starts: Array) -> None:
 
 
 def _launches(target: Target, *, out: Tensor, x: Tensor, q_starts: Tensor) -> Iterator[Command]:
-    raise NotImplementedError
+    rows, width = out.shape
+    block = 1024
+    yield launch(
+        "openinfer.kernels.device.rows",
+        "gather_last",
+        (rows, -(-width // block)),
+        {"out": out, "x": x, "q_starts": q_starts, "width": width},
+        {"BLOCK": block},
+    )
 
 
 def _cost(workload: Workload, *, out: Tensor, x: Tensor, q_starts: Tensor) -> Cost:

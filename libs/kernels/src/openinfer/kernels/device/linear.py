@@ -1,0 +1,147 @@
+"""Matrix products out[M, N] = x[M, K] @ weight[N, K]^T: bf16 in, float32 accumulation, one rounding.
+
+ADD: out += the product (a residual stream). GATED: weight is [2 N, K], a gate's rows and an up projection's, and
+out = silu(gate) * up. K is a multiple of BK; M and N are anything: rows past the end are clamped when read (which costs
+nothing) and masked when written.
+"""
+
+import triton
+import triton.language as tl
+
+from openinfer.kernels.device.norm import gated
+
+
+@triton.jit
+def _finish(out, value, mask, ADD: tl.constexpr):
+    """Store float32 `value` at `out`, added to what is there if ADD."""
+    if ADD:
+        value += tl.load(out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gemv(
+    out, x, weight, N, K,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """M = 1, on the CUDA cores: BN rows of the weights a program. Grid (cdiv(N, BN),)."""
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    row = weight + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K + rk[None, :]
+    up_row = row + N.to(tl.int64) * K
+    acc = tl.zeros((BN, BK), tl.float32)
+    up = tl.zeros((BN, BK), tl.float32)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        value = tl.load(x + k + rk).to(tl.float32)[None, :]
+        acc += tl.load(row + k).to(tl.float32) * value
+        if GATED:
+            up += tl.load(up_row + k).to(tl.float32) * value
+    total = tl.sum(acc, 1)
+    if GATED:
+        total = gated(total, tl.sum(up, 1), out.dtype.element_ty)
+    _finish(out + rn, total, rn < N, ADD)
+
+
+@triton.jit
+def _store_small(out, acc, up, rm, rn, M, N, ADD: tl.constexpr, GATED: tl.constexpr):
+    value = acc
+    if GATED:
+        value = gated(acc, up, out.dtype.element_ty)
+    _finish(out + rm[:, None] * N + rn[None, :], value, (rm < M)[:, None] & (rn < N)[None, :], ADD)
+
+
+@triton.jit
+def gemm_small(
+    out, x, weight, partial, counter, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """M <= BM: the weights are the tall operand of the tensor cores, K is split over SPLIT programs, and the last one to
+    finish sums their parts in a fixed order. Grid (cdiv(N, BN), SPLIT).
+
+    partial: float32 [SPLIT, 2 if GATED else 1, BM, N]; counter: int32 [cdiv(N, BN)], zero before and after.
+    """
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    rn = tile * BN + tl.arange(0, BN)
+    rm = tl.arange(0, BM)
+    rk = tl.arange(0, BK)
+    row = weight + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K + rk[None, :]
+    up_row = row + N.to(tl.int64) * K
+    column = x + tl.minimum(rm, M - 1)[None, :] * K + rk[:, None]
+    steps = tl.cdiv(K // BK, SPLIT)
+    first = part * steps * BK
+    acc = tl.zeros((BN, BM), tl.float32)
+    up = tl.zeros((BN, BM), tl.float32)
+    for k in range(first, tl.minimum(first + steps * BK, K), BK):
+        value = tl.load(column + k)
+        acc = tl.dot(tl.load(row + k), value, acc)
+        if GATED:
+            up = tl.dot(tl.load(up_row + k), value, up)
+    acc = tl.trans(acc)
+    up = tl.trans(up)
+    if SPLIT == 1:
+        _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
+    else:
+        halves: tl.constexpr = 2 if GATED else 1
+        place = partial + rm[:, None] * N + rn[None, :]
+        inside = (rm < M)[:, None] & (rn < N)[None, :]
+        tl.store(place + (part * halves) * BM * N, acc, mask=inside)
+        if GATED:
+            tl.store(place + (part * halves + 1) * BM * N, up, mask=inside)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        if tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1:
+            acc = tl.zeros((BM, BN), tl.float32)
+            up = tl.zeros((BM, BN), tl.float32)
+            for s in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
+                acc += tl.load(place + (s * halves) * BM * N, mask=inside, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(place + (s * halves + 1) * BM * N, mask=inside, other=0.0, cache_modifier=".cg")
+            _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
+            tl.store(counter + tile, 0)
+
+
+@triton.jit
+def _tile(index, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """First row and column of the index-th tile; GROUP row tiles go together, so that a wave shares weights in L2."""
+    rows = tl.cdiv(M, BM)
+    group = GROUP * tl.cdiv(N, BN)
+    first = (index // group) * GROUP
+    size = tl.minimum(rows - first, GROUP)
+    return (first + (index % group) % size) * BM, ((index % group) // size) * BN
+
+
+@triton.jit
+def gemm(
+    out, x, weight, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Any M, through pointers. Grid (cdiv(M, BM) * cdiv(N, BN),)."""
+    om, on = _tile(tl.program_id(0), M, N, BM, BN, GROUP)
+    rm = om + tl.arange(0, BM)
+    rn = on + tl.arange(0, BN)
+    rk = tl.arange(0, BK)
+    left = x + tl.minimum(rm, M - 1).to(tl.int64)[:, None] * K + rk[None, :]
+    right = weight + tl.minimum(rn, N - 1).to(tl.int64)[None, :] * K + rk[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        acc = tl.dot(tl.load(left + k), tl.load(right + k), acc)
+    place = out + rm.to(tl.int64)[:, None] * N + rn[None, :]
+    _finish(place, acc, (rm < M)[:, None] & (rn < N)[None, :], ADD)
+
+
+@triton.jit
+def gemm_tma(
+    out, x, weight, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Any M, through tensor maps of out [BM, BN], x [BM, BK] and weight [BN, BK]; persistent: grid (min(SMs, tiles),)."""
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        om, on = _tile(index, M, N, BM, BN, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            acc = tl.dot(x.load([om, k]), weight.load([on, k]).T, acc)
+        if ADD:
+            acc += out.load([om, on]).to(tl.float32)
+        out.store([om, on], acc.to(out.dtype))

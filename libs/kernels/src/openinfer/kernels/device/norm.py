@@ -1,0 +1,39 @@
+"""RMS norm and the gated product: the elementwise neighbours of the linear layers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr):
+    """out[t] = round(weight * round(x[t] / rms(x[t]))); rows of width <= BLOCK. Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    unit = (value * scale).to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row + column, (unit * gain).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(gate, up, dtype: tl.constexpr):
+    """round(silu(round(gate))) * round(up) in float32, rounding to `dtype`."""
+    gate = gate.to(dtype).to(tl.float32)
+    up = up.to(dtype).to(tl.float32)
+    # exp2 of a large argument is inf and the quotient 0: the right limit
+    silu = gate / (1.0 + tl.exp2(gate * -1.4426950408889634))
+    return silu.to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def silu_mul(out, both, width, BLOCK: tl.constexpr):
+    """out[t] = silu(both[t, :width]) * both[t, width:]. Grid (rows, cdiv(width, BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0)
+    up = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0)
+    value = gated(gate, up, out.dtype.element_ty)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)

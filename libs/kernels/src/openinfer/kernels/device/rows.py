@@ -1,0 +1,60 @@
+"""Kernels that move rows and words."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather_rows(out, index, table, width, BLOCK: tl.constexpr):
+    """out[i] = table[index[i]]; rows of `width`. Grid (rows, cdiv(width, BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row).to(tl.int64)
+    value = tl.load(table + source * width + column, mask=column < width)
+    tl.store(out + row * width + column, value, mask=column < width)
+
+
+@triton.jit
+def gather_last(out, x, q_starts, width, BLOCK: tl.constexpr):
+    """out[r] = x[max(q_starts[r + 1] - 1, 0)]; rows of `width`. Grid (rows, cdiv(width, BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.maximum(tl.load(q_starts + row + 1) - 1, 0).to(tl.int64)
+    value = tl.load(x + source * width + column, mask=column < width)
+    tl.store(out + row * width + column, value, mask=column < width)
+
+
+@triton.jit
+def scatter_words(words, writes, capacity, BLOCK: tl.constexpr):
+    """words[index[i]] = value[i] for i < count. `writes`: count, capacity indices, capacity values."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    used = i < tl.load(writes)
+    index = tl.load(writes + 1 + i, mask=used)
+    value = tl.load(writes + 1 + capacity + i, mask=used)
+    tl.store(words + index.to(tl.int64), value, mask=used)
+
+
+@triton.jit
+def expand_rows(
+    token_ids, positions, token_slots, prompt, slots, q_starts, seq_lens, last_tokens, alive, tokens, rows, steps,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Ids, positions and slots of BLOCK tokens a program. `steps`: cdiv(log2(rows)) halvings find a token's row."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    # The last row whose first token is not after this one: empty rows before it share that first token.
+    low = tl.zeros((BLOCK,), tl.int32)
+    high = tl.zeros((BLOCK,), tl.int32) + rows - 1
+    for _ in range(steps):
+        middle = (low + high + 1) // 2
+        after = tl.load(q_starts + middle) > token
+        low = tl.where(after, low, middle)
+        high = tl.where(after, middle - 1, high)
+    slot = tl.load(slots + low)
+    live = (tl.load(alive + slot) != 0) & (token < tl.load(q_starts + rows))
+    position = tl.load(seq_lens + slot) + token - tl.load(q_starts + low)
+    given = tl.load(prompt + token, mask=inside, other=0)
+    token_id = tl.where(given >= 0, given, tl.load(last_tokens + slot))
+    tl.store(token_ids + token, tl.where(live, token_id, 0), mask=inside)
+    tl.store(positions + token, tl.where(live, position, 0), mask=inside)
+    tl.store(token_slots + token, tl.where(live, slot, 0), mask=inside)
