@@ -122,6 +122,23 @@ def sample_arrays(
         ValueError: shapes or dtypes do not fit, or an id is not below V.
     """
     _check_columns(logits, temperature, top_k, top_p, min_p, seed, position, num_logprobs)
+    token_ids, unsound = choose(logits, temperature, top_k, top_p, min_p, seed, position, forbid)
+    if unsound.any():
+        raise InvalidLogits(np.flatnonzero(unsound).tolist())
+    return _with_logprobs(logits, token_ids, num_logprobs)
+
+
+def choose(
+    logits: F32,
+    temperature: F32,
+    top_k: I32,
+    top_p: F32,
+    min_p: F32,
+    seed: U32,
+    position: I32,
+    forbid: NDArray[np.bool_] | I32 | None,
+) -> tuple[I32, NDArray[np.bool_]]:
+    """The tokens of ``sample_arrays``, i32[R], and which rows cannot be sampled, bool[R]; theirs mean nothing."""
     allowed = logits if forbid is None else _without(logits, forbid)
     token_ids = allowed.argmax(axis=1).astype(np.int32)
     greedy = (temperature < GREEDY_TEMPERATURE) | (top_k == 1)
@@ -131,14 +148,12 @@ def sample_arrays(
         unsound = ~np.isfinite(peaks)  # argmax stops at a NaN, so a NaN anywhere shows in the peak
         if forbid is not None:
             unsound |= ~np.isfinite(logits.max(axis=1))
-        if unsound.any():
-            raise InvalidLogits(np.flatnonzero(unsound).tolist())
-        for r in np.flatnonzero(~greedy):
+        for r in np.flatnonzero(~(greedy | unsound)):
             scaled = allowed[r] / divisor[r]
             kept = np.flatnonzero(scaled >= _threshold(scaled, peaks[r], top_k[r], top_p[r], min_p[r]))
             bits = hash_u32(seed[r, 0], seed[r, 1], position[r].astype(np.uint32), kept.astype(np.uint32))
             token_ids[r] = kept[(scaled[kept] + gumbel(bits)).argmax()]
-        return _with_logprobs(logits, token_ids, num_logprobs)
+    return token_ids, unsound
 
 
 def _threshold(
@@ -163,15 +178,27 @@ def _with_logprobs(logits: F32, token_ids: I32, num_logprobs: I32) -> Samples:
     top_ids = np.full((rows, width), -1, np.int32)
     top_logprobs = np.full((rows, width), np.nan, np.float32)
     for r in np.flatnonzero(num_logprobs >= 0):
-        row, peak = logits[r], logits[r].max()
-        log_sum = peak + np.log(np.exp(row - peak).sum(dtype=np.float64))
-        logprobs[r] = row[token_ids[r]] - log_sum
+        log_sum = log_sum_exp(logits[r])
+        logprobs[r] = logits[r, token_ids[r]] - log_sum
         if n := min(int(num_logprobs[r]), vocabulary):
-            near = np.flatnonzero(row >= np.partition(row, vocabulary - n)[vocabulary - n])
-            best = near[np.argsort(-row[near], kind="stable")][:n]
-            top_ids[r, :n] = best
-            top_logprobs[r, :n] = row[best] - log_sum
+            top_ids[r, :n] = best = most_likely(logits[r], n)
+            top_logprobs[r, :n] = logits[r, best] - log_sum
     return Samples(token_ids, logprobs, top_ids, top_logprobs)
+
+
+def log_sum_exp(row: F32) -> np.float64:
+    """log(sum(exp(row))) of f32[V] with a finite maximum."""
+    peak = row.max()
+    with np.errstate(over="ignore"):  # what lies too far below the peak counts as -inf
+        mass = np.exp(row - peak).sum(dtype=np.float64)
+    total: np.float64 = peak + np.log(mass)
+    return total
+
+
+def most_likely(row: F32, n: int) -> NDArray[np.intp]:
+    """The ids of the n largest of f32[V], n <= V, largest first, the lowest id first among equals."""
+    near = np.flatnonzero(row >= np.partition(row, row.size - n)[row.size - n])
+    return near[np.argsort(-row[near], kind="stable")][:n]
 
 
 def _without(logits: F32, forbid: NDArray[np.bool_] | I32) -> F32:

@@ -1,0 +1,8 @@
+"""openinfer.sampler.gpu: sampling as ops that a step graph captures. They run on every pack of openinfer.kernels."""
+
+from openinfer.sampler.gpu.ops.advance import advance
+from openinfer.sampler.gpu.ops.rows import RowStatus
+from openinfer.sampler.gpu.ops.sample import sample
+from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
+
+__all__ = ["RowStatus", "advance", "sample", "top_logprobs"]

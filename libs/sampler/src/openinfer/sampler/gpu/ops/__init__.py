@@ -1,0 +1,1 @@
+"""The ops of the captured ``sample`` segment: contract, reference, launches and cost of each."""

@@ -1,0 +1,102 @@
+"""advance: the end of a step, in place on the state of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from openinfer.kernels import Command, Cost, Op, Target, Workload
+from openinfer.kernels.contract import expect
+from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array, RowStatus
+from openinfer.tensor import Tensor, float32, int32
+
+
+def _contract(
+    *,
+    result: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    emits: Tensor,
+    alive: Tensor,
+    seq_lens: Tensor,
+    last_tokens: Tensor,
+    limits: Tensor,
+    min_lens: Tensor,
+    stop_ids: Tensor,
+) -> None:
+    """Move the state of a step's live rows past it, and write result int32 [R, 3]: token, RowStatus, bits of
+    the logprob.
+
+    tokens int32 [R] and logprobs float32 [R] come from `sample`; slots, emits int32 [R] and q_starts int32 [R
+    + 1] are the step's. In place, int32 [S] by slot: seq_lens, last_tokens, alive. Read, by slot: limits,
+    min_lens int32 [S], stop_ids int32 [S, W] (-1 = none).
+
+    A dead row (alive[slot] == 0) or one without tokens in the step is IDLE, with token -1, and its state
+    stays. Any other has its tokens added to seq_lens[slot]. If it does not emit it is RUNNING, with token -1.
+    If it emits, its token goes to last_tokens[slot], and the row ends (alive[slot] = 0) as FAILED if the
+    token is -2 (last_tokens stays), as STOP if the token is in stop_ids[slot] and seq_lens[slot] is not below
+    min_lens[slot], as LENGTH if seq_lens[slot] + 1 (the new token included) is limits[slot] or more; else it
+    is RUNNING. The slots of live rows must be distinct; alive of the padding slot 0, which may repeat, must
+    be 0.
+    """
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("result", result, (rows, 3), int32)
+    expect("tokens", tokens, (rows,), int32)
+    expect("logprobs", logprobs, (rows,), float32)
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    expect("emits", emits, (rows,), int32)
+    for name, tensor in (("alive", alive), ("seq_lens", seq_lens), ("last_tokens", last_tokens)):
+        expect(name, tensor, (size,), int32)
+    expect("limits", limits, (size,), int32)
+    expect("min_lens", min_lens, (size,), int32)
+    expect("stop_ids", stop_ids, (size, -1), int32)
+
+
+def _reference(
+    *,
+    result: Array,
+    tokens: Array,
+    logprobs: Array,
+    slots: Array,
+    q_starts: Array,
+    emits: Array,
+    alive: Array,
+    seq_lens: Array,
+    last_tokens: Array,
+    limits: Array,
+    min_lens: Array,
+    stop_ids: Array,
+) -> None:
+    result[:] = NO_TOKEN, RowStatus.IDLE, 0
+    q_lens = np.diff(q_starts)
+    rows = np.flatnonzero((alive[slots] != 0) & (q_lens > 0))
+    seq_lens[slots[rows]] += q_lens[rows]
+    result[rows, 1] = RowStatus.RUNNING
+
+    rows = rows[emits[rows] != 0]
+    slot, token = slots[rows], tokens[rows]
+    length = seq_lens[slot]
+    stopped = (stop_ids[slot] == token[:, None]).any(axis=1) & (length >= min_lens[slot])
+    status = np.select(
+        [token == UNSOUND, stopped, length + 1 >= limits[slot]],
+        [RowStatus.FAILED, RowStatus.STOP, RowStatus.LENGTH],
+        RowStatus.RUNNING,
+    )
+    result[rows] = np.stack([token, status, logprobs[rows].view(np.int32)], axis=1)
+    last_tokens[slot] = np.where(token == UNSOUND, last_tokens[slot], token)
+    alive[slot[status != RowStatus.RUNNING]] = 0
+
+
+def _launches(target: Target, **args: Tensor) -> Iterator[Command]:
+    yield from ()
+
+
+def _cost(workload: Workload, *, stop_ids: Tensor, **_: Tensor) -> Cost:
+    return Cost(workload.rows * 4 * (17 + stop_ids.shape[1]), 0)
+
+
+advance = Op("advance", _contract, reference=_reference, launches=_launches, cost=_cost)

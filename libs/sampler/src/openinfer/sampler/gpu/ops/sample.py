@@ -1,0 +1,117 @@
+"""sample: the next token of every row that asks for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from openinfer.kernels import Command, Cost, Op, Target, Workload
+from openinfer.kernels.contract import expect
+from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array
+from openinfer.sampler.reference import choose, log_sum_exp
+from openinfer.tensor import Tensor, float32, int32
+
+
+def _contract(
+    *,
+    tokens: Tensor,
+    logprobs: Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    emits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    seeds: Tensor,
+    min_lens: Tensor,
+    stop_ids: Tensor,
+) -> None:
+    """Draw tokens int32 [R] from logits float32 [R, V], with the meaning of
+    `openinfer.sampler.sample_arrays`.
+
+    Row r of the step is the sequence in slot slots[r] and has the tokens q_starts[r] to q_starts[r+1] (int32
+    [R] and [R + 1]). It samples if emits[r] (int32 [R]) and alive[slot] are not 0; its position is
+    seq_lens[slot] plus its tokens in the step. By slot: seq_lens, alive, top_ks, min_lens int32 [S];
+    temperatures, top_ps, min_ps float32 [S]; seeds int32 [S, 2], the bits of the two uint32 words of
+    `seed_words`; stop_ids int32 [S, W], -1 = none. The ids in stop_ids[slot] are not drawn while the position
+    is below min_lens[slot].
+
+    logprobs float32 [R] are the chosen tokens' under the raw logits. A row that does not sample gets token -1
+    and logprob 0; one that `sample_arrays` would refuse (NaN, +inf, nothing left to draw) gets token -2 and
+    logprob 0.
+    """
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("logits", logits, (rows, -1), float32)
+    expect("tokens", tokens, (rows,), int32)
+    expect("logprobs", logprobs, (rows,), float32)
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    expect("emits", emits, (rows,), int32)
+    for name, tensor in (
+        ("seq_lens", seq_lens),
+        ("alive", alive),
+        ("top_ks", top_ks),
+        ("min_lens", min_lens),
+    ):
+        expect(name, tensor, (size,), int32)
+    for name, tensor in (("temperatures", temperatures), ("top_ps", top_ps), ("min_ps", min_ps)):
+        expect(name, tensor, (size,), float32)
+    expect("seeds", seeds, (size, 2), int32)
+    expect("stop_ids", stop_ids, (size, -1), int32)
+
+
+def _reference(
+    *,
+    tokens: Array,
+    logprobs: Array,
+    logits: Array,
+    slots: Array,
+    q_starts: Array,
+    seq_lens: Array,
+    alive: Array,
+    emits: Array,
+    temperatures: Array,
+    top_ks: Array,
+    top_ps: Array,
+    min_ps: Array,
+    seeds: Array,
+    min_lens: Array,
+    stop_ids: Array,
+) -> None:
+    tokens[:], logprobs[:] = NO_TOKEN, 0
+    rows = np.flatnonzero((emits != 0) & (alive[slots] != 0))
+    slot = slots[rows]
+    position = seq_lens[slot] + np.diff(q_starts)[rows]
+    early = (position < min_lens[slot])[:, None] & (stop_ids[slot] < logits.shape[1])
+    forbid = np.where(early, stop_ids[slot], -1)
+    raw = logits if len(rows) == len(logits) else logits[rows]
+    chosen, unsound = choose(
+        raw,
+        temperatures[slot],
+        top_ks[slot],
+        top_ps[slot],
+        min_ps[slot],
+        seeds[slot].view(np.uint32),
+        position,
+        forbid if (forbid >= 0).any() else None,
+    )
+    tokens[rows] = np.where(unsound, UNSOUND, chosen)
+    for i in np.flatnonzero(~unsound):
+        logprobs[rows[i]] = raw[i, chosen[i]] - log_sum_exp(raw[i])
+
+
+def _launches(target: Target, **args: Tensor) -> Iterator[Command]:
+    yield from ()
+
+
+def _cost(workload: Workload, *, logits: Tensor, **_: Tensor) -> Cost:
+    vocabulary = logits.shape[1]
+    return Cost(workload.rows * (vocabulary * logits.itemsize + 8), workload.rows * 4 * vocabulary)
+
+
+sample = Op("sample", _contract, reference=_reference, launches=_launches, cost=_cost)
