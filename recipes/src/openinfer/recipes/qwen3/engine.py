@@ -1,0 +1,244 @@
+"""The engine: frontend.contract over the step loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from openinfer.frontend.contract import (
+    Command,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Finished,
+    Rejected,
+    Request,
+    ResetPrefixCache,
+    Scheduled,
+    StepOutputs,
+    TokenLogprobs,
+    Update,
+)
+from openinfer.frontend.errors import Unsupported
+from openinfer.kernels import Store
+from openinfer.kvpool import Pool
+from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.qwen3.model import MAX_STOP_IDS
+from openinfer.recipes.qwen3.runner import Payload, Runner, Sampling
+from openinfer.sampler import fresh_seed
+from openinfer.scheduler import (
+    Finished as SeqFinished,
+)
+from openinfer.scheduler import (
+    FinishReason,
+    Policy,
+    RejectReason,
+    Row,
+    Seq,
+    StepLoop,
+    Tokens,
+)
+from openinfer.scheduler import (
+    Rejected as SeqRejected,
+)
+from openinfer.scheduler import (
+    Scheduled as SeqScheduled,
+)
+
+REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
+    RejectReason.TOO_LONG: "too_long",
+    RejectReason.POOL_TOO_SMALL: "too_long",
+    RejectReason.QUEUE_FULL: "queue_full",
+}
+FEATURES = ["logprobs", "prefix_cache"]
+
+
+class Qwen3Engine:
+    """A Qwen3 behind the engine contract. Single-threaded: one thread submits, aborts and steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner,
+        pool: Pool,
+        policy: Policy,
+        store: Store | None,
+        *,
+        name: str,
+        max_rows: int,
+        max_model_len: int,
+        max_queued: int,
+    ) -> None:
+        self._config, self._pool, self._store = config, pool, store
+        self.runner = runner
+        self._loop = StepLoop(
+            runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued
+        )
+        self._seqs: dict[int, Seq] = {}
+        self._updates: list[Update] = []
+        self._stats = EngineStats()
+        self._emitting: tuple[Sequence[Row], list[int]] = ((), [])  # the ids of a batch that did not change
+        self.info = EngineInfo(
+            model=name,
+            max_model_len=max_model_len,
+            vocab_size=config.vocab_size,
+            eos_token_ids=list(config.eos_token_ids),
+            kv_capacity_tokens=pool.capacity_tokens,
+            block_size=pool.groups[0].block_size,
+            features=FEATURES if pool.prefix_cache else FEATURES[:1],
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or reject it in the next step's outputs."""
+        problem = self._problem(request)
+        if problem is not None:
+            self._updates.append(problem)
+            return
+        params = request.sampling
+        stop_ids = (
+            params.stop_token_ids
+            if params.ignore_eos
+            else (*params.stop_token_ids, *self._config.eos_token_ids)
+        )
+        seed = fresh_seed() if params.seed is None else params.seed
+        seq = Seq(
+            request.id,
+            list(request.prompt_token_ids),
+            request.max_tokens,
+            tenant=request.tenant,
+            arrival=request.arrival,
+            salt=request.cache_salt.encode(),
+            owner=Sampling(params, seed, stop_ids),
+        )
+        try:
+            self._loop.submit(seq)
+        except SeqRejected as e:
+            self._updates.append(Rejected(request.id, str(e), REJECT_CODES.get(e.reason, "invalid")))
+            return
+        self._seqs[request.id] = seq
+
+    def _problem(self, request: Request) -> Rejected | None:
+        vocab = self._config.vocab_size
+        params = request.sampling
+        if request.priority != 0:
+            return Rejected(
+                request.id,
+                f"priority is {request.priority}; this engine serves first come, first served",
+                "unsupported",
+            )
+        if any(not 0 <= token < vocab for token in request.prompt_token_ids):
+            return Rejected(request.id, f"prompt token ids must be in [0, {vocab})")
+        if any(token >= vocab for token in params.stop_token_ids):
+            return Rejected(request.id, f"stop_token_ids must be in [0, {vocab})")
+        if len(params.stop_token_ids) + len(self._config.eos_token_ids) > MAX_STOP_IDS:
+            return Rejected(
+                request.id,
+                f"at most {MAX_STOP_IDS - len(self._config.eos_token_ids)} stop_token_ids are possible",
+            )
+        return None
+
+    def abort(self, request_id: int) -> None:
+        """End a request; its terminal comes with a later step."""
+        self._loop.abort(request_id)
+
+    def control(self, command: Command) -> None:
+        """Carry out a command."""
+        if not isinstance(command, ResetPrefixCache):
+            raise Unsupported(f"this engine does not know {type(command).__name__}")
+        if not self._pool.reset_prefix_cache():
+            raise Unsupported("the prefix cache can be reset only while no request runs")
+
+    def step(self, wait: float) -> StepOutputs:
+        """One turn of the loop."""
+        outputs = StepOutputs(updates=self._updates)
+        self._updates = []
+        for event in self._loop.step(0.0 if outputs.updates else wait):
+            match event:
+                case Tokens():
+                    self._tokens(event, outputs)
+                case SeqScheduled(seq, num_cached):
+                    self._stats.prompt_tokens += seq.prompt_len
+                    outputs.updates.append(Scheduled(seq.id, num_cached, time.monotonic()))
+                case SeqFinished(seq, reason):
+                    outputs.updates.append(self._finished(seq, reason))
+        return outputs
+
+    def _tokens(self, event: Tokens, outputs: StepOutputs) -> None:
+        payload = event.payload
+        if not isinstance(payload, Payload):
+            raise TypeError(f"a step's payload is {type(payload).__name__}")
+        if event.rows is self._emitting[0] and not event.dead:
+            ids = self._emitting[1]
+            token_ids = payload.token_ids.tolist()
+            for row, token in zip(event.rows, token_ids, strict=True):
+                row.seq.tokens.append(token)  # type: ignore[attr-defined]
+        else:
+            positions, seqs = (
+                zip(*event.emitting(), strict=True) if any(True for _ in event.emitting()) else ((), ())
+            )
+            token_ids = payload.token_ids[list(positions)].tolist()
+            ids = [seq.id for seq in seqs]
+            for seq, token in zip(seqs, token_ids, strict=True):
+                seq.tokens.append(token)
+            self._emitting = (event.rows, ids) if len(ids) == len(event.rows) else ((), [])
+            ids = list(ids)
+        outputs.request_ids += ids
+        outputs.token_ids += token_ids
+        self._stats.generation_tokens += len(ids)
+        self._logprobs(event, payload, outputs)
+
+    def _logprobs(self, event: Tokens, payload: Payload, outputs: StepOutputs) -> None:
+        """One entry a token where a request of the step asked; None for those that did not."""
+        wanted = [(i, seq) for i, seq in event.emitting() if _params(seq).params.logprobs is not None]
+        if not wanted:
+            return
+        entries: list[TokenLogprobs | None] = []
+        for position, seq in event.emitting():
+            count = _params(seq).params.logprobs
+            if count is None:
+                entries.append(None)
+                continue
+            ids: list[int] = []
+            values: list[float] = []
+            if count and payload.top_ids is not None and payload.top_logprobs is not None:
+                ids = payload.top_ids[position, :count].tolist()
+                values = payload.top_logprobs[position, :count].tolist()
+            entries.append(TokenLogprobs(float(payload.logprobs[position]), ids, values))
+        outputs.logprobs = (outputs.logprobs or [None] * (len(outputs.token_ids) - len(entries))) + entries
+
+    def _finished(self, seq: Seq, reason: FinishReason) -> Finished | Failed:
+        del self._seqs[seq.id]
+        match reason:
+            case FinishReason.STOP:
+                return Finished(seq.id, "stop", seq.tokens[-1])
+            case FinishReason.LENGTH:
+                return Finished(seq.id, "length")
+            case FinishReason.ABORT:
+                return Finished(seq.id, "abort")
+            case FinishReason.ERROR:
+                return Failed(seq.id, "the model's output was not finite")
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters."""
+        stats, loop, pool = self._stats, self._loop.stats, self._pool
+        stats.running, stats.waiting, stats.steps, stats.preemptions = (
+            loop.running,
+            loop.waiting,
+            loop.steps,
+            loop.preemptions,
+        )
+        stats.kv_used_tokens = (pool.num_total - pool.num_free) * pool.groups[0].block_size
+        stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
+        stats.compiles_after_ready = self._store.misses_after_seal if self._store else 0
+        return stats
+
+    def close(self) -> None:
+        """Wait for the device and give everything back."""
+        self.runner.close()
+
+
+def _params(seq: Seq) -> Sampling:
+    if not isinstance(seq.owner, Sampling):
+        raise TypeError(f"sequence {seq.id} has no sampling state")
+    return seq.owner

@@ -1,0 +1,90 @@
+"""The recipe as the command line sees it. Importing this imports no model code."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from openinfer.frontend.contract import EngineSpec
+
+
+class Qwen3Recipe:
+    """Serves dense Qwen3 checkpoints."""
+
+    name = "qwen3"
+
+    def matches(self, config: Mapping[str, object]) -> bool:
+        """Whether config.json is a dense Qwen3's."""
+        return config.get("model_type") == "qwen3"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """The engine's flags, named as users of vLLM know them."""
+        add = parser.add_argument_group("engine (qwen3)").add_argument
+        add(
+            "--device",
+            default="auto",
+            help="auto (a GPU if there is one), cuda, cuda:N or cpu; default: %(default)s",
+        )
+        add(
+            "--dtype",
+            default="auto",
+            help="auto, bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
+        )
+        add(
+            "--max-model-len",
+            type=int,
+            help="tokens of a sequence, prompt and output; default: what the model and the cache allow",
+        )
+        add("--max-num-seqs", type=int, default=256, help="sequences that run at once; default: %(default)s")
+        add(
+            "--max-num-batched-tokens",
+            type=int,
+            help="tokens of a step; default: 2048 on a GPU, 512 on a CPU",
+        )
+        add(
+            "--max-num-queued-reqs",
+            type=int,
+            default=1024,
+            help="requests that may wait; default: %(default)s",
+        )
+        add(
+            "--gpu-memory-utilization",
+            type=float,
+            default=0.9,
+            help="part of the GPU's memory to take; default: %(default)s",
+        )
+        add(
+            "--kv-cache-memory-bytes",
+            type=int,
+            help="KV cache in bytes, instead of what the memory leaves (cpu: 2 GiB)",
+        )
+        add(
+            "--block-size",
+            type=int,
+            default=16,
+            help="tokens of a cache page: 16, 32 or 64; default: %(default)s",
+        )
+        add(
+            "--enforce-eager",
+            action="store_true",
+            help="launch kernels one by one instead of replaying graphs",
+        )
+        add(
+            "--enable-prefix-caching",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+            help="share cached prefixes",
+        )
+
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
+        """All the flags above, by name."""
+        names = (
+            "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs",
+            "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "enforce_eager", "enable_prefix_caching",
+        )  # fmt: skip
+        kwargs = {"model_dir": str(model_dir), **{name: getattr(args, name) for name in names}}
+        return EngineSpec("openinfer.recipes.qwen3.startup:build", kwargs)
+
+
+RECIPE = Qwen3Recipe()

@@ -1,0 +1,200 @@
+"""The runner: steps of the loop as changes to Rows and launches of recorded segments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.graph import Readback, StepGraphs, bucket_for
+from openinfer.kernels import Pack, apply_writes
+from openinfer.recipes.qwen3.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
+from openinfer.sampler import SamplingParams, seed_words
+from openinfer.sampler.gpu import RowStatus
+from openinfer.scheduler import FinishReason, Seq, Step, StepResult
+from openinfer.tensor import Stream
+
+FINISH_REASONS = {
+    RowStatus.STOP: FinishReason.STOP,
+    RowStatus.LENGTH: FinishReason.LENGTH,
+    RowStatus.FAILED: FinishReason.ERROR,
+}
+
+
+@dataclass(slots=True)
+class Sampling:
+    """What a row needs written when its sequence joins: Seq.owner of this engine."""
+
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]  # eos included unless ignored
+
+
+class Payload(NamedTuple):
+    """Results of a step along its rows: token ids [R], log-probabilities [R] of them, and the most likely tokens
+    [R, MAX_LOGPROBS] where a row asked."""
+
+    token_ids: np.ndarray[Any, Any]
+    logprobs: np.ndarray[Any, Any]
+    top_ids: np.ndarray[Any, Any] | None
+    top_logprobs: np.ndarray[Any, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The shapes that steps are recorded in. A step runs in the smallest that holds it."""
+
+    decode_rows: tuple[int, ...]
+    mixed_tokens: tuple[int, ...]
+    mixed_rows: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, max_rows: int, max_tokens: int) -> Buckets:
+        """Padding of at most 7 rows or a half in decode, a third in mixed steps."""
+        decode = [n for n in (1, 2, 4, *range(8, max_rows, 8)) if n < max_rows]
+        sizes = [16, 32, 64, 96, 128, 192]
+        while sizes[-1] < max_tokens:
+            sizes += [sizes[-2] * 2, sizes[-1] * 2]
+        mixed = [n for n in sizes if n < max_tokens]
+        rows = [n for n in (1, 8, 32, 128) if n < max_rows]
+        return cls((*decode, max_rows), (*mixed, max_tokens), (*rows, max_rows))
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """(tokens, rows, longest row) of every forward segment, largest first."""
+        for tokens in reversed(self.mixed_tokens):
+            yield from ((tokens, rows, tokens) for rows in reversed(self.mixed_rows) if rows <= tokens)
+        yield from ((rows, rows, 1) for rows in reversed(self.decode_rows))
+
+    def sample_rows(self) -> list[int]:
+        """Rows of every sample segment."""
+        return sorted({*self.decode_rows, *self.mixed_rows})
+
+    def choose(self, tokens: int, rows: int) -> tuple[int, int, int]:
+        """The segment for a step."""
+        if tokens == rows:
+            bucket = bucket_for(self.decode_rows, rows)
+            return bucket, bucket, 1
+        num_tokens = bucket_for(self.mixed_tokens, tokens)
+        # A row has at least one token, so few tokens never need the largest bucket of rows.
+        return num_tokens, min(bucket_for(self.mixed_rows, rows), num_tokens), num_tokens
+
+
+@dataclass(slots=True)
+class Runner:
+    """scheduler.Runner over the model: one stream, results in the order of the steps."""
+
+    model: Model
+    pack: Pack
+    stream: Stream
+    graphs: StepGraphs
+    buckets: Buckets
+    readback: Readback
+    _launched: list[Step] = field(default_factory=list)
+    _shape: tuple[int, int, int] = (0, 0, 0)
+    _wants_logprobs: bool = False
+
+    def record(self) -> None:
+        """Record every segment of the buckets."""
+        for tokens, rows, longest in self.buckets.segments():
+            self.graphs.record(("forward", tokens, rows, longest), self._forward(tokens, rows, longest))
+        for rows in self.buckets.sample_rows():
+            self.graphs.record(("sample", rows), self._sample(rows))
+
+    def _forward(self, tokens: int, rows: int, longest: int) -> Any:
+        return lambda: self.model.forward(self.pack, tokens, rows, longest)
+
+    def _sample(self, rows: int) -> Any:
+        return lambda: self.model.sample(self.pack, rows)
+
+    def launch(self, step: Step) -> None:
+        """Write what changed, then put both segments and the read-back on the stream."""
+        rows = self.model.rows
+        for slot in step.left:
+            rows.set("alive", slot, 0)
+        for seq in step.joined:
+            self._join(seq)
+        for write in step.blocks:
+            rows.write("block_tables", write.seq.slot, write.blocks, offset=write.first)
+        if step.changed:
+            self._write_batch(step)
+        for _ in rows.uploads(self.stream):
+            apply_writes(self.pack, words=rows.words, writes=rows.writes)
+        tokens, num_rows, longest = self._shape
+        self.graphs.launch(("forward", tokens, num_rows, longest))
+        self.graphs.launch(("sample", num_rows))
+        b, n = self.model.buffers, len(step.rows)
+        tops = [b.top_ids[:n], b.top_values[:n]] if self._wants_logprobs else []
+        self.readback.enqueue(self.stream, [b.result[:n], *tops])
+        self._launched.append(step)
+
+    def collect(self, wait_s: float | None) -> StepResult | None:
+        """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
+        arrays = self.readback.take(wait=wait_s is None or wait_s > 0)
+        if arrays is None:
+            return None
+        step = self._launched.pop(0)
+        result, *tops = arrays
+        ended = np.flatnonzero(result[:, 1] > RowStatus.RUNNING)
+        finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
+        payload = Payload(result[:, 0], result[:, 2].view(np.float32), *(tops or (None, None)))
+        return StepResult(step.index, finished, payload)
+
+    def _join(self, seq: Seq) -> None:
+        """The state of a sequence that got a slot."""
+        rows, slot, sampling = self.model.rows, seq.slot, seq.owner
+        if not isinstance(sampling, Sampling) or seq.lease is None:
+            raise TypeError(f"sequence {seq.id} joined without sampling state or lease")
+        p = sampling.params
+        rows.set("alive", slot, 1)
+        rows.set("seq_lens", slot, seq.lease.num_cached)
+        rows.set("limits", slot, seq.max_len)
+        rows.set("min_lens", slot, seq.prompt_len + p.min_tokens)
+        stop_ids = (*sampling.stop_ids, *[-1] * (MAX_STOP_IDS - len(sampling.stop_ids)))
+        rows.write("stop_ids", slot, stop_ids)
+        rows.set("temperatures", slot, 0.0 if p.is_greedy else p.temperature)
+        rows.set("top_ks", slot, p.top_k)
+        rows.set("top_ps", slot, p.top_p)
+        rows.set("min_ps", slot, p.min_p)
+        rows.write("seeds", slot, np.array(seed_words(sampling.seed), np.uint32).view(np.int32))
+        rows.set("num_logprobs", slot, p.logprobs or 0)
+
+    def _write_batch(self, step: Step) -> None:
+        """The step's rows and its prompt chunks, and the segment that it runs in."""
+        lengths = np.fromiter((row.num_tokens for row in step.rows), np.int32, len(step.rows))
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        self._shape = num_tokens, num_rows, _ = self.buckets.choose(int(starts[-1]), len(step.rows))
+        self._wants_logprobs = any(_asks_logprobs(row.seq) for row in step.rows)
+        slots = np.zeros(num_rows, np.int32)
+        slots[: len(step.rows)] = [row.seq.slot for row in step.rows]
+        emits = np.zeros(num_rows, np.int32)
+        emits[: len(step.rows)] = [row.emits for row in step.rows]
+        q_starts = np.full(num_rows + 1, starts[-1], np.int32)
+        q_starts[: len(starts)] = starts
+        prompt = np.full(num_tokens, -1, np.int32)
+        for row, start in zip(step.rows[step.num_decode :], starts[step.num_decode :].tolist(), strict=False):
+            if row.start is not None:
+                prompt[start : start + row.num_tokens] = row.seq.tokens[
+                    row.start : row.start + row.num_tokens
+                ]
+        rows = self.model.rows
+        rows.write("slots", 0, slots)
+        rows.write("emits", 0, emits)
+        rows.write("q_starts", 0, q_starts)
+        rows.write("prompt", 0, prompt)
+
+    def close(self) -> None:
+        """Wait for what is under way and give everything back but the memory."""
+        self.stream.synchronize()
+        self.graphs.close()
+        self.readback.close()
+        self.model.rows.close()
+
+
+def _asks_logprobs(seq: Seq) -> bool:
+    return isinstance(seq.owner, Sampling) and bool(seq.owner.params.logprobs)
+
+
+READBACK_BYTES_PER_ROW = 4 * (3 + 2 * MAX_LOGPROBS)
+"""Of results and top logprobs, for the size of the read-back ring's buffers (alignment comes on top)."""

@@ -1,0 +1,133 @@
+"""Fixtures of the tests that cross libraries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
+from openinfer.sampler import SamplingParams
+from openinfer.tensor import Checkpoint
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+
+@dataclass
+class Golden:
+    """A golden checkpoint: `numbers` are the arrays of golden.safetensors, `facts` golden.json."""
+
+    path: Path
+    facts: dict[str, Any]
+    numbers: dict[str, np.ndarray[Any, Any]]
+
+    def prompt(self, index: int) -> list[int]:
+        return [int(t) for t in self.numbers[f"p{index}.ids"]]
+
+    def greedy(self, index: int) -> list[int]:
+        return [int(t) for t in self.numbers[f"p{index}.greedy_ids"]]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.facts["prompts"])
+
+
+def _load(name: str, tmp: Path) -> Golden:
+    path = GOLDENS / name
+    link = tmp / name
+    link.mkdir()
+    (link / "model.safetensors").symlink_to(path / "golden.safetensors")
+    with Checkpoint(link) as checkpoint:
+        numbers = {n: np.array(checkpoint.array(n)) for n in checkpoint.names}
+    return Golden(path, json.loads((path / "golden.json").read_text()), numbers)
+
+
+@pytest.fixture(scope="session", params=["qwen3-tiny", "qwen3-tiny-untied"])
+def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return _load(request.param, tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return _load("qwen3-tiny", tmp_path_factory.mktemp("golden"))
+
+
+@dataclass
+class Outcome:
+    """What an engine said of one request."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    terminals: list[Any]
+    cached: int = 0
+
+
+class Session:
+    """Drives an engine by hand and keeps what it says, by request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outcomes: dict[int, Outcome] = {}
+
+    def submit(self, prompt: list[int], max_tokens: int, **sampling: Any) -> int:
+        request_id = len(self.outcomes)
+        self.outcomes[request_id] = Outcome([], [], [])
+        params = SamplingParams(**{"temperature": 0.0, **sampling})
+        self.engine.submit(
+            Request(id=request_id, prompt_token_ids=prompt, sampling=params, max_tokens=max_tokens, arrival=0.0)
+        )
+        return request_id
+
+    def step(self) -> StepOutputs:
+        outputs = self.engine.step(0.0)
+        logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
+        for owner, token, logprob in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
+            assert not self.outcomes[owner].terminals, "a token after the terminal"
+            self.outcomes[owner].tokens.append(token)
+            self.outcomes[owner].logprobs.append(logprob)
+        for update in outputs.updates:
+            if isinstance(update, TERMINALS):
+                self.outcomes[update.id].terminals.append(update)
+            else:
+                self.outcomes[update.id].cached = update.cached_tokens
+        return outputs
+
+    @property
+    def open(self) -> list[int]:
+        return [i for i, outcome in self.outcomes.items() if not outcome.terminals]
+
+    def finish(self, max_steps: int = 20000) -> None:
+        for _ in range(max_steps):
+            if not self.open:
+                self.step()  # whatever is still in flight must not speak again
+                return
+            self.step()
+        raise AssertionError(f"requests {self.open} did not end within {max_steps} steps")
+
+
+@pytest.fixture
+def session() -> Iterator[Callable[..., Session]]:
+    """Build a Qwen3 engine on the CPU and a session on it; closed at the end, with the pool checked and empty."""
+    from openinfer.recipes.qwen3.startup import build
+
+    engines = []
+
+    def make(path: Path, **flags: Any) -> Session:
+        defaults = {"device": "cpu", "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
+        engine = build(str(path), **{**defaults, **flags})
+        engines.append(engine)
+        return Session(engine)
+
+    yield make
+    for engine in engines:
+        while engine._loop.has_work:
+            engine.step(0.0)
+        engine._loop.check()
+        engine._pool.check_integrity()
+        assert engine._pool.num_free == engine._pool.num_total, "blocks were not given back"
+        engine.close()
