@@ -68,14 +68,19 @@ Runner = Callable[[Op[Any], dict[str, Any], Target], dict[str, Array]]
 
 
 def _check(run: Runner, default: Target) -> CheckOp:
-    def check(op: Op[Any], outputs: dict[str, float], *, target: Target = default, **args: Any) -> dict[str, Array]:
+    def check(
+        op: Op[Any], outputs: dict[str, float], *, target: Target = default, **args: Any
+    ) -> dict[str, Array]:
         """Run `op` on the reference and on kernels, and compare.
 
-        `outputs`: names of arrays that are written, with the relative Frobenius error allowed (0 = bit-equal); give pure
-        outputs filled with NaN. All other arrays must come back untouched. Returns the arrays as the kernels left them.
+        `outputs`: names of arrays that are written, with the relative Frobenius error allowed (0 = bit-equal); give
+        pure outputs filled with NaN. All other arrays must come back untouched. Returns the arrays as the kernels left
+        them.
         """
         want = {k: _like(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
-        CpuPack().run(op, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in want.items()})
+        CpuPack().run(
+            op, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in want.items()}
+        )
         got = run(op, args, target)
         for name, value in args.items():
             if not isinstance(value, np.ndarray):
@@ -138,7 +143,12 @@ def gpu() -> Iterator[tuple[Target, CudaDriver, Device, Stream]]:
         pytest.skip(f"no usable CUDA device: {e}")
     cublas = CublasLt() if cublas_available() else None
     stream = Stream(device)
-    yield Target.of(device, cublas=cublas is not None), CudaDriver(device, stream, Store(device.arch), cublas), device, stream
+    yield (
+        Target.of(device, cublas=cublas is not None),
+        CudaDriver(device, stream, Store(device.arch), cublas),
+        device,
+        stream,
+    )
     stream.synchronize()
 
 

@@ -30,6 +30,7 @@ from openinfer.kernels.store import Compiled, Prepared, Store
 from openinfer.kernels.target import H200, Target
 
 __all__ = [
+    "H200",
     "Aligned",
     "Command",
     "CompileError",
@@ -39,7 +40,6 @@ __all__ = [
     "CpuPack",
     "CublasLt",
     "CudaDriver",
-    "H200",
     "InterpDriver",
     "KernelMissing",
     "KernelSpec",

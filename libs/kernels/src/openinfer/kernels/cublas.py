@@ -68,9 +68,10 @@ def library_path() -> str | None:
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
-        return load_nvidia_dynamic_lib("cublasLt").abs_path
+        found_path: str | None = load_nvidia_dynamic_lib("cublasLt").abs_path
     except (ImportError, RuntimeError, OSError):
         return None
+    return found_path
 
 
 def cublas_available() -> bool:
@@ -108,12 +109,16 @@ class CublasLt:
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int, stream: int) -> None:
         """Enqueue the product on `stream`; the others are the addresses of the command's tensors (16-byte aligned)."""
         (m, n), k = command.out.shape, command.weight.shape[1]
-        aligned = (out | x | weight) % 256 == 0  # some algorithms want more than the 16 bytes that are promised
+        aligned = (
+            out | x | weight
+        ) % 256 == 0  # some algorithms want more than the 16 bytes that are promised
         room = command.workspace.nbytes
         key = (m, n, k, command.out.dtype.name, command.accumulate, aligned, room)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(m, n, k, command.out.dtype.name, 256 if aligned else 16, room)
+            plan = self._plans[key] = self._plan(
+                m, n, k, command.out.dtype.name, 256 if aligned else 16, room
+            )
         status = self._lib.cublasLtMatmul(
             self._handle, plan.desc, byref(self._one), weight, plan.left, x, plan.right,
             byref(self._one if command.accumulate else self._zero), out, plan.out, out, plan.out,

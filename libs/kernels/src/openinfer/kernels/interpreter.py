@@ -1,9 +1,9 @@
 """Triton's interpreter made right for bf16 and fp8, and the objects it takes in place of tensors.
 
-As shipped (3.6 to 3.9) the interpreter multiplies raw bit patterns of bf16, truncates in casts to bf16 and fp8, and (3.6)
-fails on numpy >= 2.4 in loops with a tensor bound. Importing this module repairs that: element types become ml_dtypes',
-casts are numpy's `astype` (round to nearest even), `dot` multiplies in float32, and memory is read and written as
-unsigned integers of the element's size.
+As shipped (3.6 to 3.9) the interpreter multiplies raw bit patterns of bf16, truncates in casts to bf16 and fp8, and
+(3.6) fails on numpy >= 2.4 in loops with a tensor bound. Importing this module repairs that: element types become
+ml_dtypes', casts are numpy's `astype` (round to nearest even), `dot` multiplies in float32, and memory is read and
+written as unsigned integers of the element's size.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Pointer:
     """An address in host memory with an element type, in the shape of the tensor object that the interpreter expects:
     it is its own storage and its own copy on the host."""
 
-    def __init__(self, address: int, dtype: str, shape: Sequence[int] = (0,), strides: Sequence[int] = (1,)) -> None:
+    def __init__(
+        self, address: int, dtype: str, shape: Sequence[int] = (0,), strides: Sequence[int] = (1,)
+    ) -> None:
         self._address = address
         self.dtype = _Dtype(DTYPES[dtype])
         self.shape = tuple(shape)

@@ -6,8 +6,10 @@ through Triton's interpreter.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ TRITON_TYPES = {
 }
 """numpy's names of element types to Triton's."""
 
+_POINTERS: dict[np.dtype[Any], str] = {np.dtype(name): "*" + kind for name, kind in TRITON_TYPES.items()}
+
 INT32_MAX = 2**31 - 1
 
 
@@ -45,12 +49,12 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """A 2-D tensor that a kernel reads or writes in `block` tiles through the bulk tensor copy engine (sm_90 and up)."""
+    """A 2-D tensor that a kernel reads or writes in tiles of `block` by bulk tensor copies (sm_90 and up)."""
 
     tensor: Tensor | Scratch
     block: tuple[int, int]
@@ -67,19 +71,35 @@ Arg = Tensor | Scratch | TensorMap | Aligned | int | float
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """What is compiled: a Triton function with its types, constants and options. Hashable; equal specs share a cubin."""
+    """What is compiled: a Triton function with its types, constants and options. Equal specs share a cubin."""
 
     module: str
     function: str
-    signature: tuple[tuple[str, str], ...]  # (argument, Triton type), constants left out, in the kernel's order
+    signature: tuple[
+        tuple[str, str], ...
+    ]  # (argument, Triton type), constants left out, in the kernel's order
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[str, ...]  # arguments that are multiples of 16
     num_warps: int
     num_stages: int
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        values = (self.module, self.function, self.signature, self.constants, self.divisible)
+        object.__setattr__(self, "_hash", hash((*values, self.num_warps, self.num_stages)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as what JSON has."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     def __str__(self) -> str:
         consts = ",".join(f"{k}={v}" for k, v in self.constants)
-        return f"{self.module.rpartition('.')[2]}.{self.function}[{consts}]w{self.num_warps}s{self.num_stages}"
+        return (
+            f"{self.module.rpartition('.')[2]}.{self.function}[{consts}]w{self.num_warps}s{self.num_stages}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,35 +146,48 @@ def launch(
         signature.append((name, kind))
         if aligned:
             divisible.append(name)
-    spec = KernelSpec(
-        module,
-        function,
-        tuple(signature),
-        tuple(sorted(constants.items())),
-        tuple(divisible),
-        num_warps,
-        num_stages,
+    spec = _spec(
+        module, function, tuple(signature), tuple(constants.items()), tuple(divisible), num_warps, num_stages
     )
     x, y, z = (*grid, 1, 1)[:3]
     return Launch(spec, (x, y, z), tuple(args.values()))
 
 
+@functools.cache
+def _spec(
+    module: str,
+    function: str,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    divisible: tuple[str, ...],
+    num_warps: int,
+    num_stages: int,
+) -> KernelSpec:
+    """One object a spec, so that looking it up compares identities: a process has hundreds of specs and millions of
+    launches."""
+    return KernelSpec(module, function, signature, tuple(sorted(constants)), divisible, num_warps, num_stages)
+
+
 def _type_of(name: str, arg: Arg) -> tuple[str, bool]:
+    kind = type(arg)
+    if kind is Tensor:
+        return _POINTERS[arg.dtype], arg.ptr % 16 == 0  # type: ignore[union-attr]
+    if kind is int:
+        return _int_type(name, arg), False  # type: ignore[arg-type]
     match arg:
-        case Tensor():
-            return "*" + TRITON_TYPES[arg.dtype.name], arg.ptr % 16 == 0
-        case Scratch():
-            return "*" + TRITON_TYPES[arg.dtype.name], True
-        case TensorMap(tensor, (rows, cols)):
-            return f"tensordesc<{TRITON_TYPES[tensor.dtype.name]}[{rows}, {cols}]>", False
         case Aligned(value):
             if value % 16:
                 raise LaunchError(f"{name}={value} is said to be a multiple of 16")
             return _int_type(name, value), True
+        case Scratch():
+            return _POINTERS[arg.dtype], True
         case float():
             return "fp32", False
-        case _:
-            return _int_type(name, arg), False
+        case TensorMap(tensor, (rows, cols)):
+            return f"tensordesc<{_POINTERS[tensor.dtype][1:]}[{rows}, {cols}]>", False
+    raise LaunchError(
+        f"{name} is a {kind.__name__}; a kernel takes tensors, scratch, tensor maps, ints and floats"
+    )
 
 
 def _int_type(name: str, value: int) -> str:

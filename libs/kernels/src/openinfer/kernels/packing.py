@@ -8,8 +8,8 @@ come two pointers, global and profile scratch, which our kernels do not use.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from openinfer.kernels.launch import Aligned, Arg, KernelSpec, Scratch, TensorMap
 from openinfer.tensor import Tensor
@@ -18,53 +18,61 @@ Address = Callable[[Tensor | Scratch], int]
 EncodeTensorMap = Callable[[TensorMap, int, int], bytes]
 """(map, address, index of the map among the kernel's maps) -> the 128 bytes."""
 
+_SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4, "128s": 128}
+_SCALARS = {"i32": "i", "fp32": "f"}
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Parameters in memory that a launch can point at. `params` is the address of the array of pointers to them; the
-    buffers live as long as this object."""
 
-    params: int
-    offsets: tuple[int, ...]
-    base: int
-    _buffers: tuple[object, ...]
+def _fields(spec: KernelSpec) -> list[str]:
+    """The struct codes of the parameters."""
+    codes: list[str] = []
+    for _, kind in spec.signature:
+        if kind.startswith("tensordesc"):
+            codes += ["128s", "i", "i", "q", "q"]
+        else:
+            codes.append(_SCALARS.get(kind, "Q"))
+    return [*codes, "Q", "Q"]
+
+
+class Parameters:
+    """The parameters of one kernel in memory that a launch can point at: `params` is the address of the array of
+    pointers to them. A launch copies them, and `pack` overwrites them: use one object from one thread.
+    """
+
+    def __init__(self, spec: KernelSpec) -> None:
+        codes, layout, offsets, end = _fields(spec), "<", [], 0
+        for code in codes:
+            size = _SIZES[code]
+            start = -(-end // size) * size
+            layout += f"{start - end}x{code}"
+            offsets.append(start)
+            end = start + size
+        self._struct = struct.Struct(layout)
+        self._memory = ctypes.create_string_buffer(end + 128)
+        self._start = -ctypes.addressof(self._memory) % 128
+        self._base = ctypes.addressof(self._memory) + self._start
+        self._offsets = offsets
+        self._pointers = (ctypes.c_void_p * len(codes))(*(self._base + o for o in offsets))
+        self.params = ctypes.addressof(self._pointers)
+
+    def pack(self, args: Sequence[Arg], address: Address, encode: EncodeTensorMap) -> None:
+        """Write the values of `args`. `address` says where a tensor or a scratch is."""
+        values: list[int | float | bytes] = []
+        maps = 0
+        for arg in args:
+            if isinstance(arg, Tensor | Scratch):
+                values.append(address(arg))
+            elif isinstance(arg, int | float):
+                values.append(arg)
+            elif isinstance(arg, Aligned):
+                values.append(arg.value)
+            else:
+                tensor = arg.tensor
+                rows, cols = tensor.shape
+                stride = tensor.strides[0] if isinstance(tensor, Tensor) else cols
+                values += (encode(arg, address(tensor), maps), rows, cols, stride, 1)
+                maps += 1
+        self._struct.pack_into(self._memory, self._start, *values, 0, 0)
 
     def read(self, index: int, size: int) -> bytes:
         """The bytes of one parameter."""
-        return ctypes.string_at(self.base + self.offsets[index], size)
-
-
-def pack(spec: KernelSpec, args: Sequence[Arg], address: Address, encode: EncodeTensorMap) -> Packed:
-    """Pack `args` for `spec`. `address` says where a tensor or a scratch is."""
-    fields: list[bytes | ctypes._SimpleCData[int] | ctypes._SimpleCData[float]] = []
-    maps = 0
-    for arg in args:
-        match arg:
-            case TensorMap(tensor, _):
-                rows, cols = tensor.shape
-                stride = tensor.strides[0] if isinstance(tensor, Tensor) else cols
-                fields.append(encode(arg, address(tensor), maps))
-                fields += [ctypes.c_int32(rows), ctypes.c_int32(cols), ctypes.c_int64(stride), ctypes.c_int64(1)]
-                maps += 1
-            case Tensor() | Scratch():
-                fields.append(ctypes.c_uint64(address(arg)))
-            case Aligned(value):
-                fields.append(ctypes.c_int32(value))
-            case float():
-                fields.append(ctypes.c_float(arg))
-            case _:
-                fields.append(ctypes.c_int32(arg))
-    fields += [ctypes.c_uint64(0), ctypes.c_uint64(0)]
-    offsets, end = [], 0
-    for field in fields:
-        size = len(field) if isinstance(field, bytes) else ctypes.sizeof(field)
-        end = -(-end // size) * size
-        offsets.append(end)
-        end += size
-    raw = ctypes.create_string_buffer(end + 128)
-    base = (ctypes.addressof(raw) + 127) & ~127
-    for field, offset in zip(fields, offsets, strict=True):
-        data = field if isinstance(field, bytes) else bytes(field)
-        ctypes.memmove(base + offset, data, len(data))
-    pointers = (ctypes.c_void_p * len(offsets))(*[base + o for o in offsets])
-    return Packed(ctypes.addressof(pointers), tuple(offsets), base, (raw, pointers))
+        return ctypes.string_at(self._base + self._offsets[index], size)

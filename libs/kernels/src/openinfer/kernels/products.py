@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.launch import Aligned, Command, Matmul, Scratch, TensorMap, launch
+from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose
 from openinfer.tensor import Tensor, bfloat16, int32
@@ -27,7 +27,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Scratch, Command]:
     rows, width = x.shape
     out = Scratch((rows, width), x.dtype)
     block = 1 << (width - 1).bit_length()
-    args = {"out": out, "x": x, "weight": weight, "width": Aligned(width), "eps": eps}
+    args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, "width": Aligned(width), "eps": eps}
     return out, launch(_NORM, "rms_norm", (rows,), args, {"BLOCK": block}, num_warps=8 if block > 2048 else 4)
 
 
@@ -49,7 +49,7 @@ def gated_product(target: Target, op: str, out: Tensor, x: Scratch, weight: Tens
     both = Scratch((m, n), bfloat16)
     yield from _commands(choice, target, both, x, weight, add=False, gated=False)
     width, block = n // 2, 1024
-    args = {"out": out, "both": both, "width": Aligned(width)}
+    args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}
     yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, {"BLOCK": block})
 
 
@@ -64,17 +64,19 @@ def _commands(
     gated: bool,
 ) -> Iterator[Command]:
     if weight.dtype != bfloat16:
-        raise ContractError(f"weight is {weight.dtype.name}; linear layers on a GPU are bfloat16 (float32: the cpu pack)")
+        raise ContractError(
+            f"weight is {weight.dtype.name}; linear layers on a GPU are bfloat16 (float32: the cpu pack)"
+        )
     (m, n), k = out.shape, weight.shape[1]
     c = choice
     if c.kind == "cublas":
         yield Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
         return
     tiles = -(-n // c.bn)
-    sizes = {"M": m, "N": Aligned(n), "K": Aligned(k)}
+    sizes: dict[str, Arg] = {"M": m, "N": Aligned(n), "K": Aligned(k)}
     constants = {"BN": c.bn, "BK": c.bk, "ADD": add}
     if c.kind == "gemv":
-        args = {"out": out, "x": x, "weight": weight, "N": Aligned(n), "K": Aligned(k)}
+        args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, "N": Aligned(n), "K": Aligned(k)}
         grid: tuple[int, ...] = (tiles,)
         constants |= {"STAGES": c.stages, "GATED": gated}
     elif c.kind == "small":
@@ -90,6 +92,7 @@ def _commands(
         if c.kind == "tma":
             args = {
                 "out": TensorMap(out, (c.bm, c.bn)),
+                "old": out,
                 "x": TensorMap(x, (c.bm, c.bk)),
                 "weight": TensorMap(weight, (c.bn, c.bk)),
                 **sizes,

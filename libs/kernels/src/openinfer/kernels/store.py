@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ def source_hash(module: str) -> str:
 def spec_key(spec: KernelSpec, arch: int) -> str:
     """The store's key: source, types, constants, options and architecture. Not the compiler's version: that names the
     folder."""
-    text = json.dumps([source_hash(spec.module), asdict(spec), arch], sort_keys=True)
+    text = json.dumps([source_hash(spec.module), spec.as_json(), arch], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -94,8 +94,8 @@ def wheel_folders() -> list[Path]:
 class Store:
     """Compiled kernels of one architecture.
 
-    A kernel is looked for in `folders` (wheels), then in `cache`, each laid out as <triton version>/sm_<arch>/<key>; the
-    installed Triton's version first, and any version if no Triton is installed. `prepare` compiles what is missing;
+    A kernel is looked for in `folders` (wheels), then in `cache`, each laid out as <triton version>/sm_<arch>/<key>:
+    under the installed Triton's version, or under any if no Triton is installed. `prepare` compiles what is missing;
     after `seal` a miss raises KernelMissing and counts in `misses_after_seal`.
     """
 
@@ -119,7 +119,9 @@ class Store:
             if found is None:
                 if self.sealed:
                     self.misses_after_seal += 1
-                    raise KernelMissing(f"{spec} was not prepared before the store was sealed: a step outside the plan")
+                    raise KernelMissing(
+                        f"{spec} was not prepared before the store was sealed: a step outside the plan"
+                    )
                 self._prepare([spec], None)
                 found = self._kernels[spec]
             return found
@@ -191,7 +193,7 @@ class Store:
                 continue
             meta = {
                 **answer["meta"],
-                "spec": asdict(keys[key]),
+                "spec": keys[key].as_json(),
                 "sha256": hashlib.sha256(part.read_bytes()).hexdigest(),
             }
             part.rename(folder / f"{key}.cubin")
@@ -209,7 +211,7 @@ def _run_workers(keys: dict[str, KernelSpec], arch: int, folder: Path) -> Iterat
     """Compile in worker processes; yields their answers as they come."""
     jobs = [
         json.dumps(
-            {"key": k, "spec": asdict(s), "arch": arch, "path": str(folder / f"{k}.{os.getpid()}.part")}
+            {"key": k, "spec": s.as_json(), "arch": arch, "path": str(folder / f"{k}.{os.getpid()}.part")}
         )
         for k, s in keys.items()
     ]
@@ -218,7 +220,8 @@ def _run_workers(keys: dict[str, KernelSpec], arch: int, folder: Path) -> Iterat
     env.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "openinfer.kernels.compile_worker"]
     workers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) for _ in range(count)
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        for _ in range(count)
     ]
     try:
         yield from _collect(workers, jobs)

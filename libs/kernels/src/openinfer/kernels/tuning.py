@@ -60,16 +60,21 @@ def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
         bn = 4 if gated else 8  # gated programs read two sets of rows
         return Choice("gemv", 1, bn, depth(k, 512))
     if m <= 64:
-        bk = depth(k, 128)
-        tiles = -(-n // 64)  # a gated program's 32 + 32 rows, or another's 64
-        split = 1
-        while split < 8 and tiles * split * 2 <= 2 * target.num_sms and k // bk >= split * 4:
-            split *= 2
-        stages = 4 if shared_bytes(target.arch) > CONSUMER_SHARED_BYTES else 2
-        return Choice("small", max(16, 1 << (m - 1).bit_length()), 32 if gated else 64, bk, split, 4, stages)
+        return _small(target, m, n // 2 if gated else n, k, 2 if gated else 1)
     if target.cublas:
         return Choice("cublas")
     return _large(target, op, m, k)
+
+
+def _small(target: Target, m: int, n: int, k: int, sets: int) -> Choice:
+    """For `sets` of n rows of weights (2: gated): two programs an SM, and K split until they fill one wave."""
+    bm, bn, bk = max(16, 1 << (m - 1).bit_length()), 64, depth(k, 128)
+    split = 1
+    while split < 8 and -(-n // bn) * split <= target.num_sms and k // bk >= split * 4:
+        split *= 2
+    stage = (sets * bn + bm) * bk * 2
+    stages = min(4, max(2, shared_bytes(target.arch) // 2 // stage))
+    return Choice("small", bm, bn, bk, split, 4, stages)
 
 
 def _large(target: Target, op: str, m: int, k: int) -> Choice:
@@ -98,5 +103,7 @@ def depth(k: int, most: int) -> int:
 def _table(gpu: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     name = re.sub(r"[^a-z0-9]+", "_", gpu.lower()) + ".json"
     file = importlib.resources.files("openinfer.kernels") / "tables" / name
-    found: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(file.read_text()) if file.is_file() else {}
+    found: Mapping[str, Mapping[str, Mapping[str, Any]]] = (
+        json.loads(file.read_text()) if file.is_file() else {}
+    )
     return found

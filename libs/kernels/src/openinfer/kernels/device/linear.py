@@ -5,6 +5,7 @@ out = silu(gate) * up. K is a multiple of BK; M and N are anything: rows past th
 nothing) and masked when written.
 """
 
+# mypy: ignore-errors
 import triton
 import triton.language as tl
 
@@ -56,8 +57,8 @@ def gemm_small(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     ADD: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """M <= BM: the weights are the tall operand of the tensor cores, K is split over SPLIT programs, and the last one to
-    finish sums their parts in a fixed order. Grid (cdiv(N, BN), SPLIT).
+    """M <= BM: the weights are the tall operand of the tensor cores, K is split over SPLIT programs, and the last one
+    to finish sums their parts in a fixed order. Grid (cdiv(N, BN), SPLIT).
 
     partial: float32 [SPLIT, 2 if GATED else 1, BM, N]; counter: int32 [cdiv(N, BN)], zero before and after.
     """
@@ -96,7 +97,9 @@ def gemm_small(
             for s in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
                 acc += tl.load(place + (s * halves) * BM * N, mask=inside, other=0.0, cache_modifier=".cg")
                 if GATED:
-                    up += tl.load(place + (s * halves + 1) * BM * N, mask=inside, other=0.0, cache_modifier=".cg")
+                    up += tl.load(
+                        place + (s * halves + 1) * BM * N, mask=inside, other=0.0, cache_modifier=".cg"
+                    )
             _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
             tl.store(counter + tile, 0)
 
@@ -132,10 +135,13 @@ def gemm(
 
 @triton.jit
 def gemm_tma(
-    out, x, weight, M, N, K,
+    out, old, x, weight, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Any M, through tensor maps of out [BM, BN], x [BM, BK] and weight [BN, BK]; persistent: grid (min(SMs, tiles),)."""
+    """Any M, through tensor maps of out [BM, BN], x [BM, BK] and weight [BN, BK]; persistent: grid (min(SMs, tiles),).
+
+    old: out as a pointer. What ADD adds is read through it: through a map it would cost a tile of shared memory.
+    """
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         om, on = _tile(index, M, N, BM, BN, GROUP)
@@ -143,5 +149,8 @@ def gemm_tma(
         for k in range(0, K, BK):
             acc = tl.dot(x.load([om, k]), weight.load([on, k]).T, acc)
         if ADD:
-            acc += out.load([om, on]).to(tl.float32)
+            rm = om + tl.arange(0, BM)
+            rn = on + tl.arange(0, BN)
+            place = old + rm.to(tl.int64)[:, None] * N + rn[None, :]
+            acc += tl.load(place, mask=(rm < M)[:, None] & (rn < N)[None, :], other=0.0).to(tl.float32)
         out.store([om, on], acc.to(out.dtype))

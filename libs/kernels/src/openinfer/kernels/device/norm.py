@@ -1,5 +1,6 @@
 """RMS norm and the gated product: the elementwise neighbours of the linear layers."""
 
+# mypy: ignore-errors
 import triton
 import triton.language as tl
 

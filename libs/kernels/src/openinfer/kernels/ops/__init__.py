@@ -1,1 +1,1 @@
-"""The shared ops, one a module: contract, numpy reference, launches, cost. Their device code is in openinfer.kernels.device."""
+"""The shared ops, one a module: contract, numpy reference, launches, cost. Device code: openinfer.kernels.device."""

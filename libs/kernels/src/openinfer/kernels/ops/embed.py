@@ -13,7 +13,10 @@ from openinfer.tensor import Tensor, int32
 
 
 def _contract(*, out: Tensor, token_ids: Tensor, table: Tensor) -> None:
-    """out[t] = table[token_ids[t]]. out [T, H], table [V, H] of one float dtype; token_ids int32 [T], each in [0, V)."""
+    """out[t] = table[token_ids[t]].
+
+    out [T, H], table [V, H] of one float dtype; token_ids int32 [T], each in [0, V).
+    """
     expect("table", table, (-1, -1), *FLOATS)
     expect("token_ids", token_ids, (-1,), int32)
     expect("out", out, (token_ids.shape[0], table.shape[1]), table.dtype)

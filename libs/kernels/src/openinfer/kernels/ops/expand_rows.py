@@ -34,7 +34,12 @@ def _contract(
     id 0, position 0 and slot 0, the padding slot. seq_lens, last_tokens and alive are int32 [S] by slot.
     """
     tokens, rows, size = token_ids.shape[0], slots.shape[0], seq_lens.shape[0]
-    for name, tensor in (("token_ids", token_ids), ("positions", positions), ("token_slots", token_slots), ("prompt", prompt)):
+    for name, tensor in (
+        ("token_ids", token_ids),
+        ("positions", positions),
+        ("token_slots", token_slots),
+        ("prompt", prompt),
+    ):
         expect(name, tensor, (tokens,), int32)
     expect("slots", slots, (rows,), int32)
     expect("q_starts", q_starts, (rows + 1,), int32)

@@ -17,14 +17,18 @@ def _contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, ep
     """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float
-    dtype. g and u are rounded as outputs of a linear layer, silu(g) is rounded, and the product is rounded. H and I are multiples of 16.
+    dtype. g and u are rounded as outputs of a linear layer, silu(g) is rounded, and the product is rounded. H and I are
+    multiples of 16.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
     expect("norm_weight", norm_weight, (hidden,), x.dtype)
     expect("out", out, (tokens, -1), x.dtype)
     expect("weight", weight, (2 * out.shape[1], hidden), x.dtype)
-    require(hidden % 16 == 0 and out.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16")
+    require(
+        hidden % 16 == 0 and out.shape[1] % 16 == 0,
+        f"weight is {weight.shape}; sizes must be multiples of 16",
+    )
     require(eps > 0, f"eps is {eps}; it must be positive")
 
 
@@ -42,7 +46,9 @@ def _launches(
     yield from gated_product(target, "gate_up_silu", out, hidden, weight)
 
 
-def _cost(workload: Workload, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Cost:
+def _cost(
+    workload: Workload, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
+) -> Cost:
     n, h = weight.shape
     tokens = workload.tokens
     return Cost(weight.nbytes + norm_weight.nbytes + tokens * (h + n // 2) * x.itemsize, 2 * tokens * n * h)

@@ -23,7 +23,9 @@ def _contract(*, x: Tensor, h: Tensor, weight: Tensor) -> None:
     tokens, hidden = x.shape
     expect("h", h, (tokens, -1), x.dtype)
     expect("weight", weight, (hidden, h.shape[1]), x.dtype)
-    require(hidden % 16 == 0 and h.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16")
+    require(
+        hidden % 16 == 0 and h.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16"
+    )
 
 
 def _reference(*, x: Array, h: Array, weight: Array) -> None:

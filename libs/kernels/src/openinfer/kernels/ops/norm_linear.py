@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import product, normed
+from openinfer.kernels.products import normed, product
 from openinfer.kernels.reference import Array, matmul_nt, rms_norm
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
@@ -25,7 +25,10 @@ def _contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, ep
     expect("norm_weight", norm_weight, (hidden,), x.dtype)
     expect("weight", weight, (-1, hidden), x.dtype)
     expect("out", out, (tokens, weight.shape[0]), x.dtype, float32)
-    require(hidden % 16 == 0 and weight.shape[0] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16")
+    require(
+        hidden % 16 == 0 and weight.shape[0] % 16 == 0,
+        f"weight is {weight.shape}; sizes must be multiples of 16",
+    )
     require(eps > 0, f"eps is {eps}; it must be positive")
 
 
@@ -41,10 +44,14 @@ def _launches(
     yield from product(target, "norm_linear", out, hidden, weight)
 
 
-def _cost(workload: Workload, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> Cost:
+def _cost(
+    workload: Workload, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
+) -> Cost:
     n, h = weight.shape
     tokens = workload.tokens if out.dtype == x.dtype else workload.rows
-    return Cost(weight.nbytes + norm_weight.nbytes + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h)
+    return Cost(
+        weight.nbytes + norm_weight.nbytes + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h
+    )
 
 
 norm_linear = Op("norm_linear", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -15,7 +15,10 @@ from openinfer.tensor import Tensor, int32
 
 
 def _contract(*, out: Tensor, x: Tensor, q_starts: Tensor) -> None:
-    """out[r] = x[q_starts[r + 1] - 1], or x[0] for an empty first row. out [R, H], x [T, H] of one float dtype; q_starts int32 [R + 1]."""
+    """out[r] = x[q_starts[r + 1] - 1], or x[0] where that is -1 (empty first rows).
+
+    out [R, H], x [T, H] of one float dtype; q_starts int32 [R + 1].
+    """
     expect("x", x, (-1, -1), *FLOATS)
     expect("out", out, (-1, x.shape[1]), x.dtype)
     expect("q_starts", q_starts, (out.shape[0] + 1,), int32)

@@ -17,5 +17,5 @@ class CpuPack:
     """
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        op.contract(**args)  # type: ignore[call-arg]
+        op.contract(**args)
         op.reference(**{k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()})

@@ -6,13 +6,14 @@ interpreter on the CPU, it is `interp`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.launch import KernelSpec, Matmul, Scratch, TensorMap
 from openinfer.kernels.op import Op
-from openinfer.kernels.packing import Packed, pack
+from openinfer.kernels.packing import Parameters
 from openinfer.kernels.packs.null import place
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
@@ -21,8 +22,10 @@ from openinfer.tensor import Tensor
 class LaunchDriver(Protocol):
     """What runs packed launches."""
 
-    def encode_tensor_map(self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int) -> bytes: ...
-    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], packed: Packed) -> None: ...
+    def encode_tensor_map(
+        self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int
+    ) -> bytes: ...
+    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None: ...
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None: ...
 
 
@@ -33,24 +36,29 @@ class LaunchPack:
     `zeroed` must be zero when the first op runs. Calls share them, so they must be ordered on one stream.
     """
 
-    def __init__(self, target: Target, driver: LaunchDriver, scratch: Tensor | None, zeroed: Tensor | None) -> None:
+    def __init__(
+        self, target: Target, driver: LaunchDriver, scratch: Tensor | None, zeroed: Tensor | None
+    ) -> None:
         self.target = target
         self.driver = driver
-        self._regions = {False: scratch, True: zeroed}
+        self._scratch_bytes, self._scratch_ptr = (scratch.nbytes, scratch.ptr) if scratch else (0, 0)
+        self._zeroed_bytes, self._zeroed_ptr = (zeroed.nbytes, zeroed.ptr) if zeroed else (0, 0)
+        self._workspace = (scratch, zeroed)  # keeps the memory alive
+        self._parameters: dict[KernelSpec, Parameters] = {}
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
         commands = op.plan(self.target, args)
-        places: dict[Scratch, int] = {}
-        for zeroed, region in self._regions.items():
-            offsets, end = place(commands, zeroed=zeroed)
-            have = region.nbytes if region is not None else 0
-            if end > have:
-                raise LaunchError(f"{op.name} needs {end} bytes of workspace (zeroed={zeroed}); the pack has {have}")
-            if region is not None:
-                places.update((s, region.ptr + o) for s, o in offsets.items())
+        offsets, plain, zeroed = place(commands)
+        if plain > self._scratch_bytes or zeroed > self._zeroed_bytes:
+            raise LaunchError(
+                f"{op.name} needs {plain} bytes of scratch and {zeroed} of zeroed scratch; the pack has "
+                f"{self._scratch_bytes} and {self._zeroed_bytes}: make them as large as the null pack's workspace_bytes"
+            )
 
         def address(tensor: Tensor | Scratch) -> int:
-            return places[tensor] if isinstance(tensor, Scratch) else tensor.ptr
+            if isinstance(tensor, Tensor):
+                return tensor.ptr
+            return offsets[tensor] + (self._zeroed_ptr if tensor.zeroed else self._scratch_ptr)
 
         for command in commands:
             if isinstance(command, Matmul):
@@ -61,9 +69,10 @@ class LaunchPack:
                     command.weight.ptr,
                     address(command.workspace),
                 )
-                continue
-            spec = command.spec
-            packed = pack(
-                spec, command.args, address, lambda m, a, i, spec=spec: self.driver.encode_tensor_map(spec, m, a, i)
-            )
-            self.driver.launch(spec, command.grid, packed)
+            else:
+                spec = command.spec
+                parameters = self._parameters.get(spec)
+                if parameters is None:
+                    parameters = self._parameters[spec] = Parameters(spec)
+                parameters.pack(command.args, address, functools.partial(self.driver.encode_tensor_map, spec))
+                self.driver.launch(spec, command.grid, parameters)

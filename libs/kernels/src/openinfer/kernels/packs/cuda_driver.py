@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 from openinfer.kernels.cublas import CublasLt
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.launch import TRITON_TYPES, KernelSpec, Matmul, TensorMap
-from openinfer.kernels.packing import Packed
+from openinfer.kernels.packing import Parameters
 from openinfer.kernels.store import Compiled, Store
 from openinfer.tensor import Device, Stream, check, driver
 
 STATIC_SHARED_LIMIT = 48 * 1024
 """Bytes of shared memory a block may have without opting in."""
 
-MAP_TYPES = {"bf16": 9, "fp16": 6, "fp32": 7, "fp8e4nv": 0, "u8": 0, "i32": 4}
+MAP_TYPES = {"bf16": 9, "fp16": 6, "fp32": 7, "fp8e4nv": 0, "u8": 0, "i32": 3}
 """CUtensorMapDataType by Triton's element type."""
+
+L2_PROMOTION_128B = 2
+
+
+class Loaded(NamedTuple):
+    """A kernel in the device's memory. `shared`: bytes of dynamic shared memory a block."""
+
+    function: Any
+    threads: int
+    shared: int
+    tensor_maps: tuple[dict[str, Any], ...]
+    call: str
 
 
 class CudaDriver:
-    """Launches on `stream` of `device`, with kernels from `store`. Use it from one thread, with the device activated."""
+    """Launches on `stream` of `device`, with kernels from `store`.
+
+    Use it from one thread, with the device activated. Without `cublas`, plan for a Target with cublas=False.
+    """
 
     def __init__(self, device: Device, stream: Stream, store: Store, cublas: CublasLt | None = None) -> None:
         self.store = store
@@ -28,24 +43,26 @@ class CudaDriver:
         self._stream = stream
         self._cublas = cublas
         self._cu = driver()
-        self._functions: dict[KernelSpec, tuple[Any, int, int, tuple[dict[str, Any], ...]]] = {}
+        self._functions: dict[KernelSpec, Loaded] = {}
         self._encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
         self._encode.argtypes = [
             ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4
         ]  # fmt: skip
 
-    def load(self, spec: KernelSpec) -> tuple[Any, int, int, tuple[dict[str, Any], ...]]:
-        """The kernel's function handle, threads a block, dynamic shared memory and tensor maps; loaded at first use."""
+    def load(self, spec: KernelSpec) -> Loaded:
+        """The kernel, loaded onto the device at first use. Load all before a capture: loading is not capturable."""
         found = self._functions.get(spec)
         if found is None:
             found = self._functions[spec] = self._load(spec, self.store.get(spec))
         return found
 
-    def _load(self, spec: KernelSpec, compiled: Compiled) -> tuple[Any, int, int, tuple[dict[str, Any], ...]]:
+    def _load(self, spec: KernelSpec, compiled: Compiled) -> Loaded:
         cu = self._cu
         limit = self._device.shared_memory_per_block
         if compiled.shared > limit:
-            raise LaunchError(f"{spec} needs {compiled.shared} bytes of shared memory a block; {self._device} has {limit}")
+            raise LaunchError(
+                f"{spec} needs {compiled.shared} bytes of shared memory a block; {self._device} has {limit}"
+            )
         if compiled.num_ctas != 1:
             raise LaunchError(f"{spec} wants clusters of {compiled.num_ctas}; only 1 is launched")
         module = check(cu.cuModuleLoadData(compiled.cubin), "cuModuleLoadData")
@@ -53,10 +70,13 @@ class CudaDriver:
         if compiled.shared > STATIC_SHARED_LIMIT:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(cu.cuFuncSetAttribute(function, attribute, compiled.shared), "cuFuncSetAttribute")
-        return function, 32 * compiled.num_warps, compiled.shared, compiled.tensor_maps
+        # The block is what the compiler made of it, which may be more warps than were asked for.
+        return Loaded(
+            function, 32 * compiled.num_warps, compiled.shared, compiled.tensor_maps, f"cuLaunchKernel {spec}"
+        )
 
     def encode_tensor_map(self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int) -> bytes:
-        meta = self.load(spec)[3][index]
+        meta = self.load(spec).tensor_maps[index]
         tensor = tensor_map.tensor
         rows, cols = tensor.shape
         stride = getattr(tensor, "strides", (cols, 1))[0]
@@ -69,19 +89,32 @@ class CudaDriver:
         status = self._encode(
             base, MAP_TYPES[TRITON_TYPES[tensor.dtype.name]], 2, address,
             ctypes.addressof(size), ctypes.addressof(pitch), ctypes.addressof(box), ctypes.addressof(step),
-            0, meta["swizzle"], 2, 0,
+            0, meta["swizzle"], L2_PROMOTION_128B, 0,
         )  # fmt: skip
         if status:
-            raise LaunchError(f"cuTensorMapEncodeTiled gave {status} for {rows}x{cols} pitch {stride}, {meta}")
+            raise LaunchError(
+                f"cuTensorMapEncodeTiled gave {status} for {rows}x{cols} pitch {stride}, {meta}"
+            )
         return ctypes.string_at(base, 128)
 
-    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], packed: Packed) -> None:
-        function, threads, shared, _ = self.load(spec)
-        check(
-            self._cu.cuLaunchKernel(function, *grid, threads, 1, 1, shared, self._stream.handle, packed.params, 0), str(spec)
+    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None:
+        kernel = self.load(spec)
+        status = self._cu.cuLaunchKernel(
+            kernel.function,
+            *grid,
+            kernel.threads,
+            1,
+            1,
+            kernel.shared,
+            self._stream.handle,
+            parameters.params,
+            0,
         )
+        check(status, kernel.call)
 
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None:
         if self._cublas is None:
-            raise LaunchError("this plan has a cuBLASLt product and no cuBLASLt was loaded: plan with cublas=False")
+            raise LaunchError(
+                "this plan has a cuBLASLt product and no cuBLASLt was loaded: plan with cublas=False"
+            )
         self._cublas.matmul(command, out, x, weight, workspace, self._stream.handle)

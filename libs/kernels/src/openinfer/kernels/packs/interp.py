@@ -14,44 +14,48 @@ from typing import Any
 
 from openinfer.kernels.errors import LaunchError, MissingExtra
 from openinfer.kernels.launch import KernelSpec, Matmul, TensorMap
-from openinfer.kernels.packing import Packed
+from openinfer.kernels.packing import Parameters
 
 SIZES = {"i32": (4, "<i"), "fp32": (4, "<f")}
 
 
 class InterpDriver:
-    """Runs packed launches in the interpreter. Tensors must live in host memory. `launched` counts launches by kernel."""
+    """Runs packed launches in the interpreter, on tensors in host memory. `launched` counts launches by kernel."""
 
     def __init__(self) -> None:
         if os.environ.get("TRITON_INTERPRET") != "1":
-            raise LaunchError("set TRITON_INTERPRET=1 before triton is imported: the interp driver needs the interpreter")
+            raise LaunchError(
+                "set TRITON_INTERPRET=1 before triton is imported: the interp driver needs the interpreter"
+            )
         try:
             from openinfer.kernels import interpreter
         except ImportError as e:
-            raise MissingExtra("Triton's interpreter needs triton: pip install 'openinfer-kernels[jit]'") from e
+            raise MissingExtra(
+                "Triton's interpreter needs triton: pip install 'openinfer-kernels[jit]'"
+            ) from e
         self._interpreter = interpreter
         self.launched: dict[str, int] = {}
 
     def encode_tensor_map(self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int) -> bytes:
         return struct.pack("<Qii", address, *tensor_map.block).ljust(128, b"\0")
 
-    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], packed: Packed) -> None:
+    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None:
         function = getattr(importlib.import_module(spec.module), spec.function)
         index = itertools.count()
         args: dict[str, Any] = dict(spec.constants)
         for name, kind in spec.signature:
             if kind.startswith("tensordesc"):
-                address, *block = struct.unpack_from("<Qii", packed.read(next(index), 128))
-                shape = [struct.unpack("<i", packed.read(next(index), 4))[0] for _ in range(2)]
-                strides = [struct.unpack("<q", packed.read(next(index), 8))[0] for _ in range(2)]
+                address, *block = struct.unpack_from("<Qii", parameters.read(next(index), 128))
+                shape = [struct.unpack("<i", parameters.read(next(index), 4))[0] for _ in range(2)]
+                strides = [struct.unpack("<q", parameters.read(next(index), 8))[0] for _ in range(2)]
                 dtype = kind[len("tensordesc<") :].partition("[")[0]
                 args[name] = self._interpreter.descriptor(address, dtype, shape, strides, block)
             elif kind.startswith("*"):
-                (address,) = struct.unpack("<Q", packed.read(next(index), 8))
+                (address,) = struct.unpack("<Q", parameters.read(next(index), 8))
                 args[name] = self._interpreter.Pointer(address, kind[1:])
             else:
                 size, form = SIZES[kind]
-                (args[name],) = struct.unpack(form, packed.read(next(index), size))
+                (args[name],) = struct.unpack(form, parameters.read(next(index), size))
         self.launched[str(spec)] = self.launched.get(str(spec), 0) + 1
         function[grid](**args)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from openinfer.kernels.launch import Command, KernelSpec, Launch, Matmul, Scratch, TensorMap
 from openinfer.kernels.op import Cost, Op, Workload
@@ -27,8 +27,7 @@ def scratches(command: Command) -> list[Scratch]:
     """The scratch memory that a command uses."""
     if isinstance(command, Matmul):
         return [s for s in (command.out, command.x, command.workspace) if isinstance(s, Scratch)]
-    args = (a.tensor if isinstance(a, TensorMap) else a for a in command.args)
-    return [a for a in args if isinstance(a, Scratch)]
+    return [s for a in command.args if isinstance(s := a.tensor if isinstance(a, TensorMap) else a, Scratch)]
 
 
 @dataclass(slots=True)
@@ -43,19 +42,31 @@ class NullPack:
 
     def specs(self) -> list[KernelSpec]:
         """The distinct kernels of the recorded calls, in the order of first use."""
-        return list(dict.fromkeys(c.spec for call in self.calls for c in call.commands if isinstance(c, Launch)))
+        return list(
+            dict.fromkeys(c.spec for call in self.calls for c in call.commands if isinstance(c, Launch))
+        )
 
     def workspace_bytes(self, *, zeroed: bool) -> int:
         """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs."""
-        return max((place(call.commands, zeroed=zeroed)[1] for call in self.calls), default=0)
+        placed = (place(call.commands) for call in self.calls)
+        return max((p.zeroed_bytes if zeroed else p.plain_bytes for p in placed), default=0)
 
 
-def place(commands: Sequence[Command], *, zeroed: bool) -> tuple[dict[Scratch, int], int]:
-    """Offsets of the scratches of one call in their workspace region, and their end; 256-byte aligned."""
+class Placement(NamedTuple):
+    """Where the scratches of one call are in their workspace regions (256-byte aligned), and what the regions need."""
+
+    offsets: dict[Scratch, int]
+    plain_bytes: int
+    zeroed_bytes: int
+
+
+def place(commands: Sequence[Command]) -> Placement:
+    """Place the scratches of one call, in the order of first use."""
     offsets: dict[Scratch, int] = {}
-    end = 0
-    for scratch in (s for c in commands for s in scratches(c)):
-        if scratch.zeroed == zeroed and scratch not in offsets:
-            offsets[scratch] = end
-            end += -(-scratch.nbytes // 256) * 256
-    return offsets, end
+    ends = [0, 0]
+    for command in commands:
+        for scratch in scratches(command):
+            if scratch not in offsets:
+                offsets[scratch] = ends[scratch.zeroed]
+                ends[scratch.zeroed] += -(-scratch.nbytes // 256) * 256
+    return Placement(offsets, *ends)
