@@ -52,8 +52,8 @@ def check(result: tuple[Any, ...], call: str) -> Any:
     return result[1:] or None
 
 
-def activate(index: int) -> None:
-    """Make the primary context of device `index` current in this thread, retaining it on first use."""
+def activate(index: int) -> Any:
+    """Make the primary context of device `index` current in this thread, and return it. Retained on first use."""
     cu = driver()
     context = _contexts.get(index)
     if context is None:
@@ -64,6 +64,7 @@ def activate(index: int) -> None:
                 context = check(cu.cuDevicePrimaryCtxRetain(handle), "cuDevicePrimaryCtxRetain")
                 _contexts[index] = context
     check(cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    return context
 
 
 def _check(cu: Any, result: tuple[Any, ...], call: str) -> None:

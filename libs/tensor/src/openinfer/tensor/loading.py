@@ -65,9 +65,9 @@ def load_tensors(
     for info, dst in todo:
         _check(info, dst, stream)
     todo.sort(key=lambda pair: (pair[0].file, pair[0].offset))  # disks like to be read in order
-    if stream.device.kind == "null":
-        return LoadReport(0, 0.0, 0.0)
     total = sum(info.nbytes for info, _ in todo)
+    if stream.device.kind == "null" or not total:
+        return LoadReport(0, 0.0, 0.0)
     started = time.perf_counter()
     if stream.device.kind == "cpu":
         _load_cpu(ckpt, todo, total, progress)
@@ -120,14 +120,14 @@ def _load_cuda(
     total: int,
     progress: Progress | None,
 ) -> None:
-    device = stream.device
+    device, size = stream.device, min(BUFFER_BYTES, total)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS))
-        buffers = [stack.enter_context(PinnedBuffer(device, BUFFER_BYTES)) for _ in range(_NUM_BUFFERS)]
+        buffers = [stack.enter_context(PinnedBuffer(device, size)) for _ in range(_NUM_BUFFERS)]
         uploaded = [stack.enter_context(Event(device)) for _ in range(_NUM_BUFFERS)]
         stack.callback(stream.synchronize)  # runs first: no buffer may go while an upload reads it
         done = 0
-        for i, batch in enumerate(_batches(todo)):
+        for i, batch in enumerate(_batches(todo, size)):
             buffer, event = buffers[i % _NUM_BUFFERS], uploaded[i % _NUM_BUFFERS]
             event.synchronize()
             fills = [
@@ -143,17 +143,17 @@ def _load_cuda(
                 progress(done, total)
 
 
-def _batches(todo: Iterable[tuple[TensorInfo, Tensor]]) -> Iterator[list[_Piece]]:
-    """Cut the loads into pieces and pack these, in order, into buffers."""
+def _batches(todo: Iterable[tuple[TensorInfo, Tensor]], size: int) -> Iterator[list[_Piece]]:
+    """Cut the loads into pieces and pack these, in order, into buffers of `size` bytes."""
     batch: list[_Piece] = []
     used = 0
     for info, dst in todo:
         start = 0
         while start < info.nbytes:
-            if used == BUFFER_BYTES:
+            if used == size:
                 yield batch
                 batch, used = [], 0
-            nbytes = min(info.nbytes - start, BUFFER_BYTES - used, _PIECE_BYTES)
+            nbytes = min(info.nbytes - start, size - used, _PIECE_BYTES)
             batch.append(_Piece(info.name, start, nbytes, dst.ptr + start, used))
             start += nbytes
             used += nbytes

@@ -44,11 +44,11 @@ class Memory:
         elif device.kind == "cpu":
             self._array, self.ptr = _aligned(nbytes)
         else:
-            device.activate()
-            self.ptr = int(
-                _or_out_of_memory(cuda.driver().cuMemAlloc, (max(nbytes, 1),), "cuMemAlloc", device, nbytes)
-            )
-            weakref.finalize(self, _free, device, self.ptr, "cuMemFree").atexit = False
+            context = cuda.activate(device.index)
+            cu = cuda.driver()
+            size = max(nbytes, 1)
+            self.ptr = int(_or_out_of_memory(cu.cuMemAlloc, (size,), "cuMemAlloc", device, nbytes))
+            weakref.finalize(self, _free, cu, context, self.ptr, "cuMemFree").atexit = False
 
 
 class HostView:
@@ -94,11 +94,11 @@ class PinnedBuffer:
         if device.kind != "cuda":
             self._array, _ = _aligned(nbytes)
             return
-        device.activate()
-        call = cuda.driver().cuMemHostAlloc
-        ptr = int(_or_out_of_memory(call, (nbytes, _PORTABLE), "cuMemHostAlloc", device, nbytes))
+        context = cuda.activate(device.index)
+        cu = cuda.driver()
+        ptr = int(_or_out_of_memory(cu.cuMemHostAlloc, (nbytes, _PORTABLE), "cuMemHostAlloc", device, nbytes))
         view = HostView(ptr, (nbytes,), (1,), 1, None)
-        weakref.finalize(view, _free, device, ptr, "cuMemFreeHost").atexit = False
+        weakref.finalize(view, _free, cu, context, ptr, "cuMemFreeHost").atexit = False
         self._array = np.asarray(view).view(np.uint8)
 
     @property
@@ -164,6 +164,7 @@ def _or_out_of_memory(
         raise
 
 
-def _free(device: Device, ptr: int, call: str) -> None:
-    device.activate()  # collection may run in a thread that never saw this device
-    cuda.check(getattr(cuda.driver(), call)(ptr), call)
+def _free(cu: Any, context: Any, ptr: int, call: str) -> None:
+    # Collection may run in a thread that never saw this device, so the context is made current again.
+    cuda.check(cu.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    cuda.check(getattr(cu, call)(ptr), call)

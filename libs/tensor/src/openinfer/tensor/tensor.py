@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,13 @@ from openinfer.tensor.memory import Memory, host_array, num_elements
 from openinfer.tensor.stream import CopyKind, Stream
 
 Index = int | slice
+
 CPU = Device("cpu")
+_COPY_KINDS: dict[tuple[str, str], CopyKind] = {
+    ("cpu", "cuda"): "h2d",
+    ("cuda", "cpu"): "d2h",
+    ("cuda", "cuda"): "d2d",
+}
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -119,11 +126,9 @@ class Tensor:
         """Row-major without gaps. Strides of axes of length 1 do not matter."""
         step = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if n == 0:
-                return True
             if n != 1:
                 if stride != step:
-                    return False
+                    return 0 in self.shape
                 step *= n
         return True
 
@@ -198,7 +203,8 @@ class Tensor:
             raise DeviceError(f"{self!r} has no data: the null device has addresses and no memory")
         self._require_contiguous("numpy")
         out = np.empty(self.shape, self.dtype)
-        _copy(out.ctypes.data, self.ptr, self.nbytes, "d2h", self.device, None)
+        with _ordered(self.device, None) as stream:
+            stream.copy_async(out.ctypes.data, self.ptr, self.nbytes, "d2h")
         return out
 
     def copy_from(self, src: np.ndarray[Any, Any] | Tensor, stream: Stream | None = None) -> None:
@@ -222,16 +228,12 @@ class Tensor:
             np.copyto(self.numpy(), source.numpy())
             return
         if source.device.kind == self.device.kind and source.device != self.device:
-            raise DeviceError(
-                f"cannot copy from {source.device} to {self.device}; both must be on one device"
-            )
+            raise DeviceError(f"cannot copy from {source.device} to {self.device}; copy through the host")
         self._require_contiguous("copy_from to or from cuda")
         source._require_contiguous("copy_from to or from cuda")
-        kind: CopyKind = (
-            "h2d" if source.device.kind == "cpu" else "d2h" if self.device.kind == "cpu" else "d2d"
-        )
-        device = source.device if kind == "d2h" else self.device
-        _copy(self.ptr, source.ptr, self.nbytes, kind, device, stream)
+        kind = _COPY_KINDS[source.device.kind, self.device.kind]
+        with _ordered(source.device if kind == "d2h" else self.device, stream) as where:
+            where.copy_async(self.ptr, source.ptr, self.nbytes, kind)
 
     def zero_(self, stream: Stream | None = None) -> None:
         """Set all bytes to zero. Streams as for `copy_from`; on cuda contiguous only; on null nothing."""
@@ -239,13 +241,8 @@ class Tensor:
             self.numpy()[...] = 0
         elif self.device.kind == "cuda":
             self._require_contiguous("zero_")
-            if stream is not None:
-                _require_stream(stream, self.device)
-                stream.memset_async(self.ptr, 0, self.nbytes)
-                return
-            with Stream(self.device) as own:
-                cuda.check(cuda.driver().cuCtxSynchronize(), "cuCtxSynchronize")
-                own.memset_async(self.ptr, 0, self.nbytes)
+            with _ordered(self.device, stream) as where:
+                where.memset_async(self.ptr, 0, self.nbytes)
 
     def __dlpack__(self, **request: Any) -> Any:
         """A DLPack capsule over this memory (bfloat16 included; float8 has no agreed code: DTypeError).
@@ -274,18 +271,20 @@ def _over(array: np.ndarray[Any, Any], name: str) -> Tensor:
     return Tensor(array.ctypes.data, array.shape, dtype, CPU, strides, owner=array, name=name)
 
 
-def _require_stream(stream: Stream, device: Device) -> None:
-    if stream.device != device:
-        raise DeviceError(f"a stream of {stream.device} cannot order work on {device}; pass one of {device}")
+@contextmanager
+def _ordered(device: Device, stream: Stream | None) -> Iterator[Stream]:
+    """The stream given; or one that starts after all work on the device and that the host waits for.
 
-
-def _copy(dst: int, src: int, nbytes: int, kind: CopyKind, device: Device, stream: Stream | None) -> None:
+    The driver's synchronous calls would not do: they are ordered with the legacy default stream only, and
+    may return before a copy from pageable memory has reached the device.
+    """
     if stream is not None:
-        _require_stream(stream, device)
-        stream.copy_async(dst, src, nbytes, kind)
+        if stream.device != device:
+            raise DeviceError(
+                f"a stream of {stream.device} cannot order work on {device}; pass one of {device}"
+            )
+        yield stream
         return
-    # Not the synchronous driver calls: they are ordered with the legacy default stream only, and may return
-    # before a copy from pageable memory has reached the device.
     with Stream(device) as own:
         cuda.check(cuda.driver().cuCtxSynchronize(), "cuCtxSynchronize")
-        own.copy_async(dst, src, nbytes, kind)
+        yield own

@@ -1,0 +1,246 @@
+# ruff: noqa: N802
+"""A stand-in for cuda.bindings.driver over host memory: it records and checks calls, and is as late as it may.
+
+Work on a stream runs only when something waits for it, the most adverse schedule a real device could choose.
+Device addresses must lie in a live allocation, streams and events must exist, and the calling thread must
+have made a context current; otherwise the fake answers with the error code that the driver would.
+`fail[name] = code` injects an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from enum import IntEnum
+from typing import Any
+
+
+class CUresult(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_NOT_READY = 600
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+
+
+class CUdevice_attribute(IntEnum):  # noqa: N801
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+    CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
+
+
+_ATTRIBUTES = {16: 132, 75: 9, 76: 0, 97: 232448}
+_NO_CONTEXT_NEEDED = {
+    "cuCtxSetCurrent",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetName",
+    "cuDevicePrimaryCtxRetain",
+    "cuDeviceTotalMem",
+    "cuGetErrorName",
+    "cuGetErrorString",
+}
+
+
+class Queue:
+    """The work of one stream; `done` entries of it have run."""
+
+    def __init__(self) -> None:
+        self.work: list[Any] = []
+        self.done = 0
+
+    def run(self, upto: int) -> None:
+        while self.done < upto:
+            self.done += 1
+            self.work[self.done - 1]()
+
+
+class Refused(Exception):
+    def __init__(self, code: CUresult) -> None:
+        self.code = code
+
+
+class FakeDriver:
+    """Use it as the module: `fake.cuMemAlloc(64)` answers `(CUresult.CUDA_SUCCESS, address)`."""
+
+    CUresult = CUresult
+    CUdevice_attribute = CUdevice_attribute
+    total_memory = 1 << 30
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fail: dict[str, CUresult] = {}
+        self.device_memory: dict[int, Any] = {}
+        self.pinned: dict[int, Any] = {}
+        self.streams: dict[int, Queue] = {0: Queue()}
+        self.events: dict[int, tuple[Queue, int] | None] = {}
+        self._next_handle = 100
+        self._thread = threading.local()
+
+    def count(self, name: str) -> int:
+        return self.calls.count(name)
+
+    def live(self) -> tuple[int, int, int, int]:
+        """(device allocations, pinned buffers, streams, events) not yet given back."""
+        return len(self.device_memory), len(self.pinned), len(self.streams) - 1, len(self.events)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        work = getattr(self, "_" + name)
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            self.calls.append(name)
+            if name in self.fail:
+                return self.fail[name], None
+            if name not in _NO_CONTEXT_NEEDED and getattr(self._thread, "context", None) is None:
+                return CUresult.CUDA_ERROR_INVALID_CONTEXT, None
+            try:
+                out = work(*args)
+            except Refused as e:
+                return e.code, None
+            return (CUresult.CUDA_SUCCESS,) if out is None else (CUresult.CUDA_SUCCESS, *out)
+
+        return call
+
+    # errors, devices and contexts
+    def _cuGetErrorName(self, code: int) -> tuple[bytes]:
+        return (CUresult(code).name.encode(),)
+
+    def _cuGetErrorString(self, code: int) -> tuple[bytes]:
+        return (f"fake text of {int(code)}".encode(),)
+
+    def _cuDeviceGet(self, index: int) -> tuple[int]:
+        if index > 1:
+            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+        return (index,)
+
+    def _cuDevicePrimaryCtxRetain(self, device: int) -> tuple[str]:
+        return (f"context {device}",)
+
+    def _cuCtxSetCurrent(self, context: str) -> None:
+        self._thread.context = context
+
+    def _cuCtxSynchronize(self) -> None:
+        for queue in list(self.streams.values()):
+            queue.run(len(queue.work))
+
+    def _cuDeviceGetName(self, length: int, device: int) -> tuple[bytes]:
+        return (f"Fake {device}".encode().ljust(length, b"\0"),)
+
+    def _cuDeviceGetAttribute(self, key: int, device: int) -> tuple[int]:
+        return (_ATTRIBUTES[key],)
+
+    def _cuDeviceTotalMem(self, device: int) -> tuple[int]:
+        return (self.total_memory,)
+
+    def _cuMemGetInfo(self) -> tuple[int, int]:
+        used = sum(len(b) for b in self.device_memory.values())
+        return self.total_memory - used, self.total_memory
+
+    # memory
+    def _cuMemAlloc(self, nbytes: int) -> tuple[int]:
+        if nbytes <= 0:
+            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+        if nbytes > self._cuMemGetInfo()[0]:
+            raise Refused(CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+        return (self._allocate(self.device_memory, nbytes),)
+
+    def _cuMemFree(self, ptr: int) -> None:
+        self._cuCtxSynchronize()
+        del self.device_memory[ptr]
+
+    def _cuMemHostAlloc(self, nbytes: int, flags: int) -> tuple[int]:
+        return (self._allocate(self.pinned, nbytes),)
+
+    def _cuMemFreeHost(self, ptr: int) -> None:
+        del self.pinned[ptr]
+
+    @staticmethod
+    def _allocate(table: dict[int, Any], nbytes: int) -> int:
+        raw = (ctypes.c_uint8 * (nbytes + 256))()
+        ptr = -(-ctypes.addressof(raw) // 256) * 256
+        ctypes.memset(ptr, 0xCD, nbytes)  # fresh memory is never zero here
+        table[ptr] = raw
+        return ptr
+
+    def _on_device(self, ptr: int, nbytes: int) -> None:
+        if not any(p <= ptr and ptr + nbytes <= p + len(raw) - 256 for p, raw in self.device_memory.items()):
+            raise Refused(CUresult.CUDA_ERROR_INVALID_VALUE)
+
+    def _cuMemcpyHtoDAsync(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._on_device(dst, nbytes)
+        if not any(p <= src < p + len(raw) for p, raw in self.pinned.items()):
+            staged = ctypes.string_at(src, nbytes)  # pageable memory is copied aside before the call returns
+            self._put(stream, lambda: ctypes.memmove(dst, staged, nbytes))
+        else:
+            self._put(stream, lambda: ctypes.memmove(dst, src, nbytes))
+
+    def _cuMemcpyDtoHAsync(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._on_device(src, nbytes)
+        self._put(stream, lambda: ctypes.memmove(dst, src, nbytes))
+
+    def _cuMemcpyDtoDAsync(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        self._on_device(dst, nbytes)
+        self._on_device(src, nbytes)
+        self._put(stream, lambda: ctypes.memmove(dst, src, nbytes))
+
+    def _cuMemsetD8Async(self, ptr: int, byte: int, nbytes: int, stream: int) -> None:
+        self._on_device(ptr, nbytes)
+        self._put(stream, lambda: ctypes.memset(ptr, byte, nbytes))
+
+    # streams and events
+    def _put(self, stream: int, work: Any) -> None:
+        self._queue(stream).work.append(work)
+
+    def _queue(self, stream: int) -> Queue:
+        if stream not in self.streams:
+            raise Refused(CUresult.CUDA_ERROR_INVALID_HANDLE)
+        return self.streams[stream]
+
+    def _cuStreamCreate(self, flags: int) -> tuple[int]:
+        assert flags == 1, "streams must be non-blocking"
+        self._next_handle += 1
+        self.streams[self._next_handle] = Queue()
+        return (self._next_handle,)
+
+    def _cuStreamDestroy(self, stream: int) -> None:
+        self._queue(stream)
+        del self.streams[stream]
+
+    def _cuStreamSynchronize(self, stream: int) -> None:
+        queue = self._queue(stream)
+        queue.run(len(queue.work))
+
+    def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
+        mark = self.events[event]
+        if mark is not None:
+            self._put(stream, lambda: mark[0].run(mark[1]))
+
+    def _cuEventCreate(self, flags: int) -> tuple[int]:
+        self._next_handle += 1
+        self.events[self._next_handle] = None
+        return (self._next_handle,)
+
+    def _cuEventDestroy(self, event: int) -> None:
+        del self.events[event]
+
+    def _cuEventRecord(self, event: int, stream: int) -> None:
+        queue = self._queue(stream)
+        self.events[event] = (queue, len(queue.work))
+
+    def _cuEventQuery(self, event: int) -> None:
+        mark = self.events[event]
+        if mark is not None and mark[0].done < mark[1]:
+            raise Refused(CUresult.CUDA_ERROR_NOT_READY)
+
+    def _cuEventSynchronize(self, event: int) -> None:
+        mark = self.events[event]
+        if mark is not None:
+            mark[0].run(mark[1])
+
+    def _cuEventElapsedTime(self, start: int, end: int) -> tuple[float]:
+        return (250.0,)

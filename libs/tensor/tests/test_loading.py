@@ -1,0 +1,166 @@
+import gc
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    CheckpointError,
+    CudaError,
+    Device,
+    DeviceError,
+    Load,
+    LoadReport,
+    ShapeError,
+    Stream,
+    Tensor,
+    bfloat16,
+    dtypes,
+    load_tensors,
+    loading,
+)
+
+CPU, NULL, CUDA = Device("cpu"), Device("null"), Device("cuda")
+
+
+@pytest.fixture
+def arrays() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    sizes = {"norm": (17,), "q": (40, 33), "k": (10, 33), "empty": (0, 3), "embed": (300, 41), "tail": (3,)}
+    return {name: rng.standard_normal(shape).astype(bfloat16) for name, shape in sizes.items()}
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path, arrays: dict[str, Any]) -> Any:
+    header, at = {}, 0
+    for name, array in arrays.items():
+        offsets = [at, at + array.nbytes]
+        header[name] = {"dtype": dtypes.tag(array.dtype), "shape": list(array.shape), "data_offsets": offsets}
+        at += array.nbytes
+    raw = json.dumps(header).encode()
+    data = b"".join(a.tobytes() for a in arrays.values())
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    with Checkpoint(tmp_path) as opened:
+        yield opened
+
+
+def _places(arrays: dict[str, Any], device: Device, dtype: Any = bfloat16) -> list[Load]:
+    """Every tensor has a place, q and k two halves of one; given in an order that is not the file's."""
+    with Arena(device, 1 << 20) as arena:
+        qk = arena.alloc((50, 33), dtype, "qk")
+        loads = [Load("q", qk[:40]), Load("k", qk[40:])]
+        return loads[::-1] + [
+            Load(n, arena.alloc(a.shape, dtype)) for n, a in arrays.items() if n not in ("q", "k")
+        ]
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize(("buffer", "piece"), [(4096, 512), (1000, 999), (64, 64), (1 << 20, 1 << 16)])
+def test_every_byte_arrives(
+    fake: Any, monkeypatch: Any, ckpt: Any, arrays: Any, device: Device, buffer: int, piece: int
+) -> None:
+    """The fake uploads as late as it may, so a buffer refilled too early would show."""
+    monkeypatch.setattr(loading, "BUFFER_BYTES", buffer)
+    monkeypatch.setattr(loading, "_PIECE_BYTES", piece)
+    loads, seen = _places(arrays, device), []
+    with Stream(device) as stream:
+        report = load_tensors(ckpt, loads, stream, lambda done, total: seen.append((done, total)))
+        for load in loads:
+            assert (load.dst.numpy() == arrays[load.name]).all(), load.name
+    assert report.bytes == ckpt.total_bytes
+    assert report.gbytes_per_s == pytest.approx(report.bytes / report.seconds / 1e9)
+    assert seen == sorted(seen)
+    assert seen[-1] == (ckpt.total_bytes, ckpt.total_bytes)
+    del loads, load
+    assert fake.live() == (0, 0, 0, 0)
+
+
+def test_cpu_converts_between_floats(ckpt: Any, arrays: Any) -> None:
+    loads = _places(arrays, CPU, dtypes.float32)
+    load_tensors(ckpt, loads, Stream(CPU))
+    for load in loads:
+        assert (load.dst.numpy() == arrays[load.name].astype(np.float32)).all()
+
+
+def test_null_checks_and_moves_nothing(ckpt: Any, arrays: Any) -> None:
+    loads = _places(arrays, NULL)
+    assert load_tensors(ckpt, loads, Stream(NULL)) == LoadReport(0, 0.0, 0.0)
+    with pytest.raises(CheckpointError, match="has shape"):
+        load_tensors(ckpt, [Load("norm", loads[0].dst)], Stream(NULL))
+
+
+def test_no_loads(fake: Any, ckpt: Any) -> None:
+    for device in (CPU, CUDA):
+        with Stream(device) as stream:
+            assert load_tensors(ckpt, [], stream).bytes == 0
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_all_loads_are_checked_before_a_byte_moves(fake: Any, ckpt: Any, arrays: Any, device: Device) -> None:
+    good = Load("norm", Tensor.empty((17,), bfloat16, device))
+    good.dst.zero_()
+    wide = Tensor.empty((40, 66), bfloat16, device)
+    other = CPU if device == CUDA else NULL
+    bad: list[tuple[Load, type[Exception], str]] = [
+        (Load("zz", good.dst), CheckpointError, "'zz': is not in"),
+        (Load("tail", good.dst), CheckpointError, r"'tail': has shape \[3\], its place \[17\]"),
+        (
+            Load("tail", Tensor.empty((3,), "int16", device)),
+            CheckpointError,
+            "has dtype bfloat16, its place int16",
+        ),
+        (Load("q", wide[:, :33]), ShapeError, "contiguous"),
+        (Load("tail", Tensor.empty((3,), bfloat16, other)), DeviceError, f"goes to {other}"),
+    ]
+    with Stream(device) as stream:
+        for load, error, why in bad:
+            with pytest.raises(error, match=why):
+                load_tensors(ckpt, [good, load], stream)
+    assert not good.dst.numpy().any()
+
+
+def test_cuda_converts_nothing(fake: Any, ckpt: Any) -> None:
+    with (
+        Stream(CUDA) as stream,
+        pytest.raises(CheckpointError, match="has dtype bfloat16, its place float32"),
+    ):
+        load_tensors(ckpt, [Load("tail", Tensor.empty((3,), "float32", CUDA))], stream)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_a_file_cut_while_loading_is_an_error(fake: Any, ckpt: Any, arrays: Any, device: Device) -> None:
+    os.truncate(ckpt.info("q").file, ckpt.info("embed").offset + 5)
+    loads = _places(arrays, device)
+    with Stream(device) as stream, pytest.raises(CheckpointError, match="ended early"):
+        load_tensors(ckpt, loads, stream)
+    del loads
+    gc.collect()  # a failed future and its traceback refer to each other
+    assert fake.live() == (0, 0, 0, 0)
+
+
+def test_a_failing_device_is_an_error_and_leaks_nothing(fake: Any, ckpt: Any, arrays: Any) -> None:
+    loads = _places(arrays, CUDA)
+    stream = Stream(CUDA)
+    fake.fail["cuMemcpyHtoDAsync"] = fake.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(CudaError, match="cuMemcpyHtoDAsync"):
+        load_tensors(ckpt, loads, stream)
+    stream.close()
+    del loads
+    assert fake.live() == (0, 0, 0, 0)
+
+
+@pytest.mark.gpu
+def test_real_load(gpu: Device, monkeypatch: Any, ckpt: Any, arrays: Any) -> None:
+    monkeypatch.setattr(loading, "BUFFER_BYTES", 4096)
+    monkeypatch.setattr(loading, "_PIECE_BYTES", 1024)
+    loads = _places(arrays, gpu)
+    with Stream(gpu) as stream:
+        load_tensors(ckpt, loads, stream)
+        for load in loads:
+            assert (load.dst.numpy() == arrays[load.name]).all(), load.name
