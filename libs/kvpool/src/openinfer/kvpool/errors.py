@@ -16,15 +16,15 @@ class PoolError(Exception):
     """Base of all errors of openinfer.kvpool."""
 
 
-class InvalidGroup(PoolError, ValueError):  # noqa: N818
+class InvalidGroup(PoolError, ValueError):
     """A group, or a set of groups, that no pool can be made of."""
 
 
-class InvalidTokens(PoolError, ValueError):  # noqa: N818
+class InvalidTokens(PoolError, ValueError):
     """Tokens, hashes or counts that do not belong together."""
 
 
-class LeaseReleased(PoolError, RuntimeError):  # noqa: N818
+class LeaseReleased(PoolError, RuntimeError):
     """A lease was used after its release."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ class Ledger:
         self._free = list(range(group.num_blocks - 1, 0, -1))  # a stack: the lowest id first
         self._cached: OrderedDict[int, None] = OrderedDict()  # evicted from the front
         self._index: dict[bytes, int] = {}
-        self._duplicates: dict[bytes, list[int]] = {}
+        self._duplicates: dict[bytes, dict[int, None]] = {}
 
     @property
     def num_free(self) -> int:
@@ -86,7 +86,7 @@ class Ledger:
         other = self._index.get(name)
         if other is not None and self._users[other]:
             self._state[block] = BlockState.DUPLICATE
-            self._duplicates.setdefault(name, []).append(block)
+            self._duplicates.setdefault(name, {})[block] = None
             return
         if other is not None:  # cached and unused: ours is as good, theirs is room
             del self._cached[other]
@@ -132,17 +132,60 @@ class Ledger:
 
     def _promote(self, name: bytes) -> None:
         """Let a duplicate that is in use carry the registration of `name`."""
-        heir = self._duplicates[name][-1]
+        heir = next(iter(self._duplicates[name]))
         self._drop_duplicate(name, heir)
         self._index[name] = heir
         self._state[heir] = BlockState.SHARED
 
     def _drop_duplicate(self, name: bytes, block: int) -> None:
         copies = self._duplicates[name]
-        copies.remove(block)
+        del copies[block]
         if not copies:
             del self._duplicates[name]
 
-    def problems(self) -> Iterator[str]:
-        """Every contradiction in the books, in words."""
-        yield from ()
+    def problems(self, tables: Sequence[Sequence[int]]) -> Iterator[str]:
+        """Every contradiction in the books, in words. `tables`: the block tables of all live leases."""
+        users = Counter(block for table in tables for block in table)
+        for block, state in enumerate(self._state):
+            for complaint in self._block_problems(block, state, users[block]):
+                yield f"group {self._group.name!r}, block {block} ({state.name}): {complaint}"
+        listed = Counter(self._free) + Counter(self._cached)
+        in_lists = Counter(
+            block for block, state in enumerate(self._state) if state in (BlockState.FREE, BlockState.CACHED)
+        )
+        if listed != in_lists:
+            yield f"group {self._group.name!r}: the free list and the queue hold {listed}, by state it is {in_lists}"
+        yield from self._order_problems()
+
+    def _block_problems(self, block: int, state: BlockState, users: int) -> Iterator[str]:
+        name = self._name[block]
+        if self._users[block] != users:
+            yield f"counts {self._users[block]} users, {users} leases hold it"
+        expected = {
+            BlockState.PRIVATE: users == 1,
+            BlockState.DUPLICATE: users == 1,
+            BlockState.SHARED: users > 0,
+        }
+        if not expected.get(state, users == 0):
+            yield f"has {users} users"
+        if (state is BlockState.PADDING) != (block == 0):
+            yield "only block 0 is padding"
+        if (state >= BlockState.DUPLICATE) != (name is not None):
+            yield f"has the name {name!r}"
+        if (state in (BlockState.SHARED, BlockState.CACHED)) != (
+            name is not None and self._index.get(name) == block
+        ):
+            yield "and the index disagree"
+        if (state is BlockState.DUPLICATE) != (name is not None and block in self._duplicates.get(name, ())):
+            yield "and the list of duplicates disagree"
+        if state is BlockState.DUPLICATE and name is not None and not self._users[self._index.get(name, 0)]:
+            yield "the block with the same content is not in use"
+
+    def _order_problems(self) -> Iterator[str]:
+        """A cached block's parent must outlive it."""
+        rank = {block: position for position, block in enumerate(self._cached)}
+        for block, position in rank.items():
+            name = self._parent[block]
+            parent = self._index.get(name, 0) if name is not None else None
+            if parent is not None and not (self._users[parent] or rank.get(parent, -1) > position):
+                yield f"group {self._group.name!r}: cached block {block} would outlive its parent (block {parent})"

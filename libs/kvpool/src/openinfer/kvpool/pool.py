@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +56,7 @@ class Pool:
         self.hash_block_size = math.gcd(*sizes)
         self._hit_size = math.lcm(*sizes)
         self._ledgers = [Ledger(group, self.stats) for group in groups]
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # only for check_integrity
 
     @property
     def num_groups(self) -> int:
@@ -94,6 +96,7 @@ class Pool:
             )
         root = root_hash(unit, salt) if self.prefix_cache else b""
         lease = Lease(self, self._ledgers, root, list(hashes or ()), len(tokens))
+        self._leases.add(lease)
         if self.prefix_cache:
             lease._attach(*self._match(tokens, root, lease.hashes))
         return lease
@@ -124,6 +127,11 @@ class Pool:
     def check_integrity(self) -> None:
         """Recompute the books from the blocks, O(blocks). Raises IntegrityError naming every
         contradiction."""
-        problems = [problem for ledger in self._ledgers for problem in ledger.problems()]
+        leases = list(self._leases)
+        problems = [
+            problem
+            for group, ledger in enumerate(self._ledgers)
+            for problem in ledger.problems([lease.block_table(group) for lease in leases])
+        ]
         if problems:
             raise IntegrityError(problems)

@@ -1,14 +1,16 @@
 """Continuous batching: policies, and the step loop that runs one step ahead. Pure logic, no dependency."""
 
-from .errors import IntegrityError, InvalidSetup, Rejected, RejectReason, RunnerError, SchedulerError
+from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
 from .events import Event, Finished, Scheduled, Tokens
-from .loop import Stats, StepLoop
+from .loop import StepLoop
 from .policy import Decision, FirstCome, Policy, View
 from .protocols import BlockWrite, Lease, Pool, Row, Runner, Step, StepResult
 from .sequence import FinishReason, Seq, SeqState
+from .stats import Stats
 
 __all__ = [
     "BlockWrite",
+    "ContractError",
     "Decision",
     "Event",
     "FinishReason",
@@ -23,7 +25,6 @@ __all__ = [
     "Rejected",
     "Row",
     "Runner",
-    "RunnerError",
     "Scheduled",
     "SchedulerError",
     "Seq",

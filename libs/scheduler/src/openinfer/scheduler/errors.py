@@ -3,7 +3,7 @@
     SchedulerError (Exception)
      ├─ InvalidSetup    (ValueError)      a loop or policy that cannot work as configured
      ├─ Rejected        (ValueError)      submit() refuses a sequence; `reason` says why
-     ├─ RunnerError     (RuntimeError)    the runner broke its contract
+     ├─ ContractError   (RuntimeError)    runner, policy or owner broke its contract
      └─ IntegrityError  (RuntimeError)    check() found the loop's books wrong: a bug
 
 What a runner raises itself passes through unchanged.
@@ -18,7 +18,7 @@ class SchedulerError(Exception):
     """Base of all errors of openinfer.scheduler."""
 
 
-class InvalidSetup(SchedulerError, ValueError):  # noqa: N818
+class InvalidSetup(SchedulerError, ValueError):
     """A loop or policy that cannot work as configured."""
 
 
@@ -35,7 +35,7 @@ class RejectReason(Enum):
     """No prompt, max_tokens < 1, or an id in use."""
 
 
-class Rejected(SchedulerError, ValueError):  # noqa: N818
+class Rejected(SchedulerError, ValueError):
     """submit() refused a sequence, which has left no trace."""
 
     def __init__(self, reason: RejectReason, message: str) -> None:
@@ -43,8 +43,8 @@ class Rejected(SchedulerError, ValueError):  # noqa: N818
         self.reason = reason
 
 
-class RunnerError(SchedulerError, RuntimeError):
-    """The runner broke its contract (results out of order, a slot that no row holds)."""
+class ContractError(SchedulerError, RuntimeError):
+    """The runner, the policy or the owner of the tokens did what its contract forbids."""
 
 
 class IntegrityError(SchedulerError, RuntimeError):

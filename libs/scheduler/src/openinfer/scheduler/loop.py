@@ -13,35 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
 
-from .errors import IntegrityError, InvalidSetup, Rejected, RejectReason, RunnerError
+from .admission import refusal
+from .audit import problems
+from .errors import ContractError, IntegrityError, InvalidSetup
 from .events import Event, Finished, Scheduled, Tokens
 from .policy import Decision, Policy, View
 from .protocols import BlockWrite, Pool, Row, Runner, Step, StepResult
 from .sequence import Clock, FinishReason, Seq, SeqState
+from .stats import Stats
 
 _NOBODY: Set[Seq] = frozenset()
-
-
-@dataclass(slots=True)
-class Stats:
-    """Gauges and counters of a loop; reading them is O(1)."""
-
-    waiting: int = 0
-    running: int = 0
-    in_flight: int = 0
-    """Steps launched and not collected."""
-    steps: int = 0
-    """Steps launched."""
-    submitted: int = 0
-    finished: int = 0
-    preemptions: int = 0
-    dry: int = 0
-    """Turns without a launch because the pool was dry."""
-    prefill_tokens: int = 0
-    """Tokens launched in chunks, recomputed ones included."""
-    rejected: dict[RejectReason, int] = field(default_factory=lambda: dict.fromkeys(RejectReason, 0))
 
 
 class StepLoop:
@@ -95,7 +77,7 @@ class StepLoop:
 
     def submit(self, seq: Seq) -> None:
         """Queue a new sequence. Raises Rejected, and then the sequence is the caller's again."""
-        problem = self._problem(seq)
+        problem = refusal(self, seq)
         if problem is not None:
             self.stats.rejected[problem.reason] += 1
             raise problem
@@ -106,39 +88,6 @@ class StepLoop:
         self.stats.waiting += 1
         self._changed = True
         self._policy.on_submit(seq)
-
-    def _problem(self, seq: Seq) -> Rejected | None:
-        if seq.id in self._live or seq._clock is not None:
-            return Rejected(
-                RejectReason.INVALID,
-                f"request {seq.id} was submitted before; make a new Seq, with an id of its own",
-            )
-        if not seq.prompt_len or seq.max_tokens < 1:
-            return Rejected(
-                RejectReason.INVALID,
-                f"request {seq.id} has {seq.prompt_len} prompt tokens and max_tokens {seq.max_tokens}; "
-                "both must be >= 1",
-            )
-        if seq.prompt_len >= self.max_model_len:
-            return Rejected(
-                RejectReason.TOO_LONG,
-                f"request {seq.id} has {seq.prompt_len} prompt tokens; the model's length "
-                f"of {self.max_model_len} "
-                f"allows {self.max_model_len - 1} and one of output",
-            )
-        needed = min(self.max_model_len, seq.prompt_len + seq.max_tokens) - 1
-        if needed > self._pool.capacity_tokens:
-            return Rejected(
-                RejectReason.POOL_TOO_SMALL,
-                f"request {seq.id} may need {needed} tokens of cache; the pool holds {self._pool.capacity_tokens}; "
-                "lower max_tokens or give the pool more memory",
-            )
-        if self.stats.waiting >= self.max_queued:
-            return Rejected(
-                RejectReason.QUEUE_FULL,
-                f"{self.stats.waiting} requests wait already (max_queued); try later",
-            )
-        return None
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a sequence from outside; `reason` STOP for a stop string. False if no such sequence is live.
@@ -203,15 +152,14 @@ class StepLoop:
             return False
         chunks: list[Row] = []
         joined: list[Seq] = []
-        # No admission in the step that preempts: the blocks were taken for those who run.
-        if preemptions == self.stats.preemptions and (self._changed or self._prefilling):
+        # The step that preempts for want of blocks admits nobody: they were taken for those who run.
+        if preemptions == self.stats.preemptions and self._is_plan_due():
             decision = self._policy.plan(self._view(index))
-            if decision.preempt:
-                if self._in_flight:
-                    return False
-                for seq in decision.preempt:
-                    self._preempt(seq)
-            self._changed = bool(decision.preempt)
+            if decision.preempt and self._in_flight:
+                return False
+            self._changed = False
+            for seq in decision.preempt:
+                self._preempt(seq)
             self._continue_prefills(decision, chunks)
             self._admit(decision, chunks, joined, events)
         if self._rows is None:
@@ -231,6 +179,9 @@ class StepLoop:
             self._advance_prefill(row, index)
         self._runner.launch(step)
         return True
+
+    def _is_plan_due(self) -> bool:
+        return self._changed or bool(self._prefilling) or (self.stats.waiting > 0 and not self._running)
 
     def _view(self, index: int) -> View:
         return View(
@@ -287,8 +238,8 @@ class StepLoop:
         for seq in decision.admit:
             if budget <= 0 or not self._free_slots:
                 break
-            if seq.state is not SeqState.WAITING:
-                continue
+            if seq.state is not SeqState.WAITING or self._live.get(seq.id) is not seq:
+                raise ContractError(f"the policy admits request {seq.id}, which is not waiting here")
             # The whole prompt is reserved at once, so that only decode rows can ever run dry.
             lease = self._pool.acquire(seq.tokens, seq.salt, seq.hashes)
             if lease.reserve(len(seq.tokens)) is None:
@@ -307,6 +258,7 @@ class StepLoop:
             budget -= chunk.num_tokens
             chunks.append(chunk)
             joined.append(seq)
+            self._policy.on_admit(seq)
             if not seq.num_preemptions:
                 events.append(Scheduled(seq, lease.num_cached))
 
@@ -317,6 +269,7 @@ class StepLoop:
         self.stats.prefill_tokens += row.num_tokens
         if row.emits:
             del self._prefilling[seq]
+            self._changed = True  # its share of the next step's tokens is free
             seq.state = SeqState.DECODE
             seq._base, seq._entered = seq.target, index
             self._decoding[seq] = Row(seq, 1, True, None)
@@ -328,7 +281,7 @@ class StepLoop:
     def _reconcile(self, result: StepResult, events: list[Event]) -> None:
         step = self._in_flight.popleft()
         if result.index != step.index:
-            raise RunnerError(
+            raise ContractError(
                 f"the runner returned step {result.index} where step {step.index} is the oldest launched"
             )
         self._clock.collected = step.index
@@ -356,7 +309,7 @@ class StepLoop:
     def _seq_at(self, slot: int, index: int) -> Seq:
         seq = self._slots[slot] if 0 < slot <= self.max_rows else None
         if seq is None:
-            raise RunnerError(f"the result of step {index} names slot {slot}, which no sequence holds")
+            raise ContractError(f"the result of step {index} names slot {slot}, which no sequence holds")
         return seq
 
     def _commit(self, seq: Seq) -> None:
@@ -408,6 +361,13 @@ class StepLoop:
     def _preempt(self, seq: Seq) -> None:
         """Back to waiting, to be recomputed. Only with nothing in flight: all its tokens are known to the
         owner."""
+        if seq not in self._running:
+            raise ContractError(f"the policy preempts request {seq.id}, which is not running")
+        if seq.state is SeqState.DECODE and len(seq.tokens) != seq.confirmed + 1:
+            raise ContractError(
+                f"request {seq.id} has {len(seq.tokens)} tokens where {seq.confirmed + 1} were reported; "
+                "append to Seq.tokens what Tokens events bring before calling step() again"
+            )
         self._commit(seq)
         self._stop(seq, SeqState.WAITING)
         self._left.append(seq.slot)
@@ -420,6 +380,6 @@ class StepLoop:
 
     def check(self) -> None:
         """Compare the books with each other, O(rows). Raises IntegrityError."""
-        problems: list[str] = []
-        if problems:
-            raise IntegrityError(problems)
+        found = list(problems(self))
+        if found:
+            raise IntegrityError(found)

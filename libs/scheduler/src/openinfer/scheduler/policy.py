@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Protocol
 
 from .errors import InvalidSetup
-from .sequence import Seq, SeqState
+from .sequence import Seq
 
 
 @dataclass(slots=True)
@@ -47,11 +47,13 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Who runs. It keeps its own queue of what waits; `seq.state` is the truth about what happened to its
-    proposals."""
+    """Who runs. It keeps its own queue of what waits; the on_ calls say what became of its proposals."""
 
     def on_submit(self, seq: Seq) -> None:
         """A new sequence waits."""
+
+    def on_admit(self, seq: Seq) -> None:
+        """A waiting sequence that the policy named got its slot and blocks, and runs."""
 
     def on_preempt(self, seq: Seq) -> None:
         """A running sequence waits again; what it has computed counts as its prompt now."""
@@ -89,6 +91,10 @@ class FirstCome:
         """Queue it at the end."""
         self._waiting[seq] = None
 
+    def on_admit(self, seq: Seq) -> None:
+        """It waits no longer."""
+        del self._waiting[seq]
+
     def on_preempt(self, seq: Seq) -> None:
         """Queue it at the head."""
         self._waiting[seq] = None
@@ -115,8 +121,6 @@ class FirstCome:
             budget -= chunks[seq]
         if budget <= 0:
             return Decision(chunks)
-        while self._waiting and next(iter(self._waiting)).state is not SeqState.WAITING:
-            self._waiting.popitem(last=False)
         admit = list(islice(self._waiting, view.free_slots))
         chunks.update((seq, self.max_chunk_tokens) for seq in admit)
         return Decision(chunks, admit, budget)

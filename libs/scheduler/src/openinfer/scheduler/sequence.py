@@ -56,14 +56,14 @@ class Seq:
     """
 
     id: int
-    tokens: Sequence[int]
+    tokens: Sequence[int] = field(repr=False)
     max_tokens: int
     priority: int = 0
     tenant: str = ""
     arrival: float = 0.0
-    salt: bytes = b""
-    hashes: Sequence[bytes] | None = None
-    owner: object = None
+    salt: bytes = field(default=b"", repr=False)
+    hashes: Sequence[bytes] | None = field(default=None, repr=False)
+    owner: object = field(default=None, repr=False)
 
     prompt_len: int = field(init=False)
     """Tokens at submission."""

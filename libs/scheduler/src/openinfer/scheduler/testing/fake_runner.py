@@ -1,0 +1,209 @@
+"""FakeRunner: a device in miniature, with slots, paged memory and launch-ahead, that notices every misuse.
+
+It computes a step when it is launched (a stream runs steps in order, so nothing could tell) and gives the
+result out late. The state of a row is what a GPU would keep: alive bit, length, last token, block tables.
+Tokens are stored and read through the block tables, so a block that is given away too early, written twice,
+or listed as cached before it is written ends in a DeviceFault, or in a token that the oracle (`generate`)
+does not produce.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..protocols import Row, Step, StepResult
+from ..sequence import FinishReason, Seq
+from .model import EOS, cell, next_token
+
+
+class DeviceFault(RuntimeError):
+    """A step asked for something that on a GPU would be silent corruption."""
+
+
+@dataclass(slots=True, eq=False)
+class _DeviceRow:
+    """What the device knows about a slot, and (last two) what the host knows of it."""
+
+    slot: int
+    max_len: int
+    tables: list[list[int]]
+    length: int  # tokens stored
+    alive: bool = True
+    last_token: int | None = None
+    last_step: int = 0
+    ended: bool = False  # the host has been told, or has said so itself
+
+
+@dataclass(slots=True)
+class _Paged:
+    """One group's memory: (position, cell) by block, and the rows that have the block in their table."""
+
+    block_size: int
+    blocks: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)
+    holders: dict[int, set[_DeviceRow]] = field(default_factory=dict)
+
+
+class FakeRunner:
+    """A Runner over block_sizes[g] tokens a block in group g.
+
+    delay(index): how many calls of collect() find step `index` unfinished (waiting without limit finishes
+    it). stall(index, seq): whether a decode row stands still in a step (StepResult.advanced 0). depth:
+    launched and not collected, at most. The payload is a list along the step's rows: the token, or None.
+    Raises DeviceFault.
+    """
+
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        *,
+        depth: int = 2,
+        delay: Callable[[int], int] = lambda index: 0,
+        stall: Callable[[int, Seq], bool] = lambda index, seq: False,
+    ) -> None:
+        self.num_launched = self.num_collected = 0
+        self._depth, self._delay, self._stall = depth, delay, stall
+        self._groups = [_Paged(size) for size in block_sizes]
+        self._rows: dict[int, _DeviceRow] = {}
+        self._last_rows: Sequence[Row] = ()
+        self._results: deque[StepResult] = deque()
+        self._polls = 0
+
+    def launch(self, step: Step) -> None:
+        """Apply the step's changes, compute its rows, keep the result for later."""
+        self.num_launched += 1
+        self._check_shape(step)
+        for slot in step.left:
+            self._rows[slot].alive = False
+            self._rows[slot].ended = True
+        for seq in step.joined:
+            self._join(seq)
+        for seq, group, first, blocks in step.blocks:
+            self._write_table(self._rows[seq.slot], group, first, blocks)
+        result = StepResult(step.index, [], [], {})
+        self._results.append(result)
+        tokens = [self._run(row, result) for row in step.rows]
+        result.payload = tokens
+        result.advanced = result.advanced or None
+        if len(self._results) == 1:
+            self._polls = self._delay(step.index)
+
+    def collect(self, wait_s: float | None) -> StepResult | None:
+        """The oldest result, once it has been asked for often enough."""
+        if not self._results:
+            return None
+        if wait_s is not None and self._polls > 0:
+            self._polls -= 1
+            return None
+        result = self._results.popleft()
+        self.num_collected = result.index
+        for slot, _ in result.finished:
+            self._rows[slot].ended = True
+        if self._results:
+            self._polls = self._delay(self._results[0].index)
+        return result
+
+    def _check_shape(self, step: Step) -> None:
+        if step.index != self.num_launched:
+            raise DeviceFault(f"step {step.index} is launched as number {self.num_launched}")
+        if len(self._results) >= self._depth:
+            raise DeviceFault(f"step {step.index} is launched with {len(self._results)} in flight")
+        if step.changed == (step.rows is self._last_rows):
+            raise DeviceFault(f"step {step.index} says changed={step.changed}, its rows say otherwise")
+        self._last_rows = step.rows
+        slots = [row.seq.slot for row in step.rows]
+        if not slots or len(set(slots)) != len(slots):
+            raise DeviceFault(f"step {step.index} has the slots {slots}")
+        if [row.start is None for row in step.rows] != [i < step.num_decode for i in range(len(slots))]:
+            raise DeviceFault(f"step {step.index}: the first {step.num_decode} rows are not the decode rows")
+
+    def _fenced(self, row: _DeviceRow) -> bool:
+        return row.ended and row.last_step <= self.num_collected
+
+    def _join(self, seq: Seq) -> None:
+        old = self._rows.get(seq.slot)
+        if old is not None and not self._fenced(old):
+            raise DeviceFault(f"slot {seq.slot} is given to request {seq.id} while its row is in use")
+        if seq.slot < 1 or seq.lease is None:
+            raise DeviceFault(f"request {seq.id} joins with slot {seq.slot} and lease {seq.lease}")
+        tables: list[list[int]] = [[] for _ in self._groups]
+        self._rows[seq.slot] = _DeviceRow(seq.slot, seq.max_len, tables, seq.lease.num_cached)
+
+    def _write_table(self, row: _DeviceRow, group: int, first: int, blocks: Sequence[int]) -> None:
+        if first != len(row.tables[group]):
+            raise DeviceFault(
+                f"slot {row.slot}: table entry {first} is written, {len(row.tables[group])} are there"
+            )
+        row.tables[group].extend(blocks)
+        for block in blocks:
+            self._groups[group].holders.setdefault(block, set()).add(row)
+
+    def _run(self, row: Row, result: StepResult) -> int | None:
+        """One row of a step. A dead row does nothing."""
+        state = self._rows[row.seq.slot]
+        state.last_step = result.index
+        if not state.alive:
+            return None
+        if row.start is None:
+            if self._stall(result.index, row.seq):
+                result.advanced = {**(result.advanced or {}), state.slot: 0}
+                return None
+            if state.last_token is None:
+                raise DeviceFault(f"slot {state.slot} decodes before its prompt is complete")
+            fed: Sequence[int] = [state.last_token]
+        else:
+            if row.start != state.length:
+                raise DeviceFault(
+                    f"slot {state.slot} has {state.length} tokens, its chunk starts at {row.start}"
+                )
+            fed = row.seq.tokens[row.start : row.start + row.num_tokens]
+        if not len(fed) == row.num_tokens > 0:
+            raise DeviceFault(f"slot {state.slot} is fed {len(fed)} tokens with q_len {row.num_tokens}")
+        for token in fed:
+            self._store(state, token)
+        return self._sample(state, result) if row.emits else None
+
+    def _store(self, row: _DeviceRow, token: int) -> None:
+        previous = self._load(row, 0, row.length - 1) if row.length else 0
+        for group, memory in enumerate(self._groups):
+            index, offset = divmod(row.length, memory.block_size)
+            if index >= len(row.tables[group]):
+                raise DeviceFault(
+                    f"slot {row.slot} writes token {row.length} past its table in group {group}"
+                )
+            block = row.tables[group][index]
+            others = {
+                other for other in memory.holders[block] if other is not row and not self._fenced(other)
+            }
+            if others or block == 0:
+                raise DeviceFault(f"slot {row.slot} writes to block {block}, which other rows use")
+            memory.holders[block] = {row}
+            if offset == 0:
+                memory.blocks[block] = [None] * memory.block_size
+            memory.blocks[block][offset] = (row.length, cell(previous, token))
+        row.length += 1
+
+    def _load(self, row: _DeviceRow, group: int, position: int) -> int:
+        memory = self._groups[group]
+        index, offset = divmod(position, memory.block_size)
+        block = row.tables[group][index]
+        stored = memory.blocks.get(block, [None] * memory.block_size)[offset]
+        if stored is None or stored[0] != position:
+            raise DeviceFault(
+                f"slot {row.slot} reads token {position} from block {block}, which holds {stored}"
+            )
+        return stored[1]
+
+    def _sample(self, row: _DeviceRow, result: StepResult) -> int:
+        read = [[self._load(row, group, i) for i in range(row.length)] for group in range(len(self._groups))]
+        if any(cells != read[0] for cells in read):
+            raise DeviceFault(f"slot {row.slot}: the groups hold different tokens")
+        token = row.last_token = next_token(read[0])
+        reason = FinishReason.STOP if token == EOS else None
+        if reason is None and row.length + 1 == row.max_len:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            row.alive = False
+            result.finished = [*result.finished, (row.slot, reason)]
+        return token

@@ -1,0 +1,40 @@
+"""A "model" whose every token depends on all tokens before it, through state that is kept a token at a
+time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..sequence import FinishReason
+
+VOCABULARY = 31
+"""Token ids 0..30."""
+EOS = 0
+"""The token at which a row ends."""
+
+_PRIME = (1 << 61) - 1
+
+
+def cell(previous: int, token: int) -> int:
+    """What is stored for a token, given what is stored for the token before it (0 at the start): the "KV"."""
+    return (previous * 6364136223846793005 + token * 1442695040888963407 + 1) % _PRIME
+
+
+def next_token(cells: Iterable[int]) -> int:
+    """The greedy continuation: it reads every stored cell, as attention does."""
+    return (sum(cells) * 2862933555777941757 % _PRIME) % VOCABULARY
+
+
+def generate(prompt: Sequence[int], max_len: int) -> tuple[list[int], FinishReason]:
+    """The sequential oracle: the output of a request that is alone on the device, and why it ends."""
+    cells: list[int] = []
+    output: list[int] = []
+    for token in prompt:
+        cells.append(cell(cells[-1] if cells else 0, token))
+    while True:
+        output.append(next_token(cells))
+        if output[-1] == EOS:
+            return output, FinishReason.STOP
+        if len(prompt) + len(output) == max_len:
+            return output, FinishReason.LENGTH
+        cells.append(cell(cells[-1], output[-1]))

@@ -1,0 +1,212 @@
+"""Schedule: a generated workload, played on a StepLoop and compared with the sequential oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..errors import Rejected
+from ..events import Event, Finished, Scheduled, Tokens
+from ..loop import StepLoop
+from ..policy import FirstCome, Policy
+from ..protocols import Pool
+from ..sequence import FinishReason, Seq
+from .fake_runner import FakeRunner
+from .model import VOCABULARY, generate
+from .simple_pool import SimplePool
+
+MakePool = Callable[[Sequence[tuple[int, int]]], Pool]
+
+
+class Mismatch(AssertionError):
+    """The loop's events differ from what each request yields alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request, the turn in which it is submitted, and what the host does to it."""
+
+    turn: int
+    prompt: list[int]
+    max_tokens: int
+    abort_turn: int | None
+    """Turn in which the client goes away."""
+    stop_after: int | None
+    """Output tokens after which a stop string is found, by the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A workload and the sizes it runs with, all derived from a seed."""
+
+    seed: int
+    groups: list[tuple[int, int]]
+    max_rows: int
+    max_model_len: int
+    max_batched_tokens: int
+    max_chunk_tokens: int
+    depth: int
+    slowness: int
+    """Results come up to so many polls late."""
+    stall_rate: float
+    arrivals: list[Arrival]
+
+    @classmethod
+    def generate(cls, seed: int) -> Schedule:
+        """Small sizes, so that a few dozen turns meet every corner: tight pools, tiny chunks, shared
+        prefixes, follow-ups that continue an earlier request's output, aborts, stop strings, late results."""
+        rng = random.Random(seed)
+        max_model_len = rng.randint(12, 48)
+        sizes = rng.choice([[2], [4], [4], [3], [2, 4], [4, 6]])
+        fits = [-(-max_model_len // size) for size in sizes]
+        roomy = rng.choice([1.0, 1.3, 2.0, 5.0])
+        max_rows = rng.randint(1, 6)
+        prompts: list[list[int]] = []
+        for _ in range(rng.randint(1, 12)):
+            prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, max_model_len * 2 // 3))]
+            if prompts and rng.random() < 0.6:
+                earlier = rng.choice(prompts)
+                kept = earlier[: rng.randint(1, len(earlier))]
+                if rng.random() < 0.5:
+                    kept = earlier + generate(earlier, max_model_len)[0]
+                prompt = (kept + prompt[:3])[: max_model_len - 1]
+            prompts.append(prompt)
+        return cls(
+            seed,
+            [(size, 1 + int(fit * roomy) + rng.randint(0, 2)) for size, fit in zip(sizes, fits, strict=True)],
+            max_rows,
+            max_model_len,
+            rng.randint(max_rows, 24),
+            rng.randint(1, 16),
+            rng.choice([1, 2, 2, 2, 3]),
+            rng.choice([0, 1, 4]),
+            rng.choice([0.0, 0.0, 0.2]),
+            [
+                Arrival(
+                    rng.randint(0, 40),
+                    prompt,
+                    rng.randint(1, max_model_len),
+                    rng.randint(1, 80) if rng.random() < 0.2 else None,
+                    rng.randint(1, 8) if rng.random() < 0.2 else None,
+                )
+                for prompt in prompts
+            ],
+        )
+
+    def play(
+        self,
+        make_pool: MakePool = SimplePool,
+        *,
+        make_policy: Callable[[Schedule], Policy] | None = None,
+        loop_type: type[StepLoop] = StepLoop,
+        after_step: Callable[[StepLoop], object] = StepLoop.check,
+    ) -> StepLoop:
+        """Run it to the end, `after_step` after each turn. Returns the loop. Raises Mismatch, DeviceFault, or
+        whatever the parts under test raise."""
+        rng = random.Random(self.seed)
+        runner = FakeRunner(
+            [size for size, _ in self.groups],
+            depth=self.depth,
+            delay=lambda index: rng.randint(0, self.slowness),
+            stall=lambda index, seq: rng.random() < self.stall_rate,
+        )
+        pool = make_pool(self.groups)
+        policy = (
+            make_policy(self) if make_policy else FirstCome(self.max_batched_tokens, self.max_chunk_tokens)
+        )
+        loop = loop_type(
+            runner,
+            pool,
+            policy,
+            max_rows=self.max_rows,
+            max_model_len=self.max_model_len,
+            max_queued=len(self.arrivals),
+            depth=self.depth,
+        )
+        requests = [_Request(loop, number, arrival) for number, arrival in enumerate(self.arrivals)]
+        num_free = pool.num_free
+        turn = 0
+        while loop.has_work or any(request.arrival.turn >= turn for request in requests):
+            for request in requests:
+                request.act(turn)
+            _observe(loop.step(0.0))
+            after_step(loop)
+            turn += 1
+            if turn > 5000:
+                raise Mismatch(f"no end after {turn} turns: {loop.stats}")
+        for request in requests:
+            request.compare()
+        if pool.num_free != num_free:
+            raise Mismatch(f"{num_free - pool.num_free} blocks were not given back")
+        return loop
+
+
+def _observe(events: Sequence[Event]) -> None:
+    """Hand events to the requests as an engine does."""
+    for event in events:
+        if isinstance(event, Tokens):
+            assert isinstance(event.payload, list)
+            for position, seq in event.emitting():
+                _Request.of(seq).on_token(event.payload[position])
+        else:
+            _Request.of(event.seq).on_event(event)
+
+
+class _Request:
+    """A client: submits, aborts, stops, and records what it is told."""
+
+    def __init__(self, loop: StepLoop, number: int, arrival: Arrival) -> None:
+        self.arrival = arrival
+        self.seq = Seq(
+            number, list(arrival.prompt), arrival.max_tokens, arrival=float(arrival.turn), owner=self
+        )
+        self._loop = loop
+        self._output: list[int] = []
+        self._scheduled = 0
+        self._aborted = False
+        self._rejected = False
+        self._reasons: list[FinishReason] = []
+
+    @staticmethod
+    def of(seq: Seq) -> _Request:
+        assert isinstance(seq.owner, _Request)
+        return seq.owner
+
+    def act(self, turn: int) -> None:
+        if turn == self.arrival.turn:
+            try:
+                self._loop.submit(self.seq)
+            except Rejected:
+                self._rejected = True
+        if turn == self.arrival.abort_turn and turn >= self.arrival.turn:
+            self._aborted |= self._loop.abort(self.seq.id)
+        if self.arrival.stop_after is not None and len(self._output) >= self.arrival.stop_after:
+            self._aborted |= self._loop.abort(self.seq.id)
+
+    def on_token(self, token: int | None) -> None:
+        if token is None or not self._scheduled or self._reasons or self._aborted:
+            raise Mismatch(f"request {self.seq.id} is told {token} out of place")
+        self._output.append(token)
+        assert isinstance(self.seq.tokens, list)
+        self.seq.tokens.append(token)
+
+    def on_event(self, event: Scheduled | Finished) -> None:
+        if self._reasons or (isinstance(event, Scheduled) and self._scheduled):
+            raise Mismatch(f"request {self.seq.id} is told {event} out of place")
+        if isinstance(event, Scheduled):
+            self._scheduled += 1
+        else:
+            self._reasons.append(event.reason)
+
+    def compare(self) -> None:
+        """With what the request yields when it is alone."""
+        if self._rejected:
+            return
+        output, reason = generate(self.arrival.prompt, self.seq.max_len)
+        if self._reasons == [FinishReason.ABORT] and self._aborted:
+            output = output[: len(self._output)]
+        elif self._reasons != [reason] or self._aborted:
+            raise Mismatch(f"request {self.seq.id} ended with {self._reasons}, alone it is {reason}")
+        if self._output != output:
+            raise Mismatch(f"request {self.seq.id} yields {self._output}, alone it is {output}")

@@ -1,0 +1,393 @@
+"""StepLoop case by case. What generated schedules find is in test_schedules.py."""
+
+import sys
+from collections import deque
+
+import pytest
+
+from openinfer.scheduler import (
+    ContractError,
+    Decision,
+    Finished,
+    FinishReason,
+    FirstCome,
+    InvalidSetup,
+    Rejected,
+    RejectReason,
+    Scheduled,
+    Seq,
+    SeqState,
+    StepLoop,
+    StepResult,
+    Tokens,
+)
+from openinfer.scheduler.testing import SimplePool
+
+
+class ScriptedRunner:
+    """Records steps; a test says when one is done and what ended in it."""
+
+    def __init__(self):
+        self.steps = []
+        self.results = deque()
+
+    def launch(self, step):
+        self.steps.append(step)
+
+    def collect(self, wait_s):
+        return self.results.popleft() if self.results else None
+
+    def done(self, index, *finished, advanced=None):
+        self.results.append(StepResult(index, finished, f"payload {index}", advanced))
+
+
+def make(runner, *, blocks=40, block_size=4, policy=None, max_rows=4, max_model_len=64, **options):
+    pool = SimplePool([(block_size, blocks)])
+    loop = StepLoop(
+        runner, pool, policy or FirstCome(32), max_rows=max_rows, max_model_len=max_model_len, **options
+    )
+    return loop, pool
+
+
+def turn(loop):
+    """One turn, the owner's part included: every token is 7."""
+    events = loop.step(0.0)
+    for event in events:
+        if isinstance(event, Tokens):
+            for _, seq in event.emitting():
+                seq.tokens.append(7)
+    loop.check()
+    return events
+
+
+def names(events):
+    return [type(event).__name__ for event in events]
+
+
+def test_the_second_step_is_launched_before_the_first_is_read():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    seq = Seq(1, [1] * 6, 10)
+    loop.submit(seq)
+    assert turn(loop) == [Scheduled(seq, 0)]
+    assert turn(loop) == []
+    assert turn(loop) == []
+    first, second = runner.steps
+    assert [tuple(row) for row in first.rows] == [(seq, 6, True, 0)]
+    assert [tuple(row) for row in second.rows] == [(seq, 1, True, None)]
+    assert (first.joined, first.blocks[0].blocks, first.changed, first.num_decode) == ([seq], [1, 2], True, 0)
+    assert (second.joined, second.blocks, second.left, second.changed, second.num_decode) == (
+        [],
+        [],
+        [],
+        True,
+        1,
+    )
+    assert (seq.confirmed, seq.bound, seq.state) == (0, 7, SeqState.DECODE)
+    runner.done(1)
+    [tokens] = turn(loop)
+    assert (tokens.step, tokens.payload, list(tokens.emitting())) == (1, "payload 1", [(0, seq)])
+    turn(loop)
+    third = runner.steps[2]
+    assert third.rows is second.rows
+    assert not third.changed
+    assert (seq.confirmed, seq.num_output) == (6, 1)
+
+
+def test_a_row_gets_its_block_in_the_step_that_needs_it():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    loop.submit(Seq(1, [1] * 6, 10))
+    for index in range(1, 8):
+        turn(loop)
+        runner.done(index)
+    turn(loop)
+    # Step 1 brings 6 tokens, step 3 the 8th: step 4 needs block 3, step 8 block 4.
+    assert [[tuple(write)[1:] for write in step.blocks] for step in runner.steps] == [
+        [(0, 0, [1, 2])], [], [], [(0, 2, [3])], [], [], [], [(0, 3, [4])]
+    ]  # fmt: skip
+
+
+def test_a_row_that_ends_on_the_device_is_dead_in_the_step_already_launched():
+    runner = ScriptedRunner()
+    loop, _pool = make(runner)
+    seq, other = Seq(1, [1] * 3, 9), Seq(2, [2] * 3, 9)
+    loop.submit(seq)
+    loop.submit(other)
+    turn(loop)
+    turn(loop)
+    runner.done(1, (seq.slot, FinishReason.STOP))
+    events = turn(loop)
+    assert names(events) == ["Tokens", "Finished"]
+    assert list(events[0].emitting()) == [(0, seq), (1, other)]
+    assert events[1] == Finished(seq, FinishReason.STOP)
+    assert seq.lease is not None  # step 2 still includes the row
+    runner.done(2)
+    [tokens] = turn(loop)
+    assert tokens.dead == {seq}
+    assert list(tokens.emitting()) == [(1, other)]
+    assert seq.lease is None
+    assert [row.seq for row in runner.steps[2].rows] == [other]
+    assert runner.steps[2].left == []  # the device ended the row itself
+
+
+def test_abort_ends_at_once_and_lets_go_at_the_fence():
+    runner = ScriptedRunner()
+    loop, _pool = make(runner, max_rows=1)
+    seq, heir = Seq(1, [1] * 3, 9), Seq(2, [2] * 3, 9)
+    loop.submit(seq)
+    loop.submit(heir)
+    turn(loop)
+    turn(loop)
+    assert loop.abort(1, FinishReason.STOP)
+    assert not loop.abort(1)
+    assert not loop.abort(77)
+    runner.done(1)
+    events = turn(loop)
+    assert events[0] == Finished(seq, FinishReason.STOP)
+    assert list(events[1].emitting()) == []
+    assert heir.state is SeqState.WAITING
+    runner.done(2, (1, FinishReason.LENGTH))  # the device ended the row as well: there is one terminal
+    assert [list(event.emitting()) for event in turn(loop)] == [[]]
+    assert turn(loop) == [Scheduled(heir, 0)]
+    assert (runner.steps[2].left, runner.steps[2].joined) == ([1], [heir])
+
+
+def test_abort_of_a_waiting_sequence_leaves_no_trace():
+    runner = ScriptedRunner()
+    loop, pool = make(runner)
+    seq = Seq(1, [1] * 3, 9)
+    loop.submit(seq)
+    loop.abort(1)
+    assert loop.has_work
+    assert turn(loop) == [Finished(seq, FinishReason.ABORT)]
+    assert not loop.has_work
+    assert not runner.steps
+    assert pool.num_free == pool.num_total
+
+
+def test_a_prompt_longer_than_the_budget_comes_in_chunks_and_only_the_last_emits():
+    runner = ScriptedRunner()
+    loop, _ = make(runner, policy=FirstCome(8, max_chunk_tokens=5))
+    seq = Seq(1, [1] * 12, 2)
+    loop.submit(seq)
+    for index in range(1, 4):
+        turn(loop)
+        runner.done(index)
+    assert [(row.num_tokens, row.emits, row.start) for step in runner.steps for row in step.rows] == [
+        (5, False, 0),
+        (5, False, 5),
+        (2, True, 10),
+    ]
+    assert names(turn(loop)) == ["Tokens"]  # of step 3; steps 1 and 2 had none to tell of
+
+
+def test_a_dry_pool_drains_then_preempts_the_latest_and_recomputes_it():
+    runner = ScriptedRunner()
+    loop, _pool = make(runner, blocks=1 + 5, max_model_len=16)
+    old, young = Seq(1, [1] * 7, 9), Seq(2, [2] * 7, 9)
+    loop.submit(old)
+    loop.submit(young)
+    turn(loop)  # 7 tokens each in blocks of 4
+    turn(loop)  # 8
+    runner.done(1)
+    turn(loop)
+    turn(loop)  # the 9th needs a third block each; there is one
+    assert (len(runner.steps), loop.stats.dry) == (2, 1)
+    runner.done(2)
+    turn(loop)
+    turn(loop)
+    assert (young.state, young.lease, young.num_preemptions) == (SeqState.WAITING, None, 1)
+    assert (runner.steps[2].left, [row.seq for row in runner.steps[2].rows]) == (
+        [2],
+        [old],
+    )
+    assert (young.tokens, old.confirmed, loop.stats.preemptions) == ([2] * 7 + [7, 7], 8, 1)
+    runner.done(3, (old.slot, FinishReason.STOP))
+    turn(loop)
+    turn(loop)
+    runner.done(4)
+    turn(loop)
+    turn(loop)
+    again = runner.steps[-1]
+    assert again.joined == [young]
+    assert [(row.start, row.num_tokens, row.emits) for row in again.rows] == [
+        (8, 1, True)
+    ]  # the rest was cached
+
+
+def test_tokens_that_the_owner_did_not_append_are_noticed_before_they_are_recomputed_wrong():
+    runner = ScriptedRunner()
+    loop, _ = make(runner, blocks=1 + 3, max_model_len=12)
+    loop.submit(Seq(1, [1] * 4, 8))
+    loop.submit(Seq(2, [2] * 4, 8))
+    for index in (1, 2):
+        loop.step(0.0)
+        runner.done(index)
+    with pytest.raises(ContractError, match=r"request 2 has 4 tokens where 5 were reported.*append"):
+        loop.step(0.0)
+
+
+def test_rejections_name_what_was_given_and_allowed_and_are_counted():
+    loop, _pool = make(ScriptedRunner(), blocks=1 + 4, max_model_len=32, max_queued=1)
+    cases = [
+        (Seq(1, [1] * 32, 1), RejectReason.TOO_LONG, "32 prompt tokens; the model's length of 32 allows 31"),
+        (Seq(1, [], 1), RejectReason.INVALID, "0 prompt tokens"),
+        (Seq(1, [1], 0), RejectReason.INVALID, "max_tokens 0"),
+        (Seq(1, [1] * 10, 8), RejectReason.POOL_TOO_SMALL, "may need 17 tokens of cache; the pool holds 16"),
+    ]
+    for seq, reason, message in cases:
+        with pytest.raises(Rejected, match=message) as caught:
+            loop.submit(seq)
+        assert caught.value.reason is reason
+    accepted = Seq(1, [1] * 10, 7)
+    loop.submit(accepted)
+    for seq, reason in [(accepted, RejectReason.INVALID), (Seq(2, [1], 1), RejectReason.QUEUE_FULL)]:
+        with pytest.raises(Rejected) as caught:
+            loop.submit(seq)
+        assert caught.value.reason is reason
+    assert loop.stats.rejected == {
+        RejectReason.TOO_LONG: 1,
+        RejectReason.INVALID: 3,
+        RejectReason.POOL_TOO_SMALL: 1,
+        RejectReason.QUEUE_FULL: 1,
+    }
+    assert (loop.stats.submitted, loop.stats.waiting) == (1, 1)
+
+
+def test_a_row_that_stood_still_falls_behind_by_a_step():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    seq = Seq(1, [1] * 6, 10)
+    loop.submit(seq)
+    turn(loop)
+    turn(loop)
+    runner.done(1)
+    runner.done(2, advanced={seq.slot: 0})
+    first, second = turn(loop)
+    assert list(first.emitting()) == [(0, seq)]
+    assert list(second.emitting()) == []
+    assert (seq.confirmed, seq.bound) == (6, 6)
+
+
+def test_a_failed_row_ends_alone_and_is_not_cached():
+    runner = ScriptedRunner()
+    loop, _pool = make(runner)
+    bad, good = Seq(1, [1] * 5, 9), Seq(2, [2] * 5, 9)
+    loop.submit(bad)
+    loop.submit(good)
+    turn(loop)
+    runner.done(1, (bad.slot, FinishReason.ERROR))
+    assert turn(loop)[-1] == Finished(bad, FinishReason.ERROR)
+    assert good.state is SeqState.DECODE
+
+
+def test_a_runners_failure_passes_through_and_live_says_who_must_be_told():
+    class Broken(ScriptedRunner):
+        def collect(self, wait_s):
+            raise OSError("device lost")
+
+    loop, _ = make(Broken())
+    seq = Seq(1, [1], 5)
+    loop.submit(seq)
+    with pytest.raises(OSError, match="device lost"):
+        loop.step(0.0)
+    assert loop.live == [seq]
+
+
+def test_results_out_of_order_or_for_empty_slots_are_refused():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    loop.submit(Seq(1, [1], 5))
+    runner.done(2)
+    with pytest.raises(ContractError, match="returned step 2 where step 1"):
+        loop.step(0.0)
+    loop, _ = make(runner)
+    loop.submit(Seq(1, [1], 5))
+    runner.done(1, (3, FinishReason.STOP))
+    with pytest.raises(ContractError, match="names slot 3"):
+        loop.step(0.0)
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (lambda seq: Decision(admit=[Seq(5, [1], 1)], admit_tokens=8), "admits request 5"),
+        (lambda seq: Decision(preempt=[seq]), "preempts request 1"),
+    ],
+)
+def test_a_policy_that_names_the_wrong_sequence_is_refused(decision, message):
+    class Wrong(FirstCome):
+        def plan(self, view):
+            return decision(seq)
+
+    seq = Seq(1, [1], 5)
+    loop, _ = make(ScriptedRunner(), policy=Wrong(32))
+    loop.submit(seq)
+    with pytest.raises(ContractError, match=message):
+        loop.step(0.0)
+
+
+def test_drain_reads_everything_and_launches_nothing():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    seq = Seq(1, [1] * 3, 9)
+    loop.submit(seq)
+    turn(loop)
+    turn(loop)
+    runner.done(1)
+    runner.done(2)
+    assert names(loop.drain()) == ["Tokens", "Tokens"]
+    assert (len(runner.steps), loop.stats.in_flight) == (2, 0)
+
+
+def test_idle_costs_nothing_and_waits_for_nothing():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    assert loop.step(None) == []
+    assert not loop.has_work
+
+
+def test_waiting_happens_only_when_nothing_can_be_launched_or_told():
+    waits = []
+
+    class Timed(ScriptedRunner):
+        def collect(self, wait_s):
+            waits.append(wait_s)
+            return super().collect(wait_s)
+
+    runner = Timed()
+    loop, _ = make(runner)
+    loop.submit(Seq(1, [1] * 3, 9))
+    loop.step(0.5)  # has Scheduled to tell
+    loop.step(0.5)  # fills the pipeline
+    loop.step(0.5)
+    assert waits == [0.0, 0.5, 0.5]
+
+
+def test_a_steady_step_runs_the_same_code_whatever_the_batch():
+    def calls_of_a_step(rows):
+        runner = ScriptedRunner()
+        loop, _ = make(runner, policy=FirstCome(1024), max_rows=rows, block_size=64, blocks=rows + 1)
+        for number in range(rows):
+            loop.submit(Seq(number, [1] * 8, 40))
+        for index in range(1, 5):
+            turn(loop)
+            runner.done(index)
+        lines = []
+        sys.setprofile(lambda frame, event, argument: lines.append(event))
+        try:
+            events = loop.step(0.0)
+        finally:
+            sys.setprofile(None)
+        assert names(events) == ["Tokens"]
+        return len(lines)
+
+    assert calls_of_a_step(4) == calls_of_a_step(64) < 100
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(InvalidSetup, match="given 0, 1024, 2 and 64"):
+        make(ScriptedRunner(), max_rows=0)
+    with pytest.raises(InvalidSetup, match="max_model_len at least 2"):
+        make(ScriptedRunner(), max_model_len=1)

@@ -1,0 +1,47 @@
+"""The public names are the listed ones, sorted, and importing them is cheap and needs nothing."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+import openinfer.scheduler
+import openinfer.scheduler.testing
+
+
+@pytest.mark.parametrize("module", [openinfer.scheduler, openinfer.scheduler.testing])
+def test_all_is_sorted_and_complete(module):
+    public = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public == set(module.__all__)
+    # The linter's order: constants first.
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), name))
+
+
+def test_every_public_name_is_documented():
+    for name in openinfer.scheduler.__all__:
+        assert getattr(openinfer.scheduler, name).__doc__, name
+
+
+def test_import_needs_the_standard_library_only_and_is_quick():
+    code = (
+        "import sys, time; start = time.perf_counter(); import openinfer.scheduler; "
+        "print(time.perf_counter() - start); "
+        "print(*{name.split('.')[0] for name in sys.modules} - sys.stdlib_module_names)"
+    )
+    outputs = [
+        subprocess.run([sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True).stdout
+        for _ in range(3)
+    ]
+    assert min(float(output.split("\n")[0]) for output in outputs) < 0.1
+    foreign = set(outputs[0].split("\n")[1].split()) - {
+        "openinfer",
+        "__main__",
+        "sitecustomize",
+        "usercustomize",
+    }
+    assert not {name for name in foreign if not name.startswith(("_", "distutils-precedence"))}

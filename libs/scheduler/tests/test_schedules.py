@@ -1,0 +1,177 @@
+"""Generated workloads against the sequential oracle; and broken parts, which must not pass them."""
+
+import random
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+from openinfer.scheduler import Decision, FirstCome, SeqState, StepLoop, Tokens
+from openinfer.scheduler.testing import DeviceFault, Mismatch, Schedule, SimplePool
+
+
+def play(seeds, **options):
+    """Play many schedules; returns what happened in them, in sum."""
+    seen = Counter()
+    for seed in seeds:
+        schedule = Schedule.generate(seed)
+        try:
+            stats = schedule.play(**options).stats
+        except Exception as error:
+            error.add_note(f"in {schedule}")
+            raise
+        seen.update(preemptions=stats.preemptions, dry=stats.dry, finished=stats.finished, steps=stats.steps)
+    return seen
+
+
+def test_300_schedules_yield_what_each_request_yields_alone():
+    seen = play(range(300))
+    assert min(seen["preemptions"], seen["dry"]) > 100  # the schedules do reach the hard cases
+    assert seen["finished"] > 1500
+
+
+@pytest.mark.slow
+def test_10_000_schedules_yield_what_each_request_yields_alone():
+    assert play(range(1000, 11_000))["preemptions"] > 4000
+
+
+class Whimsical(FirstCome):
+    """Preempts at random, admits out of order, gives chunks to some, takes any victim: none of it may show."""
+
+    def __init__(self, schedule):
+        super().__init__(schedule.max_batched_tokens, schedule.max_chunk_tokens)
+        self.random = random.Random(schedule.seed)
+        self.left = 10  # preemptions; without end there would be no progress
+
+    def plan(self, view):
+        decision = super().plan(view)
+        waiting = list(self._waiting)
+        self.random.shuffle(waiting)
+        chunks = {
+            seq: self.random.randint(1, count)
+            for seq, count in decision.chunks.items()
+            if self.random.random() < 0.7
+        }
+        preempt = []
+        if self.left and view.running and self.random.random() < 0.2:
+            preempt = [self.random.choice(list(view.running))]
+            self.left -= 1
+        return Decision(chunks, list(islice(waiting, view.free_slots)), decision.admit_tokens, preempt)
+
+    def victim(self, view):
+        return self.random.choice(list(view.running))
+
+
+def test_a_whimsical_policy_changes_when_tokens_come_but_not_which():
+    assert play(range(100), make_policy=Whimsical)["preemptions"] > 200
+
+
+def test_without_a_prefix_cache_the_tokens_are_the_same():
+    play(range(60), make_pool=lambda groups: SimplePool(groups, prefix_cache=False))
+
+
+# Negative controls: each of these breaks one rule, and the schedules must notice.
+
+
+class CommitsUnconfirmed(StepLoop):
+    """Registers the newest token, which was sampled but never fed."""
+
+    def _commit(self, seq):
+        if seq.lease:
+            seq.lease.commit(seq.tokens, min(len(seq.tokens), seq.lease.num_tokens))
+
+
+class ReleasesBeforeTheFence(StepLoop):
+    """Gives slot and blocks back when a sequence ends, though a launched step still has the row."""
+
+    def _end(self, seq, reason, events):
+        super()._end(seq, reason, events)
+        self._let_go(seq)
+
+
+class ReportsDeadRows(StepLoop):
+    """Passes on what a row yields after its end."""
+
+    def _reconcile(self, result, events):
+        first = len(events)
+        super()._reconcile(result, events)
+        for index, event in enumerate(events[first:], first):
+            if isinstance(event, Tokens):
+                events[index] = Tokens(event.step, event.rows, frozenset(), event.payload, event.advanced)
+
+
+class ChunkOneShort(StepLoop):
+    """Feeds a token less than the prompt has."""
+
+    def _chunk(self, seq, num_tokens):
+        row = super()._chunk(seq, num_tokens)
+        return row._replace(num_tokens=max(1, row.num_tokens - 1))
+
+
+class BlocksOneStepLate(StepLoop):
+    """Looks for new blocks one step after the one that needs them."""
+
+    def _schedule_crossing(self, seq):
+        super()._schedule_crossing(seq)
+        if seq._crossing:
+            self._calendar[seq._crossing].remove(seq)
+            seq._crossing += 1
+            self._calendar.setdefault(seq._crossing, []).append(seq)
+
+
+class PreemptsWithoutDraining(StepLoop):
+    """Takes blocks away from rows in flight."""
+
+    def _grow(self, index):
+        in_flight, self._in_flight = self._in_flight, []
+        try:
+            return super()._grow(index)
+        finally:
+            self._in_flight = in_flight
+
+
+class GivesABlockTwice(SimplePool):
+    """Forgets that a block is in use."""
+
+    def take(self, group, count):
+        blocks = super().take(group, count)
+        for block in blocks[1:]:
+            self.users[group][block] = 0
+        return blocks
+
+
+class ForgetsAPreempted(FirstCome):
+    """Loses whom it preempted."""
+
+    def __init__(self, schedule):
+        super().__init__(schedule.max_batched_tokens)
+
+    def on_preempt(self, seq):
+        assert seq.state is SeqState.WAITING
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"loop_type": CommitsUnconfirmed},
+        {"loop_type": ReleasesBeforeTheFence},
+        {"loop_type": ReportsDeadRows},
+        {"loop_type": ChunkOneShort},
+        {"loop_type": BlocksOneStepLate},
+        {"loop_type": PreemptsWithoutDraining},
+        {"make_pool": GivesABlockTwice},
+        {"make_policy": ForgetsAPreempted},
+    ],
+    ids=lambda broken: next(iter(broken.values())).__name__,
+)
+def test_a_broken_part_does_not_pass(broken):
+    caught = 0
+    for seed in range(60):
+        try:
+            # Without the loop's own check, so that it is the device or the oracle that notices.
+            Schedule.generate(seed).play(after_step=lambda loop: None, **broken)
+        except (DeviceFault, Mismatch):
+            caught += 1
+        except Exception:  # the loop itself stumbles
+            pass
+    assert caught >= 3
