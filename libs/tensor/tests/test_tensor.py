@@ -87,8 +87,10 @@ def test_reshape() -> None:
     assert tensor.reshape([24]).strides == (1,)
     assert tensor[:1].reshape(6).shape == (6,)
     assert Tensor.empty((0, 3), "int8", CPU).reshape(-1).shape == (0,)
+    assert Tensor.empty((0, 3), "int8", CPU).reshape(3, -1).shape == (3, 0)
+    assert tensor[0, 0].reshape(()).shape == ()
     assert tensor[0, 0].reshape(1, 1).shape == (1, 1)
-    for bad in ((5, 5), (5, -1), (-1, -1), (-4, -6)):
+    for bad in ((5, 5), (5, -1), (-1, -1), (-4, -6), (0, -1), (), (-24,)):
         with pytest.raises(ShapeError):
             tensor.reshape(bad)
     with pytest.raises(ShapeError, match="contiguous"):

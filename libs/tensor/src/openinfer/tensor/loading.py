@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
 BUFFER_BYTES = 32 << 20
-_NUM_BUFFERS = 3  # one filling, one uploading, one to absorb the jitter between them
+_NUM_FILLING = 2  # so that no thread idles while the last piece of a buffer is read
+_NUM_BUFFERS = 4  # those, one that uploads, and one that is next to
 _PIECE_BYTES = 4 << 20  # what one thread reads at a time
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
@@ -120,27 +122,38 @@ def _load_cuda(
     total: int,
     progress: Progress | None,
 ) -> None:
-    device, size = stream.device, min(BUFFER_BYTES, total)
+    device, size, done = stream.device, min(BUFFER_BYTES, total), 0
+    filling: deque[tuple[int, list[_Piece], list[Future[None]]]] = deque()
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS))
         buffers = [stack.enter_context(PinnedBuffer(device, size)) for _ in range(_NUM_BUFFERS)]
         uploaded = [stack.enter_context(Event(device)) for _ in range(_NUM_BUFFERS)]
         stack.callback(stream.synchronize)  # runs first: no buffer may go while an upload reads it
-        done = 0
-        for i, batch in enumerate(_batches(todo, size)):
-            buffer, event = buffers[i % _NUM_BUFFERS], uploaded[i % _NUM_BUFFERS]
-            event.synchronize()
-            fills = [
-                pool.submit(ckpt.read_into, p.name, buffer.array[p.at : p.at + p.nbytes], p.start)
-                for p in batch
-            ]
-            for fill, piece in zip(fills, batch, strict=True):
+
+        def upload_oldest() -> None:
+            nonlocal done
+            turn, batch, fills = filling.popleft()
+            for piece, fill in zip(batch, fills, strict=True):
                 fill.result()
-                stream.copy_async(piece.dst_ptr, buffer.ptr + piece.at, piece.nbytes, "h2d")
-            event.record(stream)
+                stream.copy_async(piece.dst_ptr, buffers[turn].ptr + piece.at, piece.nbytes, "h2d")
+            uploaded[turn].record(stream)
             done += sum(piece.nbytes for piece in batch)
             if progress:
                 progress(done, total)
+
+        for i, batch in enumerate(_batches(todo, size)):
+            turn = i % _NUM_BUFFERS
+            uploaded[turn].synchronize()
+            parts = [buffers[turn].array[p.at : p.at + p.nbytes] for p in batch]
+            fills = [
+                pool.submit(ckpt.read_into, p.name, part, p.start)
+                for p, part in zip(batch, parts, strict=True)
+            ]
+            filling.append((turn, batch, fills))
+            if len(filling) == _NUM_FILLING:
+                upload_oldest()
+        while filling:
+            upload_oldest()
 
 
 def _batches(todo: Iterable[tuple[TensorInfo, Tensor]], size: int) -> Iterator[list[_Piece]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -168,15 +168,16 @@ class Tensor:
 
     def reshape(self, *shape: int | Sequence[int]) -> Tensor:
         """The same elements in another shape; one axis may be -1. Contiguous only: it never copies."""
-        new = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-        dims = [int(n) for n in new]  # type: ignore[arg-type]
-        if dims.count(-1) == 1:
-            known = num_elements(tuple(n for n in dims if n != -1))
-            dims[dims.index(-1)] = self.numel // known if known else 0
-        if num_elements(tuple(dims)) != self.numel:
-            raise ShapeError(f"cannot reshape {self!r} to {new}: {self.numel} elements must stay")
+        first = shape[0] if len(shape) == 1 else shape
+        new = (first,) if isinstance(first, int) else tuple(cast(Sequence[int], first))
+        numel = self.numel
+        if new.count(-1) == 1:
+            known = -math.prod(new)
+            new = tuple(numel // known if n == -1 and known else n for n in new)
+        if math.prod(new) != numel or min(new, default=0) < 0:
+            raise ShapeError(f"cannot reshape {self!r} to {first}: {numel} elements must stay")
         self._require_contiguous("reshape")
-        return Tensor(self.ptr, tuple(dims), self.dtype, self.device, None, self.owner, self.name)
+        return Tensor(self.ptr, new, self.dtype, self.device, None, self.owner, self.name)
 
     def view_as(self, dtype: DType | type | str) -> Tensor:
         """The same bytes read as another dtype; the last axis is rescaled. Contiguous tensors only."""
