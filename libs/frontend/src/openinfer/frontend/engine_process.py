@@ -52,9 +52,11 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
         messages: list[ToEngine] = []
         if block:
             messages.append(decode(socket.recv()))
-        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            messages.append(decode(socket.recv()))
-        return messages
+        try:
+            while True:
+                messages.append(decode(socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
 
     try:
         engine = boot.spec.build()

@@ -1,0 +1,104 @@
+"""Sending what a Generation yields, whole or as server-sent events, and ending it when the client leaves."""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.generation import RETRY_AFTER_S, Generation
+from openinfer.frontend.http.shapes import DONE_EVENT, Shape, error_body, error_event
+
+__all__ = ["Answer", "error_response"]
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer(Response):
+    """Submits the generation and sends its outcome. The status waits for the engine's first word on it.
+
+    active: the set the generation is in while it runs. log: called at the end with a word about the outcome.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        shape: Shape,
+        active: set[Generation],
+        log: Callable[[Generation, str], None] | None,
+    ) -> None:
+        self._generation = generation
+        self._shape = shape
+        self._active = active
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        self._active.add(generation)
+        watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
+        outcome = "ok"
+        try:
+            generation.submit()
+            await (self._stream(send) if generation.plan.stream else self._whole(send))
+        except APIError as error:
+            outcome = str(error)
+            await error_response(error)(scope, receive, send)
+        finally:
+            watcher.cancel()
+            generation.cancel("the request was given up")  # nothing, when all has ended
+            self._active.discard(generation)
+            if self._log is not None:
+                self._log(generation, outcome)
+
+    async def _whole(self, send: Send) -> None:
+        generation = self._generation
+        while not generation.done and generation.error() is None:
+            await generation.changed()
+        error = generation.error()
+        if error is not None:
+            raise error
+        body = self._shape.whole(generation.choices, generation.usage())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        generation, shape = self._generation, self._shape
+        while not generation.started:
+            await generation.changed()
+        error = generation.error()
+        if error is not None:
+            raise error
+        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        while True:
+            events = b"".join([shape.events(choice) for choice in generation.choices])
+            error = generation.error()
+            if error is not None:
+                events += error_event(error) + DONE_EVENT
+            elif generation.done:
+                if generation.plan.include_usage:
+                    events += shape.usage_event(generation.usage())
+                events += DONE_EVENT
+            if error is not None or generation.done:
+                await send({"type": "http.response.body", "body": events})
+                return
+            if events:
+                # Waits while the client's socket is full; tokens gather meanwhile and leave as one event.
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            await generation.changed()
+
+    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.cancel("the client has left")
+
+
+def error_response(error: APIError) -> Response:
+    """A refusal with OpenAI's error object; 503 says when to come back."""
+    headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else None
+    return Response(error_body(error), error.status, headers, "application/json")

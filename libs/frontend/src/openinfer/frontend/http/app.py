@@ -1,0 +1,92 @@
+"""The ASGI application."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from openinfer.frontend.client import EngineClient
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.answer import error_response
+from openinfer.frontend.http.chat_template import ChatTemplate
+from openinfer.frontend.http.params import SamplingDefaults
+from openinfer.frontend.http.service import ApiKeyGuard, Service
+from openinfer.frontend.http.tokenizer import Tokenizer
+
+__all__ = ["create_app"]
+
+
+def create_app(
+    client: EngineClient,
+    *,
+    tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
+    defaults: SamplingDefaults | None = None,
+    model_names: Sequence[str] = (),
+    api_key: str | None = None,
+    log_requests: bool = False,
+) -> Starlette:
+    """OpenAI's endpoints over an engine; `app.state.service` is the Service.
+
+    The application's lifespan starts and closes the client: run it with any ASGI server. Whoever manages the
+    client elsewhere turns the lifespan off (uvicorn: lifespan="off").
+
+    client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat.
+    defaults: sampling values for requests that give none. model_names: what requests may call the model
+    (default: the engine's name). api_key: wanted on all paths but /health and /ready.
+    log_requests: log one line a request at its end.
+    """
+    service = Service(
+        client,
+        tokenizer=tokenizer,
+        template=template,
+        defaults=defaults or SamplingDefaults(),
+        model_names=model_names,
+        log_requests=log_requests,
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/v1/models", service.models),
+            Route("/health", service.health),
+            Route("/ready", service.ready),
+            Route("/metrics", service.prometheus),
+            Route("/version", service.version),
+        ],
+        middleware=[Middleware(ApiKeyGuard, api_key=api_key)] if api_key else [],
+        exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    return app
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(APIError(message, status=error.status_code))
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    # The text of an unexpected exception may hold paths and addresses: it goes to the log, not to the client.
+    return error_response(APIError("internal error; the server's log has more", status=500))

@@ -1,0 +1,159 @@
+"""The JSON bodies of the two completion endpoints, typed; what we know but do not do is refused by name.
+
+Fields nobody knows are ignored, as clients expect. A field that is known and would change the answer is either
+honoured or answered with 400.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from openinfer.frontend.errors import APIError
+
+__all__ = ["ChatBody", "CommonBody", "CompletionBody", "decode_body"]
+
+
+class StreamOptions(msgspec.Struct):
+    """stream_options."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonBody(msgspec.Struct, kw_only=True):
+    """What both endpoints take; None is a field that was not given. Values are checked in params.py."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class CompletionBody(CommonBody, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any] | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(CommonBody, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+# Known fields we do not honour, each with the values that ask for nothing.
+_NOTHING: tuple[Any, ...] = (None,)
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "length_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "early_stopping": (None, False),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "prompt_logprobs": _NOTHING,
+    "prompt_embeds": _NOTHING,
+    "logprob_token_ids": (None, []),
+    "allowed_token_ids": _NOTHING,
+    "bad_words": (None, []),
+    "truncate_prompt_tokens": _NOTHING,
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": _NOTHING,
+    "guided_json": _NOTHING,
+    "guided_regex": _NOTHING,
+    "guided_choice": _NOTHING,
+    "guided_grammar": _NOTHING,
+    "guided_json_object": (None, False),
+    "json_schema": _NOTHING,
+    "regex": _NOTHING,
+    "ebnf": _NOTHING,
+    "stop_regex": _NOTHING,
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),  # without tools both mean none
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "documents": (None, []),
+    "chat_template": _NOTHING,
+    "continue_final_message": (None, False),
+    "reasoning_effort": _NOTHING,
+    "thinking_token_budget": _NOTHING,
+    "include_reasoning": (None, True),
+    "separate_reasoning": (None, False),
+    "modalities": (None, ["text"]),
+    "audio": _NOTHING,
+    "web_search_options": _NOTHING,
+    "repetition_detection": _NOTHING,
+    "kv_transfer_params": _NOTHING,
+    "vllm_xargs": (None, {}),
+    "lora": _NOTHING,
+    "lora_path": _NOTHING,
+    "lora_request": _NOTHING,
+    "extra_key": _NOTHING,
+}
+_WHERE = re.compile(r" - at `\$\.?(?P<path>(?P<field>\w*)[^`]*)`$")
+_Body = TypeVar("_Body", CompletionBody, ChatBody)
+
+
+def decode_body(raw: bytes, kind: type[_Body]) -> _Body:
+    """Read a request body. Raises APIError (400) that names the field where there is one."""
+    try:
+        fields = msgspec.json.decode(raw)
+        if not isinstance(fields, dict):
+            raise APIError(f"the body must be a JSON object, not {_json_type(fields)}")
+        for name in _UNSUPPORTED.keys() & fields.keys():
+            if not _asks_for_nothing(fields[name], _UNSUPPORTED[name]):
+                raise APIError(
+                    f"{name} is not supported by this server; leave it out", param=name, code="unsupported"
+                )
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise APIError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise APIError("the body is nested too deeply") from error
+
+
+def _asks_for_nothing(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # False == 0 and True == 1, but a boolean is not a number in JSON.
+    return any(value == word and isinstance(value, bool) == isinstance(word, bool) for word in neutral)
+
+
+def _wrong_type(message: str) -> APIError:
+    where = _WHERE.search(message)
+    if where is None:
+        return APIError(message)
+    what = message[: where.start()].replace("`", "").replace(" | null", "")
+    return APIError(f"{where['path']}: {what[0].lower()}{what[1:]}", param=where["field"] or None)
+
+
+def _json_type(value: object) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")

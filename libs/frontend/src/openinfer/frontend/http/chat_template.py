@@ -1,0 +1,94 @@
+"""The checkpoint's own chat template, rendered in a sandbox as model authors expect it."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from openinfer.frontend.errors import APIError, ModelFilesError
+
+__all__ = ["ChatTemplate", "find_template"]
+
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class ChatTemplate:
+    """Turns messages into the text of a prompt.
+
+    source: Jinja source; ModelFilesError if it does not compile.
+    special_tokens: names and texts that the template may mention (bos_token, eos_token, ...).
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelFilesError(f"the chat template does not compile: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. kwargs are the request's chat_template_kwargs, such as enable_thinking.
+
+        Raises APIError (400) when the template refuses the messages or kwargs name what is not theirs.
+        """
+        reserved = sorted(_OURS.intersection(kwargs or ()))
+        if reserved:
+            raise APIError(
+                f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs"
+            )
+        variables = {**self._special_tokens, **(kwargs or {})}
+        try:
+            return self._template.render(
+                variables, messages=messages, tools=None, add_generation_prompt=add_generation_prompt
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
+    """Source of the template: chat_template.jinja, else tokenizer_config.json's chat_template, else None."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+    if found is not None and not isinstance(found, str):
+        raise ModelFilesError(
+            f"chat_template in tokenizer_config.json is a {type(found).__name__}, not a string"
+        )
+    return found
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes <, > and & for HTML, which no model was trained on.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,291 @@
+"""One HTTP request at work: its choices, fed by the engine, read by the response.
+
+Everything happens in the event loop's thread. The engine side (Choice.push) turns tokens into text at once,
+so that a stop string ends the sequence even when nobody reads; the response side takes what has gathered, all
+at once, so that a slow reader gets fewer, larger pieces.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from openinfer.frontend.client import Delta, EngineClient
+from openinfer.frontend.contract import Failed, Finished, Rejected, Request, TokenLogprobs
+from openinfer.frontend.errors import APIError, EngineDeadError
+from openinfer.frontend.http.detokenizer import StopStrings
+from openinfer.frontend.http.metrics import Metrics
+from openinfer.frontend.http.params import Plan, choice_sampling
+from openinfer.frontend.http.tokenizer import Tokenizer
+
+__all__ = ["Choice", "Generation", "Usage"]
+
+_STATUS = {"queue_full": 503}
+_CODE = {"too_long": "context_length_exceeded"}
+RETRY_AFTER_S = 1
+
+
+class Choice:
+    """One sequence of a request: what came out of the engine and has not been taken yet.
+
+    The response takes text, token_ids and logprobs (parallel to token_ids, if asked for), and reads finish_reason,
+    stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens.
+    """
+
+    __slots__ = (
+        "_abort",
+        "_detokenizer",
+        "_first_time",
+        "_include_stop",
+        "_last_time",
+        "_metrics",
+        "_scheduled_time",
+        "_stops",
+        "_wake",
+        "cached_tokens",
+        "error",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "num_tokens",
+        "request",
+        "started",
+        "stop_reason",
+        "text",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        request: Request,
+        plan: Plan,
+        tokenizer: Tokenizer | None,
+        metrics: Metrics,
+        wake: Callable[[], None],
+        abort: Callable[[int], None],
+    ) -> None:
+        self.index = index
+        self.request = request
+        self._include_stop = plan.include_stop
+        self._detokenizer = tokenizer.detokenizer(plan.skip_special_tokens) if tokenizer else None
+        self._stops = StopStrings(plan.stop, plan.include_stop) if plan.stop else None
+        self._metrics = metrics
+        self._wake = wake
+        self._abort = abort
+        self._scheduled_time = self._first_time = self._last_time = 0.0
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: Rejected | Failed | None = None
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.started = False
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will come."""
+        return self.finish_reason is not None or self.error is not None
+
+    def push(self, delta: Delta) -> None:
+        """The sink of the request."""
+        if self.done:  # a stop string matched, or it was cancelled: what overshot is dropped
+            return
+        self.started = True
+        if delta.scheduled is not None:
+            self.cached_tokens = delta.scheduled.cached_tokens
+            self._scheduled_time = delta.scheduled.time
+        if delta.token_ids:
+            self._count(len(delta.token_ids))
+            self._take_tokens(delta)
+        terminal = delta.terminal
+        if terminal is not None and not self.done:
+            if isinstance(terminal, Finished):
+                self._finish(terminal)
+            else:
+                self.error = terminal
+                self._metrics.rejected(terminal)
+        self._wake()
+
+    def take(self) -> tuple[str, list[int], list[TokenLogprobs | None]]:
+        """text, token_ids and logprobs since the last call; they are the caller's now."""
+        taken = self.text, self.token_ids, self.logprobs
+        self.text, self.token_ids, self.logprobs = "", [], []
+        return taken
+
+    def cancel(self, error: Failed) -> None:
+        """End it from our side; the engine is told and whatever it still says is dropped."""
+        if not self.done:
+            self.error = error
+            self._abort(self.request.id)
+            self._metrics.finished_early()
+            self._wake()
+
+    def _take_tokens(self, delta: Delta) -> None:
+        ids = delta.token_ids
+        if self.request.sampling.logprobs is not None:
+            self.logprobs.extend(delta.logprobs or [None] * len(ids))
+        self.token_ids.extend(ids)
+        self.num_tokens += len(ids)
+        if self._detokenizer is None:
+            return
+        terminal = delta.terminal
+        if isinstance(terminal, Finished) and terminal.stop_token_id is not None and not self._include_stop:
+            ids = ids[:-1]
+        if self._stops is None:
+            self.text += self._detokenizer.push(ids)
+            return
+        before = self.num_tokens - len(delta.token_ids)
+        for position, token_id in enumerate(ids):
+            text = self._detokenizer.push((token_id,))
+            if before + position < self.request.sampling.min_tokens:
+                self.text += text
+            elif text and self._matches(self._stops, text):
+                self._forget(len(delta.token_ids) - position - 1)
+                self._abort(self.request.id)
+                return
+
+    def _matches(self, stops: StopStrings, text: str) -> bool:
+        shown, matched = stops.push(text)
+        self.text += shown
+        if matched is None:
+            return False
+        self.finish_reason, self.stop_reason = "stop", matched
+        self._observe_end()
+        return True
+
+    def _forget(self, count: int) -> None:
+        """Drop the newest tokens: they lie beyond a stop string."""
+        if count:
+            del self.token_ids[-count:]
+            if self.logprobs:
+                del self.logprobs[-count:]
+            self.num_tokens -= count
+
+    def _finish(self, terminal: Finished) -> None:
+        if self._detokenizer is not None:
+            rest = self._detokenizer.flush()
+            if self._stops is None:
+                self.text += rest
+            elif not self._matches(self._stops, rest):
+                self.text += self._stops.flush()
+        if self.finish_reason is None:
+            self.finish_reason = terminal.reason
+            if terminal.stop_token_id in self.request.sampling.stop_token_ids:
+                self.stop_reason = terminal.stop_token_id
+            self._observe_end()
+
+    def _count(self, tokens: int) -> None:
+        now = time.monotonic()
+        if self._last_time:
+            self._metrics.inter_token_latency.observe(now - self._last_time)
+        else:
+            self._first_time = now
+            self._metrics.time_to_first_token.observe(now - self.request.arrival)
+        self._last_time = now
+
+    def _observe_end(self) -> None:
+        self._metrics.finished(
+            self.request,
+            self.finish_reason or "abort",
+            self.num_tokens,
+            self._scheduled_time,
+            self._first_time,
+            self._last_time,
+        )
+
+
+class Usage:
+    """Token counts of a request so far."""
+
+    def __init__(self, choices: Sequence[Choice], n: int) -> None:
+        first_of_prompt = choices[::n]
+        self.prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in first_of_prompt)
+        self.cached_tokens = sum(choice.cached_tokens for choice in first_of_prompt)
+        self.completion_tokens = sum(choice.num_tokens for choice in choices)
+
+
+class Generation:
+    """The choices of one HTTP request: n for each prompt, numbered prompt by prompt.
+
+    client: where the requests go. tokenizer: None for token ids only. prompts, max_tokens: parallel.
+    Raises EngineDeadError's APIError (503) from submit().
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        metrics: Metrics,
+        plan: Plan,
+        prompts: Sequence[list[int]],
+        max_tokens: Sequence[int],
+        arrival: float,
+        trace_parent: str | None,
+    ) -> None:
+        self.plan = plan
+        self._client = client
+        self._signal = asyncio.Event()
+        self.choices: list[Choice] = []
+        for prompt, limit in zip(prompts, max_tokens, strict=True):
+            for index in range(plan.n):
+                request = Request(
+                    id=client.new_id(),
+                    prompt_token_ids=prompt,
+                    sampling=choice_sampling(plan.sampling, index),
+                    max_tokens=limit,
+                    arrival=arrival,
+                    priority=plan.priority,
+                    tenant=plan.tenant,
+                    cache_salt=plan.cache_salt,
+                    trace_parent=trace_parent,
+                )
+                index_of_all = len(self.choices)
+                self.choices.append(
+                    Choice(index_of_all, request, plan, tokenizer, metrics, self._signal.set, client.abort)
+                )
+
+    def submit(self) -> None:
+        """Hand all sequences to the engine. Raises APIError (503) when it is dead."""
+        try:
+            for choice in self.choices:
+                self._client.submit(choice.request, choice.push)
+        except EngineDeadError as error:
+            raise APIError(f"the engine is not running: {error}", status=503, code="engine_dead") from error
+
+    async def changed(self) -> None:
+        """Wait for news since the last call."""
+        await self._signal.wait()
+        self._signal.clear()
+
+    @property
+    def done(self) -> bool:
+        """No choice will change any more."""
+        return all(choice.done for choice in self.choices)
+
+    @property
+    def started(self) -> bool:
+        """The engine has said something about a sequence."""
+        return any(choice.started or choice.done for choice in self.choices)
+
+    def usage(self) -> Usage:
+        """Counts so far."""
+        return Usage(self.choices, self.plan.n)
+
+    def error(self) -> APIError | None:
+        """The first choice's error, as what the client is told."""
+        for choice in self.choices:
+            if isinstance(choice.error, Rejected):
+                code = choice.error.code
+                return APIError(
+                    choice.error.reason, status=_STATUS.get(code, 400), code=_CODE.get(code, code)
+                )
+            if isinstance(choice.error, Failed):
+                return APIError(choice.error.message, status=500, code="engine_error")
+        return None
+
+    def cancel(self, message: str) -> None:
+        """Abort what still runs: the client has left, or the server stops."""
+        for choice in self.choices:
+            choice.cancel(Failed(choice.request.id, message))

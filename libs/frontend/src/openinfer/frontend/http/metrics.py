@@ -1,0 +1,182 @@
+"""Prometheus metrics under the names that vLLM's dashboards read, with finer buckets for inter-token latency."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from openinfer.frontend.client import EngineClient
+from openinfer.frontend.contract import Failed, Rejected, Request
+
+__all__ = ["Histogram", "Metrics"]
+
+_LABELS = ["model_name", "engine"]
+_TTFT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0),
+    *(40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_ITL = (
+    *(0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_E2E = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
+    *(960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 128.0)
+
+
+class Histogram:
+    """Counts by bucket. The client library's own takes a lock and walks its buckets, which a token cannot afford."""
+
+    __slots__ = ("_bounds", "_counts", "_help", "_name", "_sum")
+
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+        self._name, self._help, self._bounds = name, help_text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self, labels: Sequence[str]) -> Metric:
+        """The family in Prometheus' cumulative form."""
+        total, buckets = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        family = HistogramMetricFamily(self._name, self._help, labels=_LABELS)
+        family.add_metric(labels, buckets, self._sum)
+        return family
+
+
+class Metrics:
+    """All metrics of one server. A prometheus collector; observe from the event loop's thread."""
+
+    def __init__(self, client: EngineClient, model_name: str | None) -> None:
+        self._client = client
+        self._model_name = model_name
+        self._successes: Counter[str] = Counter()
+        self._rejections: Counter[str] = Counter()
+        self.time_to_first_token = Histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT
+        )
+        self.inter_token_latency = Histogram(
+            "vllm:inter_token_latency_seconds", "Between two deliveries of tokens of a sequence.", _ITL
+        )
+        self._per_token = Histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time of a sequence's tokens but the first.",
+            _ITL,
+        )
+        self._e2e = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _E2E)
+        self._queue = Histogram(
+            "vllm:request_queue_time_seconds", "From arrival to the first schedule.", _E2E
+        )
+        self._prefill = Histogram("vllm:request_prefill_time_seconds", "First schedule to first token.", _E2E)
+        self._decode = Histogram("vllm:request_decode_time_seconds", "From first to last token.", _E2E)
+        self._inference = Histogram(
+            "vllm:request_inference_time_seconds", "First schedule to last token.", _E2E
+        )
+        self._prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens a sequence.", _TOKENS)
+        self._generation = Histogram(
+            "vllm:request_generation_tokens", "Tokens generated a sequence.", _TOKENS
+        )
+        self._max_tokens = Histogram("vllm:request_params_max_tokens", "max_tokens a sequence.", _TOKENS)
+        self.n = Histogram("vllm:request_params_n", "n a request.", _COUNTS)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def finished(
+        self, request: Request, reason: str, tokens: int, scheduled: float, first: float, last: float
+    ) -> None:
+        """A sequence ended in order. Times are time.monotonic() seconds, 0.0 for what did not happen."""
+        self._successes[reason] += 1
+        self._prompt.observe(len(request.prompt_token_ids))
+        self._generation.observe(tokens)
+        self._max_tokens.observe(request.max_tokens)
+        if not first or not scheduled:
+            return
+        self._e2e.observe(last - request.arrival)
+        self._queue.observe(scheduled - request.arrival)
+        self._prefill.observe(first - scheduled)
+        self._decode.observe(last - first)
+        self._inference.observe(last - scheduled)
+        if tokens > 1:
+            self._per_token.observe((last - first) / (tokens - 1))
+
+    def finished_early(self) -> None:
+        """A sequence was aborted by us."""
+        self._successes["abort"] += 1
+
+    def rejected(self, terminal: Rejected | Failed) -> None:
+        """The engine refused or failed a sequence."""
+        if isinstance(terminal, Rejected):
+            self._rejections[terminal.code] += 1
+        else:
+            self._successes["error"] += 1
+
+    def render(self) -> bytes:
+        """The exposition, text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by the registry for each scrape."""
+        labels = [self._model_name or self._client.info.model, "0"]
+        yield from self._gauges(labels)
+        yield from self._counters(labels)
+        for value in vars(self).values():
+            if isinstance(value, Histogram):
+                yield value.collect(labels)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: names are only known with an engine, and the registry would collect otherwise."""
+        return ()
+
+    def _gauges(self, labels: list[str]) -> Iterable[Metric]:
+        stats, info = self._client.stats(), self._client.info
+        usage = stats.kv_used_tokens / info.kv_capacity_tokens if info.kv_capacity_tokens else 0.0
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences in the batch.", float(stats.running)),
+            ("vllm:num_requests_waiting", "Sequences in the queue.", float(stats.waiting)),
+            ("vllm:kv_cache_usage_perc", "Part of the KV capacity in use; 1 is all.", usage),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=_LABELS)
+            gauge.add_metric(labels, value)
+            yield gauge
+        blocks = info.kv_capacity_tokens // info.block_size if info.block_size else 0
+        gauge = GaugeMetricFamily(
+            "vllm:cache_config_info", "KV cache layout.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
+        )
+        gauge.add_metric([*labels, str(info.block_size), str(blocks)], 1.0)
+        yield gauge
+
+    def _counters(self, labels: list[str]) -> Iterable[Metric]:
+        stats = self._client.stats()
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Prompt tokens of scheduled sequences.", stats.prompt_tokens),
+            ("vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.", stats.prefix_hit_tokens),
+            ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
+            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
+            ("vllm:num_preemptions", "Preemptions.", stats.preemptions),
+            ("openinfer:steps", "Engine steps.", stats.steps),
+            ("openinfer:compiles_after_ready", "Kernels compiled while serving.", stats.compiles_after_ready),
+        ):
+            counter = CounterMetricFamily(name, text, labels=_LABELS)
+            counter.add_metric(labels, float(value))
+            yield counter
+        for name, text, label, counts in (
+            ("vllm:request_success", "Sequences that ended.", "finished_reason", self._successes),
+            ("vllm:admission_rejections", "Sequences the engine refused.", "reason", self._rejections),
+        ):
+            counter = CounterMetricFamily(name, text, labels=[*_LABELS, label])
+            for reason, count in counts.items():
+                counter.add_metric([*labels, reason], float(count))
+            yield counter

@@ -1,0 +1,210 @@
+"""From a typed body to what the engine is asked: every bound is checked here, before anything is submitted."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from openinfer.frontend.contract import EngineInfo
+from openinfer.frontend.errors import APIError, ModelFilesError
+from openinfer.frontend.http.body import ChatBody, CommonBody
+from openinfer.frontend.http.tokenizer import read_json
+from openinfer.sampler import InvalidParams, SamplingParams
+
+__all__ = [
+    "Plan",
+    "SamplingDefaults",
+    "choice_sampling",
+    "make_plan",
+    "max_tokens_for",
+    "prompt_ids",
+    "top_logprobs",
+]
+
+MAX_N = 128
+MAX_SEQUENCES = 1024
+"""Prompts times n of one HTTP request."""
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_SALT_CHARS = 128
+_BAD_SALT = re.compile(r"[@/\\\0]")
+_INT64 = 2**63
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What a request gets that does not say otherwise; from generation_config.json with `auto`."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    @classmethod
+    def load(cls, model_dir: Path) -> "SamplingDefaults":
+        """Read generation_config.json if there is one. Raises ModelFilesError for a malformed one."""
+        path = model_dir / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        config = read_json(path)
+        given = {name: config[name] for name in cls.__struct_fields__ if config.get(name) is not None}
+        try:
+            SamplingParams(**given)
+        except InvalidParams as error:
+            raise ModelFilesError(f"{path}: {error}") from error
+        return cls(**given)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How to generate for one HTTP request; the same for each of its prompts."""
+
+    sampling: SamplingParams
+    n: int
+    stop: list[str]
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+    stream: bool
+    include_usage: bool
+    priority: int
+    tenant: str
+    cache_salt: str
+
+
+def make_plan(
+    body: CommonBody, logprobs: int | None, defaults: SamplingDefaults, info: EngineInfo, has_tokenizer: bool
+) -> Plan:
+    """Check everything but the prompts. Raises APIError (400) naming the field."""
+    n = 1 if body.n is None else body.n
+    _check(1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
+    if body.seed is not None:
+        _check(-_INT64 <= body.seed < _INT64, "seed", body.seed, "an integer of 64 bits")
+    for token_id in body.stop_token_ids or ():
+        _check(0 <= token_id < info.vocab_size, "stop_token_ids", token_id, f"ids below {info.vocab_size}")
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise APIError("stream_options needs stream: true", param="stream_options")
+    if options is not None and options.continuous_usage_stats:
+        raise APIError(
+            "stream_options.continuous_usage_stats is not supported; leave it out",
+            param="stream_options",
+            code="unsupported",
+        )
+    salt = body.cache_salt or ""
+    if len(salt) > MAX_SALT_CHARS or _BAD_SALT.search(salt):
+        raise APIError(
+            f"cache_salt must have at most {MAX_SALT_CHARS} characters and no @ / \\ or NUL",
+            param="cache_salt",
+        )
+    return Plan(
+        sampling=_sampling(body, logprobs, defaults),
+        n=n,
+        stop=_stop_strings(body, has_tokenizer),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
+        stream=bool(body.stream),
+        include_usage=bool(options and options.include_usage),
+        priority=body.priority or 0,
+        tenant=body.user or "",
+        cache_salt=salt,
+    )
+
+
+def _sampling(body: CommonBody, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
+    given: dict[str, Any] = {
+        name: getattr(body, name)
+        for name in ("seed", "min_tokens", "ignore_eos")
+        if getattr(body, name) is not None
+    }
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        value = getattr(body, name)
+        value = getattr(defaults, name) if value is None else value
+        if value is not None:
+            given[name] = value
+    try:
+        return SamplingParams(**given, stop_token_ids=tuple(body.stop_token_ids or ()), logprobs=logprobs)
+    except InvalidParams as error:
+        raise APIError(str(error), param=error.param) from error
+
+
+def _stop_strings(body: CommonBody, has_tokenizer: bool) -> list[str]:
+    stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
+    if len(stop) > MAX_STOP_STRINGS:
+        raise APIError(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    if "" in stop:
+        raise APIError("stop may not hold an empty string", param="stop")
+    if stop and not has_tokenizer:
+        raise APIError(
+            "stop strings need a tokenizer, and this server runs without; use stop_token_ids", param="stop"
+        )
+    return stop
+
+
+def max_tokens_for(
+    prompt_tokens: int, asked: int | None, default: int | None, plan: Plan, info: EngineInfo, field: str
+) -> int:
+    """How much one sequence may generate. default None: the rest of the context.
+
+    Raises APIError (400) with both numbers when prompt and output do not fit.
+    """
+    room = info.max_model_len - prompt_tokens
+    if asked is not None:
+        _check(asked >= 1, field, asked, "an integer of at least 1")
+    elif default is not None:
+        asked = min(default, max(room, 1))
+    if room < (asked or 1):
+        output = f"{field} is {asked}" if asked else "the output needs 1 at least"
+        raise APIError(
+            f"the prompt has {prompt_tokens} tokens and {output}, together more than the model's context of "
+            f"{info.max_model_len}: shorten the prompt or the output",
+            param=field if prompt_tokens < info.max_model_len else None,
+            code="context_length_exceeded",
+        )
+    result = asked or room
+    if plan.sampling.min_tokens > result:
+        raise APIError(
+            f"min_tokens is {plan.sampling.min_tokens}, more than the {result} tokens to generate",
+            param="min_tokens",
+        )
+    return result
+
+
+def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[int]:
+    """Check a prompt given as token ids."""
+    if not ids:
+        raise APIError(f"{param} is empty: at least one token is needed", param=param)
+    if not all(type(token_id) is int for token_id in ids):
+        raise APIError(f"{param} must hold token ids (integers) only", param=param)
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= info.vocab_size:
+        wrong = low if low < 0 else high
+        raise APIError(
+            f"{param} holds token id {wrong}, the model has 0 to {info.vocab_size - 1}", param=param
+        )
+    return ids
+
+
+def top_logprobs(body: ChatBody) -> int | None:
+    """Chat's logprobs: bool and top_logprobs: int as the sampler's one number."""
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+        _check(
+            0 <= body.top_logprobs <= MAX_LOGPROBS, "top_logprobs", body.top_logprobs, f"0 to {MAX_LOGPROBS}"
+        )
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of the index-th of n choices: seed + index, within 64 bits."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    seed = (sampling.seed + index + _INT64) % (2 * _INT64) - _INT64
+    return dataclasses.replace(sampling, seed=seed)
+
+
+def _check(good: bool, param: str, given: object, allowed: str) -> None:
+    if not good:
+        raise APIError(f"{param} is {given}, allowed is {allowed}", param=param)

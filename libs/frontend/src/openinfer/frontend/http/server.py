@@ -1,0 +1,103 @@
+"""uvicorn, with our idea of an orderly end: drain, then abort, then leave; leave at once when the engine is lost."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from openinfer.frontend.http.service import Service
+
+__all__ = ["run_server"]
+
+DEATH_LINGER_S = 2.0
+"""After the engine's death: open streams get their error, probes see 503, then the process ends."""
+CLOSE_TIMEOUT_S = 2
+
+_log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, telling when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run_server(
+    app: Starlette,
+    listener: socket.socket,
+    *,
+    shutdown_timeout_s: float,
+    on_ready: Callable[[], None],
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serve an app of create_app whose client is started, until a signal or the engine's death.
+
+    listener: a bound socket, closed at the end. on_ready: called once requests are accepted.
+    stop: set it to end as SIGTERM does (for servers outside the main thread, where signals do not arrive).
+    The first SIGTERM or SIGINT makes /ready and new work 503 and lets running requests finish for
+    shutdown_timeout_s; then, or at the second signal, they are aborted.
+    Returns the exit code: 0, or 1 when the engine was lost.
+    """
+    service: Service = app.state.service
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+    )
+    if listener.family in (socket.AF_INET, socket.AF_INET6):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+    server = _Server(config, on_ready)
+    stop, now = stop or asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (now if stop.is_set() else stop).set()
+
+    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller has `stop`
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+    serving = asyncio.create_task(server.serve([listener]))
+    died = asyncio.create_task(service.client.died())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if died.done():
+        await asyncio.wait({serving, stopped}, timeout=DEATH_LINGER_S, return_when=asyncio.FIRST_COMPLETED)
+    elif stopped.done():
+        await _drain(service, now, died, shutdown_timeout_s)
+    code = 1 if died.done() else 0
+    server.should_exit = True
+    for task in (died, stopped):
+        task.cancel()
+    await serving
+    return code
+
+
+async def _drain(service: Service, now: asyncio.Event, died: "asyncio.Task[str]", timeout_s: float) -> None:
+    service.draining = True
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    if service.active:
+        _log.info("shutting down: %d requests get up to %g s to finish", len(service.active), timeout_s)
+    while service.active and not now.is_set() and not died.done():
+        if asyncio.get_running_loop().time() >= deadline:
+            break
+        await asyncio.sleep(0.02)
+    for generation in list(service.active):
+        generation.cancel("the server is shutting down")

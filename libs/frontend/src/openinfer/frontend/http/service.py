@@ -1,0 +1,296 @@
+"""The endpoints: read, check, generate, answer."""
+
+import hashlib
+import hmac
+import importlib.metadata
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from openinfer.frontend.client import EngineClient
+from openinfer.frontend.contract import CONTRACT_VERSION
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.answer import Answer, error_response
+from openinfer.frontend.http.body import ChatBody, CommonBody, CompletionBody, decode_body
+from openinfer.frontend.http.chat_template import ChatTemplate
+from openinfer.frontend.http.generation import Generation
+from openinfer.frontend.http.metrics import Metrics
+from openinfer.frontend.http.params import (
+    MAX_SEQUENCES,
+    Plan,
+    SamplingDefaults,
+    make_plan,
+    max_tokens_for,
+    prompt_ids,
+    top_logprobs,
+)
+from openinfer.frontend.http.shapes import ChatShape, CompletionShape, Shape
+from openinfer.frontend.http.tokenizer import Tokenizer
+
+__all__ = ["ApiKeyGuard", "Service"]
+
+MAX_BODY_BYTES = 32 << 20
+COMPLETION_MAX_TOKENS = 16
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """What the endpoints share. `draining` set to True makes new work 503; `active` holds the answers under way.
+
+    client: a started engine client. tokenizer: None serves token-id prompts only. template: None refuses chat.
+    model_names: names the model answers to, the first is the one it reports; empty for the engine's own name.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None,
+        defaults: SamplingDefaults,
+        model_names: Sequence[str],
+        log_requests: bool,
+    ) -> None:
+        self.client = client
+        self.metrics = Metrics(client, model_names[0] if model_names else None)
+        self.draining = False
+        self.active: set[Generation] = set()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._defaults = defaults
+        self._model_names = list(model_names)
+        self._log_requests = log_requests
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        arrival = time.monotonic()
+        body = decode_body(await _read_body(request), CompletionBody)
+        model, plan = self._check(body, body.logprobs)
+        prompts = await self._prompts(body)
+        if len(prompts) * plan.n > MAX_SEQUENCES:
+            raise APIError(
+                f"{len(prompts)} prompts with n = {plan.n} are too many sequences, at most {MAX_SEQUENCES} "
+                "are allowed in one request",
+                param="prompt",
+            )
+        info = self.client.info
+        limits = [
+            max_tokens_for(len(ids), body.max_tokens, COMPLETION_MAX_TOKENS, plan, info, "max_tokens")
+            for ids in prompts
+        ]
+        shape = CompletionShape(model, plan, self._tokenizer)
+        return self._answer(request, plan, prompts, limits, arrival, shape)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        arrival = time.monotonic()
+        body = decode_body(await _read_body(request), ChatBody)
+        model, plan = self._check(body, top_logprobs(body))
+        if self._tokenizer is None or self._template is None:
+            missing = "tokenizer" if self._tokenizer is None else "chat template"
+            raise APIError(f"this server has no {missing}; use /v1/completions", param="messages")
+        text = self._template.render(
+            chat_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            kwargs=body.chat_template_kwargs,
+        )
+        ids = prompt_ids(await self._tokenizer.encode(text, False), self.client.info, "messages")
+        field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        limit = max_tokens_for(len(ids), getattr(body, field), None, plan, self.client.info, field)
+        return self._answer(request, plan, [ids], [limit], arrival, ChatShape(model, plan, self._tokenizer))
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        data = [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "openinfer",
+                "root": self.client.info.model,
+                "parent": None,
+                "max_model_len": self.client.info.max_model_len,
+            }
+            for name in self._names()
+        ]
+        return _json({"object": "list", "data": data})
+
+    async def health(self, request: Request) -> Response:
+        """GET /health: 503 when the engine is dead or hangs."""
+        ok, detail = self.client.health()
+        return _json({"status": detail}, 200 if ok else 503)
+
+    async def ready(self, request: Request) -> Response:
+        """GET /ready: 503 also while shutting down."""
+        ok, detail = self.client.health()
+        if self.draining:
+            ok, detail = False, "shutting down"
+        return _json({"status": detail}, 200 if ok else 503)
+
+    async def prometheus(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, request: Request) -> Response:
+        """GET /version."""
+        try:
+            version = importlib.metadata.version("openinfer-frontend")
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed, run from a source tree"
+        return _json({"version": version, "contract_version": CONTRACT_VERSION})
+
+    def _names(self) -> list[str]:
+        return self._model_names or [self.client.info.model]
+
+    def _check(self, body: CommonBody, logprobs: int | None) -> tuple[str, Plan]:
+        """The model's name in the answer, and what to generate."""
+        if self.draining:
+            raise APIError("the server is shutting down", status=503, code="shutting_down")
+        names = self._names()
+        if body.model is not None and body.model not in names:
+            raise APIError(
+                f"the model {body.model!r} does not exist; this server has {', '.join(names)}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        plan = make_plan(body, logprobs, self._defaults, self.client.info, self._tokenizer is not None)
+        return body.model or names[0], plan
+
+    async def _prompts(self, body: CompletionBody) -> list[list[int]]:
+        """str | list[str] | list[int] | list[list[int]] to lists of ids."""
+        prompt = body.prompt
+        if prompt is None:
+            raise APIError("prompt is missing", param="prompt")
+        info = self.client.info
+        if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], str | list)):
+            return [prompt_ids(prompt, info)]
+        several = [prompt] if isinstance(prompt, str) else prompt
+        if len(several) > MAX_SEQUENCES:
+            raise APIError(f"{len(several)} prompts, at most {MAX_SEQUENCES} are allowed", param="prompt")
+        found = []
+        for index, one in enumerate(several):
+            name = "prompt" if isinstance(prompt, str) else f"prompt[{index}]"
+            if type(one) is not type(several[0]):
+                raise APIError("prompt must hold only strings or only lists of token ids", param="prompt")
+            if isinstance(one, str):
+                one = await self._encode(one, body.add_special_tokens is not False)
+            try:
+                found.append(prompt_ids(one, info, name))
+            except APIError as error:
+                raise APIError(str(error), param="prompt") from error
+        return found
+
+    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise APIError(
+                "text prompts need a tokenizer, and this server runs without; send token ids",
+                param="prompt",
+            )
+        return await self._tokenizer.encode(text, add_special_tokens)
+
+    def _answer(
+        self,
+        request: Request,
+        plan: Plan,
+        prompts: list[list[int]],
+        limits: list[int],
+        arrival: float,
+        shape: Shape,
+    ) -> Answer:
+        self.metrics.n.observe(plan.n)
+        generation = Generation(
+            self.client,
+            self._tokenizer,
+            self.metrics,
+            plan,
+            prompts,
+            limits,
+            arrival,
+            request.headers.get("traceparent"),
+        )
+        return Answer(generation, shape, self.active, self._log if self._log_requests else None)
+
+    def _log(self, generation: Generation, outcome: str) -> None:
+        usage = generation.usage()
+        seconds = time.monotonic() - generation.choices[0].request.arrival
+        _log.info(
+            "%s: %d sequences, %d prompt tokens (%d cached), %d generated in %.3f s",
+            *(outcome, len(generation.choices), usage.prompt_tokens, usage.cached_tokens),
+            *(usage.completion_tokens, seconds),
+        )
+
+
+class ApiKeyGuard:
+    """ASGI middleware: all paths but /health and /ready want `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._digest = hashlib.sha256(api_key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in ("/health", "/ready"):
+            kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+            digest = hashlib.sha256(key.encode("latin-1")).digest()  # the bytes as they came
+            # Digests have one length: the comparison's time says nothing about the key.
+            if not (hmac.compare_digest(digest, self._digest) and kind.lower() == "bearer"):
+                error = APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def chat_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Check messages and join contents given in text parts. Raises APIError (400) naming the place."""
+    if not messages:
+        raise APIError("messages must hold at least one message", param="messages")
+    checked = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise APIError(f"{where}.role must be a string such as 'user'", param="messages")
+        for name in ("tool_calls", "function_call", "tool_call_id"):
+            if message.get(name):
+                raise APIError(f"{where}.{name} is not supported", param="messages", code="unsupported")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "\n".join(_part_text(part, f"{where}.content") for part in content)
+        if not isinstance(content, str):
+            raise APIError(f"{where}.content must be a string or a list of text parts", param="messages")
+        checked.append({**message, "content": content})
+    return checked
+
+
+def _part_text(part: object, where: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise APIError(f"{where} holds a part of type {kind!r}, only 'text' is supported", param="messages")
+
+
+async def _read_body(request: Request) -> bytes:
+    """The body, up to the cap. Raises APIError (413)."""
+    too_large = APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

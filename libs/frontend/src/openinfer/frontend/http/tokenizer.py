@@ -1,0 +1,132 @@
+"""Text to ids and back: a thin hold on `tokenizers.Tokenizer`, with the pieces a server needs beside it."""
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from openinfer.frontend.errors import ModelFilesError
+from openinfer.frontend.http.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
+
+__all__ = ["Tokenizer", "read_json"]
+
+LONG_TEXT_CHARS = 8192
+"""Longer texts are encoded in a worker thread: a millisecond is what the event loop can spare."""
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint directory.
+
+    config: tokenizer_config.json as it is (special tokens, chat template), {} where there is none.
+    vocab_size: number of ids the model may produce; those the tokenizer does not know decode to nothing.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer, config: dict[str, Any], vocab_size: int = 0) -> None:
+        core.no_truncation()
+        core.no_padding()
+        self._core = core
+        self.config = config
+        added = core.get_added_tokens_decoder()
+        self._special_ids = {token_id for token_id, token in added.items() if token.special}
+        self._tables: tuple[list[bytes], list[bytes]] | None = None
+        if isinstance(core.decoder, ByteLevel):
+            self._tables = self._byte_tables(max(vocab_size, core.get_vocab_size()))
+
+    @classmethod
+    def load(cls, model_dir: Path, vocab_size: int = 0) -> "Tokenizer":
+        """Read tokenizer.json and tokenizer_config.json. Raises ModelFilesError naming the file at fault."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ModelFilesError(
+                f"{path} does not exist: put the checkpoint's tokenizer.json there, "
+                "or serve token ids only with --skip-tokenizer-init"
+            )
+        try:
+            core = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the Rust side raises plain Exception
+            raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
+        config_path = model_dir / "tokenizer_config.json"
+        return cls(core, read_json(config_path) if config_path.is_file() else {}, vocab_size)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Those named in tokenizer_config.json: {"eos_token": "<|im_end|>", ...}."""
+        found = {}
+        for name, value in self.config.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(content, str):
+                found[name] = content
+        return found
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text; long ones are worked on in a thread that leaves the interpreter lock alone."""
+        if len(text) <= LONG_TEXT_CHARS:
+            return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        encoded = await asyncio.to_thread(
+            self._core.encode_batch_fast, [text], add_special_tokens=add_special_tokens
+        )
+        return encoded[0].ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of a whole sequence."""
+        return self._core.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """A new incremental decoder for one sequence."""
+        if self._tables is not None:
+            return ByteDetokenizer(self._tables[skip_special_tokens])
+        return TextDetokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, as log-probabilities show it; U+FFFD where it is no whole character."""
+        return self._core.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for."""
+        if self._tables is not None and token_id < len(self._tables[0]):
+            return self._tables[0][token_id]
+        return self.token_text(token_id).encode()
+
+    def _byte_tables(self, size: int) -> tuple[list[bytes], list[bytes]]:
+        """id -> bytes; with the special tokens, and without them (indexed by skip_special_tokens)."""
+        alphabet = _byte_alphabet()
+        everything = [b""] * size
+        for token, token_id in self._core.get_vocab(with_added_tokens=True).items():
+            if token_id < size:
+                everything[token_id] = _token_bytes(token, alphabet)
+        without_special = list(everything)
+        for token_id in self._special_ids:
+            if token_id < size:
+                without_special[token_id] = b""
+        return everything, without_special
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """For str.translate: GPT-2's printable stand-ins to chr(byte), all else to a character latin-1 lacks."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {code: "\uffff" for code in range(0x100) if code not in printable}
+    table |= {code: chr(code) for code in printable}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return table | {0x100 + index: chr(byte) for index, byte in enumerate(others)}
+
+
+def _token_bytes(token: str, alphabet: dict[int, str]) -> bytes:
+    try:
+        return token.translate(alphabet).encode("latin-1")
+    except UnicodeEncodeError:  # an added token, written in plain text
+        return token.encode()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model file. Raises ModelFilesError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFilesError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path} holds a {type(value).__name__}, not an object")
+    return value

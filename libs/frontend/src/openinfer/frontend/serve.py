@@ -1,0 +1,212 @@
+"""The command line that every recipe shares: `python -m openinfer.recipes.<name> MODEL_DIR [flags]`."""
+
+import argparse
+import asyncio
+import json
+import logging
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openinfer.frontend.errors import FrontendError, ModelFilesError
+from openinfer.frontend.recipe import Recipe
+
+if TYPE_CHECKING:
+    from openinfer.frontend.client import Driver
+    from openinfer.frontend.contract import EngineSpec
+    from openinfer.frontend.http import ChatTemplate, Tokenizer
+
+__all__ = ["Recipe", "build_parser", "serve"]
+
+
+def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
+    """The frontend's flags and the recipe's. Abbreviations are refused: a flag is one word for good."""
+    parser = argparse.ArgumentParser(
+        prog,
+        description=f"Serve a {recipe.name} checkpoint over an OpenAI-compatible HTTP API.",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="checkpoint directory")
+    server = parser.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    server.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    server.add_argument("--api-key", default=None, help="wanted on all paths but /health and /ready")
+    server.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="names requests may use; first is shown",
+    )
+    server.add_argument("--skip-tokenizer-init", action="store_true", help="take and give token ids only")
+    server.add_argument(
+        "--chat-template", type=Path, default=None, metavar="FILE", help="instead of the model's"
+    )
+    server.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: generation_config.json gives the sampling defaults",
+    )
+    server.add_argument(
+        "--driver", choices=("process", "thread"), default="process", help="where the engine runs"
+    )
+    server.add_argument(
+        "--engine-hang-timeout",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="requests but no engine step for this long makes /health 503",
+    )
+    server.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="S",
+        help="how long SIGTERM lets running requests finish",
+    )
+    server.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=" "
+    )
+    server.add_argument("--log-requests", action="store_true", help="log a line for each request")
+    recipe.add_arguments(parser)
+    return parser
+
+
+def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
+    """Run a server until it is told to stop; returns the process's exit code.
+
+    0 after an orderly end, 1 when the engine did not start or was lost, 2 for wrong flags (as argparse does),
+    130 when interrupted while starting. Errors are one line on stderr.
+    """
+    args = build_parser(recipe, prog).parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        _check_checkpoint(recipe, args.model_dir)
+        spec = recipe.engine_spec(args.model_dir, args)
+        return asyncio.run(_serve(args, spec))
+    except (FrontendError, ValueError, OSError) as error:
+        logging.getLogger(__name__).debug("start-up failed", exc_info=True)
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
+    from openinfer.frontend.http import SamplingDefaults, create_app, run_server
+
+    began = time.monotonic()
+    listener = _bind(args.host, args.port)
+    with listener:
+        driver = _driver(args, spec)
+        tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, args))
+        try:
+            await asyncio.gather(_start(driver, args), tokens)
+            tokenizer, template = tokens.result()
+            auto = args.generation_config == "auto"
+            app = create_app(
+                driver,
+                tokenizer=tokenizer,
+                template=template,
+                defaults=SamplingDefaults.load(args.model_dir) if auto else None,
+                model_names=args.served_model_name,
+                api_key=args.api_key,
+                log_requests=args.log_requests,
+            )
+
+            def on_ready() -> None:
+                host, port = listener.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                _say(f"ready on http://{shown}:{port} in {time.monotonic() - began:.1f} s")
+
+            return await run_server(
+                app, listener, shutdown_timeout_s=args.shutdown_timeout, on_ready=on_ready
+            )
+        finally:
+            await driver.close()
+
+
+async def _start(driver: "Driver", args: argparse.Namespace) -> None:
+    began = time.monotonic()
+    await driver.start()
+    info = driver.info
+    _say(
+        f"engine started in {time.monotonic() - began:.2f} s: {info.model}, context {info.max_model_len}, "
+        f"KV cache {info.kv_capacity_tokens} tokens ({info.kv_capacity_tokens / info.max_model_len:.1f} x context)"
+    )
+
+
+def _driver(args: argparse.Namespace, spec: "EngineSpec") -> "Driver":
+    if args.driver == "thread":
+        from openinfer.frontend.thread_driver import ThreadDriver
+
+        return ThreadDriver(spec.build, hang_timeout_s=args.engine_hang_timeout)
+    from openinfer.frontend.process_driver import ProcessDriver
+
+    return ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout)
+
+
+def _load_tokenizer(args: argparse.Namespace) -> "tuple[Tokenizer | None, ChatTemplate | None]":
+    from openinfer.frontend.http import ChatTemplate, Tokenizer, find_template
+
+    if args.skip_tokenizer_init:
+        return None, None
+    began = time.monotonic()
+    tokenizer = Tokenizer.load(args.model_dir)
+    if args.chat_template is not None:
+        source: str | None = args.chat_template.read_text(encoding="utf-8")
+    else:
+        source = find_template(args.model_dir, tokenizer.config)
+    template = ChatTemplate(source, tokenizer.special_tokens) if source is not None else None
+    chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
+    _say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")
+    return tokenizer, template
+
+
+def _check_checkpoint(recipe: Recipe, model_dir: Path) -> None:
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise ModelFilesError(f"{path} does not exist: MODEL_DIR must be a checkpoint directory")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelFilesError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or not recipe.matches(config):
+        kind = config.get("model_type") if isinstance(config, dict) else None
+        raise ModelFilesError(
+            f"{path} has model_type {kind!r}, which the recipe {recipe.name!r} does not serve"
+        )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Bound but not listening: clients are refused, not left hanging, until the engine is ready."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"openinfer: {line}\n")  # one write: two threads may speak at once
+    sys.stderr.flush()

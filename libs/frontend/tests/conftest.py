@@ -1,0 +1,103 @@
+"""A server on a real socket for each test that asks, in a thread with its own event loop."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from openinfer.frontend import EngineSpec
+from openinfer.frontend.client import Driver
+from openinfer.frontend.http import ChatTemplate, Tokenizer, create_app, find_template, run_server
+from openinfer.frontend.http.service import Service
+from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.thread_driver import ThreadDriver
+
+DATA = Path(__file__).parent / "data"
+
+
+class Live:
+    """url, an httpx client bound to it, the driver and the service behind it."""
+
+    def __init__(self, driver: Driver, app_kwargs: dict[str, Any], shutdown_timeout_s: float) -> None:
+        self.driver = driver
+        self.exit_code: int | None = None
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+        self._ready = threading.Event()
+        self._app_kwargs = app_kwargs
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self.thread.start()
+        assert self._ready.wait(10)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        await self.driver.start()
+        app = create_app(self.driver, **self._app_kwargs)
+        self.service: Service = app.state.service
+        self.exit_code = await run_server(
+            app,
+            self._listener,
+            shutdown_timeout_s=self._shutdown_timeout_s,
+            on_ready=self._ready.set,
+            stop=self._stop,
+        )
+        await self.driver.close()
+
+    def begin_stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def close(self) -> None:
+        self.http.close()
+        if self.thread.is_alive():
+            self.begin_stop()
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+
+
+Factory = Callable[..., Live]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(DATA, vocab_size=1024)
+
+
+@pytest.fixture(scope="session")
+def start(tokenizer: Tokenizer) -> Iterator[Factory]:
+    """start(engine={...}, app={...}, process=False, shutdown_timeout_s=0): a Live server with a FakeEngine."""
+    servers: list[Live] = []
+
+    def factory(
+        engine: dict[str, Any] | None = None,
+        app: dict[str, Any] | None = None,
+        process: bool = False,
+        shutdown_timeout_s: float = 0.0,
+        hang_timeout_s: float = 60.0,
+    ) -> Live:
+        source = find_template(DATA, tokenizer.config)
+        assert source is not None
+        template = ChatTemplate(source, tokenizer.special_tokens)
+        spec = EngineSpec("openinfer.frontend.testing:FakeEngine", engine or {})
+        driver: Driver
+        if process:
+            driver = ProcessDriver(spec, hang_timeout_s=hang_timeout_s, close_timeout_s=0.5)
+        else:
+            driver = ThreadDriver(spec.build, hang_timeout_s=hang_timeout_s, close_timeout_s=0.5)
+        live = Live(driver, {"tokenizer": tokenizer, "template": template} | (app or {}), shutdown_timeout_s)
+        servers.append(live)
+        return live
+
+    yield factory
+    for live in servers:
+        live.close()

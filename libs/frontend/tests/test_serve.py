@@ -1,0 +1,165 @@
+"""The command line, as processes: start-up lines, errors in one line, signals."""
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = [sys.executable, str(HERE / "fake_recipe.py")]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    shutil.copytree(HERE / "data", path)
+    (path / "config.json").write_text('{"model_type": "fake"}')
+    return path
+
+
+class Process:
+    """A server process; `url` once it is ready."""
+
+    def __init__(self, *args: object) -> None:
+        self.process = subprocess.Popen(
+            [*SCRIPT, *map(str, args), "--port", "0"], stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            found = re.search(r"ready on (http://\S+) in ", line)
+            if found:
+                self.url = found[1]
+                return
+        raise AssertionError(self.lines)
+
+    def end(self) -> tuple[int, str]:
+        _, rest = self.process.communicate(timeout=10)
+        return self.process.returncode, rest
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+@pytest.mark.parametrize("driver", ["process", "thread"])
+def test_start_serve_and_stop(model_dir: Path, processes: list[Process], driver: str) -> None:
+    server = Process(model_dir, "--driver", driver, "--served-model-name", "a", "b", "--log-requests")
+    processes.append(server)
+    assert any(
+        re.fullmatch(r"openinfer: tokenizer loaded in \S+ s, with chat template", x) for x in server.lines
+    )
+    assert any(re.match(r"openinfer: engine started in \S+ s: tiny, context 4096", x) for x in server.lines)
+    assert re.fullmatch(r"openinfer: ready on http://127\.0\.0\.1:\d+ in \d+\.\d s", server.lines[-1])
+    body = {"model": "b", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    server.process.send_signal(signal.SIGTERM)
+    code, rest = server.end()
+    assert code == 0
+    assert "ok: 1 sequences" in rest
+    assert "Traceback" not in rest
+
+
+def test_sigterm_drains_and_a_second_one_does_not_wait(model_dir: Path, processes: list[Process]) -> None:
+    server = Process(model_dir, "--step-delay", "0.01", "--shutdown-timeout", "60")
+    processes.append(server)
+    body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{server.url}/ready").status_code != 503:
+            time.sleep(0.01)
+        next(lines)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        *_, error, _, done, _ = list(lines)
+    assert "shutting down" in error
+    assert done == "data: [DONE]"
+    assert server.end()[0] == 0
+    assert time.monotonic() - began < 3
+
+
+def test_the_engine_process_does_not_outlive_a_killed_server(
+    model_dir: Path, processes: list[Process]
+) -> None:
+    server = Process(model_dir)
+    processes.append(server)
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    assert len(children) == 1
+    server.process.kill()
+    server.process.wait()
+    deadline = time.monotonic() + 3
+    while Path(f"/proc/{children[0]}/stat").exists():
+        state = Path(f"/proc/{children[0]}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        if state == "Z":
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def run(*args: object) -> tuple[int, str]:
+    done = subprocess.run([*SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=20)
+    return done.returncode, done.stderr + done.stdout
+
+
+def test_start_up_errors_are_one_line(model_dir: Path) -> None:
+    code, text = run(model_dir, "--port", "0", "--start-error", "tensor x has the wrong shape")
+    assert code == 1
+    assert text.splitlines()[-1] == "fake_recipe: error: tensor x has the wrong shape"
+    assert "Traceback" not in text
+
+
+def test_wrong_directories_and_flags(model_dir: Path) -> None:
+    code, text = run(model_dir / "nope")
+    assert (code, text.count("\n")) == (1, 1)
+    assert "config.json does not exist" in text
+    assert run(model_dir, "--max-model-len", "0")[1].endswith("it must be at least 1\n")
+    assert run(model_dir, "--no-such-flag")[0] == 2
+    assert run(model_dir, "--max-model", "5")[0] == 2
+    (model_dir / "config.json").write_text('{"model_type": "other"}')
+    assert "'other', which the recipe 'fake' does not serve" in run(model_dir)[1]
+
+
+def test_a_missing_tokenizer_is_an_error_unless_skipped(model_dir: Path, processes: list[Process]) -> None:
+    (model_dir / "tokenizer.json").unlink()
+    code, text = run(model_dir, "--port", "0")
+    assert code == 1
+    assert "tokenizer.json does not exist" in text
+    assert "Traceback" not in text
+    processes.append(Process(model_dir, "--skip-tokenizer-init"))
+    body = {"prompt": [5], "max_tokens": 2, "return_token_ids": True}
+    answer = httpx.post(f"{processes[0].url}/v1/completions", json=body).json()
+    assert answer["choices"][0]["token_ids"] == [6, 7]
+
+
+def test_a_port_in_use_is_said(model_dir: Path, processes: list[Process]) -> None:
+    processes.append(Process(model_dir))
+    port = processes[0].url.rsplit(":", 1)[1]
+    code, text = run(model_dir, "--port", port)
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in text
+
+
+def test_help_is_fast() -> None:
+    began = time.monotonic()
+    code, text = run("--help")
+    assert code == 0
+    assert "--max-model-len" in text
+    assert "--shutdown-timeout" in text
+    assert time.monotonic() - began < 1.0
