@@ -34,72 +34,102 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Scratch, Command]:
 def product(
     target: Target, op: str, out: Tensor, x: Tensor | Scratch, weight: Tensor, *, add: bool = False
 ) -> Iterator[Command]:
-    """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`."""
+    """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`. `op`: the name the choice is looked up by."""
     m, (n, k) = x.shape[0], weight.shape
-    yield from _commands(choose(target, op, m, n, k), target, out, x, weight, add=add, gated=False)
+    yield matmul(choose(target, op, m, n, k), target, out, x, weight, add=add)
 
 
 def gated_product(target: Target, op: str, out: Tensor, x: Scratch, weight: Tensor) -> Iterator[Command]:
     """out [M, N] = silu(g) * u with [g, u] = x [M, K] @ weight [2 N, K]^T; in one kernel where M is small."""
     m, (n, k) = x.shape[0], weight.shape
-    choice = choose(target, op, m, n, k)
-    if choice.kind in ("gemv", "small"):
-        yield from _commands(choice, target, out, x, weight, add=False, gated=True)
-        return
-    both = Scratch((m, n), bfloat16)
-    yield from _commands(choice, target, both, x, weight, add=False, gated=False)
-    width, block = n // 2, 1024
-    args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}
-    yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, {"BLOCK": block})
+    yield from gated_matmul(choose(target, op, m, n, k), target, out, x, weight)
 
 
-def _commands(
+def matmul(
     choice: Choice,
     target: Target,
     out: Tensor | Scratch,
     x: Tensor | Scratch,
     weight: Tensor,
     *,
-    add: bool,
-    gated: bool,
-) -> Iterator[Command]:
+    add: bool = False,
+    gated: bool = False,
+) -> Command:
+    """The product by the kernel of `choice`; `gated` is for the kinds gemv and small."""
     if weight.dtype != bfloat16:
         raise ContractError(
             f"weight is {weight.dtype.name}; linear layers on a GPU are bfloat16 (float32: the cpu pack)"
         )
-    (m, n), k = out.shape, weight.shape[1]
-    c = choice
-    if c.kind == "cublas":
-        yield Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
+    match choice.kind:
+        case "cublas":
+            return Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
+        case "gemv":
+            return _gemv(choice, out, x, weight, add, gated)
+        case "small":
+            return _gemm_small(choice, out, x, weight, add, gated)
+        case "tma" | "pointer":
+            return _gemm(choice, target, out, x, weight, add)
+
+
+def gated_matmul(
+    choice: Choice, target: Target, out: Tensor, x: Tensor | Scratch, weight: Tensor
+) -> Iterator[Command]:
+    """The gated product by the kernel of `choice`, and then by silu_mul if that kernel cannot do it itself."""
+    if choice.kind in ("gemv", "small"):
+        yield matmul(choice, target, out, x, weight, gated=True)
         return
-    tiles = -(-n // c.bn)
+    m, width = out.shape
+    both, block = Scratch((m, 2 * width), bfloat16), 1024
+    yield matmul(choice, target, both, x, weight)
+    args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}
+    yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, {"BLOCK": block})
+
+
+def _gemv(
+    c: Choice, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor, add: bool, gated: bool
+) -> Command:
+    n, k = out.shape[1], weight.shape[1]
+    args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, "N": Aligned(n), "K": Aligned(k)}
+    constants = {"BN": c.bn, "BK": c.bk, "STAGES": c.stages, "ADD": add, "GATED": gated}
+    return launch(_LINEAR, "gemv", (-(-n // c.bn),), args, constants, num_warps=c.warps)
+
+
+def _gemm_small(
+    c: Choice, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor, add: bool, gated: bool
+) -> Command:
+    (m, n), k = out.shape, weight.shape[1]
+    tiles, whole = -(-n // c.bn), c.split == 1
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x,
+        "weight": weight,
+        "partial": Scratch((1,) if whole else ((2 if gated else 1) * c.split, c.bm, n), np.dtype(np.float32)),
+        "counter": Scratch((1,) if whole else (tiles,), int32, zeroed=True),
+        "M": m,
+        "N": Aligned(n),
+        "K": Aligned(k),
+    }
+    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split, "ADD": add, "GATED": gated}
+    grid = (tiles, c.split)
+    return launch(_LINEAR, "gemm_small", grid, args, constants, num_warps=c.warps, num_stages=c.stages)
+
+
+def _gemm(
+    c: Choice, target: Target, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor, add: bool
+) -> Command:
+    (m, n), k = out.shape, weight.shape[1]
+    tiles = -(-m // c.bm) * -(-n // c.bn)
     sizes: dict[str, Arg] = {"M": m, "N": Aligned(n), "K": Aligned(k)}
-    constants = {"BN": c.bn, "BK": c.bk, "ADD": add}
-    if c.kind == "gemv":
-        args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, "N": Aligned(n), "K": Aligned(k)}
-        grid: tuple[int, ...] = (tiles,)
-        constants |= {"STAGES": c.stages, "GATED": gated}
-    elif c.kind == "small":
-        parts = 2 * c.split if gated else c.split
-        partial = Scratch((parts, c.bm, n) if c.split > 1 else (1,), np.dtype(np.float32))
-        counter = Scratch((tiles if c.split > 1 else 1,), int32, zeroed=True)
-        args = {"out": out, "x": x, "weight": weight, "partial": partial, "counter": counter, **sizes}
-        grid = (tiles, c.split)
-        constants |= {"BM": c.bm, "SPLIT": c.split, "GATED": gated}
-    else:
-        tiles *= -(-m // c.bm)
-        constants |= {"BM": c.bm, "GROUP": GROUP}
-        if c.kind == "tma":
-            args = {
-                "out": TensorMap(out, (c.bm, c.bn)),
-                "old": out,
-                "x": TensorMap(x, (c.bm, c.bk)),
-                "weight": TensorMap(weight, (c.bn, c.bk)),
-                **sizes,
-            }
-            grid = (min(tiles, target.num_sms),)
-        else:
-            args = {"out": out, "x": x, "weight": weight, **sizes}
-            grid = (tiles,)
-    function = {"gemv": "gemv", "small": "gemm_small", "tma": "gemm_tma", "pointer": "gemm"}[c.kind]
-    yield launch(_LINEAR, function, grid, args, constants, num_warps=c.warps, num_stages=c.stages)
+    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": GROUP, "ADD": add}
+    if c.kind == "pointer":
+        args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, **sizes}
+        return launch(_LINEAR, "gemm", (tiles,), args, constants, num_warps=c.warps, num_stages=c.stages)
+    args = {
+        "out": TensorMap(out, (c.bm, c.bn)),
+        "old": out,
+        "x": TensorMap(x, (c.bm, c.bk)),
+        "weight": TensorMap(weight, (c.bn, c.bk)),
+        **sizes,
+    }
+    grid = (min(tiles, target.num_sms),)
+    return launch(_LINEAR, "gemm_tma", grid, args, constants, num_warps=c.warps, num_stages=c.stages)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
+import selectors
 import subprocess
 import sys
 import threading
@@ -67,6 +67,8 @@ def spec_key(spec: KernelSpec, arch: int) -> str:
 
 def triton_version() -> str | None:
     """The installed Triton's version, or None. Does not import it."""
+    import importlib.metadata  # a third of this library's import time
+
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -84,6 +86,8 @@ def default_cache() -> Path:
 def wheel_folders() -> list[Path]:
     """Folders of cubins that installed distributions ship: entry points of the group `openinfer.cubins` name packages
     that have one."""
+    import importlib.metadata
+
     folders = []
     for entry in importlib.metadata.entry_points(group="openinfer.cubins"):
         found = importlib.util.find_spec(entry.value)
@@ -237,8 +241,6 @@ def _run_workers(keys: dict[str, KernelSpec], arch: int, folder: Path) -> Iterat
 
 def _collect(workers: list[subprocess.Popen[str]], jobs: list[str]) -> Iterator[dict[str, Any]]:
     """Give each worker a job at a time and yield the answers."""
-    import selectors
-
     waiting = iter(jobs)
     busy = 0
     with selectors.DefaultSelector() as selector:

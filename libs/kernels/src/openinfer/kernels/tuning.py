@@ -3,24 +3,27 @@
 A table is a file `tables/<gpu name>.json` of this package (lower case, _ for what is not a letter or digit), written by
 `benchmarks/bench_linear.py`:
 
-    {"norm_linear": {"6144x2560": {"1": {"kind": "gemv", "bn": 8, "bk": 512, "warps": 4, "stages": 3}, "16": {...}}}}
+    {"norm_linear": {"6144x2560": {"1": {"kind": "gemv", "bn": 8, "bk": 512}, "16": {...}}}}
 
-by op, by N x K of the weight, by M: the entry of the smallest M that is not less than the product's.
+by op ("logits" is norm_linear into float32), by N x K of the weight, by M: the entry of the smallest M that is not
+less than the product's.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from openinfer.kernels.target import Target
 
 Kind = Literal["gemv", "small", "tma", "pointer", "cublas"]
+
+TABLES = Path(__file__).parent / "tables"
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 """Shared memory a block may have, by architecture; the others have CONSUMER_SHARED_BYTES."""
@@ -84,7 +87,9 @@ def _large(target: Target, op: str, m: int, k: int) -> Choice:
         return Choice(kind, 64, 128, bk, 1, 4, 2)
     if m <= 128:
         return Choice(kind, 64, 128, bk, 1, 4, 4)
-    if m <= 512 or kind == "pointer":
+    if (
+        m <= 512 or kind == "pointer" or op == "logits"
+    ):  # a wide tile of float32 does not fit the shared memory
         return Choice(kind, 128, 128, bk, 1, 8, 3)
     return Choice(kind, 128, 256, bk, 1, 8, 3)
 
@@ -102,8 +107,8 @@ def depth(k: int, most: int) -> int:
 @functools.cache
 def _table(gpu: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     name = re.sub(r"[^a-z0-9]+", "_", gpu.lower()) + ".json"
-    file = importlib.resources.files("openinfer.kernels") / "tables" / name
-    found: Mapping[str, Mapping[str, Mapping[str, Any]]] = (
-        json.loads(file.read_text()) if file.is_file() else {}
-    )
-    return found
+    file = TABLES / name
+    if not file.is_file():
+        return {}
+    table: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(file.read_text())
+    return table

@@ -23,8 +23,8 @@ def gated(gate, up, dtype: tl.constexpr):
     """round(silu(round(gate))) * round(up) in float32, rounding to `dtype`."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
-    # exp2 of a large argument is inf and the quotient 0: the right limit
-    silu = gate / (1.0 + tl.exp2(gate * -1.4426950408889634))
+    small = tl.exp2(tl.abs(gate) * -1.4426950408889634)  # never overflows
+    silu = gate * tl.where(gate < 0, small, 1.0) / (1.0 + small)
     return silu.to(dtype).to(tl.float32) * up
 
 

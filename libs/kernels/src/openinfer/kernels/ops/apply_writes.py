@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openinfer.kernels.contract import expect
+from openinfer.kernels.contract import expect, require
 from openinfer.kernels.launch import Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
@@ -20,6 +20,7 @@ def _contract(*, words: Tensor, writes: Tensor) -> None:
     """
     expect("words", words, (-1,), int32)
     expect("writes", writes, (-1,), int32)
+    require(writes.shape[0] % 2 == 1, f"writes has {writes.shape[0]} words; it must have 1 + 2 * capacity")
 
 
 def _reference(*, words: Array, writes: Array) -> None:

@@ -41,7 +41,7 @@ def _launches(
 ) -> Iterator[Command]:
     hidden, fill = normed(x, norm_weight, eps)
     yield fill
-    yield from product(target, "norm_linear", out, hidden, weight)
+    yield from product(target, "norm_linear" if out.dtype == x.dtype else "logits", out, hidden, weight)
 
 
 def _cost(

@@ -7,11 +7,11 @@ interpreter on the CPU, it is `interp`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.launch import KernelSpec, Matmul, Scratch, TensorMap
+from openinfer.kernels.launch import Command, KernelSpec, Matmul, Scratch, TensorMap
 from openinfer.kernels.op import Op
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.packs.null import place
@@ -47,11 +47,14 @@ class LaunchPack:
         self._parameters: dict[KernelSpec, Parameters] = {}
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        commands = op.plan(self.target, args)
+        self.submit(op.name, op.plan(self.target, args))
+
+    def submit(self, name: str, commands: Sequence[Command]) -> None:
+        """Launch the commands of one call; `name` is for messages. Raises LaunchError if the workspace is too small."""
         offsets, plain, zeroed = place(commands)
         if plain > self._scratch_bytes or zeroed > self._zeroed_bytes:
             raise LaunchError(
-                f"{op.name} needs {plain} bytes of scratch and {zeroed} of zeroed scratch; the pack has "
+                f"{name} needs {plain} bytes of scratch and {zeroed} of zeroed scratch; the pack has "
                 f"{self._scratch_bytes} and {self._zeroed_bytes}: make them as large as the null pack's workspace_bytes"
             )
 

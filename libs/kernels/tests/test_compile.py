@@ -1,0 +1,122 @@
+"""Every kernel that representative plans ask for compiles, and fits the shared memory of its architecture.
+
+By default for sm_90 and one other, by the day; OPENINFER_TEST_ARCHS=80,100 chooses; `-m slow` does all.
+"""
+
+import datetime
+import os
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    NullPack,
+    Store,
+    Target,
+    apply_writes,
+    attend,
+    embed,
+    expand_rows,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+    qk_norm_rope_write,
+    select_rows,
+)
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.tensor import bfloat16, float32
+
+ARCHS = (80, 90, 100, 120)
+SMS = {80: 108, 90: 132, 100: 148, 120: 188}
+SLOTS, PAGES_A_ROW = 513, 64
+
+# hidden, query heads, key heads, intermediate, vocabulary: Qwen3 0.6B, 4B, 14B, 32B and a tiny one
+MODELS = [
+    (1024, 16, 8, 3072, 151936),
+    (2560, 32, 8, 9728, 151936),
+    (5120, 40, 8, 17408, 151936),
+    (5120, 64, 8, 25600, 151936),
+    (256, 4, 2, 384, 1024),
+]
+STEPS = [(1, 1), (7, 7), (32, 32), (64, 64), (128, 128), (512, 512), (1024, 16), (8192, 64)]  # tokens, rows
+
+
+def archs_of_today():
+    chosen = os.environ.get("OPENINFER_TEST_ARCHS")
+    if chosen:
+        return [int(a) for a in chosen.split(",")]
+    others = [a for a in ARCHS if a != 90]
+    return [90, others[datetime.date.today().toordinal() % len(others)]]
+
+
+def trace(pack, arena, model, tokens, rows, page_size):
+    """The op calls of one step of one layer."""
+    hidden, heads, kv_heads, inter, vocab = model
+    dim = 128
+
+    def t(*shape, dtype=bfloat16):
+        return arena.alloc(shape, dtype)
+
+    def i(*shape):
+        return arena.alloc(shape, np.dtype(np.int32))
+
+    ids, positions, slots_of_tokens = i(tokens), i(tokens), i(tokens)
+    slots, q_starts, seq_lens, alive = i(rows), i(rows + 1), i(SLOTS), i(SLOTS)
+    tables = i(SLOTS, PAGES_A_ROW)
+    x, qkv, q, o = t(tokens, hidden), t(tokens, (heads + 2 * kv_heads) * dim), t(tokens, heads, dim), t(tokens, heads * dim)
+    kv = t(100, 36, 2, kv_heads, page_size, dim)[:, 3]
+    apply_writes(pack, words=i(1000), writes=i(1 + 2 * 64))
+    expand_rows(
+        pack, token_ids=ids, positions=positions, token_slots=slots_of_tokens, prompt=i(tokens), slots=slots,
+        q_starts=q_starts, seq_lens=seq_lens, last_tokens=i(SLOTS), alive=alive,
+    )  # fmt: skip
+    embed(pack, out=x, token_ids=ids, table=t(vocab, hidden))
+    norm_linear(pack, out=qkv, x=x, norm_weight=t(hidden), weight=t(qkv.shape[1], hidden), eps=1e-6)
+    qk_norm_rope_write(
+        pack, q=q, kv=kv, qkv=qkv, q_norm=t(dim), k_norm=t(dim), cos_sin=t(40960, 2, dim // 2, dtype=float32),
+        positions=positions, token_slots=slots_of_tokens, block_tables=tables, eps=1e-6,
+    )  # fmt: skip
+    attend(
+        pack, out=o, q=q, kv=kv, slots=slots, q_starts=q_starts, seq_lens=seq_lens, alive=alive, block_tables=tables,
+        scale=dim**-0.5, window=0, max_q_len=1 if tokens == rows else tokens,
+    )  # fmt: skip
+    linear_add(pack, x=x, h=o, weight=t(hidden, heads * dim))
+    act = t(tokens, inter)
+    gate_up_silu(pack, out=act, x=x, norm_weight=t(hidden), weight=t(2 * inter, hidden), eps=1e-6)
+    linear_add(pack, x=x, h=act, weight=t(hidden, inter))
+    last = t(rows, hidden)
+    select_rows(pack, out=last, x=x, q_starts=q_starts)
+    out = t(rows, vocab, dtype=float32)
+    norm_linear(pack, out=out, x=last, norm_weight=t(hidden), weight=t(vocab, hidden), eps=1e-6)
+
+
+def specs(arch, arena):
+    """The kernels of all models and steps, for targets with and without cuBLASLt."""
+    found = {}
+    for cublas in (False, True):
+        pack = NullPack(Target(arch, SMS[arch], cublas, "NVIDIA H200" if arch == 90 else ""))
+        for model in MODELS:
+            for tokens, rows in STEPS:
+                trace(pack, arena, model, tokens, rows, page_size=64 if tokens % 32 else 16)
+        found.update(dict.fromkeys(pack.specs()))
+    return list(found)
+
+
+def compile_all(arch, arena, cubins):
+    wanted = specs(arch, arena)
+    store = Store(arch, cubins, folders=[])
+    store.prepare(wanted)
+    too_large = {str(s): store.get(s).shared for s in wanted if store.get(s).shared > shared_bytes(arch)}
+    assert not too_large, f"more shared memory than sm_{arch} has: {too_large}"
+    assert {s.function for s in wanted} >= {"gemv", "gemm_small", "rms_norm", "silu_mul", "gather_rows"}
+
+
+@pytest.mark.parametrize("arch", archs_of_today())
+def test_kernels_compile(arch, arena, cubins):
+    compile_all(arch, arena, cubins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_for_every_architecture(arch, arena, cubins):
+    compile_all(arch, arena, cubins)

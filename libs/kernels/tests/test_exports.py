@@ -1,0 +1,52 @@
+"""The public names, and what importing the library costs."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+import openinfer.kernels as library
+
+
+def test_all_is_every_public_name_and_sorted():
+    public = {n for n, v in vars(library).items() if not n.startswith("_") and not isinstance(v, types.ModuleType)}
+    assert public == set(library.__all__)
+    assert len(set(library.__all__)) == len(library.__all__)
+    assert library.__all__ == sorted(library.__all__, key=lambda n: (not n.isupper(), n[0].islower(), n))
+
+
+def test_public_names_have_docstrings():
+    for name in library.__all__:
+        value = getattr(library, name)
+        if isinstance(value, type | types.FunctionType | library.Op):
+            assert value.__doc__, name
+
+
+@pytest.mark.parametrize("name", [n for n in library.__all__ if isinstance(getattr(library, n), library.Op)])
+def test_an_op_is_called_by_its_name(name):
+    op = getattr(library, name)
+    assert (op.name, repr(op)) == (name, f"Op({name})")
+
+
+def test_import_and_plan_need_no_triton_and_no_driver():
+    program = """
+import sys
+sys.modules["triton"] = None
+sys.modules["cuda.bindings.driver"] = None
+import time
+import numpy, ml_dtypes
+start = time.process_time()
+from openinfer.kernels import H200, NullPack, linear_add
+from openinfer.tensor import Arena, Device, bfloat16
+took = time.process_time() - start
+arena, pack = Arena(Device("null"), None), NullPack(H200)
+linear_add(pack, x=arena.alloc((4, 64), bfloat16), h=arena.alloc((4, 64), bfloat16), weight=arena.alloc((64, 64), bfloat16))
+assert pack.specs()[0].function == "gemm_small"
+print(took)
+"""
+    took = [
+        float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(took) < 0.1  # seconds of CPU beyond numpy's

@@ -1,0 +1,134 @@
+"""The cubin store, with real compiles of one small kernel (Triton needs no GPU to compile)."""
+
+import json
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import CompileError, KernelMissing, Store, embed, launch, store
+from openinfer.tensor import Device, Tensor, bfloat16
+
+ROWS = "openinfer.kernels.device.rows"
+
+
+@pytest.fixture(scope="module")
+def cubins(tmp_path_factory):
+    return tmp_path_factory.mktemp("cubins")
+
+
+@pytest.fixture
+def spec(arena, plan):
+    args = {
+        "out": arena.alloc((4, 32), bfloat16),
+        "token_ids": arena.alloc((4,), np.dtype(np.int32)),
+        "table": arena.alloc((9, 32), bfloat16),
+    }
+    (spec,) = plan(embed, **args).specs()
+    return spec
+
+
+def broken():
+    """A spec whose arguments are not the kernel's."""
+    tensor = Tensor(256, (4,), bfloat16, Device("null"))
+    return launch(ROWS, "gather_rows", (1,), {"out": tensor}, {"BLOCK": 16}).spec
+
+
+def test_prepare_compiles_once_and_later_stores_read(cubins, spec):
+    seen = []
+    first = Store(90, cubins, folders=[])
+    assert first.prepare([spec, spec], lambda *step: seen.append(step)) == (1, 1)
+    assert seen == [(1, 1)]
+    assert first.prepare([spec]) == (0, 0)
+    second = Store(90, cubins, folders=[])
+    assert second.prepare([spec]) == (1, 0)
+    assert second.get(spec) == first.get(spec)
+    compiled = second.get(spec)
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.name == "gather_rows"
+    assert (compiled.num_warps, compiled.num_ctas, compiled.tensor_maps) == (4, 1, ())
+    assert not list(cubins.rglob("*.part"))
+
+
+def test_architectures_do_not_share(cubins, spec):
+    assert store.spec_key(spec, 90) != store.spec_key(spec, 80)
+
+
+def test_a_sealed_store_refuses_and_counts(tmp_path, spec):
+    sealed = Store(90, tmp_path, folders=[])
+    sealed.seal()
+    for misses in (1, 2):
+        with pytest.raises(KernelMissing, match="before the store was sealed"):
+            sealed.get(spec)
+        assert sealed.misses_after_seal == misses
+
+
+def test_a_damaged_cubin_is_compiled_again(cubins, tmp_path, spec):
+    one = Store(90, tmp_path, folders=[])
+    one.prepare([spec])
+    (path,) = tmp_path.rglob("*.cubin")
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + b"x")
+    assert Store(90, tmp_path, folders=[]).prepare([spec]) == (1, 1)
+    assert path.read_bytes() == good
+
+
+def test_every_failure_is_told(tmp_path, spec):
+    gone = launch("openinfer.kernels.device.rows", "no_such_kernel", (1,), {"n": 1}, {}).spec
+    some = Store(90, tmp_path, folders=[])
+    with pytest.raises(CompileError) as e:
+        some.prepare([broken(), spec, gone])
+    assert "gather_rows" in str(e.value)
+    assert "launch gives ['out'], the kernel takes ['out', 'index', 'table', 'width']" in str(e.value)
+    assert "no_such_kernel" in str(e.value)
+    assert some.prepare([spec]) == (0, 0)  # the good one was kept
+
+
+def test_without_triton_a_cached_kernel_is_found_and_a_missing_one_names_the_extra(cubins, tmp_path, spec, monkeypatch):
+    Store(90, cubins, folders=[]).prepare([spec])
+    monkeypatch.setattr(store, "triton_version", lambda: None)
+    assert Store(90, tmp_path, folders=[cubins]).prepare([spec]) == (1, 0)
+    with pytest.raises(KernelMissing, match=r"pip install 'openinfer-kernels\[jit\]'"):
+        Store(90, tmp_path, folders=[]).prepare([spec])
+
+
+def test_wheels_come_before_the_cache(cubins, tmp_path, spec):
+    Store(90, cubins, folders=[]).prepare([spec])
+    assert Store(90, tmp_path, folders=[cubins]).prepare([spec]) == (1, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_index_names_what_was_compiled(cubins, spec):
+    Store(90, cubins, folders=[]).prepare([spec])
+    entries = [json.loads(p.read_text()) for p in cubins.rglob("*.json")]
+    assert {e["spec"]["function"] for e in entries} == {"gather_rows"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"OPENINFER_CACHE": "/a"}, "/a/cubin"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/openinfer/cubin"),
+        ({"HOME": "/c"}, "/c/.cache/openinfer/cubin"),
+    ],
+)
+def test_where_the_cache_is(monkeypatch, environment, folder):
+    for name in ("OPENINFER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert str(store.default_cache()) == folder
+
+
+def test_the_source_hash_covers_a_module_and_its_siblings(tmp_path, monkeypatch):
+    package = tmp_path / "kernels_of_a_test"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "a.py").write_text("A = 1\n")
+    (package / "b.py").write_text("B = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = store.source_hash("kernels_of_a_test.a")
+    store.source_hash.cache_clear()
+    assert store.source_hash("kernels_of_a_test.a") == before
+    (package / "b.py").write_text("B = 2\n")
+    store.source_hash.cache_clear()
+    assert store.source_hash("kernels_of_a_test.a") != before
