@@ -47,7 +47,7 @@ class Readback:
         self._next = (self._next + 1) % len(self._ring)
 
     def take(self, *, wait: bool) -> list[np.ndarray[Any, Any]] | None:
-        """The oldest step's results as new arrays, or None if there is none or (without `wait`) they are not here yet."""
+        """The oldest step's results as new arrays, or None if there is none or, without `wait`, if it is not here."""
         if not self._pending:
             return None
         index, places = self._pending[0]
