@@ -149,12 +149,10 @@ class Ledger:
         for block, state in enumerate(self._state):
             for complaint in self._block_problems(block, state, users[block]):
                 yield f"group {self._group.name!r}, block {block} ({state.name}): {complaint}"
-        listed = Counter(self._free) + Counter(self._cached)
-        in_lists = Counter(
-            block for block, state in enumerate(self._state) if state in (BlockState.FREE, BlockState.CACHED)
-        )
-        if listed != in_lists:
-            yield f"group {self._group.name!r}: the free list and the queue hold {listed}, by state it is {in_lists}"
+        for state, listed in ((BlockState.FREE, self._free), (BlockState.CACHED, self._cached)):
+            members = [block for block, of_block in enumerate(self._state) if of_block is state]
+            if sorted(listed) != members:
+                yield f"group {self._group.name!r}: listed as {state.name} {sorted(listed)}, by state {members}"
         yield from self._order_problems()
 
     def _block_problems(self, block: int, state: BlockState, users: int) -> Iterator[str]:

@@ -72,6 +72,7 @@ class StepLoop:
         self._blocks: list[BlockWrite] = []  # likewise
         self._events: list[Event] = []  # for the next step() to return
         self._changed = False  # something happened that the policy has not been asked about
+        self._blocked = False  # no room for who is next; looked up again only after something happened
 
     # -- the owner's side --
 
@@ -154,6 +155,7 @@ class StepLoop:
         joined: list[Seq] = []
         # The step that preempts for want of blocks admits nobody: they were taken for those who run.
         if preemptions == self.stats.preemptions and self._is_plan_due():
+            self._blocked = self._blocked and not self._changed
             decision = self._policy.plan(self._view(index))
             if decision.preempt and self._in_flight:
                 return False
@@ -236,7 +238,7 @@ class StepLoop:
     def _admit(self, decision: Decision, chunks: list[Row], joined: list[Seq], events: list[Event]) -> None:
         budget = decision.admit_tokens
         for seq in decision.admit:
-            if budget <= 0 or not self._free_slots:
+            if budget <= 0 or not self._free_slots or self._blocked:
                 break
             if seq.state is not SeqState.WAITING or self._live.get(seq.id) is not seq:
                 raise ContractError(f"the policy admits request {seq.id}, which is not waiting here")
@@ -244,6 +246,7 @@ class StepLoop:
             lease = self._pool.acquire(seq.tokens, seq.salt, seq.hashes)
             if lease.reserve(len(seq.tokens)) is None:
                 lease.release()
+                self._blocked = True
                 break
             seq.lease, seq.slot, seq.target = lease, self._free_slots.pop(), len(seq.tokens)
             seq.state = SeqState.PREFILL

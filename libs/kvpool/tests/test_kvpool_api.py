@@ -1,0 +1,36 @@
+"""The public names are the listed ones, sorted, and importing them is cheap and needs nothing."""
+
+import subprocess
+import sys
+import types
+
+import openinfer.kvpool
+
+
+def test_all_is_sorted_and_complete():
+    public = {
+        name
+        for name, value in vars(openinfer.kvpool).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public == set(openinfer.kvpool.__all__)
+    assert openinfer.kvpool.__all__ == sorted(openinfer.kvpool.__all__)
+
+
+def test_every_public_name_is_documented():
+    for name in openinfer.kvpool.__all__:
+        assert getattr(openinfer.kvpool, name).__doc__, name
+
+
+def test_import_needs_the_standard_library_only_and_is_quick():
+    code = (
+        "import sys, time; before = set(sys.modules); start = time.perf_counter(); import openinfer.kvpool; "
+        "print(time.perf_counter() - start); "
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)"
+    )
+    outputs = [
+        subprocess.run([sys.executable, "-I", "-c", code], check=True, capture_output=True, text=True).stdout
+        for _ in range(3)
+    ]
+    assert min(float(output.split("\n")[0]) for output in outputs) < 0.1
+    assert outputs[0].split("\n")[1].split() == ["openinfer"]
