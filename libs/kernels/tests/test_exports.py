@@ -10,7 +10,9 @@ import openinfer.kernels as library
 
 
 def test_all_is_every_public_name_and_sorted():
-    public = {n for n, v in vars(library).items() if not n.startswith("_") and not isinstance(v, types.ModuleType)}
+    public = {
+        n for n, v in vars(library).items() if not n.startswith("_") and not isinstance(v, types.ModuleType)
+    }
     assert public == set(library.__all__)
     assert len(set(library.__all__)) == len(library.__all__)
     assert library.__all__ == sorted(library.__all__, key=lambda n: (not n.isupper(), n[0].islower(), n))
@@ -46,7 +48,9 @@ assert pack.specs()[0].function == "gemm_small"
 print(took)
 """
     took = [
-        float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+        float(
+            subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+        )
         for _ in range(3)
     ]
     assert min(took) < 0.1  # seconds of CPU beyond numpy's

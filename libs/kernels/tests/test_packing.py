@@ -30,7 +30,9 @@ def pointers(parameters, count):
 
 
 def test_values_are_naturally_aligned_and_end_with_two_null_pointers():
-    parameters, _ = packed({"n": 3, "x": null(0x1000, 4), "k": Aligned(32), "eps": 0.5, "s": Scratch((1,), bfloat16)})
+    parameters, _ = packed(
+        {"n": 3, "x": null(0x1000, 4), "k": Aligned(32), "eps": 0.5, "s": Scratch((1,), bfloat16)}
+    )
     at = pointers(parameters, 7)
     base = at[0]
     assert [a - base for a in at] == [0, 8, 16, 20, 24, 32, 40]

@@ -167,7 +167,9 @@ def test_products_on_gpu(check_op_gpu, gpu, normal, name, cublas):
             args = {"out": nans(m, n), "x": x, "norm_weight": gain, "weight": weight, "eps": EPS}
             check_op_gpu(norm_linear, {"out": BF16}, target=target, **args)
         else:
-            check_op_gpu(linear_add, {"x": BF16}, target=target, x=normal(m, n), h=normal(m, k), weight=weight)
+            check_op_gpu(
+                linear_add, {"x": BF16}, target=target, x=normal(m, n), h=normal(m, k), weight=weight
+            )
 
 
 @pytest.mark.gpu

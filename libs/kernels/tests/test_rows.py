@@ -46,7 +46,9 @@ def test_apply_writes_writes_the_first_count(check_op, rng, count, capacity):
     words = rng.integers(-9, 9, 1000).astype(np.int32)
     where = rng.permutation(1000)[:capacity].astype(np.int32)
     values = rng.integers(100, 200, capacity).astype(np.int32)
-    got = check_op(apply_writes, {"words": 0}, words=words, writes=np.concatenate([ints(count), where, values]))
+    got = check_op(
+        apply_writes, {"words": 0}, words=words, writes=np.concatenate([ints(count), where, values])
+    )
     assert (got["words"] >= 100).sum() == count
 
 
@@ -134,7 +136,9 @@ def test_on_gpu(check_op_gpu, rng, normal, rows, tokens):
     lengths = rng.multinomial(tokens, np.ones(rows) / rows)
     args = rows_of_a_step(rng, lengths, tokens, size=rows + 5)
     check_op_gpu(expand_rows, OUTPUTS, **args)
-    check_op_gpu(select_rows, {"out": 0}, out=nans(rows, 2560), x=normal(tokens, 2560), q_starts=args["q_starts"])
+    check_op_gpu(
+        select_rows, {"out": 0}, out=nans(rows, 2560), x=normal(tokens, 2560), q_starts=args["q_starts"]
+    )
     words = rng.integers(-9, 9, 100000).astype(np.int32)
     writes = np.concatenate([ints(rows), rng.permutation(100000)[: 2 * tokens].astype(np.int32)])
     check_op_gpu(apply_writes, {"words": 0}, words=words, writes=writes)

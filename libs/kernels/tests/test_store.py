@@ -83,7 +83,9 @@ def test_every_failure_is_told(tmp_path, spec):
     assert some.prepare([spec]) == (0, 0)  # the good one was kept
 
 
-def test_without_triton_a_cached_kernel_is_found_and_a_missing_one_names_the_extra(cubins, tmp_path, spec, monkeypatch):
+def test_without_triton_a_cached_kernel_is_found_and_a_missing_one_names_the_extra(
+    cubins, tmp_path, spec, monkeypatch
+):
     Store(90, cubins, folders=[]).prepare([spec])
     monkeypatch.setattr(store, "triton_version", lambda: None)
     assert Store(90, tmp_path, folders=[cubins]).prepare([spec]) == (1, 0)

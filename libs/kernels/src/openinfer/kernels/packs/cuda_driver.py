@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, NamedTuple
 
 from openinfer.kernels.cublas import CublasLt
@@ -31,6 +32,16 @@ class Loaded(NamedTuple):
     call: str
 
 
+@functools.cache
+def encoder() -> Any:
+    """cuTensorMapEncodeTiled by ctypes: the binding's does not align its result to the 64 bytes that the driver demands."""
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    function.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4
+    ]  # fmt: skip
+    return function
+
+
 class CudaDriver:
     """Launches on `stream` of `device`, with kernels from `store`.
 
@@ -44,10 +55,6 @@ class CudaDriver:
         self._cublas = cublas
         self._cu = driver()
         self._functions: dict[KernelSpec, Loaded] = {}
-        self._encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-        self._encode.argtypes = [
-            ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4
-        ]  # fmt: skip
 
     def load(self, spec: KernelSpec) -> Loaded:
         """The kernel, loaded onto the device at first use. Load all before a capture: loading is not capturable."""
@@ -86,7 +93,7 @@ class CudaDriver:
         pitch = (ctypes.c_uint64 * 2)(stride * tensor.dtype.itemsize, 0)
         box = (ctypes.c_uint32 * 2)(*reversed(meta["block_size"]))
         step = (ctypes.c_uint32 * 2)(1, 1)
-        status = self._encode(
+        status = encoder()(
             base, MAP_TYPES[TRITON_TYPES[tensor.dtype.name]], 2, address,
             ctypes.addressof(size), ctypes.addressof(pitch), ctypes.addressof(box), ctypes.addressof(step),
             0, meta["swizzle"], L2_PROMOTION_128B, 0,
@@ -100,16 +107,8 @@ class CudaDriver:
     def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None:
         kernel = self.load(spec)
         status = self._cu.cuLaunchKernel(
-            kernel.function,
-            *grid,
-            kernel.threads,
-            1,
-            1,
-            kernel.shared,
-            self._stream.handle,
-            parameters.params,
-            0,
-        )
+            kernel.function, *grid, kernel.threads, 1, 1, kernel.shared, self._stream.handle, parameters.params, 0
+        )  # fmt: skip
         check(status, kernel.call)
 
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None:
