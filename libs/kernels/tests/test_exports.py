@@ -43,7 +43,8 @@ from openinfer.kernels import H200, NullPack, linear_add
 from openinfer.tensor import Arena, Device, bfloat16
 took = time.thread_time() - start
 arena, pack = Arena(Device("null"), None), NullPack(H200)
-linear_add(pack, x=arena.alloc((4, 64), bfloat16), h=arena.alloc((4, 64), bfloat16), weight=arena.alloc((64, 64), bfloat16))
+x, h, weight = (arena.alloc(shape, bfloat16) for shape in ((4, 64), (4, 64), (64, 64)))
+linear_add(pack, x=x, h=h, weight=weight)
 assert pack.specs()[0].function == "gemm_small"
 print(took)
 """

@@ -1,11 +1,11 @@
 """Everything this library raises.
 
-    KernelsError
-     ├── ContractError (ValueError)       an op was called with arguments its contract does not allow
-     ├── CompileError (RuntimeError)      the compiler refused a kernel
-     ├── KernelMissing (LookupError)      no cubin for a kernel, and none may or can be compiled
-     ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
-     └── MissingExtra (ImportError)       an optional dependency is needed; the message has the install command
+KernelsError
+ ├── ContractError (ValueError)       an op was called with arguments its contract does not allow
+ ├── CompileError (RuntimeError)      the compiler refused a kernel
+ ├── KernelMissing (LookupError)      no cubin for a kernel, and none may or can be compiled
+ ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
+ └── MissingExtra (ImportError)       an optional dependency is needed; the message has the install command
 """
 
 

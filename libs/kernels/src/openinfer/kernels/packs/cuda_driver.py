@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 
 @functools.cache
 def encoder() -> Any:
-    """cuTensorMapEncodeTiled by ctypes: the binding's does not align its result to the 64 bytes that the driver demands."""
+    """cuTensorMapEncodeTiled by ctypes: the binding's does not align its result to the 64 bytes the driver demands."""
     function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
     function.argtypes = [
         ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4
