@@ -35,8 +35,8 @@ def test_numpy_reads_our_memory() -> None:
     tensor = Tensor.from_numpy(array)
     theirs = np.from_dlpack(tensor[1:, 1:3])
     assert theirs.tolist() == [[5, 6], [9, 10]]
-    theirs[0, 0] = 50
-    assert array[1, 1] == 50
+    tensor.zero_()
+    assert not theirs.any()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_import_refusals() -> None:
         Tensor.from_dlpack([1, 2])
     array = np.zeros(3)
     array.flags.writeable = False
-    with pytest.raises(ShapeError, match="read-only"):
+    with pytest.raises(ShapeError, match=r"read-?only.*copy it"):
         Tensor.from_dlpack(array)
     with pytest.raises(ShapeError, match="negative"):
         Tensor.from_dlpack(np.zeros(3)[::-1])

@@ -18,6 +18,7 @@ View: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], DType, Device, ob
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3
 _READ_ONLY = 1
 _LEGACY, _VERSIONED = b"dltensor", b"dltensor_versioned"
+_TAKEN = {name: b"used_" + name for name in (_LEGACY, _VERSIONED)}  # a capsule keeps no copy of its name
 _CODES = {"i": 0, "u": 1, "f": 2, "b": 6}
 _BFLOAT16 = 4
 _DTYPES: dict[tuple[int, int], DType] = (
@@ -177,9 +178,12 @@ def take(source: Any) -> View:
     if not hasattr(source, "__dlpack__"):
         raise TensorError(f"{type(source).__name__} has no __dlpack__; pass an array of a DLPack library")
     try:
-        capsule = source.__dlpack__(max_version=(1, 0))
-    except TypeError:  # a producer older than the keyword
-        capsule = source.__dlpack__()
+        try:
+            capsule = source.__dlpack__(max_version=(1, 0))
+        except TypeError:  # a producer older than the keyword
+            capsule = source.__dlpack__()
+    except BufferError as e:
+        raise ShapeError(f"{type(source).__name__} cannot share its memory: {e}; copy it") from e
     capsule_id = id(capsule)
     name = next((n for n in _STRUCTS if _is_valid(capsule_id, n)), None)
     if name is None:
@@ -191,7 +195,7 @@ def take(source: Any) -> View:
         raise ShapeError(
             "the DLPack data is read-only (or of an unknown version) and a Tensor is writable; copy it"
         )
-    _rename(capsule, b"used_" + name)
+    _rename(capsule, _TAKEN[name])
     device = view[-1]
     if (
         device.kind == "cuda"
