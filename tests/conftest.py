@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
 from openinfer.sampler import SamplingParams
 from openinfer.tensor import Checkpoint
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers do without it
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -79,7 +82,9 @@ class Session:
         self.outcomes[request_id] = Outcome([], [], [])
         params = SamplingParams(**{"temperature": 0.0, **sampling})
         self.engine.submit(
-            Request(id=request_id, prompt_token_ids=prompt, sampling=params, max_tokens=max_tokens, arrival=0.0)
+            Request(
+                id=request_id, prompt_token_ids=prompt, sampling=params, max_tokens=max_tokens, arrival=0.0
+            )
         )
         return request_id
 

@@ -68,7 +68,9 @@ def test_hidden_states_and_logits(golden):
     names = ["hidden.embed", *(f"hidden.layer{n}" for n in range(model.config.num_layers))]
     assert len(after) == len(names)
     for name, stream in zip(names, after, strict=True):
-        np.testing.assert_allclose(stream[positions], golden.numbers[name], atol=TOLERANCE, rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            stream[positions], golden.numbers[name], atol=TOLERANCE, rtol=0, err_msg=name
+        )
     logits = model.buffers.logits.numpy()[0]
     expected = golden.numbers[f"p{facts['prompt']}.logits_fp32"][-1]
     np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)

@@ -27,7 +27,7 @@ OWN_DEVIATION_FACTOR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class Reference:
     """One reference sequence: its tokens, and for each of the last `len(top_ids)` positions the reference's most likely
     next tokens [P, K], their log-probabilities in its own bf16 run, and in its float32 run."""
 
@@ -42,11 +42,11 @@ class Sequence_:
         return len(self.tokens) - len(self.top_ids)
 
 
-def load_reference(path: Path) -> list[Sequence_]:
+def load_reference(path: Path) -> list[Reference]:
     """Read what scripts/qwen3_reference.py wrote."""
     with np.load(path, allow_pickle=False) as data:
         return [
-            Sequence_(
+            Reference(
                 data[f"s{n}.tokens"].tolist(), data[f"s{n}.top_ids"], data[f"s{n}.bf16"], data[f"s{n}.fp32"]
             )
             for n in range(int(data["count"]))
@@ -75,8 +75,8 @@ class Verdict:
 
     def __str__(self) -> str:
         return (
-            f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.positions:4d} positions: regret {self.regret:.3f} "
-            f"(<= {REGRET_NAT}), mean {self.mean:.4f} (<= {self.mean_limit:.3f}), p99 {self.p99:.3f} "
+            f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.positions:4d} positions: "
+            f"regret {self.regret:.3f} (<= {REGRET_NAT}), mean {self.mean:.4f} (<= {self.mean_limit:.3f}), p99 {self.p99:.3f} "
             f"(<= {self.p99_limit:.3f}), max {self.maximum:.3f}"
         )
 
@@ -125,8 +125,7 @@ class Forced:
         rows.write("slots", 0, slots)
         rows.write("q_starts", 0, starts)
         rows.write("prompt", 0, prompt)
-        for _ in rows.uploads(runner.stream):
-            apply_writes(runner.pack, words=rows.words, writes=rows.writes)
+        self.upload()
         if self._eager:
             runner.model.forward(runner.pack, tokens, num_rows, longest)
         else:
@@ -136,6 +135,12 @@ class Forced:
             self._lengths[slot] += len(ids)
             rows.set("seq_lens", slot, self._lengths[slot])
         return runner.model.buffers.logits[:n].numpy()
+
+    def upload(self) -> None:
+        """Bring the batch state on the device up to date."""
+        rows = self._runner.model.rows
+        for _ in rows.uploads(self._runner.stream):
+            apply_writes(self._runner.pack, words=rows.words, writes=rows.writes)
 
     def feed(self, slot: int, tokens: Sequence[int], chunk: int) -> Array | None:
         """Feed tokens to one slot, `chunk` at a time; the logits after the last."""
@@ -152,7 +157,9 @@ class Forced:
         self._next_page = 1
 
 
-def decode_all(forced: Forced, sequences: Sequence[Sequence_], *, chunk: int, pad_rows: int = 0) -> list[Array]:
+def decode_all(
+    forced: Forced, sequences: Sequence[Reference], *, chunk: int, pad_rows: int = 0
+) -> list[Array]:
     """Prefill each sequence up to its first compared position, then feed the rest one token a step, all rows together.
     Logits [P, V] of each sequence are given as log-probabilities of its reference's top ids [P, K] and the arg max."""
     found: list[list[Array]] = [[] for _ in sequences]
@@ -161,7 +168,9 @@ def decode_all(forced: Forced, sequences: Sequence[Sequence_], *, chunk: int, pa
         forced.feed(n + 1, sequence.tokens[: sequence.first], chunk)
     for step in range(max(len(s.top_ids) for s in sequences)):
         live = [n for n, s in enumerate(sequences) if step < len(s.top_ids)]
-        logits = forced.step([(n + 1, [sequences[n].tokens[sequences[n].first + step]]) for n in live], pad_rows)
+        logits = forced.step(
+            [(n + 1, [sequences[n].tokens[sequences[n].first + step]]) for n in live], pad_rows
+        )
         for row, n in zip(logits, live, strict=True):
             found[n].append(_read(row, sequences[n].top_ids[step]))
     forced.leave()
@@ -177,7 +186,7 @@ def _read(logits: Array, top_ids: Array) -> Array:
     return np.append(logprobs[top_ids], chosen[0] if len(chosen) else -1)
 
 
-def judge(path: str, sequences: Sequence[Sequence_], found: Sequence[Array]) -> Verdict:
+def judge(path: str, sequences: Sequence[Reference], found: Sequence[Array]) -> Verdict:
     """Compare what decode_all gave with the reference's bf16 run. The limits are widened to 1.5 times what the
     reference's own bf16 run deviates from its float32 run."""
     own = np.abs(np.concatenate([s.bf16 - s.fp32 for s in sequences]))
@@ -185,7 +194,9 @@ def judge(path: str, sequences: Sequence[Sequence_], found: Sequence[Array]) -> 
     if not np.isfinite(ours).all():
         ours = np.where(np.isfinite(ours), ours, np.inf)
     regret = max(
-        float(row[0] - row[int(choice)])  # not among the reference's top ids: as bad as the last of them, at least
+        float(
+            row[0] - row[int(choice)]
+        )  # not among the reference's top ids: as bad as the last of them, at least
         for s, f in zip(sequences, found, strict=True)
         for row, choice in zip(s.bf16, f[:, -1], strict=True)
     )
@@ -201,16 +212,22 @@ def judge(path: str, sequences: Sequence[Sequence_], found: Sequence[Array]) -> 
     )
 
 
-def run(runner: Runner, sequences: Sequence[Sequence_], *, eager: bool) -> Iterable[Verdict]:
-    """Every path of one engine. Yields a verdict each."""
+class NotReproducible(AssertionError):
+    """The same inputs in the same step shapes gave other bits."""
+
+
+def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
+    """Every path of an engine, a verdict each. Raises NotReproducible where a rerun differs in a bit."""
     largest = runner.buckets.mixed_tokens[-1]
-    forced = Forced(runner, eager=eager)
-    mode = "eager" if eager else "graph"
-    yield judge(f"{mode}, batch {len(sequences)}", sequences, decode_all(forced, sequences, chunk=largest))
-    if eager:
-        return
+    eager = Forced(runner, eager=True)
+    few = sequences[:4]
+    yield judge("eager, batch 4", few, decode_all(eager, few, chunk=largest))
+    forced = Forced(runner)
+    first = decode_all(forced, sequences, chunk=largest)
+    yield judge(f"graph, batch {len(sequences)}", sequences, first)
     again = decode_all(forced, sequences, chunk=largest)
-    yield judge("graph, once more", sequences, again)
+    if not all(np.array_equal(a, b) for a, b in zip(first, again, strict=True)):
+        raise NotReproducible("a rerun of the same steps gave other log-probabilities")
     alone = sequences[1:4]
     yield judge("graph, batch 1", alone, [decode_all(forced, [s], chunk=largest)[0] for s in alone])
     few = sequences[:5]
@@ -221,7 +238,40 @@ def run(runner: Runner, sequences: Sequence[Sequence_], *, eager: bool) -> Itera
     yield judge("cached prefix", sequences[3:], cached(forced, sequences[3:], largest))
 
 
-def mixed(forced: Forced, sequences: Sequence[Sequence_]) -> list[Array]:
+def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
+    """Verdicts on models that are wrong on purpose: each must fail. The model is put right again after each."""
+    forced, few, chunk = Forced(runner), sequences[:5], runner.buckets.mixed_tokens[-1]
+    model, stream = runner.model, runner.stream
+    table = model.cos_sin.numpy()
+    backwards = table * np.array([1, -1], np.float32)[:, None]
+    model.cos_sin.copy_from(backwards, stream)
+    yield judge("control: rotation backwards", few, decode_all(forced, few, chunk=chunk))
+    model.cos_sin.copy_from(table, stream)
+    layer = model.weights.layers[len(model.weights.layers) // 2]
+    weight = layer.gate_up.numpy()
+    layer.gate_up.copy_from(np.roll(weight, len(weight) // 2, axis=0), stream)
+    yield judge("control: gate and up swapped in one layer", few, decode_all(forced, few, chunk=chunk))
+    layer.gate_up.copy_from(weight, stream)
+    some = [s for s in sequences if s.first >= 2 * forced.page_size][:2]
+    yield judge(
+        "control: a page of the cache lost", some, [_with_a_page_lost(runner, s, chunk) for s in some]
+    )
+
+
+def _with_a_page_lost(runner: Runner, sequence: Reference, chunk: int) -> Array:
+    forced = Forced(runner)
+    pages = forced.join(1, len(sequence.tokens))
+    forced.feed(1, sequence.tokens[: sequence.first], chunk)
+    runner.model.rows.write("block_tables", 1, [0, *pages[1:]])
+    rows = []
+    for step, top_ids in enumerate(sequence.top_ids):
+        (row,) = forced.step([(1, [sequence.tokens[sequence.first + step]])])
+        rows.append(_read(row, top_ids))
+    forced.leave()
+    return np.stack(rows)
+
+
+def mixed(forced: Forced, sequences: Sequence[Reference]) -> list[Array]:
     """The compared positions of the short sequences run in steps that also prefill the longest, and the longest's own
     after that."""
     *short, long = sequences
@@ -248,7 +298,7 @@ def mixed(forced: Forced, sequences: Sequence[Sequence_]) -> list[Array]:
     return [np.stack(rows) for rows in found]
 
 
-def cached(forced: Forced, sequences: Sequence[Sequence_], chunk: int) -> list[Array]:
+def cached(forced: Forced, sequences: Sequence[Reference], chunk: int) -> list[Array]:
     """Each sequence twice: the second takes the first's whole pages as its prefix."""
     found = []
     for sequence in sequences:

@@ -1,0 +1,205 @@
+"""`openinfer selftest`: on any GPU, tests, accuracy gates and benchmarks in order of worth, within a budget.
+
+Each stage is a process of its own and its result is kept in DIR/selftest.json as soon as it is there, so a run that was
+cut off goes on where it stopped. Stages that need the checkout's tests or scripts, or torch for the reference, say so
+when those are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from openinfer.cli.http_check import check_server
+
+Result = dict[str, Any]
+
+
+def device(work: Path) -> Result:
+    """What machine this is."""
+    from openinfer.tensor import Device, check, driver
+
+    gpu = Device("cuda", 0)
+    gpu.activate()
+    return {
+        "ok": True,
+        "gpu": gpu.name,
+        "arch": gpu.arch,
+        "num_sms": gpu.num_sms,
+        "memory_bytes": gpu.total_memory,
+        "cuda_driver": int(check(driver().cuDriverGetVersion(), "cuDriverGetVersion")),
+        "python": platform.python_version(),
+    }
+
+
+def _pytest(*paths: str) -> Result:
+    """Run the gpu-marked tests under these paths of the checkout, each in a process of its own."""
+    lines, ok = {}, True
+    for path in paths:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        tail = done.stdout.strip().splitlines()[-1:] or done.stderr.strip().splitlines()[-1:]
+        lines[path] = tail[0] if tail else f"exit code {done.returncode}"
+        if done.returncode not in (0, 5):
+            print(done.stdout[-6000:], done.stderr[-2000:])
+            ok = False
+    return {"ok": ok, "suites": lines}
+
+
+def kernels(work: Path) -> Result:
+    """Every op against its reference on real shapes."""
+    return _pytest("libs/kernels/tests", "libs/sampler/tests")
+
+
+def libraries(work: Path) -> Result:
+    """The other libraries' tests on the device."""
+    return _pytest("libs/tensor/tests", "libs/graph/tests", "tests")
+
+
+def reference(work: Path) -> Result:
+    """A checkpoint of the Qwen3-4B shape with random weights, and transformers' log-probabilities on it."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        return {"ok": False, "why": "needs torch and transformers for the reference"}
+    shape = os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")
+    command = [sys.executable, "scripts/qwen3_reference.py", "--shape", shape, "--out", str(work / "model")]
+    done = subprocess.run(command, check=False)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (work / "model" / name).write_bytes(Path("tests/goldens/qwen3-tiny", name).read_bytes())
+    return {"ok": done.returncode == 0, "shape": shape}
+
+
+def gates(work: Path) -> Result:
+    """The accuracy gate on every path, and its negative controls."""
+    from openinfer.recipes.qwen3 import gate
+    from openinfer.recipes.qwen3.startup import build
+
+    sequences = gate.load_reference(work / "model" / "reference.npz")
+    engine = build(str(work / "model"), enable_prefix_caching=False)
+    verdicts = []
+    for verdict in gate.run(engine.runner, sequences):
+        print(verdict, flush=True)
+        verdicts.append(verdict)
+    controls = []
+    for verdict in gate.negative_controls(engine.runner, sequences):
+        print(verdict, flush=True)
+        controls.append(verdict)
+    engine.close()
+    return {
+        "ok": all(v.passed for v in verdicts) and not any(v.passed for v in controls),
+        "verdicts": [v.as_dict() for v in verdicts],
+        "controls": [v.as_dict() for v in controls],
+    }
+
+
+def bench(work: Path) -> Result:
+    """Prefill and decode of one sequence, 1,024 tokens."""
+    from openinfer.recipes.qwen3.bench import step_bench
+    from openinfer.recipes.qwen3.startup import build
+
+    engine = build(str(work / "model"), enable_prefix_caching=False)
+    figures = step_bench(engine)
+    compiles = engine.stats().compiles_after_ready
+    engine.close()
+    return {"ok": compiles == 0, "compiles_after_ready": compiles, **figures}
+
+
+def serve(work: Path) -> Result:
+    """The server over HTTP, its kernels cached: start to ready, answers, and nothing left behind."""
+    return check_server(work / "model", work / "serve.log")
+
+
+STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
+    "device": (device, 5),
+    "kernels": (kernels, 120),
+    "reference": (reference, 120),
+    "gates": (gates, 120),
+    "bench": (bench, 60),
+    "serve": (serve, 60),
+    "libraries": (libraries, 60),
+}
+"""Name: the stage, and about how many seconds it takes. In order of worth."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="openinfer selftest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget", type=float, default=600, help="seconds; default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("selftest"), help="folder of the results; default: ./selftest"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder of the checkpoint (8 GB); default: the results' folder"
+    )
+    parser.add_argument("--only", nargs="+", choices=STAGES, help="these stages only")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON at the end")
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    work = args.work or args.out
+    work.mkdir(parents=True, exist_ok=True)
+    if args.stage:
+        result = STAGES[args.stage][0](work)
+        (work / f"{args.stage}.json").write_text(json.dumps(result))
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    return _run(args, work)
+
+
+def _run(args: argparse.Namespace, work: Path) -> int:
+    path = args.out / "selftest.json"
+    state: dict[str, Any] = (
+        json.loads(path.read_text()) if path.exists() and not args.fresh else {"stages": {}}
+    )
+    state |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit()}
+    state["command"] = "openinfer selftest " + " ".join(sys.argv[2:])
+    end = time.monotonic() + args.budget
+    for name, (_, estimate) in STAGES.items():
+        if (args.only and name not in args.only) or state["stages"].get(name, {}).get("ok"):
+            continue
+        left = end - time.monotonic()
+        if left < estimate:
+            print(
+                f"{name}: not run, {left:.0f} s of the budget are left and it takes about {estimate:.0f}",
+                flush=True,
+            )
+            continue
+        result = _stage(name, work, left)
+        state["stages"][name] = result
+        path.write_text(json.dumps(state, indent=1))
+        print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['seconds']:.1f} s", flush=True)
+    if args.json:
+        print(json.dumps(state))
+    ran = {n: s for n, s in state["stages"].items() if not args.only or n in args.only}
+    return 0 if ran and all(s["ok"] for s in ran.values()) else 1
+
+
+def _stage(name: str, work: Path, limit: float) -> Result:
+    start = time.monotonic()
+    result_file = work / f"{name}.json"
+    result_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "openinfer.cli", "selftest", "--stage", name, "--work", str(work)]
+    try:
+        code = subprocess.run(command, timeout=limit, check=False).returncode
+        failure = f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        failure = f"not done within {limit:.0f} s"
+    result = json.loads(result_file.read_text()) if result_file.exists() else {"ok": False, "why": failure}
+    return {**result, "seconds": round(time.monotonic() - start, 2)}
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
