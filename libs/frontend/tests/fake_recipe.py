@@ -19,6 +19,7 @@ class FakeRecipe:
         group = parser.add_argument_group("engine")
         group.add_argument("--max-model-len", type=int, default=4096, help="context")
         group.add_argument("--step-delay", type=float, default=0.0, help="seconds a step")
+        group.add_argument("--start-delay", type=float, default=0.0, help="seconds to start")
         group.add_argument("--start-error", default=None, help="do not start")
 
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
@@ -27,6 +28,7 @@ class FakeRecipe:
         kwargs = {
             "model": model_dir.name,
             "max_model_len": args.max_model_len,
+            "start_delay_s": args.start_delay,
             "step_delay_s": args.step_delay,
             "start_error": args.start_error,
         }

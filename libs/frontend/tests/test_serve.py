@@ -1,5 +1,6 @@
 """The command line, as processes: start-up lines, errors in one line, signals."""
 
+import os
 import re
 import shutil
 import signal
@@ -123,6 +124,22 @@ def test_start_up_errors_are_one_line(model_dir: Path) -> None:
     assert code == 1
     assert text.splitlines()[-1] == "fake_recipe: error: tensor x has the wrong shape"
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_while_starting_leaves_nothing_behind(
+    model_dir: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [*SCRIPT, str(model_dir), "--port", "0", "--start-delay", "60"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    assert "tokenizer loaded" in process.stderr.readline()
+    process.send_signal(number)
+    _, rest = process.communicate(timeout=10)
+    assert process.returncode == code
+    assert "Traceback" not in rest
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
 
 
 def test_wrong_directories_and_flags(model_dir: Path) -> None:

@@ -1,6 +1,61 @@
-"""The engine contract, its drivers, and an OpenAI-compatible HTTP server for any engine."""
+"""The engine contract, its drivers, and an OpenAI-compatible HTTP server for any engine.
 
-from openinfer.frontend.contract import Engine, EngineInfo, EngineSpec, EngineStats, Request, StepOutputs
+Importing this needs neither a web framework nor ZeroMQ: those are behind `openinfer.frontend.http` ([http]) and
+`openinfer.frontend.process_driver` ([process]).
+"""
+
+from openinfer.frontend.client import Delta, EngineClient, Health
+from openinfer.frontend.contract import (
+    Engine,
+    EngineInfo,
+    EngineSpec,
+    EngineStats,
+    Failed,
+    Finished,
+    Rejected,
+    Request,
+    ResetPrefixCache,
+    Scheduled,
+    StepOutputs,
+    TokenLogprobs,
+)
+from openinfer.frontend.errors import (
+    APIError,
+    EngineDeadError,
+    EngineSpecError,
+    EngineStartError,
+    FrontendError,
+    MissingExtraError,
+    ModelFilesError,
+    Unsupported,
+)
 from openinfer.frontend.recipe import Recipe
+from openinfer.frontend.thread_driver import ThreadDriver
 
-__all__ = ["Engine", "EngineInfo", "EngineSpec", "EngineStats", "Recipe", "Request", "StepOutputs"]
+__all__ = [
+    "APIError",
+    "Delta",
+    "Engine",
+    "EngineClient",
+    "EngineDeadError",
+    "EngineInfo",
+    "EngineSpec",
+    "EngineSpecError",
+    "EngineStartError",
+    "EngineStats",
+    "Failed",
+    "Finished",
+    "FrontendError",
+    "Health",
+    "MissingExtraError",
+    "ModelFilesError",
+    "Recipe",
+    "Rejected",
+    "Request",
+    "ResetPrefixCache",
+    "Scheduled",
+    "StepOutputs",
+    "ThreadDriver",
+    "TokenLogprobs",
+    "Unsupported",
+]

@@ -38,6 +38,9 @@ from openinfer.frontend.wire import (
 
 __all__ = ["Delta", "Driver", "EngineClient", "Health", "Sink"]
 
+MESSAGES_A_TURN = 4
+"""Steps routed before the responses get to write: enough that a late frontend catches up in larger pieces."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -115,6 +118,7 @@ class Driver(ABC):
         self._info: EngineInfo | None = None
         self._dead: str | None = None
         self._closing = False
+        self._close_task: asyncio.Task[None] | None = None
         self._last_sign = 0.0
         self._started: asyncio.Future[EngineInfo] | None = None
         self._lost: asyncio.Future[str] | None = None
@@ -154,9 +158,13 @@ class Driver(ABC):
         self._info = info
 
     async def close(self) -> None:
-        if self._closing:
-            return
         self._closing = True
+        if self._close_task is None:
+            self._close_task = asyncio.create_task(self._close())
+        # Shielded: whoever is cancelled while waiting must not leave a process half ended.
+        await asyncio.shield(self._close_task)
+
+    async def _close(self) -> None:
         await self._stop()
         self._fail_all("the engine was shut down")
 
@@ -199,7 +207,8 @@ class Driver(ABC):
         return Health(True, "ok")
 
     async def died(self) -> str:
-        assert self._lost is not None, "died() before start()"
+        if self._lost is None:
+            raise EngineDeadError("the engine has not been started")
         return await asyncio.shield(self._lost)
 
     def _receive(self, message: FromEngine) -> None:

@@ -96,7 +96,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     id: int
     reason: Literal["stop", "length", "abort"]
     stop_token_id: int | None = None
-    """With reason "stop": the EOS or stop id that ended it. It is also the last of its token_ids."""
+    """With reason "stop": the EOS or stop id that ended it, also the last of the request's tokens in these same
+    StepOutputs."""
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):

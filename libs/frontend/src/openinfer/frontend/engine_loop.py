@@ -8,7 +8,7 @@ from openinfer.frontend.contract import TERMINALS, Engine, Failed, Request, Step
 from openinfer.frontend.errors import Unsupported
 from openinfer.frontend.wire import Abort, Close, Control, ControlDone, FromEngine, Stepped, Submit, ToEngine
 
-__all__ = ["one_line", "run_engine"]
+__all__ = ["is_users_error", "one_line", "run_engine"]
 
 STEP_WAIT_S = 0.01
 """An engine with live requests but nothing to compute may sleep this long; a new request waits no longer."""
@@ -65,6 +65,11 @@ def _control(engine: Engine, message: Control) -> ControlDone:
     except Unsupported as error:
         return ControlDone(message.serial, one_line(error))
     return ControlDone(message.serial, None)
+
+
+def is_users_error(error: BaseException) -> bool:
+    """Whether a start-up error speaks to the user (bad checkpoint, missing file); anything else is a bug."""
+    return isinstance(error, ValueError | OSError) and bool(str(error))
 
 
 def one_line(error: BaseException) -> str:

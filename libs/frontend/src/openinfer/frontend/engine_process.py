@@ -13,7 +13,7 @@ import traceback
 import msgspec
 import zmq
 
-from openinfer.frontend.engine_loop import one_line, run_engine
+from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
 from openinfer.frontend.wire import Boot, FromEngine, Lost, Ready, StartFailed, ToEngine
 
 __all__ = ["main"]
@@ -61,8 +61,7 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
     try:
         engine = boot.spec.build()
     except Exception as error:
-        # ValueError and OSError speak to the user (bad checkpoint, missing file); anything else is a bug.
-        if not (isinstance(error, ValueError | OSError) and str(error)):
+        if not is_users_error(error):
             traceback.print_exc()
         send(StartFailed(one_line(error)))
         return 1

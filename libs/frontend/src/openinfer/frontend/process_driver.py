@@ -13,7 +13,7 @@ import tempfile
 
 import msgspec
 
-from openinfer.frontend.client import Driver
+from openinfer.frontend.client import MESSAGES_A_TURN, Driver
 from openinfer.frontend.contract import EngineSpec
 from openinfer.frontend.errors import MissingExtraError
 from openinfer.frontend.wire import Boot, Close, FromEngine, ToEngine
@@ -49,6 +49,7 @@ class ProcessDriver(Driver):
         self._directory: str | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._scheduled = False  # a _drain is on its way
 
     @property
     def pid(self) -> int:
@@ -64,7 +65,7 @@ class ProcessDriver(Driver):
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # never drop, never block: what is in flight is bounded by the requests
         self._socket.bind(address)
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._drain)
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._schedule)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "openinfer.frontend.engine_process", stdin=asyncio.subprocess.PIPE
         )
@@ -77,19 +78,30 @@ class ProcessDriver(Driver):
         assert self._socket is not None
         self._socket.send(self._encode(message), zmq.NOBLOCK)
         # ZeroMQ signals its descriptor on edges, and sending may swallow one.
-        asyncio.get_running_loop().call_soon(self._drain)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._drain)
 
     def _drain(self) -> None:
-        while self._socket is not None and not self._socket.closed:
+        assert self._socket is not None
+        self._scheduled = False
+        for _ in range(MESSAGES_A_TURN):
+            if self._socket.closed:
+                return
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
             self._receive(self._decode(frame))
+        self._schedule()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        self._drain()
+        while self._socket is not None and self._socket.poll(0):  # its last words
+            self._drain()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self._die(f"the engine process {how}")
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import signal
 import socket
 import sys
 import time
@@ -81,7 +82,7 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     """Run a server until it is told to stop; returns the process's exit code.
 
     0 after an orderly end, 1 when the engine did not start or was lost, 2 for wrong flags (as argparse does),
-    130 when interrupted while starting. Errors are one line on stderr.
+    130 or 143 when interrupted or terminated while starting. Errors are one line on stderr.
     """
     args = build_parser(recipe, prog).parse_args(argv)
     logging.basicConfig(
@@ -96,13 +97,19 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
 
 
 async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
     from openinfer.frontend.http import SamplingDefaults, create_app, run_server
 
     began = time.monotonic()
+    main_task = asyncio.current_task()
+    assert main_task is not None
+    # Until run_server takes over, SIGTERM ends the start-up in order; asyncio does so for SIGINT.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
     listener = _bind(args.host, args.port)
     with listener:
         driver = _driver(args, spec)

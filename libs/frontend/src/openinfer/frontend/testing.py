@@ -35,7 +35,7 @@ class FakeEngine:
     vocab_size`; ids that would end it below min_tokens are replaced by `filler`. All arguments are JSON, so that
     an EngineSpec("openinfer.frontend.testing:FakeEngine", {...}) runs it in a process. Faults on request:
 
-    step_delay_s: how long each step takes.
+    start_delay_s, step_delay_s: how long the constructor and each step take.
     max_waiting: further requests are Rejected with code "queue_full".
     start_error: message of the ValueError that the constructor raises.
     fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
@@ -53,6 +53,7 @@ class FakeEngine:
         filler: int = 100,
         max_running: int = 256,
         max_waiting: int = 1024,
+        start_delay_s: float = 0.0,
         step_delay_s: float = 0.0,
         start_error: str | None = None,
         fail_at_step: int | None = None,
@@ -60,6 +61,7 @@ class FakeEngine:
         hang_at_step: int | None = None,
         fail_prompt: int | None = None,
     ) -> None:
+        time.sleep(start_delay_s)
         if start_error is not None:
             raise ValueError(start_error)
         self.info = EngineInfo(

@@ -7,9 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from openinfer.frontend.client import Driver
+from openinfer.frontend.client import MESSAGES_A_TURN, Driver
 from openinfer.frontend.contract import Engine
-from openinfer.frontend.engine_loop import one_line, run_engine
+from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
 from openinfer.frontend.wire import Close, FromEngine, Lost, Ready, StartFailed, ToEngine
 
 __all__ = ["ThreadDriver"]
@@ -55,7 +55,8 @@ class ThreadDriver(Driver):
         try:
             engine = self._factory()
         except Exception as error:
-            _log.debug("the engine did not start", exc_info=True)
+            if not is_users_error(error):
+                _log.exception("the engine did not start")
             self._post(StartFailed(one_line(error)))
             return
         self._post(Ready(engine.info))
@@ -87,6 +88,11 @@ class ThreadDriver(Driver):
                 _log.debug("event loop is closed")
 
     def _drain(self) -> None:
-        while self._outbox:
+        assert self._loop is not None
+        for _ in range(MESSAGES_A_TURN):
+            if not self._outbox:
+                return
             self._receive(self._outbox[0])
             self._outbox.popleft()
+        if self._outbox:
+            self._loop.call_soon(self._drain)

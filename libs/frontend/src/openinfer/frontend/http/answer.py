@@ -77,15 +77,13 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         while True:
             events = b"".join([shape.events(choice) for choice in generation.choices])
-            error = generation.error()
+            error, done = generation.error(), generation.done
             if error is not None:
-                events += error_event(error) + DONE_EVENT
-            elif generation.done:
-                if generation.plan.include_usage:
-                    events += shape.usage_event(generation.usage())
-                events += DONE_EVENT
-            if error is not None or generation.done:
-                await send({"type": "http.response.body", "body": events})
+                events += error_event(error)
+            elif done and generation.plan.include_usage:
+                events += shape.usage_event(generation.usage())
+            if error is not None or done:
+                await send({"type": "http.response.body", "body": events + DONE_EVENT})
                 return
             if events:
                 # Waits while the client's socket is full; tokens gather meanwhile and leave as one event.

@@ -130,8 +130,8 @@ class Choice:
         self.num_tokens += len(ids)
         if self._detokenizer is None:
             return
-        terminal = delta.terminal
-        if isinstance(terminal, Finished) and terminal.stop_token_id is not None and not self._include_stop:
+        ending = delta.terminal.stop_token_id if isinstance(delta.terminal, Finished) else None
+        if ids[-1] == ending and not self._include_stop:
             ids = ids[:-1]
         if self._stops is None:
             self.text += self._detokenizer.push(ids)

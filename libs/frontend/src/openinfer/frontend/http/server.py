@@ -60,6 +60,7 @@ async def run_server(
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
     )
     if listener.family in (socket.AF_INET, socket.AF_INET6):

@@ -1,0 +1,59 @@
+"""What the package shows, what importing it costs and needs, and that the README is true."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+import openinfer.frontend
+import openinfer.frontend.http
+
+
+@pytest.mark.parametrize("module", [openinfer.frontend, openinfer.frontend.http])
+def test_all_is_sorted_and_nothing_leaks(module: types.ModuleType) -> None:
+    assert module.__all__ == sorted(module.__all__)
+    visible = {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert visible == set(module.__all__)
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_base_imports_no_web_framework() -> None:
+    loaded = python(
+        "import sys, openinfer.frontend, openinfer.frontend.serve, openinfer.frontend.testing\n"
+        "print(*[name for name in ('starlette', 'uvicorn', 'tokenizers', 'jinja2', 'prometheus_client', 'zmq')"
+        " if name in sys.modules])"
+    )
+    assert loaded == ""
+
+
+def test_importing_is_quick() -> None:
+    code = "import time; t = time.perf_counter(); import openinfer.frontend; print(time.perf_counter() - t)"
+    assert min(float(python(code)) for _ in range(3)) < 0.25
+
+
+@pytest.mark.parametrize(
+    ("missing", "module", "extra"),
+    [
+        ("starlette", "openinfer.frontend.http", "http"),
+        ("prometheus_client", "openinfer.frontend.http", "http"),
+        ("zmq", "openinfer.frontend.process_driver", "process"),
+    ],
+)
+def test_a_missing_extra_names_the_command(missing: str, module: str, extra: str) -> None:
+    message = python(
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        f"try: import {module}\n"
+        "except ImportError as error: print(type(error).__name__, error)"
+    )
+    assert message.startswith("MissingExtraError")
+    assert message.endswith(f"pip install 'openinfer-frontend[{extra}]'")
