@@ -1,5 +1,8 @@
 import ctypes
 import gc
+import subprocess
+import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -70,37 +73,55 @@ def test_both_capsule_kinds_round_trip_bfloat16(max_version: tuple[int, int] | N
     assert (taken.numpy() == source.numpy()[1:]).all()
 
 
+class _Owner:
+    """Weakly referable stand-in for whatever keeps memory alive."""
+
+
+def _owned(count: int) -> tuple[Tensor, weakref.ref[_Owner]]:
+    held = Tensor.empty((count,), "int64", CPU)
+    held.copy_from(np.full(count, 3))
+    owner = _Owner()
+    owner.memory = held  # type: ignore[attr-defined]
+    return Tensor(held.ptr, held.shape, held.dtype, CPU, owner=owner), weakref.ref(owner)
+
+
 def test_memory_lives_until_the_last_holder_lets_go() -> None:
-    before = len(dlpack._given)
-    tensor = Tensor.empty((1000,), "int64", CPU)
-    tensor.copy_from(np.full(1000, 3))
+    tensor, alive = _owned(1000)
     theirs = np.from_dlpack(tensor)
     ours = Tensor.from_dlpack(tensor)
     del tensor
-    assert len(dlpack._given) == before + 2
     assert (theirs == 3).all()
     del theirs
     part = ours[10:20]
     del ours
     assert (part.numpy() == 3).all()
+    assert alive() is not None
     del part
+    assert alive() is None
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_a_capsule_nobody_takes_frees_itself(version: tuple[int, int] | None) -> None:
+    tensor, alive = _owned(4)
+    capsule = tensor.__dlpack__(max_version=version)
+    del tensor
+    assert alive() is not None
+    del capsule
+    assert alive() is None
+
+
+def test_capsules_die_quietly_while_an_exception_passes() -> None:
+    tensor, alive = _owned(4)
+    with pytest.raises(ZeroDivisionError):
+        print(tensor.__dlpack__(), 1 / 0)
+    with pytest.raises((RuntimeError, BufferError), match=r"[Uu]nsupported dtype"):
+        np.from_dlpack(tensor.view_as("bfloat16"))
+    del tensor
     gc.collect()
-    assert len(dlpack._given) == before
-
-
-def test_a_capsule_nobody_takes_frees_itself() -> None:
-    before = len(dlpack._given)
-    tensor = Tensor.empty((4,), "int8", CPU)
-    for version in (None, (1, 0)):
-        capsule = tensor.__dlpack__(max_version=version)
-        assert len(dlpack._given) == before + 1
-        del capsule
-        assert len(dlpack._given) == before
+    assert alive() is None
 
 
 def test_numpys_memory_is_given_back() -> None:
-    import weakref
-
     class Array(np.ndarray):  # type: ignore[type-arg]
         pass
 
@@ -113,6 +134,19 @@ def test_numpys_memory_is_given_back() -> None:
     del tensor
     gc.collect()
     assert gone() is None
+
+
+def test_capsules_and_arrays_may_outlive_the_library_at_exit() -> None:
+    code = """
+import builtins, sys
+import numpy as np
+from openinfer.tensor import Device, Tensor
+t = Tensor.empty((4,), "int64", Device("cpu"))
+for home in (sys, builtins, np):  # cleared late
+    home.kept = [t.__dlpack__(), t.__dlpack__(max_version=(1, 0)), np.from_dlpack(t), Tensor.from_dlpack(t)]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stderr == ""
 
 
 def test_export_refusals() -> None:
@@ -155,11 +189,9 @@ def test_import_refusals() -> None:
 
 
 def test_refused_capsules_leak_nothing() -> None:
-    before = len(dlpack._given)
-    tensor = Tensor.empty((4,), "int8", CPU)
+    tensor, alive = _owned(4)
     capsule = tensor.__dlpack__()
-    managed = dlpack._Managed.from_address(dlpack._get(capsule, b"dltensor"))
-    managed.tensor.device_type = 7
+    dlpack._open(capsule)[1].tensor.device_type = 7
 
     class Vulkan:
         def __init__(self, capsule: Any) -> None:
@@ -170,15 +202,15 @@ def test_refused_capsules_leak_nothing() -> None:
 
     with pytest.raises(DeviceError, match="type 7"):
         Tensor.from_dlpack(Vulkan(capsule))
-    del capsule
-    assert len(dlpack._given) == before
+    del capsule, tensor
+    gc.collect()
+    assert alive() is None
 
 
 def test_missing_strides_mean_row_major() -> None:
     tensor = Tensor.empty((2, 3), "int8", CPU)
     capsule = tensor.__dlpack__()
-    managed = dlpack._Managed.from_address(dlpack._get(capsule, b"dltensor"))
-    managed.tensor.strides = ctypes.POINTER(ctypes.c_int64)()
+    dlpack._open(capsule)[1].tensor.strides = ctypes.POINTER(ctypes.c_int64)()
 
     class Old:
         def __dlpack__(self) -> Any:  # knows no max_version

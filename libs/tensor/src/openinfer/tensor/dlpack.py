@@ -12,6 +12,7 @@ from openinfer.tensor import cuda, dtypes
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
 from openinfer.tensor.errors import DeviceError, DTypeError, ShapeError, TensorError
+from openinfer.tensor.memory import host_array
 
 View: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], DType, Device, object]
 
@@ -79,29 +80,9 @@ def _prototype(name: str, result: Any, *arguments: Any) -> Any:
     return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
 
 
-# The capsule is passed as a bare pointer where its destructor calls: its reference count is 0 there.
-_is_valid = _prototype("PyCapsule_IsValid", ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)
-_get_raw = _prototype("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-_get = _prototype("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+_is_valid = _prototype("PyCapsule_IsValid", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
+_pointer = _prototype("PyCapsule_GetPointer", ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
 _rename = _prototype("PyCapsule_SetName", ctypes.c_int, ctypes.py_object, ctypes.c_char_p)
-_new = _prototype("PyCapsule_New", ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-
-# What a capsule's consumer still holds, by the struct's address: struct, shape and strides, memory's owner.
-_given: dict[int, tuple[object, ...]] = {}
-
-
-@_Deleter  # type: ignore[untyped-decorator]
-def _delete(address: int) -> None:
-    _given.pop(address, None)
-
-
-@_Deleter  # type: ignore[untyped-decorator]
-def _drop_capsule(capsule: int) -> None:
-    for (
-        name
-    ) in _STRUCTS:  # a consumer renames the capsule, and then the struct is no longer the capsule's to free
-        if _is_valid(capsule, name):
-            _delete(_get_raw(capsule, name))
 
 
 def device_of(device: Device) -> tuple[int, int]:
@@ -141,18 +122,25 @@ def give(
     if device.kind == "cuda" and stream != -1:  # which stream wrote the data is not known here
         device.activate()
         cuda.check(cuda.driver().cuCtxSynchronize(), "cuCtxSynchronize")
-    name = _VERSIONED if max_version is not None and max_version[0] >= 1 else _LEGACY
-    managed = _STRUCTS[name]()
-    if isinstance(managed, _ManagedVersioned):
-        managed.major = 1
-    n = len(shape)
-    dims, steps = (ctypes.c_int64 * n)(*shape), (ctypes.c_int64 * n)(*strides)
-    code, bits = _CODE_OF[dtype]
-    managed.tensor = _Tensor(ptr, *where, n, code, bits, 1, dims, steps, 0)
-    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
-    address = ctypes.addressof(managed)
-    _given[address] = (managed, dims, steps, owner)
-    return _new(address, name, ctypes.cast(_drop_capsule, ctypes.c_void_p))
+    # numpy makes the capsule, over an array it never reads, and its dtype and device are then put right. A
+    # capsule's destructor may run while an exception passes or at exit, so it must be C; numpy's is.
+    array = host_array(ptr, shape, strides, dtypes.of(f"uint{8 * dtype.itemsize}"), owner)
+    try:
+        capsule = array.__dlpack__(max_version=max_version)  # type: ignore[call-arg,unused-ignore]
+    except TypeError:  # numpy before 2.1
+        capsule = array.__dlpack__()
+    tensor = _open(capsule)[1].tensor
+    tensor.device_type, tensor.device_id = where
+    tensor.code, tensor.bits = _CODE_OF[dtype]
+    return capsule
+
+
+def _open(capsule: Any) -> tuple[bytes, _Managed | _ManagedVersioned]:
+    """The name of a capsule and the struct in it, as yet nobody's."""
+    for name, struct in _STRUCTS.items():
+        if _is_valid(capsule, name):
+            return name, struct.from_address(_pointer(capsule, name))
+    raise TensorError(f"{capsule!r} is no fresh DLPack capsule; a capsule can be taken once")
 
 
 class _Taken:
@@ -184,12 +172,7 @@ def take(source: Any) -> View:
             capsule = source.__dlpack__()
     except BufferError as e:
         raise ShapeError(f"{type(source).__name__} cannot share its memory: {e}; copy it") from e
-    capsule_id = id(capsule)
-    name = next((n for n in _STRUCTS if _is_valid(capsule_id, n)), None)
-    if name is None:
-        raise TensorError("__dlpack__ returned no fresh DLPack capsule; a capsule can be taken once")
-    address = _get(capsule, name)
-    managed = _STRUCTS[name].from_address(address)
+    name, managed = _open(capsule)
     view = _read(managed.tensor)
     if isinstance(managed, _ManagedVersioned) and (managed.major != 1 or managed.flags & _READ_ONLY):
         raise ShapeError(
@@ -202,7 +185,7 @@ def take(source: Any) -> View:
     ):  # asked without a stream, the producer orders its work before the legacy default one
         device.activate()
         cuda.check(cuda.driver().cuStreamSynchronize(0), "cuStreamSynchronize")
-    return *view, _Taken(address, managed.deleter)
+    return *view, _Taken(ctypes.addressof(managed), managed.deleter)
 
 
 def _read(t: _Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], DType, Device]:
