@@ -52,15 +52,15 @@ class Live:
         await self.driver.close()
 
     def begin_stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        if self.thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 
     def close(self) -> None:
         self.http.close()
-        if self.thread.is_alive():
-            self.begin_stop()
+        self.begin_stop()
         self.thread.join(10)
         assert not self.thread.is_alive()
 
@@ -99,5 +99,7 @@ def start(tokenizer: Tokenizer) -> Iterator[Factory]:
         return live
 
     yield factory
+    for live in servers:
+        live.begin_stop()
     for live in servers:
         live.close()

@@ -37,7 +37,8 @@ def test_the_base_imports_no_web_framework() -> None:
 
 
 def test_importing_is_quick() -> None:
-    code = "import time; t = time.perf_counter(); import openinfer.frontend; print(time.perf_counter() - t)"
+    # Processor time: the wall clock of a busy machine says nothing about us.
+    code = "import time; t = time.process_time(); import openinfer.frontend; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(3)) < 0.25
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.chat_template import ChatTemplate, find_template
+from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
@@ -97,3 +98,17 @@ def test_a_template_file_wins_and_lists_have_a_default(tmp_path: Path) -> None:
         find_template(DATA, {"chat_template": 3})
     with pytest.raises(ModelFilesError, match="does not compile"):
         ChatTemplate("{% if %}", {})
+
+
+def test_sampling_defaults_come_from_generation_config(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert SamplingDefaults.load(DATA) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    assert SamplingDefaults.load(tmp_path) == SamplingDefaults()
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"top_p": 2}')
+    with pytest.raises(ModelFilesError, match=r"generation_config\.json: top_p is 2"):
+        SamplingDefaults.load(tmp_path)
+    path.write_text('{"repetition_penalty": 1.05, "top_k": null}')
+    assert SamplingDefaults.load(tmp_path) == SamplingDefaults()
+    assert "repetition_penalty" in caplog.text

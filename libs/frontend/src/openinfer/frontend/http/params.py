@@ -1,6 +1,7 @@
 """From a typed body to what the engine is asked: every bound is checked here, before anything is submitted."""
 
 import dataclasses
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ MAX_SEQUENCES = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_SALT_CHARS = 128
+_log = logging.getLogger(__name__)
 _BAD_SALT = re.compile(r"[@/\\\0]")
 _INT64 = 2**63
 
@@ -53,6 +55,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             SamplingParams(**given)
         except InvalidParams as error:
             raise ModelFilesError(f"{path}: {error}") from error
+        if config.get("repetition_penalty", 1) != 1:
+            _log.warning("%s asks for a repetition_penalty, which is not supported: ignored", path)
         return cls(**given)
 
 

@@ -58,6 +58,7 @@ async def run_server(
         app,
         lifespan="off",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         proxy_headers=False,
