@@ -51,10 +51,9 @@ class FakeLibrary:
         args[-1]._obj.value = self.answers
         return 0
 
-    def cublasLtMatmul(
-        self, handle, desc, one, a, left, b, right, beta, c, lc, d, ld, algo, work, room, stream
-    ):  # noqa: N802
-        self.products.append((one._obj.value, a, b, beta._obj.value, c, d, work, room, stream))
+    def cublasLtMatmul(self, *args):  # noqa: N802
+        _, _, one, a, _, b, _, beta, c, _, d, _, _, workspace, room, stream = args
+        self.products.append((one._obj.value, a, b, beta._obj.value, c, d, workspace, room, stream))
         return self.status
 
 
