@@ -215,7 +215,7 @@ def run(model, seed, operations):
     for _ in range(operations):
         choice = rng.random()
         if choice < 0.25 and len(model.live) < 6:
-            tokens = rng.choice(prompts)[: rng.randint(0, 16)] + [rng.randint(0, 1)]
+            tokens = [*rng.choice(prompts)[: rng.randint(0, 16)], rng.randint(0, 1)]
             model.acquire(tokens, rng.choice([b"", b"", b"x"]))
         elif choice < 0.29:
             model.reset()

@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from .errors import InvalidTokens
+
+
+@lru_cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{block_size}I").pack
 
 
 def root_hash(block_size: int, salt: bytes = b"") -> bytes:
@@ -25,7 +31,7 @@ def extend_hashes(
 ) -> None:
     """Append to `hashes` until it names the first `num_blocks` whole blocks of `tokens`."""
     parent = hashes[-1] if hashes else root
-    pack = struct.Struct(f"<{block_size}I").pack
+    pack = _packer(block_size)
     for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
         try:
             data = pack(*tokens[start : start + block_size])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -13,6 +14,16 @@ from .hashing import extend_hashes
 if TYPE_CHECKING:
     from .ledger import Ledger
     from .pool import Pool
+
+
+@dataclass(slots=True)
+class _Part:
+    """What a lease holds of one group."""
+
+    ledger: Ledger
+    block_size: int
+    table: list[int]
+    num_committed: int  # blocks
 
 
 class Lease:
@@ -36,23 +47,21 @@ class Lease:
         self.num_tokens = 0
         self.hashes = hashes
         self._pool = pool
-        self._ledgers = ledgers
+        self._parts = [_Part(ledger, ledger.block_size, [], 0) for ledger in ledgers]
         self._root = root
         self._num_queried: int | None = num_queried
-        self._tables: list[list[int]] = [[] for _ in ledgers]
-        self._num_committed = [0] * len(ledgers)  # blocks, by group
         self._released = False
 
-    def _attach(self, num_cached: int, tables: list[list[int]]) -> None:
+    def _attach(self, num_cached: int, tables: Sequence[list[int]]) -> None:
         self.num_cached = self.num_tokens = num_cached
-        self._tables = tables
-        for ledger, table in zip(self._ledgers, tables, strict=True):
-            ledger.share(table)
-        self._num_committed = [len(table) for table in tables]
+        for part, table in zip(self._parts, tables, strict=True):
+            part.ledger.share(table)
+            part.table = table
+            part.num_committed = len(table)
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         """Block ids of a group, in the order of the tokens. A live view: copy it to keep it."""
-        return self._tables[group]
+        return self._parts[group].table
 
     def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
         """Grow the tables until `num_tokens` tokens in all fit.
@@ -64,21 +73,20 @@ class Lease:
         if num_tokens <= self.num_tokens:
             self._count_query()
             return []
-        wanted = [
-            -(-num_tokens // ledger.block_size) - len(table)
-            for ledger, table in zip(self._ledgers, self._tables, strict=True)
-        ]
-        if any(count > ledger.num_free for ledger, count in zip(self._ledgers, wanted, strict=True)):
-            return None
+        wanted = []
+        for part in self._parts:
+            count = -(-num_tokens // part.block_size) - len(part.table)
+            if count > part.ledger.num_free:
+                return None
+            wanted.append(count)
         grown = []
-        for group, (ledger, table, count) in enumerate(zip(self._ledgers, self._tables, wanted, strict=True)):
+        for group, count in enumerate(wanted):
             if count > 0:
-                blocks = ledger.allocate(count)
-                grown.append((group, len(table), blocks))
-                table.extend(blocks)
-        self.num_tokens = min(
-            len(table) * ledger.block_size for ledger, table in zip(self._ledgers, self._tables, strict=True)
-        )
+                part = self._parts[group]
+                blocks = part.ledger.allocate(count)
+                grown.append((group, len(part.table), blocks))
+                part.table.extend(blocks)
+        self.num_tokens = min([len(part.table) * part.block_size for part in self._parts])
         self._count_query()
         return grown
 
@@ -106,26 +114,25 @@ class Lease:
         if not self._pool.prefix_cache:
             return
         unit = self._pool.hash_block_size
-        for group, ledger in enumerate(self._ledgers):
-            first, last = self._num_committed[group], num_confirmed // ledger.block_size
+        for part in self._parts:
+            first, last = part.num_committed, num_confirmed // part.block_size
             if last <= first:
                 continue
-            scale = ledger.block_size // unit
+            scale = part.block_size // unit
             extend_hashes(self.hashes, self._root, tokens, last * scale, unit)
-            table = self._tables[group]
             for index in range(first, last):
                 parent = self.hashes[index * scale - 1] if index else None
-                ledger.register(table[index], self.hashes[(index + 1) * scale - 1], parent)
-            self._num_committed[group] = last
+                part.ledger.register(part.table[index], self.hashes[(index + 1) * scale - 1], parent)
+            part.num_committed = last
 
     def release(self) -> None:
         """Give all blocks back: registered ones stay cached, the others are free. Idempotent."""
         if self._released:
             return
         self._released = True
-        for ledger, table in zip(self._ledgers, self._tables, strict=True):
-            ledger.release(table)
-            table.clear()
+        for part in self._parts:
+            part.ledger.release(part.table)
+            part.table.clear()
         self.num_tokens = 0
 
     def _check_live(self) -> None:

@@ -11,6 +11,9 @@ from .group import BlockState, Group
 if TYPE_CHECKING:
     from .pool import PoolStats
 
+# Members by name: looking one up in its class is what a block would cost most.
+PADDING, FREE, PRIVATE, DUPLICATE, SHARED, CACHED = BlockState
+
 
 class Ledger:
     """The books of one group.
@@ -25,8 +28,8 @@ class Ledger:
         self.block_size = group.block_size
         self._group = group
         self._stats = stats
-        self._state = [BlockState.FREE] * group.num_blocks
-        self._state[0] = BlockState.PADDING
+        self._state = [FREE] * group.num_blocks
+        self._state[0] = PADDING
         self._users = [0] * group.num_blocks
         self._name: list[bytes | None] = [None] * group.num_blocks
         self._parent: list[bytes | None] = [None] * group.num_blocks
@@ -45,14 +48,13 @@ class Ledger:
         """Blocks that a lease holds."""
         return self._group.num_blocks - 1 - self.num_free
 
-    def lookup(self, hashes: Sequence[bytes], start: int, end: int, unit: int) -> list[int] | None:
-        """Registered blocks of the tokens start..end (multiples of the block size), or None if one is
-        missing."""
+    def match(self, names: Sequence[bytes]) -> list[int]:
+        """Registered blocks of the longest prefix of `names`."""
         blocks = []
-        for position in range(start + self.block_size, end + 1, self.block_size):
-            block = self._index.get(hashes[position // unit - 1])
+        for name in names:
+            block = self._index.get(name)
             if block is None:
-                return None
+                break
             blocks.append(block)
         return blocks
 
@@ -60,8 +62,8 @@ class Ledger:
         """Add a user to each of these registered blocks."""
         for block in blocks:
             self._users[block] += 1
-            if self._state[block] is BlockState.CACHED:
-                self._state[block] = BlockState.SHARED
+            if self._state[block] is CACHED:
+                self._state[block] = SHARED
                 del self._cached[block]
 
     def allocate(self, count: int) -> list[int]:
@@ -74,7 +76,7 @@ class Ledger:
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
                 self._stats.evicted += 1
-            self._state[block] = BlockState.PRIVATE
+            self._state[block] = PRIVATE
             self._users[block] = 1
             blocks.append(block)
         self._stats.allocated += count
@@ -85,16 +87,16 @@ class Ledger:
         self._name[block], self._parent[block] = name, parent
         other = self._index.get(name)
         if other is not None and self._users[other]:
-            self._state[block] = BlockState.DUPLICATE
+            self._state[block] = DUPLICATE
             self._duplicates.setdefault(name, {})[block] = None
             return
         if other is not None:  # cached and unused: ours is as good, theirs is room
             del self._cached[other]
             self._forget(other)
-            self._state[other] = BlockState.FREE
+            self._state[other] = FREE
             self._free.append(other)
         self._index[name] = block
-        self._state[block] = BlockState.SHARED
+        self._state[block] = SHARED
         self._stats.registered += 1
 
     def release(self, table: Sequence[int]) -> None:
@@ -104,16 +106,16 @@ class Ledger:
             if self._users[block]:
                 continue
             state, name = self._state[block], self._name[block]
-            if state is BlockState.SHARED and name is not None and name not in self._duplicates:
-                self._state[block] = BlockState.CACHED
+            if state is SHARED and name is not None and name not in self._duplicates:
+                self._state[block] = CACHED
                 self._cached[block] = None
                 continue
-            if state is BlockState.SHARED and name is not None:
+            if state is SHARED and name is not None:
                 self._promote(name)
-            elif state is BlockState.DUPLICATE and name is not None:
+            elif state is DUPLICATE and name is not None:
                 self._drop_duplicate(name, block)
             self._name[block] = self._parent[block] = None
-            self._state[block] = BlockState.FREE
+            self._state[block] = FREE
             self._free.append(block)
 
     def drop_cached(self) -> None:
@@ -121,7 +123,7 @@ class Ledger:
         while self._cached:
             block, _ = self._cached.popitem()
             self._forget(block)
-            self._state[block] = BlockState.FREE
+            self._state[block] = FREE
             self._free.append(block)
 
     def _forget(self, block: int) -> None:
@@ -135,7 +137,7 @@ class Ledger:
         heir = next(iter(self._duplicates[name]))
         self._drop_duplicate(name, heir)
         self._index[name] = heir
-        self._state[heir] = BlockState.SHARED
+        self._state[heir] = SHARED
 
     def _drop_duplicate(self, name: bytes, block: int) -> None:
         copies = self._duplicates[name]
@@ -149,7 +151,7 @@ class Ledger:
         for block, state in enumerate(self._state):
             for complaint in self._block_problems(block, state, users[block]):
                 yield f"group {self._group.name!r}, block {block} ({state.name}): {complaint}"
-        for state, listed in ((BlockState.FREE, self._free), (BlockState.CACHED, self._cached)):
+        for state, listed in ((FREE, self._free), (CACHED, self._cached)):
             members = [block for block, of_block in enumerate(self._state) if of_block is state]
             if sorted(listed) != members:
                 yield f"group {self._group.name!r}: listed as {state.name} {sorted(listed)}, by state {members}"
@@ -160,23 +162,21 @@ class Ledger:
         if self._users[block] != users:
             yield f"counts {self._users[block]} users, {users} leases hold it"
         expected = {
-            BlockState.PRIVATE: users == 1,
-            BlockState.DUPLICATE: users == 1,
-            BlockState.SHARED: users > 0,
+            PRIVATE: users == 1,
+            DUPLICATE: users == 1,
+            SHARED: users > 0,
         }
         if not expected.get(state, users == 0):
             yield f"has {users} users"
-        if (state is BlockState.PADDING) != (block == 0):
+        if (state is PADDING) != (block == 0):
             yield "only block 0 is padding"
-        if (state >= BlockState.DUPLICATE) != (name is not None):
+        if (state >= DUPLICATE) != (name is not None):
             yield f"has the name {name!r}"
-        if (state in (BlockState.SHARED, BlockState.CACHED)) != (
-            name is not None and self._index.get(name) == block
-        ):
+        if (state in (SHARED, CACHED)) != (name is not None and self._index.get(name) == block):
             yield "and the index disagree"
-        if (state is BlockState.DUPLICATE) != (name is not None and block in self._duplicates.get(name, ())):
+        if (state is DUPLICATE) != (name is not None and block in self._duplicates.get(name, ())):
             yield "and the list of duplicates disagree"
-        if state is BlockState.DUPLICATE and name is not None and not self._users[self._index.get(name, 0)]:
+        if state is DUPLICATE and name is not None and not self._users[self._index.get(name, 0)]:
             yield "the block with the same content is not in use"
 
     def _order_problems(self) -> Iterator[str]:

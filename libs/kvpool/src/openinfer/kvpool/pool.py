@@ -102,18 +102,20 @@ class Pool:
         return lease
 
     def _match(self, tokens: Sequence[int], root: bytes, hashes: list[bytes]) -> tuple[int, list[list[int]]]:
-        """Longest cached prefix in tokens, and its blocks by group. Hashes no further than the first miss."""
-        step, unit = self._hit_size, self.hash_block_size
-        tables: list[list[int]] = [[] for _ in self.groups]
-        for end in range(step, len(tokens), step):
-            if len(hashes) * unit < end:
-                extend_hashes(hashes, root, tokens, end // unit, unit)
-            found = [ledger.lookup(hashes, end - step, end, unit) for ledger in self._ledgers]
-            if any(blocks is None for blocks in found):
-                return end - step, tables
-            for table, blocks in zip(tables, found, strict=True):
-                table.extend(blocks or ())
-        return max(len(tokens) - 1, 0) // step * step, tables
+        """Longest cached prefix in tokens, and its blocks by group."""
+        unit = self.hash_block_size
+        end = max(len(tokens) - 1, 0) // self._hit_size * self._hit_size
+        # All at once, though a miss may come early: commit() needs the names of the computed blocks anyway.
+        extend_hashes(hashes, root, tokens, end // unit, unit)
+        tables = []
+        for group, ledger in zip(self.groups, self._ledgers, strict=True):
+            scale = group.block_size // unit
+            tables.append(ledger.match(hashes[scale - 1 : end // unit : scale]))
+            end = min(end, len(tables[-1]) * group.block_size)
+        end = end // self._hit_size * self._hit_size
+        return end, [
+            table[: end // group.block_size] for group, table in zip(self.groups, tables, strict=True)
+        ]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks, as after a change of weights. False, and nothing done, while a lease

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from .errors import RejectReason
@@ -24,4 +25,4 @@ class Stats:
     """Turns without a launch because the pool was dry."""
     prefill_tokens: int = 0
     """Tokens launched in chunks, recomputed ones included."""
-    rejected: dict[RejectReason, int] = field(default_factory=lambda: dict.fromkeys(RejectReason, 0))
+    rejected: Counter[RejectReason] = field(default_factory=Counter)
