@@ -1,0 +1,64 @@
+# make serve      serve MODEL=DIR, or a tiny random Qwen3 made on the spot, on PORT (8000); FLAGS="--..." are passed on
+# make test       lint, types and all tests but the slow ones
+# make test-all   the slow ones too: long schedules, every architecture, every library from its wheel
+# make clean      remove what the others made
+# Needs Python 3.11 or newer with pip and venv; the first run downloads the rest.
+
+PORT ?= 8000
+TINY := model/tiny-qwen3
+LIBS := tensor kernels graph kvpool sampler scheduler frontend
+PROJECTS := pyproject.toml recipes/pyproject.toml $(LIBS:%=libs/%/pyproject.toml)
+
+PYTHON := $(shell for p in $(PYTHON) python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# Triton and cuBLAS are large, so only a machine with an NVIDIA driver gets them.
+GPU := $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/null \
+	|| command -v nvidia-smi >/dev/null && echo gpu)
+RUNTIME := .venv/.installed-$(or $(GPU),cpu)
+TESTING := .venv-test/.installed
+
+PIP := -m pip --disable-pip-version-check install --quiet
+
+# $(call make_venv,FOLDER): the environment, with what builds the packages, so that one pip call installs all of them
+# and finds each library's siblings here.
+define make_venv
+	@test -n "$(PYTHON)" || { echo "openinfer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "Making $(1) with $(PYTHON) ..."
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@$(1)/bin/python $(PIP) hatchling editables
+endef
+
+.PHONY: serve test test-all clean
+.DELETE_ON_ERROR:
+
+serve: $(RUNTIME) $(if $(MODEL),,$(TINY)/config.json)
+	@echo "Once it is ready, in another terminal:"
+	@echo "  curl -s http://127.0.0.1:$(PORT)/v1/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"prompt\": \"Hello\", \"max_tokens\": 16}'"
+	@exec .venv/bin/openinfer serve $(or $(MODEL),$(TINY)) --port $(PORT) $(FLAGS)
+
+test: $(TESTING)
+	@.venv-test/bin/python scripts/run_tests.py
+
+test-all: $(TESTING)
+	@.venv-test/bin/python scripts/run_tests.py --all
+
+clean:
+	rm -rf .venv .venv-test $(TINY) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(RUNTIME): $(PROJECTS)
+	$(call make_venv,.venv)
+	@echo "Installing openinfer for a $(or $(GPU),cpu) machine into .venv (a minute or two) ..."
+	@.venv/bin/python $(PIP) --no-build-isolation $(LIBS:%=-e ./libs/%) -e ./recipes -e '.$(if $(GPU),[gpu])'
+	@touch $@
+
+$(TESTING): $(PROJECTS) .ci/constraints.txt
+	$(call make_venv,.venv-test)
+	@echo "Installing openinfer and what its tests need into .venv-test (a minute or two) ..."
+	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy \
+		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e .
+	@touch $@
+
+$(TINY)/config.json: scripts/tiny_checkpoint.py | $(RUNTIME)
+	@echo "Writing a tiny Qwen3 with random weights to $(TINY); to serve your own: MODEL=DIR make serve"
+	@.venv/bin/python scripts/tiny_checkpoint.py $(TINY)

@@ -1,0 +1,243 @@
+"""Each library from its wheel, alone: `python scripts/check_wheels.py [--previous] [--no-tests] [LIBRARY ...]`.
+
+For every library (all by default) a fresh environment gets its wheel and what that declares, nothing else, and then
+ - no torch is there, and declared ranges admit the siblings' current versions;
+ - every public module imports, or is missing a package of a declared extra; kernels does so without Triton;
+ - importing the library is fast (numpy, which most of them need, may take its time on a slow machine);
+ - its tests pass with its [test] extra, outside the checkout.
+With --previous the siblings are their previous releases (git tags LIBRARY-vX.Y.Z).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
+IMPORT_LIMIT_MS = {"frontend": 250}
+DEFAULT_IMPORT_LIMIT_MS = 100
+HEAVY_EXTRAS = {"cublas"}  # half a gigabyte of libraries that nothing imports
+
+MODULES = """
+import importlib, json, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+missing = {}
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if "._" in module.name or module.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+        missing[module.name] = cause.name or str(error)
+print(json.dumps(missing))
+"""
+IMPORT_TIME = """
+import sys, time
+start = time.process_time()
+for name in sys.argv[1:]:
+    try:
+        __import__(name)
+    except ModuleNotFoundError:
+        continue
+    break
+print(1e3 * (time.process_time() - start))
+"""
+
+
+class CheckFailed(Exception):
+    """A library does not stand alone; the message says how."""
+
+
+def main() -> int:
+    """Check the libraries asked for; 0 if all pass."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--previous", action="store_true", help="against the siblings' previous releases")
+    parser.add_argument("--no-tests", action="store_true", help="install and import only")
+    parser.add_argument("libraries", nargs="*", choices=[[], *LIBRARIES], metavar="LIBRARY")
+    args = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="openinfer-wheels-") as temporary:
+        work = Path(temporary)
+        wheels = build([ROOT / "libs" / name for name in LIBRARIES], work / "wheels")
+        for library in args.libraries or LIBRARIES:
+            try:
+                siblings = dict(wheels)
+                if args.previous and not use_previous(library, siblings, work):
+                    continue
+                check_ranges(library, None if args.previous else wheels)
+                check(library, siblings, work / f"env-{library}", tests=not args.no_tests)
+            except CheckFailed as error:
+                failed += 1
+                print(f"{library}: FAILED: {error}", flush=True)
+            shutil.rmtree(work / f"env-{library}", ignore_errors=True)
+    return 1 if failed else 0
+
+
+def build(projects: Iterable[Path], out: Path) -> dict[str, Path]:
+    """Build wheels; gives them by library name."""
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out))
+    command("build", [sys.executable, "-m", "pip", "wheel", *options, *map(str, projects)])
+    return {path.name.split("-")[0].removeprefix("openinfer_"): path for path in out.glob("openinfer_*.whl")}
+
+
+def project(library: str) -> Mapping[str, Any]:
+    """The [project] table of a library."""
+    table: Mapping[str, Any] = tomllib.loads((ROOT / "libs" / library / "pyproject.toml").read_text())[
+        "project"
+    ]
+    return table
+
+
+def sibling_requirements(library: str) -> list[Requirement]:
+    """What a library declares of its siblings, in its dependencies and extras."""
+    table = project(library)
+    lists = [table["dependencies"], *table.get("optional-dependencies", {}).values()]
+    found = [Requirement(text) for texts in lists for text in texts]
+    return [r for r in found if r.name.startswith("openinfer-") and r.name != f"openinfer-{library}"]
+
+
+def check_ranges(library: str, wheels: Mapping[str, Path] | None) -> None:
+    """Raise CheckFailed where a declared range does not admit a sibling's version in this checkout."""
+    for requirement in sibling_requirements(library) if wheels else []:
+        version = project(requirement.name.removeprefix("openinfer-"))["version"]
+        if version not in requirement.specifier:
+            raise CheckFailed(f"it wants {requirement}, and {requirement.name} is {version} here")
+        if not any(part.operator in ("<", "<=", "~=") for part in requirement.specifier):
+            raise CheckFailed(f"{requirement} has no upper bound")
+
+
+def use_previous(library: str, wheels: dict[str, Path], work: Path) -> bool:
+    """Put the siblings' previous releases into `wheels`. False, and a line that says so, if there is none."""
+    found = []
+    for name in sorted({r.name.removeprefix("openinfer-") for r in sibling_requirements(library)}):
+        tags = command("git tag", ["git", "-C", str(ROOT), "tag", "--list", f"{name}-v*"]).split()
+        current = Version(project(name)["version"])
+        versions = [Version(tag.removeprefix(f"{name}-v")) for tag in tags]
+        older = max((version for version in versions if version < current), default=None)
+        if older is None:
+            continue
+        tree = work / f"{name}-{older}"
+        if not tree.exists():
+            tree.mkdir()
+            archive = ["git", "-C", str(ROOT), "archive", f"{name}-v{older}", f"libs/{name}"]
+            packed = subprocess.run(archive, check=True, capture_output=True).stdout
+            subprocess.run(["tar", "-x", "-C", str(tree)], input=packed, check=True)
+        wheels[name] = build([tree / "libs" / name], tree / "wheels")[name]
+        found.append(f"{name} {older}")
+    if not found:
+        print(f"{library}: no previous release of a sibling to test against", flush=True)
+    else:
+        print(f"{library}: against {', '.join(found)}", flush=True)
+    return bool(found)
+
+
+def check(library: str, wheels: Mapping[str, Path], folder: Path, *, tests: bool) -> None:
+    """Install a library alone and look at it. Raises CheckFailed."""
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    # A constraint with an address binds a sibling to the wheel built here, but only if something declares it.
+    constraints = folder / "siblings.txt"
+    constraints.write_text("".join(f"openinfer-{n} @ {path.as_uri()}\n" for n, path in wheels.items()))
+    name = f"openinfer-{library}"
+
+    def install(extras: Iterable[str]) -> None:
+        wanted = f"{name}[{','.join(extras)}] @ {wheels[library].as_uri()}"
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        command(f"install {wanted}", [*pip, "-c", str(constraints), wanted])
+
+    install([])
+    environment = packages(python)
+    if "torch" in environment or "triton" in environment:
+        raise CheckFailed(f"the base install brings torch or Triton: {', '.join(sorted(environment))}")
+    missing = json.loads(command("import", [python, "-c", MODULES, f"openinfer.{library}"]))
+    milliseconds = check_import_time(python, library)
+    extras = [e for e in project(library).get("optional-dependencies", {}) if e not in HEAVY_EXTRAS]
+    summary = "not run"
+    if tests:
+        install(["test"])
+        summary = run_tests(python, library, folder)
+    if missing:
+        install(extras)
+        still = json.loads(command("import", [python, "-c", MODULES, f"openinfer.{library}"]))
+        if still:
+            raise CheckFailed(f"modules that no declared extra makes importable: {still}")
+    if "torch" in packages(python):
+        raise CheckFailed("torch is in the environment")
+    print(
+        f"{library}: ok, {len(environment)} distributions, import {milliseconds:.0f} ms of CPU, "
+        f"{len(missing)} modules need an extra, tests: {summary}",
+        flush=True,
+    )
+
+
+def packages(python: str) -> set[str]:
+    """Names of the distributions in an environment, without pip's own."""
+    listed = json.loads(command("pip list", [python, "-m", "pip", "list", "--format=json"]))
+    return {entry["name"].lower() for entry in listed} - {"pip", "setuptools"}
+
+
+def check_import_time(python: str, library: str) -> float:
+    """CPU time of the import in a fresh interpreter, in ms: the median of five. Raises CheckFailed."""
+
+    def median(*modules: str) -> float:
+        times = [float(command("import", [python, "-c", IMPORT_TIME, *modules])) for _ in range(6)]
+        return sorted(times[1:])[2]  # the first one wrote the bytecode
+
+    taken = median(f"openinfer.{library}")
+    limit = IMPORT_LIMIT_MS.get(library, DEFAULT_IMPORT_LIMIT_MS)
+    if taken > limit:
+        numpy = median("numpy", "sys")
+        text = f"import takes {taken:.0f} ms of CPU, of which numpy {numpy:.0f}; the limit is {limit}"
+        if taken - numpy > limit / 2:
+            raise CheckFailed(text)
+        print(f"{library}: {text}; let pass, because numpy is the reason", flush=True)
+    return taken
+
+
+def run_tests(python: str, library: str, folder: Path) -> str:
+    """Run a library's tests on its wheel, away from the checkout; gives pytest's last line. Raises CheckFailed."""
+    copy = folder / "away" / "tests"
+    shutil.copytree(ROOT / "libs" / library / "tests", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy.parent / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    gpu: \n    slow: \nfilterwarnings = error\n"
+    )
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-m", "not slow"]
+    output = command("tests", [python, "-m", "pytest", *options, "tests"], cwd=copy.parent)
+    line = output.strip().splitlines()[-1].strip("= ")
+    if not re.search(r"\d+ passed", line):
+        raise CheckFailed(f"no test passed: {line}")
+    return line
+
+
+def command(what: str, arguments: list[str], cwd: Path | None = None) -> str:
+    """Run a command outside the checkout's environment; gives its output. Raises CheckFailed with its last lines."""
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")}
+    done = subprocess.run(
+        arguments, cwd=cwd or tempfile.gettempdir(), env=env, text=True, capture_output=True, check=False
+    )
+    if done.returncode:
+        tail = "\n    ".join((done.stdout + done.stderr).strip().splitlines()[-40:])
+        raise CheckFailed(f"{what} failed with exit code {done.returncode}:\n    {tail}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Lint, types and tests: `python scripts/run_tests.py [--all] [NAME ...]`, NAME as in the summary (libs/tensor, mypy).
+
+Every library's tests run in a process of their own, as they would for someone who has only that library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
+PACKAGES = [*(f"openinfer.{name}" for name in LIBRARIES), "openinfer.recipes.qwen3", "openinfer.cli"]
+TYPED_SCRIPTS = (
+    "check_wheels",
+    "run_tests",
+    "tiny_checkpoint",
+)  # qwen3_reference wants torch, which is not here
+LIMIT_S = 3600  # a suite that hangs must not take all of CI's time
+
+CHECKS: dict[str, list[str]] = {
+    "ruff check": ["ruff", "check", "--quiet", "."],
+    "ruff format": ["ruff", "format", "--check", "--quiet", "."],
+    "mypy": ["mypy", *(part for package in PACKAGES for part in ("-p", package))],
+    "mypy scripts": ["mypy", *(f"scripts/{name}.py" for name in TYPED_SCRIPTS)],
+}
+SUITES = [*(f"libs/{name}" for name in LIBRARIES), "recipes", "tests"]
+
+
+@dataclass
+class Outcome:
+    """Of one check or suite. `counts` has passed, failed and skipped tests."""
+
+    name: str
+    ok: bool
+    seconds: float
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def main() -> int:
+    """Run what was asked for; 0 if everything passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="slow tests too")
+    parser.add_argument("names", nargs="*", choices=[[], *CHECKS, *SUITES], metavar="NAME")
+    args = parser.parse_args()
+    outcomes = []
+    for name in args.names or [*CHECKS, *SUITES]:
+        print(f"== {name}", flush=True)
+        start = time.monotonic()
+        if name in CHECKS:
+            ok, counts = run(["-m", *CHECKS[name]]), Counter[str]()
+        else:
+            ok, counts = run_suite(name, slow=args.all)
+        outcomes.append(Outcome(name, ok, time.monotonic() - start, counts))
+    print_summary(outcomes)
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+def run(arguments: list[str]) -> bool:
+    """Run python with these arguments in the checkout; False if it fails or hangs."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, timeout=LIMIT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        print(f"stopped after {LIMIT_S} s", flush=True)
+        return False
+    return done.returncode == 0
+
+
+def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str]]:
+    """Run a folder's tests and count them. A suite without tests fails."""
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(temporary) / "report.xml"
+        which = "slow or not slow" if slow else "not slow"
+        ok = run(["-m", "pytest", "-q", "-r", "fE", "-m", which, f"--junitxml={report}", folder])
+        return ok, count(report)
+
+
+def count(report: Path) -> Counter[str]:
+    """Passed, failed and skipped tests of a JUnit report; nothing if there is none."""
+    counts: Counter[str] = Counter()
+    if report.exists():
+        for suite in ET.parse(report).getroot().iter("testsuite"):
+            failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+            skipped = int(suite.get("skipped", 0))
+            counts["failed"] += failed
+            counts["skipped"] += skipped
+            counts["passed"] += int(suite.get("tests", 0)) - failed - skipped
+    return counts
+
+
+def print_summary(outcomes: list[Outcome]) -> None:
+    """A line each, and the totals. A check or suite that broke down counts as a failure."""
+    total: Counter[str] = Counter()
+    print()
+    for outcome in outcomes:
+        counts = outcome.counts
+        if not outcome.ok and not counts["failed"]:
+            counts["failed"] = 1
+        total += counts
+        detail = ", ".join(
+            f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counts[kind]
+        )
+        print(f"{'ok' if outcome.ok else 'FAILED':<8}{outcome.seconds:7.1f} s  {outcome.name:<14} {detail}")
+    print(f"total: {total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The command `openinfer`. Every subcommand imports what it needs itself, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+__all__ = ["main"]
+
+DISTRIBUTIONS = (
+    "openinfer",
+    "openinfer-recipes",
+    "openinfer-tensor",
+    "openinfer-kernels",
+    "openinfer-graph",
+    "openinfer-kvpool",
+    "openinfer-sampler",
+    "openinfer-scheduler",
+    "openinfer-frontend",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code: 0 done, 1 it failed (one line on stderr), 2 wrong arguments."""
+    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name in ("-V", "--version"):
+        print(_versions())
+        return 0
+    if name not in COMMANDS:
+        return _unknown(name)
+    return COMMANDS[name][1](rest)
+
+
+def _serve(argv: list[str]) -> int:
+    from openinfer.cli.serve import main
+
+    return main(argv)
+
+
+def _compile(argv: list[str]) -> int:
+    from openinfer.cli.compile import main
+
+    return main(argv)
+
+
+def _selftest(argv: list[str]) -> int:
+    from openinfer.cli.selftest import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _serve),
+    "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _compile),
+    "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),
+}
+
+
+def _help() -> str:
+    lines = [f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: openinfer COMMAND ...",
+            "",
+            "LLM inference without PyTorch.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "  openinfer COMMAND --help   the flags of a command",
+            "  openinfer --version        the versions of all parts",
+        ]
+    )
+
+
+def _versions() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    lines = []
+    for name in DISTRIBUTIONS:
+        try:
+            lines.append(f"{name:<20} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name:<20} not installed")
+    return "\n".join(lines)
+
+
+def _unknown(name: str) -> int:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, COMMANDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
+    print(f"openinfer: error: unknown command {name!r}; {hint} (openinfer --help)", file=sys.stderr)
+    return 2

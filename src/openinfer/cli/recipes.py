@@ -1,0 +1,60 @@
+"""Which recipe serves a checkpoint: every installed one is asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import cast
+
+from openinfer.frontend.recipe import Recipe
+
+GROUP = "openinfer.recipes"
+
+
+class NoRecipe(ValueError):
+    """MODEL_DIR is no checkpoint, or one that no installed recipe serves; the message says which there are."""
+
+
+def installed() -> list[Recipe]:
+    """The recipes that distributions register under the entry-point group `openinfer.recipes`, by name."""
+    return [cast(Recipe, entry.load()) for entry in sorted(entry_points(group=GROUP), key=lambda e: e.name)]
+
+
+def find(model_dir: Path) -> Recipe:
+    """The recipe that knows the checkpoint's config.json. Raises NoRecipe."""
+    path = model_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NoRecipe(
+            f"{path} cannot be read ({error.strerror}): MODEL_DIR must be a checkpoint directory"
+        ) from None
+    except ValueError as error:
+        raise NoRecipe(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise NoRecipe(f"{path} holds a {type(config).__name__}, not an object")
+    recipes = installed()
+    for recipe in recipes:
+        if recipe.matches(config):
+            return recipe
+    known = ", ".join(recipe.name for recipe in recipes) or "none"
+    raise NoRecipe(f"no recipe serves model_type {config.get('model_type')!r} of {path}; installed: {known}")
+
+
+def model_dir(command: str, argv: list[str]) -> Path | None:
+    """MODEL_DIR, which comes first because the flags depend on it. None, and a line on stderr, if it is not there."""
+    if argv and not argv[0].startswith("-"):
+        return Path(argv[0])
+    print(
+        f"openinfer {command}: error: MODEL_DIR comes first: openinfer {command} MODEL_DIR [flags] "
+        f"(openinfer {command} --help)",
+        file=sys.stderr,
+    )
+    return None
+
+
+def wants_help(argv: list[str]) -> bool:
+    """Whether help is asked for without naming a checkpoint."""
+    return bool(argv) and argv[0] in ("-h", "--help")

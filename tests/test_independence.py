@@ -1,0 +1,175 @@
+"""Each library stands alone: what it imports, how large it is, and that its wheel works without the others."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
+ARROWS: dict[str, set[str]] = {
+    "tensor": set(),
+    "kernels": {"tensor"},
+    "graph": {"tensor"},
+    "kvpool": set(),
+    "scheduler": set(),
+    "sampler": set(),
+    "sampler/gpu": {"kernels", "tensor"},
+    "frontend": {"sampler"},
+    "recipes": set(LIBRARIES),
+    "cli": {*LIBRARIES, "recipes"},
+}
+"""Whom code in a folder may import, besides itself; docs/design.md draws them. Deeper folders add to it."""
+SOURCES = {
+    **{name: ROOT / "libs" / name / "src" / "openinfer" / name for name in LIBRARIES},
+    "recipes": ROOT / "recipes" / "src" / "openinfer" / "recipes",
+    "cli": ROOT / "src" / "openinfer" / "cli",
+}
+RECIPES = sorted(p.name for p in SOURCES["recipes"].iterdir() if (p / "__init__.py").exists())
+REFUSED = {"torch", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
+MAX_MODULE_LINES = 400
+
+
+def modules(part: str) -> list[Path]:
+    return sorted(SOURCES[part].rglob("*.py"))
+
+
+def imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
+    """Full names of what a module of `package` imports; of `from a import b` it is a.b, since b may be a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            yield from (".".join([*above, *filter(None, [node.module]), alias.name]) for alias in node.names)
+
+
+def allowed(part: str, inside: str) -> set[str]:
+    """Whom a module may import; `inside` is its path in the part's folder."""
+    folders = [part] + [key for key in ARROWS if inside.startswith(key.removeprefix(f"{part}/") + "/")]
+    return {part}.union(*(ARROWS[key] for key in folders))
+
+
+def violations(part: str, inside: str, source: str) -> list[str]:
+    """Imports in a module that no arrow allows."""
+    bad = []
+    package = ["openinfer", part, *inside.split("/")[:-1]]
+    for name in imports(ast.parse(source), package):
+        first, *rest = name.split(".")
+        if first in REFUSED or (first == "openinfer" and rest[0] not in allowed(part, inside)):
+            bad.append(name)
+        elif part == "recipes" and rest[:1] == ["recipes"] and rest[1] != inside.split("/")[0]:
+            bad.append(name)  # recipes never import each other
+    return bad
+
+
+@pytest.mark.parametrize("part", SOURCES)
+def test_imports_follow_the_arrows(part: str) -> None:
+    assert modules(part)
+    bad = {}
+    for path in modules(part):
+        found = violations(part, path.relative_to(SOURCES[part]).as_posix(), path.read_text())
+        if found:
+            bad[str(path.relative_to(ROOT))] = found
+    assert not bad, "imports outside the arrows of docs/design.md"
+
+
+@pytest.mark.parametrize(
+    ("part", "inside", "source"),
+    [
+        ("tensor", "loading.py", "import torch"),
+        ("tensor", "loading.py", "from openinfer.kernels import Op"),
+        ("frontend", "http/app.py", "def f():\n    import pickle"),
+        ("scheduler", "loop.py", "from openinfer import kvpool"),
+        ("scheduler", "loop.py", "from .. import kvpool"),
+        ("sampler", "reference.py", "from openinfer.tensor import Tensor"),
+        ("kernels", "store.py", "import openinfer.recipes.qwen3"),
+        ("recipes", "qwen3_5/model.py", "from openinfer.recipes.qwen3.model import Model"),
+    ],
+)
+def test_a_wrong_import_is_noticed(part: str, inside: str, source: str) -> None:
+    assert violations(part, inside, source)
+
+
+def test_imports_that_are_allowed() -> None:
+    assert not violations("scheduler", "testing/runner.py", "from ..step import Step\nfrom . import pool")
+    assert not violations("sampler", "gpu/ops/sample.py", "from openinfer.kernels import Op")
+    assert not violations("recipes", "qwen3/model.py", "from openinfer.recipes.qwen3.config import Config")
+
+
+@pytest.mark.parametrize("part", SOURCES)
+def test_packages_are_typed_and_openinfer_is_a_namespace(part: str) -> None:
+    packages = [SOURCES["recipes"] / name for name in RECIPES] if part == "recipes" else [SOURCES[part]]
+    for package in packages:
+        assert (package / "py.typed").exists(), package
+    source = next(p for p in SOURCES[part].parents if p.name == "src")
+    assert not (source / "openinfer" / "__init__.py").exists()
+
+
+def natural(name: str) -> tuple[bool, bool, str]:
+    """The linter's order: constants, classes, the rest; numbers by value."""
+    return not name.isupper(), not name[0].isupper(), re.sub(r"\d+", lambda m: m[0].zfill(4), name)
+
+
+@pytest.mark.parametrize("part", SOURCES)
+def test_exports_are_sorted(part: str) -> None:
+    lists = 0
+    for path in modules(part):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                names = ast.literal_eval(node.value)
+                assert names == sorted(names, key=natural), path
+                lists += 1
+    assert lists
+
+
+@pytest.mark.parametrize("part", SOURCES)
+def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in modules(part)}
+    with capsys.disabled():
+        print(f"\n{part}: {sum(lines.values())} lines in {len(lines)} modules", end="")
+    assert {str(path): n for path, n in lines.items() if n > MAX_MODULE_LINES} == {}
+
+
+@pytest.mark.parametrize("part", [*(f"libs/{name}" for name in LIBRARIES), "recipes"])
+def test_a_distribution_has_what_a_reader_expects(part: str) -> None:
+    folder = ROOT / part
+    for name in ("README.md", "pyproject.toml"):
+        assert len((folder / name).read_text().splitlines()) > 3, folder / name
+    if part != "recipes":
+        assert "0.1.0" in (folder / "CHANGELOG.md").read_text()
+
+
+def check_wheels(*arguments: str) -> str:
+    script = str(ROOT / "scripts" / "check_wheels.py")
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_wheel_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    """One library a commit, so that every one is seen often; all of them are slow."""
+    count = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-list", "--count", "HEAD"], capture_output=True, text=True
+    )
+    turn = LIBRARIES[int(count.stdout or 0) % len(LIBRARIES)]
+    output = check_wheels(turn)
+    with capsys.disabled():
+        print("\n" + output, end="")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_wheel(library: str) -> None:
+    check_wheels(library)
+
+
+@pytest.mark.slow
+def test_against_previous_releases() -> None:
+    assert check_wheels("--previous")
