@@ -3,6 +3,7 @@
 import ctypes
 import types
 
+import numpy as np
 import pytest
 
 from openinfer.kernels import (
@@ -147,3 +148,41 @@ def test_a_product_without_cublas_names_the_way_out(arena, cuda):
     x, h, weight = (arena.alloc(s, bfloat16) for s in ((100, 64), (100, 64), (64, 64)))
     with pytest.raises(LaunchError, match="plan with cublas=False"):
         linear_add(LaunchPack(H200, make(FakeStore()), scratch, None), x=x, h=h, weight=weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cublas", [True, False])
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_a_captured_call_replays_on_new_data(gpu, normal, tokens, cublas):
+    target, cuda_driver_, device, stream = gpu
+    target = Target(target.arch, target.num_sms, cublas and target.cublas, target.gpu)
+    n, k = 1024, 2048
+    weight, x, h = (Tensor.empty(shape, bfloat16, device) for shape in ((n, k), (tokens, n), (tokens, k)))
+    plan = NullPack(target)
+    linear_add(plan, x=x, h=h, weight=weight)
+    scratch, zeroed = (
+        Tensor.empty((plan.workspace_bytes(zeroed=z) + 1,), "uint8", device) for z in (False, True)
+    )
+    zeroed.zero_(stream)
+    pack, values = LaunchPack(target, cuda_driver_, scratch, zeroed), normal(n, k, scale=k**-0.5)
+    weight.copy_from(values)
+    linear_add(pack, x=x, h=h, weight=weight)  # loads the kernels
+    stream.synchronize()
+    cu = driver()
+    check(cu.cuStreamBeginCapture(stream.handle, cu.CUstreamCaptureMode(1)), "cuStreamBeginCapture")
+    linear_add(pack, x=x, h=h, weight=weight)
+    graph = check(cu.cuStreamEndCapture(stream.handle), "cuStreamEndCapture")
+    executable = check(cu.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")
+    results = []
+    given = normal(tokens, n), normal(tokens, k)
+    for _ in range(2):
+        x.copy_from(given[0])
+        h.copy_from(given[1])
+        check(cu.cuGraphLaunch(executable, stream.handle), "cuGraphLaunch")
+        stream.synchronize()
+        results.append(x.numpy().astype(float32))
+    check(cu.cuGraphExecDestroy(executable), "cuGraphExecDestroy")
+    check(cu.cuGraphDestroy(graph), "cuGraphDestroy")
+    want = given[0].astype(float32) + given[1].astype(float32) @ values.astype(float32).T
+    assert np.linalg.norm(results[0] - want) < 4e-3 * np.linalg.norm(want)
+    np.testing.assert_array_equal(results[0], results[1])  # equal calls, equal bits
