@@ -11,6 +11,8 @@ from openinfer.kernels import (
     CudaDriver,
     LaunchError,
     LaunchPack,
+    NullPack,
+    Target,
     TensorMap,
     embed,
     launch,
@@ -18,7 +20,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.store import Compiled
-from openinfer.tensor import Device, Tensor, bfloat16
+from openinfer.tensor import Device, Tensor, bfloat16, check, driver, float32
 
 
 class FakeStore:
