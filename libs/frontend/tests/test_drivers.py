@@ -9,13 +9,23 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from openinfer.frontend import EngineSpec
 from openinfer.frontend.client import Delta, Driver
-from openinfer.frontend.contract import Failed, Finished, Rejected, Request, ResetPrefixCache
+from openinfer.frontend.contract import (
+    Engine,
+    Failed,
+    Finished,
+    Rejected,
+    Request,
+    ResetPrefixCache,
+    StepOutputs,
+)
 from openinfer.frontend.errors import EngineDeadError, EngineStartError
 from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.thread_driver import ThreadDriver
 from openinfer.sampler import SamplingParams
 
@@ -301,3 +311,34 @@ def test_the_engine_is_built_and_driven_in_one_thread() -> None:
     run(ThreadDriver(factory), use)
     assert len(seen) == 1
     assert threading.get_ident() not in seen
+
+
+class _Lawless(FakeEngine):
+    """Breaks the contract in its outputs."""
+
+    def step(self, wait: float) -> StepOutputs:
+        return StepOutputs([1, 2], [3])
+
+
+def lawless() -> Engine:
+    return _Lawless()
+
+
+def test_outputs_that_break_the_contract_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    async def use(driver: Driver) -> None:
+        _, sink = send(driver, [10])
+        assert "breaks its contract" in await driver.died()
+        assert [type(terminal) for terminal in sink.terminals] == [Failed]
+
+    run(ThreadDriver(lawless), use)
+
+
+def test_frames_that_cannot_be_read_end_the_engine() -> None:
+    async def use(driver: Driver) -> None:
+        assert isinstance(driver, ProcessDriver)
+        _, sink = send(driver, [10])
+        driver._decode = msgspec.msgpack.Decoder(int).decode  # type: ignore[assignment]
+        assert "breaks its contract" in await driver.died()
+        assert [type(terminal) for terminal in sink.terminals] == [Failed]
+
+    run(make("process"), use)

@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from openinfer.frontend.http.body import ChatBody, CompletionBody
+
 P = {"prompt": [5]}
 
 
@@ -239,3 +241,37 @@ def test_metrics_carry_the_names_dashboards_read(start: Any) -> None:
     )
     assert any(name.startswith("vllm:cache_config_info") and 'block_size="16"' in name for name in values)
     assert any('le="0.003"' in name for name in values if "inter_token" in name)
+
+
+def test_no_value_of_any_field_is_a_server_error(live: Any) -> None:
+    raw = [
+        "null",
+        "true",
+        "-1",
+        "0",
+        "1.5",
+        "1e300",
+        "1e9999",
+        str(2**70),
+        '""',
+        '"x"',
+        '"\\ud800"',
+        '"\\u0000"',
+    ]
+    raw += ["[]", "[null]", "[1]", '["\\ud800"]', "[[1]]", "[{}]", "{}", '{"x": 1}', '{"x": {"y": []}}']
+    message = '[{"role": "user", "content": "hi"}]'
+    for path, body, fields in (
+        ("/v1/completions", '"prompt": [5], "max_tokens": 1', CompletionBody.__struct_fields__),
+        ("/v1/chat/completions", f'"messages": {message}, "max_tokens": 1', ChatBody.__struct_fields__),
+    ):
+        for field in (*fields, "tools", "response_format", "logit_bias"):
+            for value in raw:
+                answer = live.http.post(path, content=f'{{{body}, "{field}": {value}}}')
+                assert answer.status_code in (200, 400, 404), (field, value, answer.text)
+    for field in ("role", "content", "name", "tool_calls"):
+        for value in raw:
+            message = f'{{"role": "user", "content": "hi", "{field}": {value}}}'
+            answer = live.http.post(
+                "/v1/chat/completions", content=f'{{"messages": [{message}], "max_tokens": 1}}'
+            )
+            assert answer.status_code in (200, 400), (field, value, answer.text)

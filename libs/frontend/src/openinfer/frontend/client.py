@@ -212,8 +212,15 @@ class Driver(ABC):
         return await asyncio.shield(self._lost)
 
     def _receive(self, message: FromEngine) -> None:
-        """Take one message of the engine loop (in the event loop's thread)."""
+        """Take one message of the engine loop (in the event loop's thread). Never raises."""
         self._last_sign = time.monotonic()
+        try:
+            self._handle(message)
+        except Exception as error:
+            _log.exception("a message of the engine breaks the contract")
+            self._die(f"the engine breaks its contract: {error}")
+
+    def _handle(self, message: FromEngine) -> None:
         match message:
             case Stepped(outputs, stats):
                 self._stats = stats

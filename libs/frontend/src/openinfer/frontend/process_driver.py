@@ -95,7 +95,12 @@ class ProcessDriver(Driver):
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(self._decode(frame))
+            try:
+                message = self._decode(frame)
+            except msgspec.MsgspecError as error:
+                self._die(f"the engine breaks its contract: {error}")
+                return
+            self._receive(message)
         self._schedule()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
