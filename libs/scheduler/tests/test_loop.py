@@ -270,40 +270,73 @@ def test_a_row_that_stood_still_falls_behind_by_a_step():
     assert (seq.confirmed, seq.bound) == (6, 6)
 
 
-def test_a_failed_row_ends_alone_and_is_not_cached():
+def test_a_failed_row_ends_alone_yields_nothing_and_is_not_cached():
     runner = ScriptedRunner()
-    loop, _pool = make(runner)
+    loop, pool = make(runner)
     bad, good = Seq(1, [1] * 5, 9), Seq(2, [2] * 5, 9)
     loop.submit(bad)
     loop.submit(good)
     turn(loop)
     runner.done(1, (bad.slot, FinishReason.ERROR))
-    assert turn(loop)[-1] == Finished(bad, FinishReason.ERROR)
+    tokens, finished = turn(loop)
+    assert list(tokens.emitting()) == [(1, good)]
+    assert finished == Finished(bad, FinishReason.ERROR)
     assert good.state is SeqState.DECODE
+    assert [pool.acquire([token] * 5).num_cached for token in (1, 2)] == [0, 4]
 
 
-def test_a_runners_failure_passes_through_and_live_says_who_must_be_told():
-    class Broken(ScriptedRunner):
-        def collect(self, wait_s):
-            raise OSError("device lost")
+class Lost(ScriptedRunner):
+    """A device that goes away."""
 
-    loop, _ = make(Broken())
+    def collect(self, wait_s):
+        raise OSError("device lost")
+
+
+def test_a_runners_failure_passes_through_and_stays():
+    loop, _ = make(Lost())
     seq = Seq(1, [1], 5)
     loop.submit(seq)
+    assert loop.step(0.0) == [Scheduled(seq, 0)]  # what happened before is told first
+    for _ in range(2):
+        with pytest.raises(OSError, match="device lost"):
+            loop.step(0.0)
+    assert loop.live == [seq]
+
+
+def test_an_abort_is_told_though_the_device_is_lost_in_the_same_turn():
+    loop, _ = make(Lost())
+    seqs = [Seq(number, [1], 5) for number in range(2)]
+    for seq in seqs:
+        loop.submit(seq)
+    loop.abort(0)
+    assert Finished(seqs[0], FinishReason.ABORT) in loop.step(0.0)
     with pytest.raises(OSError, match="device lost"):
         loop.step(0.0)
-    assert loop.live == [seq]
+    assert loop.live == [seqs[1]]
+
+
+def test_blocks_that_someone_else_gives_back_are_noticed_when_nothing_runs():
+    loop, pool = make(ScriptedRunner(), blocks=1 + 4)
+    other = pool.acquire([9] * 12)
+    other.reserve(12)
+    seq = Seq(1, [1] * 8, 5)
+    loop.submit(seq)
+    assert turn(loop) == []
+    other.release()
+    assert turn(loop) == [Scheduled(seq, 0)]
 
 
 def test_results_out_of_order_or_for_empty_slots_are_refused():
     runner = ScriptedRunner()
     loop, _ = make(runner)
     loop.submit(Seq(1, [1], 5))
+    loop.step(0.0)
     runner.done(2)
-    with pytest.raises(ContractError, match="returned step 2 where step 1"):
+    with pytest.raises(ContractError, match="returned step 2, the oldest launched is 1"):
         loop.step(0.0)
     loop, _ = make(runner)
     loop.submit(Seq(1, [1], 5))
+    loop.step(0.0)
     runner.done(1, (3, FinishReason.STOP))
     with pytest.raises(ContractError, match="names slot 3"):
         loop.step(0.0)

@@ -12,7 +12,7 @@ when every token is known; a dry pool therefore drains first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from .admission import refusal
 from .audit import problems
@@ -23,7 +23,7 @@ from .protocols import BlockWrite, Pool, Row, Runner, Step, StepResult
 from .sequence import Clock, FinishReason, Seq, SeqState
 from .stats import Stats
 
-_NOBODY: Set[Seq] = frozenset()
+_NOBODY: frozenset[Seq] = frozenset()
 
 
 class StepLoop:
@@ -72,6 +72,7 @@ class StepLoop:
         self._blocks: list[BlockWrite] = []  # likewise
         self._events: list[Event] = []  # for the next step() to return
         self._changed = False  # something happened that the policy has not been asked about
+        self._failure: Exception | None = None  # what ended the loop
         self._blocked = False  # no room for who is next; looked up again only after something happened
 
     # -- the owner's side --
@@ -110,17 +111,31 @@ class StepLoop:
 
     @property
     def live(self) -> Sequence[Seq]:
-        """All sequences without a terminal event so far; after a runner's failure, those to be told."""
+        """All sequences without a terminal event so far."""
         return list(self._live.values())
 
     def step(self, wait_s: float | None = 0.0) -> list[Event]:
         """One turn: launch a step if there is one to launch, then read what is ready.
 
         Waits for a result, up to wait_s seconds (None: as long as it takes), only when there is nothing to
-        report and the pipeline is full or nothing could be launched. Returns at once when idle. Passes on
-        what the runner raises; the engine is lost then.
+        report and the pipeline is full or nothing could be launched. Returns at once when idle.
+
+        Raises what the runner raises, after telling what happened before. The loop is lost then, and says so
+        at every call; `live` are those who wait for a terminal event in vain.
         """
+        if self._failure is not None:
+            raise self._failure
         events, self._events = self._events, []
+        try:
+            self._turn(wait_s, events)
+        except Exception as error:
+            self._failure = error
+            if not events:
+                raise
+        self.stats.in_flight = len(self._in_flight)
+        return events
+
+    def _turn(self, wait_s: float | None, events: list[Event]) -> None:
         launched = len(self._in_flight) < self.depth and self._launch(events)
         full = len(self._in_flight) >= self.depth
         wait = wait_s if not events and (full or not launched) else 0.0
@@ -130,8 +145,6 @@ class StepLoop:
                 break
             self._reconcile(result, events)
             wait = 0.0
-        self.stats.in_flight = len(self._in_flight)
-        return events
 
     def drain(self) -> list[Event]:
         """Launch nothing more, wait for all that is in flight, and report it."""
@@ -155,23 +168,24 @@ class StepLoop:
         joined: list[Seq] = []
         # The step that preempts for want of blocks admits nobody: they were taken for those who run.
         if preemptions == self.stats.preemptions and self._is_plan_due():
-            self._blocked = self._blocked and not self._changed
+            self._blocked = self._blocked and not self._changed and bool(self._running)
             decision = self._policy.plan(self._view(index))
             if decision.preempt and self._in_flight:
                 return False
             self._changed = False
             for seq in decision.preempt:
                 self._preempt(seq)
-            self._continue_prefills(decision, chunks)
+            for seq, num_tokens in decision.chunks.items():
+                if seq in self._prefilling and num_tokens > 0:
+                    chunks.append(self._chunk(seq, num_tokens))
             self._admit(decision, chunks, joined, events)
         if self._rows is None:
             self._rows = list(self._decoding.values())
         rows = self._rows + chunks if chunks else self._rows
         if not rows:
             return False
-        step = Step(
-            index, rows, rows is not self._last_rows, len(self._rows), self._left, joined, self._blocks
-        )
+        changed = rows is not self._last_rows
+        step = Step(index, rows, changed, len(self._rows), self._left, joined, self._blocks)
         self._left, self._blocks = [], []
         self._last_rows = rows
         self._clock.launched = index
@@ -225,11 +239,6 @@ class StepLoop:
         if room < seq.max_len - 1:
             seq._crossing = seq._entered + room - seq._base + 1
             self._calendar.setdefault(seq._crossing, []).append(seq)
-
-    def _continue_prefills(self, decision: Decision, chunks: list[Row]) -> None:
-        for seq, num_tokens in decision.chunks.items():
-            if seq in self._prefilling and num_tokens > 0:
-                chunks.append(self._chunk(seq, num_tokens))
 
     def _chunk(self, seq: Seq, num_tokens: int) -> Row:
         num_tokens = min(num_tokens, seq.target - seq._bound)
@@ -285,25 +294,29 @@ class StepLoop:
         step = self._in_flight.popleft()
         if result.index != step.index:
             raise ContractError(
-                f"the runner returned step {result.index} where step {step.index} is the oldest launched"
+                f"the runner returned step {result.index}, the oldest launched is {step.index}"
             )
         self._clock.collected = step.index
-        dead = frozenset(self._leaving) if self._leaving else _NOBODY
+        ended, gone, failed = [], _NOBODY, _NOBODY
+        if self._leaving:
+            gone = frozenset(self._leaving)  # what they yield is nobody's
+        if result.finished:
+            ended = [(self._seq_at(slot, step.index), reason) for slot, reason in result.finished]
+            failed = frozenset(seq for seq, reason in ended if reason is FinishReason.ERROR)
         emits = step.num_decode > 0
         for row in step.rows[step.num_decode :]:
             emits = emits or row.emits
-            if row.seq not in dead and row.start is not None:
+            if row.seq not in gone and row.seq not in failed and row.start is not None:
                 row.seq._confirmed = row.start + row.num_tokens
                 self._commit(row.seq)
         for slot, count in (result.advanced or {}).items():
             seq = self._seq_at(slot, step.index)
-            if seq not in dead:
+            if seq not in gone:
                 seq._base -= 1 - count
         if emits:
-            events.append(Tokens(step.index, step.rows, dead, result.payload, result.advanced))
-        for slot, reason in result.finished:
-            seq = self._seq_at(slot, step.index)
-            if seq not in dead:
+            events.append(Tokens(step.index, step.rows, gone | failed, result.payload, result.advanced))
+        for seq, reason in ended:
+            if seq not in gone:
                 self._end(seq, reason, events)
         for seq in self._fences.pop(step.index, ()):
             self._leaving.discard(seq)
@@ -362,8 +375,7 @@ class StepLoop:
             self._changed = True
 
     def _preempt(self, seq: Seq) -> None:
-        """Back to waiting, to be recomputed. Only with nothing in flight: all its tokens are known to the
-        owner."""
+        """Back to waiting, to be recomputed. Nothing is in flight, so the owner knows all its tokens."""
         if seq not in self._running:
             raise ContractError(f"the policy preempts request {seq.id}, which is not running")
         if seq.state is SeqState.DECODE and len(seq.tokens) != seq.confirmed + 1:

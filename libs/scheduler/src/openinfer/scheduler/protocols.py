@@ -74,7 +74,8 @@ class StepResult:
 
     index: int
     finished: Sequence[tuple[int, FinishReason]] = ()
-    """Rows (slots) that ended in this step. The token of this step is their last and counts. Each row
+    """Rows (slots) that ended in this step. The token of this step is their last and counts, unless the reason is
+    ERROR. Each row
     once."""
     payload: object = None
     """Tokens, logprobs, ...: opaque here, passed on in the Tokens event."""

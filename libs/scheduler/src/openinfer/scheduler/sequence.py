@@ -30,7 +30,7 @@ class FinishReason(Enum):
     ABORT = "abort"
     """The host gave it up."""
     ERROR = "error"
-    """The runner could not go on with this row; the others are unharmed."""
+    """The runner could not go on with this row, whose step does not count; the others are unharmed."""
 
 
 @dataclass(slots=True)
