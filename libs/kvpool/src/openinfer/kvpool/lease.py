@@ -98,8 +98,7 @@ class Lease:
             self._num_queried = None
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Make findable every block that the first `num_confirmed` of `tokens` fill, all known to be
-        computed.
+        """Make findable the blocks that the first `num_confirmed` of `tokens` fill: all known to be computed.
 
         Where the same content is registered by another lease already, ours stays private (as a duplicate); it
         takes over if the other goes first. Each block is hashed once in a lease's life. Raises LeaseReleased,

@@ -118,8 +118,8 @@ class Pool:
         ]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, as after a change of weights. False, and nothing done, while a lease
-        holds any."""
+        """Forget all cached blocks, as after a change of weights. Does nothing, and says False, while leases hold
+        blocks."""
         if any(ledger.num_in_use for ledger in self._ledgers):
             return False
         for ledger in self._ledgers:
@@ -127,8 +127,7 @@ class Pool:
         return True
 
     def check_integrity(self) -> None:
-        """Recompute the books from the blocks, O(blocks). Raises IntegrityError naming every
-        contradiction."""
+        """Recompute the books from leases and blocks, O(blocks). Raises IntegrityError."""
         leases = list(self._leases)
         problems = [
             problem

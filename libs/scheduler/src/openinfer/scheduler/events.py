@@ -1,5 +1,4 @@
-"""What StepLoop.step() returns: events, in order. For a sequence: Scheduled, Tokens..., Finished, and nothing
-after."""
+"""What StepLoop.step() returns: events, in order. Of a sequence: Scheduled, Tokens ..., Finished, no more."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Policies decide who runs; FirstCome is continuous batching with chunked prefill, first come first
-served."""
+"""Policies decide who runs; FirstCome is first come first served, with chunked prefill and mixed steps."""
 
 from __future__ import annotations
 

@@ -43,11 +43,10 @@ class BlockWrite(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What a runner launches. Only changes are listed: in steady decode `left`, `joined` and `blocks` are
-    empty.
+    """What a runner launches. Only changes are listed: `left`, `joined` and `blocks` are mostly empty.
 
-    Apply in this order: left, joined, blocks, then run the rows. The runner may keep the step; nothing in it
-    changes.
+    Apply in this order: left, joined, blocks; then run the rows. The runner may keep the step: the loop does
+    not change it any more.
     """
 
     index: int
@@ -85,16 +84,13 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Runs steps, in order. Raise only for failures of the whole engine; a failed row is
-    FinishReason.ERROR."""
+    """Runs steps, in order. It raises only when all is lost; one failed row is a FinishReason.ERROR."""
 
     def launch(self, step: Step) -> None:
-        """Start a step without waiting for it. At most the loop's `depth` steps are launched and not
-        collected."""
+        """Start a step without waiting for it. At most the loop's `depth` steps are in flight."""
 
     def collect(self, wait_s: float | None) -> StepResult | None:
-        """The oldest launched step's result. None if it is not ready within wait_s seconds (None: wait for
-        it)."""
+        """The oldest launched step's result; None if it is not ready within wait_s seconds (None: no limit)."""
 
 
 class Lease(Protocol):
@@ -112,8 +108,7 @@ class Lease(Protocol):
         """Block ids of a group."""
 
     def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
-        """Grow to num_tokens in all: (group, first new index, new ids) by group; None, nothing changed:
-        dry."""
+        """Grow to num_tokens in all: (group, first new index, new ids) by group; None if dry: nothing changed."""
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
         """The first num_confirmed of tokens are computed for certain."""

@@ -35,8 +35,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True)
 class Clock:
-    """The loop's two step counters. Rows in decode advance by one a step, so their counters follow from
-    these."""
+    """The loop's two step counters, from which those of rows in decode follow: they advance by one a step."""
 
     launched: int = 0
     """Index of the last launched step; 0 before the first."""
@@ -46,8 +45,7 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Seq:
-    """One request. The owner makes it, submits it, and appends to `tokens`; the rest belongs to the loop
-    (read only).
+    """One request. The owner makes it, submits it and appends to `tokens`; the rest is the loop's (read only).
 
     id: unique among live sequences. tokens: prompt, then confirmed output; the owner appends what Tokens
     events bring, before it calls step() again. max_tokens: output tokens at most, >= 1. priority (lower
@@ -100,8 +98,7 @@ class Seq:
 
     @property
     def bound(self) -> int:
-        """Tokens whose KV may be computed once all launched steps are done: confirmed + scheduled, at
-        most."""
+        """Tokens whose KV may be computed when all launched steps are done: confirmed + scheduled, at most."""
         if self.state is SeqState.DECODE and self._clock:
             return min(self._base + self._clock.launched - self._entered, self.max_len - 1)
         return self._bound

@@ -1,5 +1,4 @@
-"""For tests of policies, pools and runners: a device in miniature, an oracle, and random schedules that
-compare them."""
+"""For tests of policies and pools: a device in miniature, an oracle, and schedules that compare the two."""
 
 from .fake_runner import DeviceFault, FakeRunner
 from .model import EOS, VOCABULARY, generate

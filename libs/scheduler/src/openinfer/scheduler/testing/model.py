@@ -1,5 +1,4 @@
-"""A "model" whose every token depends on all tokens before it, through state that is kept a token at a
-time."""
+"""A "model" whose every token depends on all before it, through state that is kept a token at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""SimplePool: the smallest pool with a prefix cache that a StepLoop can be tested over. Slow, and obviously
-right."""
+"""SimplePool: the smallest pool with a prefix cache to test a StepLoop over. Slow, and obviously right."""
 
 from __future__ import annotations
 
