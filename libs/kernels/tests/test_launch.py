@@ -67,6 +67,8 @@ def test_a_spec_is_what_json_has_and_reads_well():
         ({"n": 2**31}, "n=2147483648 does not fit an i32"),
         ({"n": Aligned(8)}, "n=8 is said to be a multiple of 16"),
         ({"n": "8"}, "n is a str"),
+        ({"n": np.int64(8)}, "n is a int64"),
+        ({"x": Scratch((4,), np.dtype(np.float64))}, "x is float64; a kernel takes bfloat16, float16"),
     ],
 )
 def test_what_a_kernel_cannot_take(args, words):

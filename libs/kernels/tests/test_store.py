@@ -93,6 +93,16 @@ def test_without_triton_a_cached_kernel_is_found_and_a_missing_one_names_the_ext
         Store(90, tmp_path, folders=[]).prepare([spec])
 
 
+def test_versions_are_ordered_by_number(cubins, tmp_path, spec, monkeypatch):
+    Store(90, cubins, folders=[]).prepare([spec])
+    (version,) = cubins.iterdir()
+    for name in ("3.9.0", "3.10.0"):
+        (tmp_path / name).symlink_to(version)
+    monkeypatch.setattr(store, "triton_version", lambda: None)
+    places = [p.parent.name for p in Store(90, tmp_path, folders=[])._places()]
+    assert places == ["3.10.0", "3.9.0"]
+
+
 def test_wheels_come_before_the_cache(cubins, tmp_path, spec):
     Store(90, cubins, folders=[]).prepare([spec])
     assert Store(90, tmp_path, folders=[cubins]).prepare([spec]) == (1, 0)

@@ -171,7 +171,7 @@ def _spec(
 def _type_of(name: str, arg: Arg) -> tuple[str, bool]:
     kind = type(arg)
     if kind is Tensor:
-        return _POINTERS[arg.dtype], arg.ptr % 16 == 0  # type: ignore[union-attr]
+        return _pointer(name, arg.dtype), arg.ptr % 16 == 0  # type: ignore[union-attr]
     if kind is int:
         return _int_type(name, arg), False  # type: ignore[arg-type]
     match arg:
@@ -180,14 +180,21 @@ def _type_of(name: str, arg: Arg) -> tuple[str, bool]:
                 raise LaunchError(f"{name}={value} is said to be a multiple of 16")
             return _int_type(name, value), True
         case Scratch():
-            return _POINTERS[arg.dtype], True
+            return _pointer(name, arg.dtype), True
         case float():
             return "fp32", False
         case TensorMap(tensor, (rows, cols)):
-            return f"tensordesc<{_POINTERS[tensor.dtype][1:]}[{rows}, {cols}]>", False
+            return f"tensordesc<{_pointer(name, tensor.dtype)[1:]}[{rows}, {cols}]>", False
     raise LaunchError(
         f"{name} is a {kind.__name__}; a kernel takes tensors, scratch, tensor maps, ints and floats"
     )
+
+
+def _pointer(name: str, dtype: np.dtype[Any]) -> str:
+    kind = _POINTERS.get(dtype)
+    if kind is None:
+        raise LaunchError(f"{name} is {dtype}; a kernel takes {', '.join(TRITON_TYPES)}")
+    return kind
 
 
 def _int_type(name: str, value: int) -> str:

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -73,6 +74,11 @@ def triton_version() -> str | None:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _numbers(version: str) -> list[int]:
+    """What versions are ordered by: 3.10 is after 3.9."""
+    return [int(n) for n in re.findall(r"\d+", version)]
 
 
 def default_cache() -> Path:
@@ -161,7 +167,11 @@ class Store:
     def _places(self) -> Iterator[Path]:
         version = triton_version()
         for folder in self._folders:
-            versions = [version] if version else sorted((p.name for p in folder.glob("*")), reverse=True)
+            versions = (
+                [version]
+                if version
+                else sorted((p.name for p in folder.glob("*")), key=_numbers, reverse=True)
+            )
             yield from (folder / v / f"sm_{self.arch}" for v in versions)
 
     def _load(self, spec: KernelSpec) -> Compiled | None:

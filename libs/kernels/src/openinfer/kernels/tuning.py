@@ -71,13 +71,13 @@ def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
 
 def _small(target: Target, m: int, n: int, k: int, sets: int) -> Choice:
     """For `sets` of n rows of weights (2: gated): two programs an SM, and K split until they fill one wave."""
-    bm, bn, bk = max(16, 1 << (m - 1).bit_length()), 64, depth(k, 128)
+    bm, bn, room = max(16, 1 << (m - 1).bit_length()), 64, shared_bytes(target.arch) // 2
+    column = (sets * bn + bm) * 2  # bytes of one step of K
+    bk = depth(k, 128 if 3 * 128 * column <= room else 64)
     split = 1
     while split < 8 and -(-n // bn) * split <= target.num_sms and k // bk >= split * 4:
         split *= 2
-    stage = (sets * bn + bm) * bk * 2
-    stages = min(4, max(2, shared_bytes(target.arch) // 2 // stage))
-    return Choice("small", bm, bn, bk, split, 4, stages)
+    return Choice("small", bm, bn, bk, split, 4, min(4, max(2, room // (bk * column))))
 
 
 def _large(target: Target, op: str, m: int, k: int) -> Choice:
@@ -87,10 +87,9 @@ def _large(target: Target, op: str, m: int, k: int) -> Choice:
         return Choice(kind, 64, 128, bk, 1, 4, 2)
     if m <= 128:
         return Choice(kind, 64, 128, bk, 1, 4, 4)
-    if (
-        m <= 512 or kind == "pointer" or op == "logits"
-    ):  # a wide tile of float32 does not fit the shared memory
-        return Choice(kind, 128, 128, bk, 1, 8, 3)
+    # The wide tile has no room to add to, nor for float32.
+    if m <= 512 or kind == "pointer" or op in ("linear_add", "logits"):
+        return Choice(kind, 128, 128, bk, 1, 8, 4)
     return Choice(kind, 128, 256, bk, 1, 8, 3)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.contract import FLOATS, expect
-from openinfer.kernels.launch import Command, launch
+from openinfer.kernels.launch import Aligned, Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
@@ -33,7 +33,12 @@ def _launches(target: Target, *, out: Tensor, token_ids: Tensor, table: Tensor) 
         "openinfer.kernels.device.rows",
         "gather_rows",
         (tokens, -(-width // block)),
-        {"out": out, "index": token_ids, "table": table, "width": width},
+        {
+            "out": out,
+            "index": token_ids,
+            "table": table,
+            "width": Aligned(width) if width % 16 == 0 else width,
+        },
         {"BLOCK": block},
     )
 

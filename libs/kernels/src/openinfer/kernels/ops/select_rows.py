@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect
-from openinfer.kernels.launch import Command, launch
+from openinfer.kernels.launch import Aligned, Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
@@ -35,7 +35,7 @@ def _launches(target: Target, *, out: Tensor, x: Tensor, q_starts: Tensor) -> It
         "openinfer.kernels.device.rows",
         "gather_last",
         (rows, -(-width // block)),
-        {"out": out, "x": x, "q_starts": q_starts, "width": width},
+        {"out": out, "x": x, "q_starts": q_starts, "width": Aligned(width) if width % 16 == 0 else width},
         {"BLOCK": block},
     )
 

@@ -41,8 +41,10 @@ class LaunchPack:
     ) -> None:
         self.target = target
         self.driver = driver
-        self._scratch_bytes, self._scratch_ptr = (scratch.nbytes, scratch.ptr) if scratch else (0, 0)
-        self._zeroed_bytes, self._zeroed_ptr = (zeroed.nbytes, zeroed.ptr) if zeroed else (0, 0)
+        self._scratch_bytes, self._scratch_ptr = (
+            (scratch.nbytes, scratch.ptr) if scratch is not None else (0, 0)
+        )
+        self._zeroed_bytes, self._zeroed_ptr = (zeroed.nbytes, zeroed.ptr) if zeroed is not None else (0, 0)
         self._workspace = (scratch, zeroed)  # keeps the memory alive
         self._parameters: dict[KernelSpec, Parameters] = {}
 
