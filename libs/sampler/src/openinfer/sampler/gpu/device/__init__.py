@@ -1,1 +1,1 @@
-"""Triton kernels of the sampling ops."""
+"""Triton kernels of the sampling ops. Importing a module of this package needs triton."""

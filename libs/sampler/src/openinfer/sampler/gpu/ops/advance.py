@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import expect
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array, RowStatus
 from openinfer.tensor import Tensor, float32, int32
@@ -91,8 +91,49 @@ def _reference(
     alive[slot[status != RowStatus.RUNNING]] = 0
 
 
-def _launches(target: Target, **args: Tensor) -> Iterator[Command]:
-    yield from ()
+def _launches(
+    target: Target,
+    *,
+    result: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    emits: Tensor,
+    alive: Tensor,
+    seq_lens: Tensor,
+    last_tokens: Tensor,
+    limits: Tensor,
+    min_lens: Tensor,
+    stop_ids: Tensor,
+) -> Iterator[Command]:
+    rows, block = slots.shape[0], 128
+    yield launch(
+        "openinfer.sampler.gpu.device.advance",
+        "advance",
+        (-(-rows // block),),
+        {
+            "result": result,
+            "tokens": tokens,
+            "logprobs": logprobs,
+            "slots": slots,
+            "q_starts": q_starts,
+            "emits": emits,
+            "alive": alive,
+            "seq_lens": seq_lens,
+            "last_tokens": last_tokens,
+            "limits": limits,
+            "min_lens": min_lens,
+            "stop_ids": stop_ids,
+            "rows": rows,
+            "stop_width": stop_ids.shape[1],
+        },
+        {
+            "BLOCK": block,
+            "UNSOUND": UNSOUND,
+            **{s.name: int(s) for s in RowStatus if s is not RowStatus.IDLE},
+        },
+    )
 
 
 def _cost(workload: Workload, *, stop_ids: Tensor, **_: Tensor) -> Cost:

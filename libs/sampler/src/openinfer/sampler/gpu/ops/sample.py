@@ -6,11 +6,21 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload
+from openinfer.kernels import Aligned, Command, Cost, Op, Scratch, Target, Workload, launch
 from openinfer.kernels.contract import expect
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array
+from openinfer.sampler.gpu.ops.tiles import Tiles
+from openinfer.sampler.params import GREEDY_TEMPERATURE
 from openinfer.sampler.reference import choose, log_sum_exp
 from openinfer.tensor import Tensor, float32, int32
+
+BLOCK = 2048
+"""Logits that a filtering program looks at together."""
+
+RADIX = 8
+"""Pivots that one pass of a filter tries."""
+
+_MODULE = "openinfer.sampler.gpu.device.sample"
 
 
 def _contract(
@@ -105,8 +115,67 @@ def _reference(
         logprobs[rows[i]] = raw[i, chosen[i]] - log_sum_exp(raw[i])
 
 
-def _launches(target: Target, **args: Tensor) -> Iterator[Command]:
-    yield from ()
+def _launches(
+    target: Target,
+    *,
+    tokens: Tensor,
+    logprobs: Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    emits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    seeds: Tensor,
+    min_lens: Tensor,
+    stop_ids: Tensor,
+) -> Iterator[Command]:
+    rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
+    per_part = {name: Scratch((rows, tiles.parts), float32) for name in ("tops", "sums", "peaks", "bests")}
+    found: dict[str, Scratch] = {
+        **per_part,
+        "best_ids": Scratch((rows, tiles.parts), int32),
+        "maxima": Scratch((rows, tiles.groups), float32),
+    }
+    listing = Scratch((rows, tiles.groups_padded), int32)
+    step: dict[str, Tensor | Aligned | int] = {
+        "logits": logits,
+        "slots": slots,
+        "q_starts": q_starts,
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "emits": emits,
+        "temperatures": temperatures,
+        "top_ks": top_ks,
+        "top_ps": top_ps,
+        "min_ps": min_ps,
+        "seeds": seeds,
+        "min_lens": min_lens,
+        "stop_ids": stop_ids,
+        "vocabulary": tiles.row_length,
+        "stop_width": stop_ids.shape[1],
+        "groups": tiles.groups,
+    }
+    greedy = {"GREEDY": GREEDY_TEMPERATURE, "GROUP": tiles.group}
+    yield launch(_MODULE, "scan", (rows, tiles.parts), {**found, **step}, {**greedy, "CHUNK": tiles.chunk})
+    yield launch(
+        _MODULE,
+        "draw",
+        (rows,),
+        {"tokens": tokens, "logprobs": logprobs, **found, "listing": listing, **step, "parts": tiles.parts},
+        {
+            **greedy,
+            "PARTS": tiles.parts_padded,
+            "GROUPS": tiles.groups_padded,
+            "BLOCK": BLOCK,
+            "RADIX": RADIX,
+        },
+        num_warps=16,
+    )
 
 
 def _cost(workload: Workload, *, logits: Tensor, **_: Tensor) -> Cost:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload
+from openinfer.kernels import Aligned, Command, Cost, Op, Scratch, Target, Workload, launch
 from openinfer.kernels.contract import expect, require
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, Array
+from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
 from openinfer.sampler.params import MAX_LOGPROBS
 from openinfer.sampler.reference import log_sum_exp, most_likely
 from openinfer.tensor import Tensor, float32, int32
+
+_MODULE = "openinfer.sampler.gpu.device.top_logprobs"
 
 
 def _contract(
@@ -59,12 +62,53 @@ def _reference(
     for r in np.flatnonzero((emits != 0) & (alive[slots] != 0) & (counts > 0)):
         row, n = logits[r], counts[r]
         if np.isfinite(row.max()):
-            ids[r, :n] = best = most_likely(row, n)
-            values[r, :n] = row[best] - log_sum_exp(row)
+            best = most_likely(row, n)
+            best = best[row[best] > -np.inf]
+            ids[r, : len(best)] = best
+            values[r, : len(best)] = row[best] - log_sum_exp(row)
 
 
-def _launches(target: Target, **args: Tensor) -> Iterator[Command]:
-    yield from ()
+def _launches(
+    target: Target,
+    *,
+    ids: Tensor,
+    values: Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    alive: Tensor,
+    emits: Tensor,
+    num_logprobs: Tensor,
+) -> Iterator[Command]:
+    rows, width, tiles = logits.shape[0], ids.shape[1], Tiles.of(logits.shape[1])
+    found: dict[str, Scratch] = {
+        "tops": Scratch((rows, tiles.parts), float32),
+        "sums": Scratch((rows, tiles.parts), float32),
+        "maxima": Scratch((rows, tiles.groups), float32),
+    }
+    step: dict[str, Tensor | Aligned | int] = {
+        "logits": logits,
+        "slots": slots,
+        "alive": alive,
+        "emits": emits,
+        "num_logprobs": num_logprobs,
+        "vocabulary": tiles.row_length,
+        "groups": tiles.groups,
+    }
+    constants = {"K": width, "GROUP": tiles.group}
+    grid = (rows, tiles.parts)
+    yield launch(_MODULE, "summarise", grid, {**found, **step}, {**constants, "CHUNK": tiles.chunk})
+    yield launch(
+        _MODULE,
+        "pick",
+        (rows,),
+        {"ids": ids, "values": values, **found, **step, "parts": tiles.parts},
+        {
+            **constants,
+            "COLUMNS": power_of_two(width),
+            "PARTS": tiles.parts_padded,
+            "GROUPS": tiles.groups_padded,
+        },
+    )
 
 
 def _cost(workload: Workload, *, ids: Tensor, **_: Tensor) -> Cost:

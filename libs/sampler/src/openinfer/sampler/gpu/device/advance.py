@@ -1,0 +1,37 @@
+"""advance: the end of a step for BLOCK rows a program."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def advance(
+    result, tokens, logprobs, slots, q_starts, emits, alive, seq_lens, last_tokens, limits, min_lens, stop_ids,
+    rows, stop_width,
+    BLOCK: tl.constexpr, UNSOUND: tl.constexpr, RUNNING: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr,
+    FAILED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    slot = tl.load(slots + row, mask=inside, other=0)
+    q_len = tl.load(q_starts + row + 1, mask=inside, other=0) - tl.load(q_starts + row, mask=inside, other=0)
+    live = inside & (tl.load(alive + slot, mask=inside, other=0) != 0) & (q_len > 0)
+    length = tl.load(seq_lens + slot, mask=live, other=0) + q_len
+    tl.store(seq_lens + slot, length, mask=live)
+
+    emitting = live & (tl.load(emits + row, mask=live, other=0) != 0)
+    token = tl.load(tokens + row, mask=emitting, other=-1)
+    bits = tl.load(logprobs + row, mask=emitting, other=0.0).to(tl.int32, bitcast=True)
+    stopped = tl.zeros((BLOCK,), tl.int1)
+    for i in range(stop_width):
+        stopped |= token == tl.load(stop_ids + slot * stop_width + i, mask=emitting, other=-1)
+    stopped &= length >= tl.load(min_lens + slot, mask=emitting, other=0)
+    full = length + 1 >= tl.load(limits + slot, mask=emitting, other=0)
+    ended = tl.where(token == UNSOUND, FAILED, tl.where(stopped, STOP, tl.where(full, LENGTH, RUNNING)))
+    status = tl.where(emitting, ended, tl.where(live, RUNNING, 0))
+    tl.store(last_tokens + slot, token, mask=emitting & (token != UNSOUND))
+    tl.store(alive + slot, 0, mask=status > RUNNING)
+    tl.store(result + row * 3, token, mask=inside)
+    tl.store(result + row * 3 + 1, status, mask=inside)
+    tl.store(result + row * 3 + 2, bits, mask=inside)

@@ -1,0 +1,65 @@
+"""Every kernel that plans ask for compiles: by default for sm_90 and one other, by the day; OPENINFER_TEST_ARCHS=80,100
+chooses; `-m slow` does all."""
+
+import datetime
+import os
+
+import pytest
+
+from openinfer.kernels import NullPack, Store, Target
+from openinfer.sampler.gpu import advance, sample, top_logprobs
+from openinfer.tensor import Arena, Device, float32, int32
+
+ARCHS = (80, 90, 100, 120)
+VOCABULARIES = (1000, 129_280, 151_936, 248_320, 600_000)
+
+
+def archs_of_today():
+    chosen = os.environ.get("OPENINFER_TEST_ARCHS")
+    if chosen:
+        return [int(arch) for arch in chosen.split(",")]
+    others = [arch for arch in ARCHS if arch != 90]
+    return [90, others[datetime.date.today().toordinal() % len(others)]]
+
+
+def plan(arch, vocabularies):
+    pack, arena, slots, rows = NullPack(Target(arch=arch, num_sms=132)), Arena(Device("null"), None), 65, 8
+
+    def i(*shape):
+        return arena.alloc(shape, int32)
+
+    def f(*shape):
+        return arena.alloc(shape, float32)
+
+    for vocabulary in vocabularies:
+        logits, tokens, logprobs = f(rows, vocabulary), i(rows), f(rows)
+        step = {"slots": i(rows), "emits": i(rows), "alive": i(slots)}
+        lengths = {"q_starts": i(rows + 1), "seq_lens": i(slots)}
+        stops = {"min_lens": i(slots), "stop_ids": i(slots, 16)}
+        sample(
+            pack, tokens=tokens, logprobs=logprobs, logits=logits, temperatures=f(slots), top_ks=i(slots),
+            top_ps=f(slots), min_ps=f(slots), seeds=i(slots, 2), **step, **lengths, **stops,
+        )  # fmt: skip
+        top_logprobs(pack, ids=i(rows, 20), values=f(rows, 20), logits=logits, num_logprobs=i(slots), **step)
+        advance(
+            pack, result=i(rows, 3), tokens=tokens, logprobs=logprobs, last_tokens=i(slots), limits=i(slots),
+            **step, **lengths, **stops,
+        )  # fmt: skip
+    return pack
+
+
+def compiles(arch, vocabularies, cache):
+    specs = plan(arch, vocabularies).specs()
+    prepared = Store(arch, cache=cache, folders=[]).prepare(specs)
+    assert prepared.compiled == len(specs) > 4
+
+
+@pytest.mark.parametrize("arch", archs_of_today())
+def test_kernels_compile(arch, tmp_path):
+    compiles(arch, VOCABULARIES[1:3], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_of_every_vocabulary_compile_everywhere(arch, tmp_path):
+    compiles(arch, VOCABULARIES, tmp_path)

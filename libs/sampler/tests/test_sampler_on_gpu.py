@@ -1,0 +1,73 @@
+"""The kernels on a real device at real sizes, against the references."""
+
+import numpy as np
+import pytest
+
+from openinfer.sampler.gpu import advance, sample, top_logprobs
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY = 151_936
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+def test_sample(run_gpu, run_cpu, step, check_tokens, rows):
+    rng = np.random.default_rng(rows)
+    logits = rng.normal(0, 2.5, (rows, VOCABULARY)).astype(np.float32)
+    filtered = np.arange(rows) < 48  # the reference sorts the vocabulary for each of these
+    args = step(
+        logits,
+        temperatures=rng.choice([0, 0.3, 0.7, 1, 1.5], rows),
+        top_ks=np.where(filtered, rng.choice([0, 1, 20, 500, 5000], rows), 0),
+        top_ps=np.where(filtered, rng.choice([1, 0.5, 0.95, 0.999], rows), 1),
+        min_ps=np.where(filtered, rng.choice([0, 0, 0.05], rows), 0),
+        stop_ids=logits.argmax(axis=1)[:, None],
+        min_lens=rng.choice([0, 1000], rows),
+    )
+    logits[rows // 2, 7] = np.nan if rows > 8 else logits[rows // 2, 7]
+    want, got = run_cpu(sample, **args), run_gpu(sample, **args)
+    assert check_tokens(args, got["tokens"]) <= 1 + rows // 50
+    same = got["tokens"] == want["tokens"]
+    np.testing.assert_allclose(got["logprobs"][same], want["logprobs"][same], atol=1e-4)
+    again = run_gpu(sample, **args)
+    np.testing.assert_array_equal(again["tokens"], got["tokens"])
+    np.testing.assert_array_equal(again["logprobs"], got["logprobs"])
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_top_logprobs(run_gpu, run_cpu, rows):
+    rng = np.random.default_rng(rows)
+    args = {
+        "ids": np.zeros((rows, 20), np.int32),
+        "values": np.zeros((rows, 20), np.float32),
+        "logits": np.round(rng.normal(0, 2.5, (rows, VOCABULARY)), 2).astype(np.float32),  # with ties
+        "slots": np.arange(1, rows + 1, dtype=np.int32),
+        "alive": np.ones(rows + 1, np.int32),
+        "emits": np.ones(rows, np.int32),
+        "num_logprobs": np.append(20, rng.integers(-1, 21, rows)).astype(np.int32),
+    }
+    want, got = run_cpu(top_logprobs, **args), run_gpu(top_logprobs, **args)
+    np.testing.assert_array_equal(got["ids"], want["ids"])
+    np.testing.assert_allclose(got["values"], want["values"], atol=1e-4)
+
+
+def test_advance(run_gpu, run_cpu):
+    rng, rows = np.random.default_rng(0), 300
+    slots = rng.permutation(rows).astype(np.int32)
+    args = {
+        "result": np.full((rows, 3), -9, np.int32),
+        "tokens": rng.integers(-2, 30, rows).astype(np.int32),
+        "logprobs": -rng.random(rows).astype(np.float32),
+        "slots": slots,
+        "q_starts": np.append(0, rng.integers(0, 3, rows).cumsum()).astype(np.int32),
+        "emits": rng.integers(0, 2, rows).astype(np.int32),
+        "alive": (np.arange(rows) % 5 != 0).astype(np.int32),
+        "seq_lens": rng.integers(0, 50, rows).astype(np.int32),
+        "last_tokens": np.full(rows, 99, np.int32),
+        "limits": rng.integers(20, 60, rows).astype(np.int32),
+        "min_lens": rng.integers(0, 60, rows).astype(np.int32),
+        "stop_ids": rng.integers(-1, 30, (rows, 4)).astype(np.int32),
+    }
+    want, got = run_cpu(advance, **args), run_gpu(advance, **args)
+    for name, array in want.items():
+        np.testing.assert_array_equal(got[name], array, err_msg=name)
