@@ -1,0 +1,140 @@
+"""The command `openinfer`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+
+
+def openinfer(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "openinfer.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """The least CPU time of three runs: what the command costs, however busy the machine is."""
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert openinfer(*arguments).returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(times)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
+def test_help_and_version_answer_at_once(arguments: list[str]) -> None:
+    assert cpu_seconds(*arguments) < 0.3
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from openinfer.cli import main; main(['--help']); main(['--version']); main(['serv']); "
+        "bad = {'numpy', 'asyncio', 'openinfer.tensor', 'openinfer.frontend'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_help_names_every_command() -> None:
+    text = openinfer("--help").stdout
+    assert openinfer().stdout == text
+    for command in ("serve", "compile", "selftest"):
+        assert re.search(rf"^  {command} ", text, re.M)
+
+
+def test_version_lists_every_part() -> None:
+    lines = openinfer("--version").stdout.splitlines()
+    assert len(lines) == 9
+    for line in lines:
+        assert re.fullmatch(r"openinfer(-[a-z]+)? +\d+\.\d+\.\d+", line)
+
+
+def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
+    text = openinfer("serve", "--help").stdout
+    assert "With a qwen3 checkpoint:" in text
+    for flag in ("--port", "--api-key", "--max-model-len", "--enforce-eager"):
+        assert flag in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["serv"], 2, "unknown command 'serv'; did you mean 'serve'?"),
+        (["quantize"], 2, "unknown command 'quantize'; there are serve, compile, selftest"),
+        (["serve"], 2, "MODEL_DIR comes first: openinfer serve MODEL_DIR"),
+        (["serve", "--port", "1", str(TINY)], 2, "MODEL_DIR comes first"),
+        (["serve", str(TINY), "--max-model-length", "3"], 2, "unrecognized arguments: --max-model-length"),
+        (["serve", "/nowhere"], 1, "/nowhere/config.json cannot be read (No such file or directory)"),
+        (["compile", str(TINY)], 2, "the following arguments are required: --arch"),
+        (["compile", str(TINY), "--arch", "75"], 1, "--arch 75: known are 80, 86, 89, 90, 100, 120"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], code: int, message: str) -> None:
+    done = openinfer(*arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_nobody_serves_is_refused_with_the_list_of_recipes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba9"}))
+    for command in (["serve", str(tmp_path)], ["compile", str(tmp_path), "--arch", "90"]):
+        done = openinfer(*command)
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert "no recipe serves model_type 'mamba9'" in line
+        assert "installed: qwen3" in line
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    done = openinfer("serve", str(tmp_path))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "config.json" in line
+
+
+def test_another_distributions_recipe_is_found(tmp_path: Path) -> None:
+    site, model = tmp_path / "site", tmp_path / "model"
+    (site / "toy-1.0.dist-info").mkdir(parents=True)
+    (site / "toy-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (site / "toy-1.0.dist-info" / "entry_points.txt").write_text("[openinfer.recipes]\ntoy = toy:RECIPE\n")
+    (site / "toy.py").write_text(
+        "class Toy:\n"
+        "    name = 'toy'\n"
+        "    def matches(self, config): return config.get('model_type') == 'toy'\n"
+        "    def add_arguments(self, parser): parser.add_argument('--toys', type=int, default=1)\n"
+        "    def engine_spec(self, model_dir, args): raise ValueError(f'{args.toys} toys wanted')\n"
+        "RECIPE = Toy()\n"
+    )
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "toy"}))
+    done = openinfer("serve", str(model), "--toys", "7", PYTHONPATH=str(site))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("7 toys wanted")
+
+
+def test_compile_fills_a_cache_once(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    few = ["--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--out", str(tmp_path / "cache")]
+    found = []
+    for _ in range(2):
+        done = openinfer("compile", str(TINY), "--arch", "90", *few)
+        assert done.returncode == 0, done.stderr
+        line = re.search(r"^(\d+) kernels for sm_90 in .*, (\d+) of them compiled now", done.stdout, re.M)
+        assert line is not None
+        found.append((int(line[1]), int(line[2])))
+    kernels = found[0][0]
+    assert kernels > 0
+    assert found == [(kernels, kernels), (kernels, 0)]
+    assert len(list((tmp_path / "cache").rglob("*.cubin"))) == kernels

@@ -1,0 +1,262 @@
+"""The Qwen3 recipe behind `openinfer serve`, over a real socket: tokens, concurrency, start-up errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+START_LIMIT_S = 60
+FLAGS = ("--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(64 << 20))
+
+
+class Server:
+    """`openinfer serve` in a process of its own, on a free port; SIGTERM and exit code 0 at the end."""
+
+    def __init__(self, model_dir: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "openinfer.cli", "serve", str(model_dir), *FLAGS, *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        if not self._ready.wait(START_LIMIT_S) or not self.url:
+            self.stop()
+            raise AssertionError("the server did not get ready:\n" + "".join(self.log))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if ready := re.search(r"ready on (http://\S+)", line):
+                self.url = ready[1]
+                self._ready.set()
+        self._ready.set()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Server]]:
+    """Start servers, each kind once; all are stopped at the end."""
+    servers: dict[tuple[Any, ...], Server] = {}
+
+    def start(model_dir: Path, *flags: str) -> Server:
+        key = (model_dir, *flags)
+        if key not in servers:
+            servers[key] = Server(model_dir, *flags)
+        return servers[key]
+
+    yield start
+    assert [server.stop() for server in servers.values()] == [0] * len(servers)
+
+
+def body(prompt: list[int] | list[list[int]], **options: Any) -> dict[str, Any]:
+    defaults = {"max_tokens": 32, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"prompt": prompt, **defaults, **options}
+
+
+def test_greedy_tokens_are_the_goldens(golden: Any, start: Callable[..., Server]) -> None:
+    url = start(golden.path).url
+    prompts = [golden.prompt(index) for index in range(golden.num_prompts)]
+    answer = httpx.post(f"{url}/v1/completions", json=body(prompts), timeout=120)
+    assert answer.status_code == 200, answer.text
+    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    assert len(choices) == len(prompts)
+    for choice in choices:
+        assert choice["token_ids"] == golden.greedy(choice["index"]), f"prompt {choice['index']}"
+        assert choice["finish_reason"] == "length"
+
+
+def test_text_chat_and_a_batch_of_prompts(tiny: Any, start: Callable[..., Server]) -> None:
+    url = start(tiny.path).url
+    with httpx.Client(base_url=url, timeout=60) as client:
+        (model,) = client.get("/v1/models").json()["data"]
+        assert model["id"] == "qwen3-tiny"
+        chat = client.post(
+            "/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "What is 2+2?"}], "max_tokens": 4},
+        ).json()
+        assert chat["usage"]["completion_tokens"] <= 4
+        assert isinstance(chat["choices"][0]["message"]["content"], str)
+        texts = client.post(
+            "/v1/completions", json={"prompt": ["Hello", "world"], "max_tokens": 3, "ignore_eos": True}
+        ).json()
+        assert [choice["index"] for choice in texts["choices"]] == [0, 1]
+        assert texts["usage"]["completion_tokens"] == 6
+
+
+async def stream(client: httpx.AsyncClient, request: dict[str, Any], drop_after: int | None) -> list[int]:
+    """The token ids of a streamed request; the connection is closed once `drop_after` of them have come."""
+    tokens: list[int] = []
+    async with client.stream("POST", "/v1/completions", json={**request, "stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                return tokens
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                tokens += choice.get("token_ids") or []
+            if drop_after is not None and len(tokens) >= drop_after:
+                return tokens
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def some_requests(tiny: Any, rng: random.Random) -> list[dict[str, Any]]:
+    """Greedy and seeded ones, prompts from 1 to 300 tokens, 1 to 24 new tokens."""
+    requests = []
+    for n in range(12):
+        prompt = tiny.prompt(rng.randrange(tiny.num_prompts))
+        options: dict[str, Any] = {"max_tokens": rng.choice([1, 5, 12, 24])}
+        if n % 2:
+            options |= {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": n}
+        requests.append(body(prompt[: rng.randint(1, len(prompt))], **options))
+    return requests
+
+
+def test_64_streams_at_once_give_what_each_gives_alone(tiny: Any, start: Callable[..., Server]) -> None:
+    url = start(tiny.path, "--max-num-seqs", "24", "--max-num-batched-tokens", "96").url
+    rng = random.Random(7)
+    requests = some_requests(tiny, rng)
+    jobs = [(n % len(requests), rng.choice([None, None, None, 1, 3, 10])) for n in range(64)]
+    rng.shuffle(jobs)
+
+    async def run() -> tuple[list[list[int]], list[list[int]]]:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+            alone = [await stream(client, request, None) for request in requests]
+            together = await asyncio.gather(*(stream(client, requests[n], drop) for n, drop in jobs))
+            return alone, together
+
+    alone, together = asyncio.run(run())
+    for request, tokens in zip(requests, alone, strict=True):
+        assert len(tokens) == request["max_tokens"]
+    for (n, drop), tokens in zip(jobs, together, strict=True):
+        if drop is None:
+            assert tokens == alone[n]
+        else:
+            assert tokens == alone[n][: len(tokens)]
+            assert len(tokens) >= min(drop, len(alone[n]))
+    assert settled(url) == {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+
+
+def settled(url: str) -> dict[str, float]:
+    """The gauges, once they are all zero or five seconds have passed: dropped requests take a moment to be noticed."""
+    deadline = time.monotonic() + 5
+    while True:
+        text = httpx.get(f"{url}/metrics").text
+        found = re.findall(
+            r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{.*\} (\S+)$", text, re.M
+        )
+        gauges = {name: float(value) for name, value in found}
+        if not any(gauges.values()) or time.monotonic() > deadline:
+            return gauges
+        time.sleep(0.05)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def change_header(folder: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + size])
+    change(header[name])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
+
+
+def misshape(folder: Path) -> None:
+    change_header(folder, "model.layers.2.self_attn.k_proj.weight", lambda entry: entry["shape"].insert(0, 1))
+
+
+def wrong_dtype(folder: Path) -> None:
+    change_header(folder, "model.norm.weight", lambda entry: entry.update(dtype="F16"))
+
+
+def change_config(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "flags", "names"),
+    [
+        (truncate, [], ["model.safetensors"]),
+        (misshape, [], ["model.layers.2.self_attn.k_proj.weight", "[256, 256]"]),
+        (wrong_dtype, [], ["model.norm.weight", "bfloat16"]),
+        (remove("model.safetensors"), [], ["safetensors"]),
+        (remove("tokenizer.json"), [], ["tokenizer.json", "--skip-tokenizer-init"]),
+        (remove("config.json"), [], ["config.json"]),
+        (change_config(model_type="mamba9"), [], ["config.json", "mamba9"]),
+        (change_config(num_hidden_layers=0), [], ["config.json", "num_hidden_layers"]),
+        (change_config(rope_scaling={"rope_type": "su", "factor": 2}), [], ["config.json", "su"]),
+        (change_config(quantization_config={"quant_method": "gptq"}), [], ["quantization_config", "gptq"]),
+        (nothing, ["--block-size", "7"], ["--block-size"]),
+        (nothing, ["--max-num-seqs", "0"], ["--max-num-seqs"]),
+        (nothing, ["--max-model-len", "100000"], ["--max-model-len", "4096"]),
+        (nothing, ["--kv-cache-memory-bytes", "1000"], ["--kv-cache-memory-bytes"]),
+        (nothing, ["--dtype", "float16"], ["--dtype float16"]),
+        (nothing, ["--device", "tpu"], ["tpu"]),
+        (nothing, ["--max-seqs", "3"], ["--max-seqs"]),
+        (nothing, ["--port", "http"], ["--port"]),
+    ],
+)
+def test_bad_input_ends_in_one_line_that_names_it(
+    tmp_path: Path, spoil: Callable[[Path], None], flags: list[str], names: list[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    spoil(folder)
+    command = [sys.executable, "-m", "openinfer.cli", "serve", str(folder), *FLAGS, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S)
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "error: " in last
+    for name in names:
+        assert name in last
