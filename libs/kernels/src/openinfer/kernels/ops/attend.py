@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from openinfer.kernels.attention import attention
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor, int32
+from openinfer.tensor import Tensor, bfloat16, int32
 
 
 def _contract(
@@ -30,11 +31,12 @@ def _contract(
 ) -> None:
     """out[t] = softmax(scale * q[t] . K) V over the cached tokens that token t may see.
 
-    Rows, slots, q_starts, seq_lens and alive as in expand_rows: token i of row r is at position seq_lens[slot] + i and sees the positions
-    j <= its own, and with window > 0 only those with its own - j < window. Its own key and value are in the cache already.
-    q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] as in qk_norm_rope_write; query head a uses key head
-    a // (A / G). block_tables int32 [S, B]. max_q_len: no row has more tokens than this (1 in a decode step). Softmax in float32.
-    What is written for tokens of dead rows and for those past q_starts[R] is finite and otherwise unspecified.
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows: token i of row r is at position seq_lens[slot] + i and
+    sees the positions j <= its own, and with window > 0 only those with its own - j < window. Its own key and value are
+    in the cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] as in
+    qk_norm_rope_write; query head a uses key head a // (A / G). block_tables int32 [S, B]. max_q_len: no row has more
+    tokens than this (1 in a decode step). scale > 0. Softmax in float32. What is written for tokens of dead rows and
+    for those past q_starts[R] is finite and otherwise unspecified. On a GPU d is a power of two.
     """
     expect("q", q, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = q.shape
@@ -48,6 +50,7 @@ def _contract(
     expect("alive", alive, (size,), int32)
     expect("block_tables", block_tables, (size, -1), int32)
     require(heads % kv.shape[2] == 0, f"{heads} query heads cannot share {kv.shape[2]} key heads evenly")
+    require(scale > 0, f"scale is {scale}; it must be positive")
     require(window >= 0, f"window is {window}; it must be 0 (none) or positive")
     require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
     require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
@@ -105,10 +108,32 @@ def _launches(
     window: int,
     max_q_len: int,
 ) -> Iterator[Command]:
-    raise NotImplementedError
+    dim, page_size = q.shape[2], kv.shape[3]
+    require(
+        q.dtype == bfloat16, f"q is {q.dtype.name}; attention on a GPU is bfloat16 (float32: the cpu pack)"
+    )
+    require(
+        dim >= 16 and dim & (dim - 1) == 0,
+        f"head size is {dim}; attention on a GPU takes powers of two from 16",
+    )
+    require(
+        page_size >= 1 and page_size & (page_size - 1) == 0,
+        f"page size is {page_size}; it must be a power of two",
+    )
+    tensors = {
+        "out": out,
+        "q": q,
+        "kv": kv,
+        "slots": slots,
+        "q_starts": q_starts,
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "block_tables": block_tables,
+    }
+    yield from attention(target, tensors, scale, window, max_q_len)
 
 
-def _cost(workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, **_: object) -> Cost:
+def _cost(workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, **rest: object) -> Cost:
     _, heads, dim = q.shape
     cached = 2 * workload.kv_tokens * kv.shape[2] * dim * kv.itemsize
     return Cost(cached + 2 * workload.tokens * heads * dim * q.itemsize, 4 * workload.qk_pairs * heads * dim)

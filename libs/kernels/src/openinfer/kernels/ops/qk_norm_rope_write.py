@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import Command
+from openinfer.kernels.launch import Aligned, Command, launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, rms_norm
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
 def _contract(
@@ -27,14 +27,15 @@ def _contract(
     block_tables: Tensor,
     eps: float,
 ) -> None:
-    """Split qkv into heads; normalise q and k per head (rms_norm with q_norm, k_norm); rotate both; write q, and k and v to the cache.
+    """Split qkv into heads; normalise q and k per head (rms_norm with q_norm, k_norm); rotate both; write q, and k
+    and v to the cache.
 
-    qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads. q out [T, A, d]. kv out [pages, 2, G, page_size, d]:
-    one layer of the cache (K, then V), dense within a page, pages at any stride. q_norm, k_norm [d]. All of one float dtype.
-    cos_sin float32 [P, 2, d/2]: cosines and sines by position, P > every position; element i pairs with i + d/2.
-    positions, token_slots int32 [T]; block_tables int32 [S, B]: the page of position p of slot s is
-    block_tables[s, p // page_size]. Slot 0's table names page 0, the padding page, whose content nobody reads: tokens of
-    slot 0 may write there or not at all. d is a multiple of 16.
+    qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads. q out [T, A, d]. kv out
+    [pages, 2, G, page_size, d]: one layer of the cache (K, then V), dense within a page, pages at any stride. q_norm,
+    k_norm [d]. All of one float dtype. cos_sin float32 [P, 2, d/2]: cosines and sines by position, P > every position;
+    element i pairs with i + d/2. positions, token_slots int32 [T]; block_tables int32 [S, B]: the page of position p of
+    slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the padding page, whose content nobody
+    reads: tokens of slot 0 may write there or not at all. d is a multiple of 16.
     """
     tokens, heads, dim = q.shape
     expect("q", q, (-1, -1, -1), *FLOATS)
@@ -99,7 +100,36 @@ def _launches(
     block_tables: Tensor,
     eps: float,
 ) -> Iterator[Command]:
-    raise NotImplementedError
+    tokens, heads, dim = q.shape
+    kv_heads, page_size = kv.shape[2:4]
+    require(q.dtype == bfloat16, f"q is {q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    block = (
+        4 if tokens <= 128 else 16
+    )  # heads a program: many small programs hide latency, large ones cost less
+    half = 1 << (dim // 2 - 1).bit_length()
+    yield launch(
+        "openinfer.kernels.device.qk_norm_rope_write",
+        "qk_norm_rope_write",
+        (tokens, -(-(heads + 2 * kv_heads) // block)),
+        {
+            "q": q,
+            "kv": kv,
+            "qkv": qkv,
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "cos_sin": cos_sin,
+            "positions": positions,
+            "token_slots": token_slots,
+            "block_tables": block_tables,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "table_width": block_tables.shape[1],
+            "page_stride": Aligned(kv.strides[0]),
+            "eps": eps,
+        },
+        {"DIM": dim, "HALF_BLOCK": half, "HEADS": block, "PAGE": page_size},
+        num_warps=max(1, block * half // 256),
+    )
 
 
 def _cost(workload: Workload, *, q: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:

@@ -1,0 +1,160 @@
+"""Attention as commands: how a step's queries and keys are cut up for a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, launch
+from openinfer.kernels.target import Target
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.tensor import Tensor, float32, int32
+
+NO_WINDOW = 2**31 - 1
+"""A window that reaches back to the first token from every position."""
+
+MERGED_AT_ONCE = 8192
+"""Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
+
+_DEVICE = "openinfer.kernels.device.attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A program's share: `bm` (token, query head) pairs against `bn` keys at a time."""
+
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+
+
+def short_tile(target: Target, group: int, dim: int) -> Tile:
+    """The tile for rows of few tokens, which are bound by reading the cache. `group`: query heads a key head."""
+    return Tile(max(16, power_of_two(group)), _keys(target, dim), 4, _stages(target, dim))
+
+
+def long_tile(target: Target, group: int, dim: int) -> Tile:
+    """The tile for rows of many tokens."""
+    warps = 4 if dim <= 128 else 8
+    return Tile(max(64, power_of_two(group)), _keys(target, dim), warps, _stages(target, dim))
+
+
+def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
+    """Into how many parts at most a short row's keys are split, and the fewest keys of a part.
+
+    Two programs an SM fill the GPU once. Where the rows alone do that, rows that can be long are split all the same,
+    into a few large parts, since a step waits for its longest row.
+    """
+    filling = 2 * target.num_sms // (rows * kv_heads)
+    if filling > 1:
+        return min(filling, 64, -(-table_tokens // bn)), bn
+    return min(4, -(-table_tokens // 16384)), 512
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _keys(target: Target, dim: int) -> int:
+    """Keys at a time: with their values twice in shared memory, beside what else is there."""
+    return 64 if 2 * 64 * 4 * dim <= shared_bytes(target.arch) * 3 // 4 else 32
+
+
+def _stages(target: Target, dim: int) -> int:
+    """One or two blocks of keys and values ahead, whichever lets two programs share an SM. A block ahead takes two of
+    the compiler's stages: it is read in one, its pages are looked up in the other."""
+    block = _keys(target, dim) * 4 * dim
+    return 5 if 2 * block <= shared_bytes(target.arch) * 7 // 16 else 3
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What both kernels of one call are given, in their argument order, and its sizes. `group`: query heads a key
+    head; `table_tokens`: the longest context."""
+
+    args: Mapping[str, Arg]
+    tokens: int
+    rows: int
+    kv_heads: int
+    group: int
+    dim: int
+    page_size: int
+    table_tokens: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], scale: float, window: int) -> Call:
+        kv, table_width = tensors["kv"], tensors["block_tables"].shape[1]
+        tokens, heads, dim = tensors["q"].shape
+        _, _, kv_heads, page_size, _ = kv.shape
+        args: dict[str, Arg] = {
+            **tensors,
+            "table_width": table_width,
+            "page_stride": Aligned(kv.strides[0]),
+            "window": window or NO_WINDOW,
+            "scale": scale * math.log2(math.e),
+        }
+        rows, group = tensors["slots"].shape[0], heads // kv_heads
+        return cls(args, tokens, rows, kv_heads, group, dim, page_size, table_width * page_size)
+
+    def constants(self, tile: Tile) -> dict[str, int]:
+        return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}
+
+
+def attention(
+    target: Target, tensors: Mapping[str, Tensor], scale: float, window: int, max_q_len: int
+) -> list[Launch]:
+    """The launches of attend; `tensors` in the order of its contract.
+
+    Rows of few tokens go to one kernel, which splits their keys; the others to another; a step may have both. The
+    tokens after the last row are zeroed by the first launch.
+    """
+    call = Call.of(tensors, scale, window)
+    if max_q_len * call.group <= short_tile(target, call.group, call.dim).bm:
+        return [_short_rows(target, call, short=max_q_len, tokens=call.tokens)]
+    if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
+        return [_long_rows(target, call, short=0)]
+    return [_long_rows(target, call, short=1), _short_rows(target, call, short=1, tokens=0)]
+
+
+def _long_rows(target: Target, call: Call, *, short: int) -> Launch:
+    """Rows of more than `short` tokens, and the tokens after the last row."""
+    tile = long_tile(target, call.group, call.dim)
+    tiles = call.tokens // (tile.bm // call.group) + call.rows + 1
+    return launch(
+        _DEVICE,
+        "attend_long",
+        (call.kv_heads, tiles),
+        {**call.args, "rows": call.rows, "tokens": call.tokens, "short": short},
+        call.constants(tile),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _short_rows(target: Target, call: Call, *, short: int, tokens: int) -> Launch:
+    """Rows of at most `short` tokens, and the tokens from the last row's end to `tokens`."""
+    tile = short_tile(target, call.group, call.dim)
+    splits, part_size = split(target, call.rows, call.kv_heads, call.table_tokens, tile.bn)
+    pairs = short * call.group
+    merged = power_of_two(pairs)
+    heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, pairs)
+    return launch(
+        _DEVICE,
+        "attend_short",
+        (*heads, splits),
+        {
+            **call.args,
+            "partial": Scratch((*parts, call.dim), float32),
+            "weight": Scratch(parts, float32),
+            "arrived": Scratch(heads, int32, zeroed=True),
+            "tokens": tokens,
+            "short": short,
+            "part_size": part_size,
+        },
+        {**call.constants(tile), "MR": merged, "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim))},
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

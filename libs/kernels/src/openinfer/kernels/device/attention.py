@@ -1,0 +1,216 @@
+"""Causal attention over the paged cache: an online softmax over blocks of BN keys, in base 2 and float32.
+
+A program works on the query heads that share one key head: its tile is BM (token, query head) pairs, token by token,
+GROUP heads each. `scale` holds log2(e) and is positive; `window` is huge where there is none. A page of the cache is
+[K heads | V heads, PAGE, D] at kv + page * page_stride.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+LOW = tl.constexpr(-1.0e30)
+"""A score that nothing sees: exp2 of its distance to a real one is 0, to itself is 1 and not NaN."""
+
+
+@triton.jit
+def _pairs(token, head, heads, GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr):
+    """Where the tile that starts at `token` has its rows in q and out: int64 [BM]."""
+    i = tl.arange(0, BM)
+    return ((token + i // GROUP).to(tl.int64) * heads + head * GROUP + i % GROUP) * D
+
+
+@triton.jit
+def _cached(table, n, stop, page_stride, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Where a head has tokens n to n + BN - 1 in its cache, n a multiple of BN: int64 [BN]. Page 0 from `stop` on."""
+    i = tl.arange(0, BN)
+    if PAGE % BN == 0:
+        page = tl.load(table + n // PAGE).to(tl.int64)
+        offset = n % PAGE + i
+    else:
+        page = tl.load(table + n // PAGE + i // PAGE, mask=n + i < stop, other=0).to(tl.int64)
+        offset = i % PAGE
+    return page * page_stride + offset * D
+
+
+@triton.jit
+def _seen(n, position, window, stop, BN: tl.constexpr):
+    """Which of the keys n to n + BN - 1, before `stop`, are seen from each position: [BM, BN]."""
+    key = n + tl.arange(0, BN)[None, :]
+    return (key <= position[:, None]) & (key > position[:, None] - window) & (key < stop)
+
+
+@triton.jit
+def _update(m, l, acc, score, v, scale):
+    """One block of the online softmax: running maximum m, sum l and product acc with the values."""
+    top = tl.maximum(m, tl.max(score, 1) * scale)
+    p = tl.exp2(score * scale - top[:, None])
+    decay = tl.exp2(m - top)
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
+    return top, l * decay + tl.sum(p, 1), acc
+
+
+@triton.jit
+def attend_long(
+    out, q, kv, slots, q_starts, seq_lens, alive, block_tables,
+    table_width, page_stride, window, scale, rows, tokens, short,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows of more than `short` tokens, and zeros for the tokens after the last row.
+
+    BQ = BM // GROUP tokens a tile; row r has the tiles from q_starts[r] // BQ + r on, and the tokens after the last row
+    count as one more. Grid (key heads, tokens // BQ + rows + 1): the tiles with most keys start first.
+    """
+    BQ: tl.constexpr = BM // GROUP
+    SEARCH: tl.constexpr = 128
+    head, kv_heads = tl.program_id(0), tl.num_programs(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    passed = tl.zeros((SEARCH,), tl.int32)
+    for r in range(0, rows + 1, SEARCH):
+        candidate = r + tl.arange(0, SEARCH)
+        start = tl.load(q_starts + candidate, mask=candidate <= rows, other=1 << 30)
+        passed += (start // BQ + candidate <= tile).to(tl.int32)
+    row = tl.sum(passed, 0) - 1
+    first = tl.load(q_starts + row)
+    after = tokens
+    if row < rows:
+        after = tl.load(q_starts + row + 1)
+    begin = first + (tile - first // BQ - row) * BQ
+    if begin >= after or (row < rows and after - first <= short):
+        return
+    pair = tl.arange(0, BM)
+    place = _pairs(begin, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + tl.arange(0, D)[None, :]
+    inside = ((pair < BQ * GROUP) & (begin + pair // GROUP < after))[:, None]
+    slot = tl.load(slots + tl.minimum(row, rows - 1)).to(tl.int64)
+    if row == rows or tl.load(alive + slot) == 0:
+        tl.store(out + place, tl.zeros((BM, D), out.dtype.element_ty), mask=inside)
+        return
+
+    count = tl.minimum(after - begin, BQ)
+    seen_first = tl.load(seq_lens + slot) + begin - first
+    position = seen_first + pair // GROUP
+    stop = seen_first + count
+    low = tl.maximum(seen_first + 1 - window, 0) // BN * BN
+    whole = (seen_first + 1) // BN * BN  # every token of the tile sees the keys before this one ...
+    if stop > window:
+        whole = low  # ... unless the window ends for some of them
+    table = block_tables + slot * table_width
+    key = kv + head * PAGE * D + tl.arange(0, D)[None, :]
+    value = key + kv_heads * PAGE * D
+    query = tl.load(q + place, mask=inside, other=0.0)
+    m = tl.full((BM,), LOW, tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    for n in range(low, whole, BN):
+        where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        score = tl.dot(query, tl.trans(tl.load(key + where)))
+        m, l, acc = _update(m, l, acc, score, tl.load(value + where), scale)
+    for n in range(whole, stop, BN):
+        where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
+        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
+        score = tl.where(_seen(n, position, window, stop, BN), score, LOW)
+        m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+    tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge(partial, weight, parts, used, D: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr):
+    """The parts' results in one, MERGE of them at a time, in a fixed order: float32 [MR, D]."""
+    pair = tl.arange(0, MR)
+    m = tl.full((MR,), LOW, tl.float32)
+    l = tl.zeros((MR,), tl.float32)
+    acc = tl.zeros((MR, D), tl.float32)
+    for s in range(0, parts, MERGE):
+        part = s + tl.arange(0, MERGE)
+        inside = (part < parts)[:, None] & (pair < used)[None, :]
+        place = part[:, None] * used + pair[None, :]
+        # .cg: not from this SM's first-level cache
+        share = tl.load(weight + place, mask=inside, other=LOW, cache_modifier=".cg")
+        top = tl.maximum(m, tl.max(share, 0))
+        share = tl.exp2(share - top[None, :])
+        decay = tl.exp2(m - top)
+        from_part = partial + place[:, :, None] * D + tl.arange(0, D)[None, None, :]
+        result = tl.load(from_part, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
+        acc = acc * decay[:, None] + tl.sum(result * share[:, :, None], 0)
+        l = l * decay + tl.sum(share, 0)
+        m = top
+    return acc / l[:, None]
+
+
+@triton.jit
+def attend_short(
+    out, q, kv, slots, q_starts, seq_lens, alive, block_tables,
+    table_width, page_stride, window, scale, partial, weight, arrived, tokens, short, part_size,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """Rows of at most `short` tokens, their keys in parts of at least `part_size`; the last part to arrive merges them.
+    Also zeros for the tokens from the last row's end to `tokens`. Grid (rows, key heads, parts at most).
+
+    partial: float32 [rows, key heads, parts, short * GROUP, D], weight the same less D; arrived: int32 [rows, key
+    heads], zero before and after. MR: short * GROUP or the next power of two.
+    """
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, kv_heads, splits = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    pair = tl.arange(0, BM)
+    column = tl.arange(0, D)[None, :]
+    slot = tl.load(slots + row).to(tl.int64)
+    first = tl.load(q_starts + row)
+    count = tl.load(q_starts + row + 1) - first
+    before = tl.load(seq_lens + slot)
+    dead = tl.load(alive + slot) == 0
+    zero = tl.zeros((BM, D), out.dtype.element_ty)
+    if part == 0:
+        for token in range(tl.load(q_starts + rows) + row, tokens, rows):
+            place = _pairs(token, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + column
+            tl.store(out + place, zero, mask=(pair < GROUP)[:, None])
+    if count == 0 or count > short:
+        return
+    place = _pairs(first, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + column
+    inside = (pair < count * GROUP)[:, None]
+    if dead:
+        if part == 0:
+            tl.store(out + place, zero, mask=inside)
+        return
+    low = tl.maximum(before + 1 - window, 0) // BN * BN
+    size = tl.maximum(tl.cdiv(tl.cdiv(before + count - low, splits), BN) * BN, part_size)
+    parts = tl.cdiv(before + count - low, size)
+    if part >= parts:
+        return
+
+    begin = low + part * size
+    stop = tl.minimum(begin + size, before + count)
+    position = before + pair // GROUP
+    table = block_tables + slot * table_width
+    key = kv + head * PAGE * D + column
+    value = key + kv_heads * PAGE * D
+    query = tl.load(q + place, mask=inside, other=0.0)
+    m = tl.full((BM,), LOW, tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    for n in range(begin, stop, BN):
+        where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
+        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
+        score = tl.where(_seen(n, position, window, stop, BN), score, LOW)
+        m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+    acc = acc / l[:, None]
+    if parts == 1:
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+        return
+
+    used = short * GROUP
+    tile = row * kv_heads + head
+    partial += (tile * splits).to(tl.int64) * used * D
+    weight += tile * splits * used
+    mine = part * used + pair
+    tl.store(partial + mine[:, None] * D + column, acc, mask=inside)
+    tl.store(weight + mine, m + tl.log2(l), mask=pair < count * GROUP)
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1:
+        merged = _merge(partial, weight, parts, used, D, MR, MERGE)
+        to = _pairs(first, head, kv_heads * GROUP, GROUP, D, MR)[:, None] + column
+        live = (tl.arange(0, MR) < count * GROUP)[:, None]
+        tl.store(out + to, merged.to(out.dtype.element_ty), mask=live)
+        tl.store(arrived + tile, 0)

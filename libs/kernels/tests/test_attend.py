@@ -1,0 +1,273 @@
+"""attend: the kernels in the interpreter, and on a GPU, against the reference."""
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import H200, ContractError, CpuPack, NullPack, Target, attend, attention
+from openinfer.kernels.attention import Tile
+from openinfer.tensor import Tensor, bfloat16, float32, int32
+
+BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
+
+
+def step(
+    rng,
+    normal,
+    lengths,
+    before,
+    *,
+    heads=4,
+    kv_heads=2,
+    dim=64,
+    page_size=16,
+    window=0,
+    layers=1,
+    dead=(),
+    **more,
+):
+    """Arguments for rows of `lengths` new tokens after `before` cached ones; what was never written is infinite (as NaN, but equal to itself).
+
+    more: `tokens` (the bucket), `max_q_len`.
+    """
+    rows, total = len(lengths), sum(lengths)
+    size = rows + 3
+    slots = rng.permutation(np.arange(1, size))[:rows].astype(np.int32)
+    width = -(-(max(n + b for n, b in zip(lengths, before, strict=True)) + 1) // page_size)
+    pages = 1 + rows * width
+    tables = np.zeros((size, width), np.int32)
+    tables[slots] = 1 + rng.permutation(pages - 1).reshape(rows, width)
+    cache = np.full((pages, layers, 2, kv_heads, page_size, dim), np.inf, bfloat16)
+    kv = cache[:, layers // 2]
+    seq_lens, alive = np.full(size, 10**6, np.int32), np.zeros(size, np.int32)
+    for row, slot in enumerate(slots):
+        seq_lens[slot], alive[slot] = before[row], row not in dead
+        for position in range(lengths[row] + before[row]):
+            page, offset = tables[slot, position // page_size], position % page_size
+            kv[page, :, :, offset] = normal(2, kv_heads, dim)
+    tokens = more.get("tokens", total)
+    return {
+        "out": np.full((tokens, heads * dim), np.nan, bfloat16),
+        "q": normal(tokens, heads, dim, scale=2.0),
+        "kv": kv,
+        "slots": slots,
+        "q_starts": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "block_tables": tables,
+        "scale": dim**-0.5,
+        "window": window,
+        "max_q_len": more.get("max_q_len", max(lengths)),
+    }
+
+
+def check(check_op, args, **options):
+    """Every token within the bound by itself, not only all together; the cache and the rest untouched."""
+    wanted = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    attend(
+        CpuPack(), **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in wanted.items()}
+    )
+    got = check_op(attend, {"out": BF16}, **args, **options)["out"].astype(float32)
+    want = wanted["out"].astype(float32)
+    live = np.linalg.norm(want, axis=1) > 0
+    error = np.linalg.norm(got - want, axis=1)[live] / np.linalg.norm(want, axis=1)[live]
+    assert error.size
+    assert error.max() < 3 * BF16
+    assert (got[~live] == 0).all()
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (5, 1), (2, 2), (16, 2)])
+def test_decode_with_any_group(check_op, rng, normal, page_size, heads, kv_heads):
+    before = [0, 1, 63, 64, 200]
+    check(check_op, step(rng, normal, [1] * 5, before, heads=heads, kv_heads=kv_heads, page_size=page_size))
+
+
+@pytest.mark.parametrize("context", [0, 62, 63, 64, 300, 1000])
+@pytest.mark.parametrize("sms", [4, 16])
+def test_decode_of_one_row_is_split(check_op, rng, normal, context, sms):
+    args = step(rng, normal, [1], [context], page_size=32)
+    check(check_op, args, target=Target(90, sms))
+
+
+def test_rows_that_fill_the_gpu_are_split_when_they_can_be_long(check_op, rng, normal):
+    args = step(rng, normal, [1] * 3, [1200, 511, 512], kv_heads=2, dim=16)
+    args["block_tables"] = np.pad(args["block_tables"], ((0, 0), (0, 3000)))
+    check(check_op, args, target=Target(90, 1))
+
+
+def test_decode_with_empty_and_dead_rows(check_op, rng, normal):
+    lengths, before = [1, 0, 1, 1, 0, 1, 0], [70, 5, 3, 90, 40, 17, 0]
+    check(check_op, step(rng, normal, lengths, before, dead=(2, 4), tokens=7, max_q_len=1))
+
+
+def test_a_step_without_tokens_gives_zeros(check_op, rng, normal):
+    args = step(rng, normal, [0, 0], [3, 3], tokens=2, max_q_len=1)
+    assert (check_op(attend, {"out": 0}, **args)["out"] == 0).all()
+
+
+@pytest.mark.parametrize("window", [1, 17, 64, 1000])
+def test_decode_with_a_window(check_op, rng, normal, window):
+    check(check_op, step(rng, normal, [1, 1, 1], [0, 65, 300], window=window))
+
+
+def test_few_tokens_a_row_take_the_decode_kernel(check_op, rng, normal, plan):
+    lengths, before = [3, 1, 0, 4, 2], [70, 130, 9, 0, 62]
+    args = step(
+        rng, normal, lengths, before, heads=4, kv_heads=1, dead=(4,), tokens=20, window=50, max_q_len=4
+    )
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    assert [s.function for s in plan(attend, **tensors).specs()] == ["attend_short"]
+    check(check_op, args)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (5, 1, 64), (2, 2, 64), (8, 1, 256)])
+def test_prompts_after_prefixes(check_op, rng, normal, page_size, heads, kv_heads, dim):
+    lengths, before = [37, 18], [0, 75]
+    args = step(rng, normal, lengths, before, heads=heads, kv_heads=kv_heads, dim=dim, page_size=page_size)
+    check(check_op, args)
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [31], [63], [64], [65], [130]])
+def test_a_lone_row_of_any_length(check_op, rng, normal, lengths):
+    check(
+        check_op,
+        step(rng, normal, lengths, [63], tokens=lengths[0] + 40, max_q_len=lengths[0] + 40, kv_heads=1),
+    )
+
+
+def test_a_mixed_step(check_op, rng, normal):
+    """Chunks, decode rows, empty rows, dead ones of each kind, and padding tokens."""
+    lengths = [1, 40, 0, 1, 33, 1, 9, 0, 2]
+    before = [100, 30, 7, 64, 0, 3, 130, 1, 200]
+    args = step(rng, normal, lengths, before, dead=(3, 6, 7), tokens=sum(lengths) + 20, layers=3)
+    check(check_op, args)
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 500])
+def test_prompts_with_a_window(check_op, rng, normal, window):
+    check(check_op, step(rng, normal, [70, 1, 20], [0, 90, 130], window=window, page_size=32))
+
+
+def test_many_rows_find_their_tiles(check_op, rng, normal):
+    lengths = [int(n) for n in rng.integers(0, 4, 140) * (rng.random(140) < 0.2)]
+    check(check_op, step(rng, normal, lengths, [0] * 140, heads=1, kv_heads=1, dim=16, max_q_len=20))
+
+
+@pytest.mark.parametrize("tile", [Tile(128, 64, 8, 3), Tile(64, 128, 4, 2), Tile(128, 32, 8, 3)])
+def test_other_tiles(check_op, rng, normal, tile, monkeypatch):
+    monkeypatch.setattr(attention, "long_tile", lambda *_: tile)
+    check(check_op, step(rng, normal, [90, 1, 35], [20, 40, 0], heads=10, kv_heads=2, page_size=64))
+
+
+def test_pages_beyond_the_reach_of_32_bits(check_op, rng, normal):
+    """The last page's offset in elements does not fit an int32. The memory between pages is never touched."""
+    args = step(rng, normal, [1, 20], [40, 40], page_size=32)
+    kv = args["kv"]
+    stride = 16 + 2**31 // (len(kv) - 1)
+    memory = np.zeros((len(kv) - 1) * stride + kv[0].size, bfloat16)
+    far = np.lib.stride_tricks.as_strided(memory, kv.shape, (2 * stride, *kv.strides[1:]))
+    far[...] = kv
+    check(check_op, {**args, "kv": far})
+
+
+def call(
+    arena, tokens, rows, heads, max_q_len, *, dim=128, page_size=16, dtype=bfloat16, width=2560, **change
+):
+    shapes = {
+        "out": ((tokens, heads * dim), dtype),
+        "q": ((tokens, heads, dim), dtype),
+        "slots": ((rows,), int32),
+        "q_starts": ((rows + 1,), int32),
+        "seq_lens": ((513,), int32),
+        "alive": ((513,), int32),
+        "block_tables": ((513, width), int32),
+    }
+    cache = arena.alloc((50, 36, 2, 8, page_size, dim), dtype)
+    args = {k: arena.alloc(*v) for k, v in shapes.items()}
+    return {**args, "kv": cache[:, 7], "scale": dim**-0.5, "window": 0, "max_q_len": max_q_len, **change}
+
+
+def test_few_kernels_serve_all_steps_of_a_model(arena):
+    pack = NullPack(H200)
+    for tokens, rows, longest in [
+        (1, 1, 1),
+        (8, 8, 1),
+        (512, 512, 1),
+        (64, 1, 64),
+        (8192, 64, 8192),
+        (512, 512, 64),
+    ]:
+        attend(pack, **call(arena, tokens, rows, 32, longest))
+    assert [s.function for s in pack.specs()] == ["attend_short", "attend_long"]
+
+
+def test_one_row_fills_the_gpu_once(arena, plan):
+    (decode,) = plan(attend, **call(arena, 1, 1, 32, 1)).calls[0].commands
+    assert decode.grid == (1, 8, 33)
+    (decode,) = plan(attend, **call(arena, 256, 256, 32, 1)).calls[0].commands
+    assert decode.grid == (256, 8, 3)
+    (decode,) = plan(attend, **call(arena, 256, 256, 32, 1, width=512)).calls[0].commands
+    assert decode.grid == (256, 8, 1)
+
+
+def test_workspace_of_the_largest_decode_step(arena, plan):
+    pack = plan(attend, **call(arena, 512, 512, 32, 1))
+    assert pack.workspace_bytes(zeroed=False) < 32 << 20
+    assert pack.workspace_bytes(zeroed=True) == 512 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": float32}, "float32: the cpu pack"),
+        ({"dim": 96}, "head size is 96; attention on a GPU takes powers of two"),
+        ({"page_size": 24}, "page size is 24; it must be a power of two"),
+        ({"scale": 0.0}, "scale is 0.0; it must be positive"),
+        ({"window": -1}, "window is -1"),
+        ({"max_q_len": 9}, r"max_q_len is 9; it must be in \[1, 4\]"),
+        ({"rows": 3}, "a step of one token a row has 4 tokens and 3 rows"),
+        ({"heads": 12}, "12 query heads cannot share 8 key heads"),
+    ],
+)
+def test_what_it_refuses(arena, change, words):
+    given = {"tokens": 4, "rows": 4, "heads": 16, "max_q_len": 1, **change}
+    with pytest.raises(ContractError, match=words):
+        attend(NullPack(H200), **call(arena, **given))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("heads", [16, 32, 40, 64])
+def test_decode_on_gpu(check_op_gpu, rng, normal, heads, page_size):
+    for rows, longest in [(1, 5000), (9, 700), (130, 90)]:
+        before = [int(n) for n in rng.integers(0, longest, rows)]
+        dead = tuple(range(0, rows, 7))[1:]
+        args = step(
+            rng, normal, [1] * rows, before, heads=heads, kv_heads=8, dim=128, page_size=page_size, dead=dead
+        )
+        check(check_op_gpu, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize("window", [0, 100])
+def test_mixed_steps_on_gpu(check_op_gpu, rng, normal, heads, page_size, window):
+    lengths, before = [1, 300, 0, 1, 65, 1, 9], [800, 100, 7, 64, 0, 3, 130]
+    options = {
+        "heads": heads,
+        "kv_heads": 8,
+        "dim": 128,
+        "page_size": page_size,
+        "window": window,
+        "layers": 2,
+    }
+    check(check_op_gpu, step(rng, normal, lengths, before, dead=(3, 6), tokens=500, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 256])
+def test_other_head_sizes_on_gpu(check_op_gpu, rng, normal, dim):
+    check(check_op_gpu, step(rng, normal, [1, 70, 1], [300, 40, 9], heads=16, kv_heads=8, dim=dim, tokens=80))
+    check(check_op_gpu, step(rng, normal, [1, 1], [300, 1000], heads=16, kv_heads=8, dim=dim))
