@@ -76,9 +76,9 @@ class Buckets:
         if tokens == rows:
             bucket = bucket_for(self.decode_rows, rows)
             return bucket, bucket, 1
-        num_tokens = bucket_for(self.mixed_tokens, tokens)
-        # A row has at least one token, so few tokens never need the largest bucket of rows.
-        return num_tokens, min(bucket_for(self.mixed_rows, rows), num_tokens), num_tokens
+        num_rows = bucket_for(self.mixed_rows, rows)
+        num_tokens = bucket_for(self.mixed_tokens, max(tokens, num_rows))
+        return num_tokens, num_rows, num_tokens
 
 
 @dataclass(slots=True)
