@@ -1,0 +1,130 @@
+"""What the sample segment costs on a GPU: python benchmarks/bench_gpu_sample.py [--vocabulary V] [--std S].
+
+Each figure is one op, or the segment of all three, replayed as a CUDA graph: microseconds a replay, median of 20 timed
+runs of 20 replays. Logits are normal, drawn once: up to 64 rows they stay in the L2 cache, as a step's would.
+"""
+
+import argparse
+import functools
+import inspect
+
+import numpy as np
+
+from openinfer.kernels import CudaDriver, LaunchPack, NullPack, Store, Target
+from openinfer.sampler.gpu import advance, sample, top_logprobs
+from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
+
+SETTINGS = {
+    "greedy": {"temperatures": 0},
+    "temperature 0.7": {"temperatures": 0.7},
+    "min_p 0.05": {"temperatures": 0.7, "min_ps": 0.05},
+    "top_k 20": {"temperatures": 0.7, "top_ks": 20},
+    "top_k 20, top_p 0.95": {"temperatures": 0.7, "top_ks": 20, "top_ps": 0.95},
+    "top_k 1000": {"temperatures": 0.7, "top_ks": 1000},
+    "top_p 0.95": {"temperatures": 0.7, "top_ps": 0.95},
+    "top_p 0.95, temperature 1": {"temperatures": 1, "top_ps": 0.95},
+    "greedy, 5 logprobs": {"temperatures": 0, "num_logprobs": 5},
+}
+
+
+def arguments(rows, vocabulary, std, device, settings):
+    """Tensors for all three ops by name; the device keeps them."""
+    rng = np.random.default_rng(0)
+    logits = (rng.standard_normal((rows, vocabulary), np.float32) * std).astype(np.float32)
+    by_slot = {
+        "temperatures": 1, "top_ks": 0, "top_ps": 1, "min_ps": 0, "min_lens": 0, "num_logprobs": 0, "alive": 1,
+        "limits": 2**30, "last_tokens": 0, "seq_lens": 100,
+    }  # fmt: skip
+    arrays = {
+        name: np.full(
+            rows + 1, settings.get(name, value), np.float32 if name[-3:] in ("res", "_ps") else np.int32
+        )
+        for name, value in by_slot.items()
+    }
+    arrays |= {
+        "seeds": rng.integers(-(2**31), 2**31, (rows + 1, 2)).astype(np.int32),
+        "stop_ids": np.full((rows + 1, 16), -1, np.int32),
+        "slots": np.arange(1, rows + 1, dtype=np.int32),
+        "q_starts": np.arange(rows + 1, dtype=np.int32),
+        "emits": np.ones(rows, np.int32),
+        "logits": logits,
+        "tokens": np.zeros(rows, np.int32),
+        "logprobs": np.zeros(rows, np.float32),
+        "ids": np.zeros((rows, 20), np.int32),
+        "values": np.zeros((rows, 20), np.float32),
+        "result": np.zeros((rows, 3), np.int32),
+    }
+    tensors = {}
+    for name, array in arrays.items():
+        tensors[name] = Tensor.empty(array.shape, array.dtype, device)
+        tensors[name].copy_from(array)
+    return tensors
+
+
+def commands(target, op, tensors):
+    """The plan of one call of the op."""
+    names = inspect.signature(op.contract).parameters
+    plan = NullPack(target)
+    plan.run(op, {name: tensors[name] for name in names})
+    return plan
+
+
+def submit(pack, plans):
+    for plan in plans:
+        for call in plan.calls:
+            pack.submit(call.op.name, call.commands)
+
+
+def captured(stream, launch):
+    """`launch` as an instantiated graph."""
+    cu = driver()
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    check(cu.cuStreamBeginCapture(stream.handle, mode), "cuStreamBeginCapture")
+    launch()
+    graph = check(cu.cuStreamEndCapture(stream.handle), "cuStreamEndCapture")
+    return check(cu.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")
+
+
+def microseconds(stream, device, graph, replays=20, runs=20):
+    cu, times = driver(), []
+    for _ in range(runs):
+        start, end = Event(device, timing=True), Event(device, timing=True)
+        start.record(stream)
+        for _ in range(replays):
+            check(cu.cuGraphLaunch(graph, stream.handle), "cuGraphLaunch")
+        end.record(stream)
+        end.synchronize()
+        times.append(end.elapsed_s(start) / replays * 1e6)
+    return float(np.median(times))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--std", type=float, default=2.5)
+    args = parser.parse_args()
+    device = Device("cuda", 0)
+    device.activate()
+    target, stream = Target.of(device, cublas=False), Stream(device)
+    cuda = CudaDriver(device, stream, Store(device.arch))
+    print(f"{device.name}, vocabulary {args.vocabulary}, logits of standard deviation {args.std}: us")
+    columns = ("sample", "top_logprobs", "advance", "segment")
+    for rows in (1, 8, 64, 256):
+        print(f"{rows} rows".ljust(28), *(f"{name:>12}" for name in columns))
+        for label, settings in SETTINGS.items():
+            tensors = arguments(rows, args.vocabulary, args.std, device, settings)
+            plans = [commands(target, op, tensors) for op in (sample, top_logprobs, advance)]
+            size = max(plan.workspace_bytes(zeroed=False) for plan in plans)
+            scratch = Tensor.empty((size,), np.dtype(np.uint8), device)
+            pack = LaunchPack(target, cuda, scratch, None)
+            figures = []
+            for chosen in (*([plan] for plan in plans), plans):
+                launch = functools.partial(submit, pack, chosen)
+                launch()  # loads the kernels
+                stream.synchronize()
+                figures.append(microseconds(stream, device, captured(stream, launch)))
+            print(f"  {label:26}", *(f"{us:12.1f}" for us in figures), flush=True)
+
+
+if __name__ == "__main__":
+    main()
