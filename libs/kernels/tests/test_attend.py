@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, ContractError, CpuPack, NullPack, Target, attend, attention
+from openinfer.kernels import H200, ContractError, CpuPack, NullPack, Store, Target, attend, attention
 from openinfer.kernels.attention import Tile
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
 
@@ -25,7 +26,8 @@ def step(
     dead=(),
     **more,
 ):
-    """Arguments for rows of `lengths` new tokens after `before` cached ones; what was never written is infinite (as NaN, but equal to itself).
+    """Arguments for rows of `lengths` new tokens after `before` cached ones; what was never written is infinite (as bad
+    as NaN, but equal to itself).
 
     more: `tokens` (the bucket), `max_q_len`.
     """
@@ -236,7 +238,31 @@ def test_what_it_refuses(arena, change, words):
         attend(NullPack(H200), **call(arena, **given))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "sms"), [(80, 108), (90, 132), (100, 148), (120, 188)])
+def test_other_head_sizes_compile_and_fit(arena, cubins, arch, sms):
+    pack, store = NullPack(Target(arch, sms)), Store(arch, cubins, folders=[])
+    for heads, dim in [(8, 16), (16, 64), (16, 256), (64, 256)]:
+        attend(pack, **call(arena, 4, 2, heads, 4, dim=dim))
+        attend(pack, **call(arena, 64, 2, heads, 64, dim=dim))
+    store.prepare(pack.specs())
+    assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(arch)
+
+
+@pytest.fixture(scope="module")
+def gpu_kernels(gpu):
+    """All kernels of the tests below, compiled side by side."""
+    target, driver, _, _ = gpu
+    pack, arena = NullPack(target), Arena(Device("null"), None)
+    for page_size in (16, 64):
+        for heads, dim in [(16, 128), (32, 128), (40, 128), (64, 128), (16, 64), (16, 256)]:
+            for rows, longest in [(4, 1), (2, 4)]:
+                attend(pack, **call(arena, 4, rows, heads, longest, dim=dim, page_size=page_size))
+    driver.store.prepare(pack.specs())
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_kernels")
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("heads", [16, 32, 40, 64])
 def test_decode_on_gpu(check_op_gpu, rng, normal, heads, page_size):
@@ -250,6 +276,7 @@ def test_decode_on_gpu(check_op_gpu, rng, normal, heads, page_size):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_kernels")
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("heads", [16, 40])
 @pytest.mark.parametrize("window", [0, 100])
@@ -267,6 +294,7 @@ def test_mixed_steps_on_gpu(check_op_gpu, rng, normal, heads, page_size, window)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_kernels")
 @pytest.mark.parametrize("dim", [64, 256])
 def test_other_head_sizes_on_gpu(check_op_gpu, rng, normal, dim):
     check(check_op_gpu, step(rng, normal, [1, 70, 1], [300, 40, 9], heads=16, kv_heads=8, dim=dim, tokens=80))

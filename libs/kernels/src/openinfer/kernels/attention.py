@@ -103,25 +103,38 @@ class Call:
         return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}
 
 
-def attention(
-    target: Target, tensors: Mapping[str, Tensor], scale: float, window: int, max_q_len: int
-) -> list[Launch]:
-    """The launches of attend; `tensors` in the order of its contract.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a call is cut up: the tiles of both kernels, and what `split` answers."""
+
+    short: Tile
+    long: Tile
+    splits: int
+    part_size: int
+
+
+def choose(target: Target, call: Call) -> Choice:
+    """The choice for a call. It depends on what is static, never on lengths."""
+    short = short_tile(target, call.group, call.dim)
+    parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
+    return Choice(short, long_tile(target, call.group, call.dim), *parts)
+
+
+def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
+    """The launches of a call.
 
     Rows of few tokens go to one kernel, which splits their keys; the others to another; a step may have both. The
     tokens after the last row are zeroed by the first launch.
     """
-    call = Call.of(tensors, scale, window)
-    if max_q_len * call.group <= short_tile(target, call.group, call.dim).bm:
-        return [_short_rows(target, call, short=max_q_len, tokens=call.tokens)]
+    if max_q_len * call.group <= choice.short.bm:
+        return [_short_rows(call, choice, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
-        return [_long_rows(target, call, short=0)]
-    return [_long_rows(target, call, short=1), _short_rows(target, call, short=1, tokens=0)]
+        return [_long_rows(call, choice.long, short=0)]
+    return [_long_rows(call, choice.long, short=1), _short_rows(call, choice, short=1, tokens=0)]
 
 
-def _long_rows(target: Target, call: Call, *, short: int) -> Launch:
+def _long_rows(call: Call, tile: Tile, *, short: int) -> Launch:
     """Rows of more than `short` tokens, and the tokens after the last row."""
-    tile = long_tile(target, call.group, call.dim)
     tiles = call.tokens // (tile.bm // call.group) + call.rows + 1
     return launch(
         _DEVICE,
@@ -134,10 +147,9 @@ def _long_rows(target: Target, call: Call, *, short: int) -> Launch:
     )
 
 
-def _short_rows(target: Target, call: Call, *, short: int, tokens: int) -> Launch:
+def _short_rows(call: Call, choice: Choice, *, short: int, tokens: int) -> Launch:
     """Rows of at most `short` tokens, and the tokens from the last row's end to `tokens`."""
-    tile = short_tile(target, call.group, call.dim)
-    splits, part_size = split(target, call.rows, call.kv_heads, call.table_tokens, tile.bn)
+    tile, splits = choice.short, choice.splits
     pairs = short * call.group
     merged = power_of_two(pairs)
     heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, pairs)
@@ -152,7 +164,7 @@ def _short_rows(target: Target, call: Call, *, short: int, tokens: int) -> Launc
             "arrived": Scratch(heads, int32, zeroed=True),
             "tokens": tokens,
             "short": short,
-            "part_size": part_size,
+            "part_size": choice.part_size,
         },
         {**call.constants(tile), "MR": merged, "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim))},
         num_warps=tile.warps,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels.attention import attention
+from openinfer.kernels.attention import Call, choose, launches
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
@@ -130,7 +130,8 @@ def _launches(
         "alive": alive,
         "block_tables": block_tables,
     }
-    yield from attention(target, tensors, scale, window, max_q_len)
+    call = Call.of(tensors, scale, window)
+    yield from launches(call, choose(target, call), max_q_len)
 
 
 def _cost(workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, **rest: object) -> Cost:
