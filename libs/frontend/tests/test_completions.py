@@ -231,7 +231,7 @@ def test_ids_only_without_a_tokenizer(start: Any) -> None:
         assert refused.json()["error"]["param"] == param
 
 
-def _until(condition: Any, timeout_s: float = 2.0) -> None:
+def _until(condition: Any, timeout_s: float = 10.0) -> None:
     import time
 
     deadline = time.monotonic() + timeout_s

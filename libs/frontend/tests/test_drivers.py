@@ -342,3 +342,16 @@ def test_frames_that_cannot_be_read_end_the_engine() -> None:
         assert [type(terminal) for terminal in sink.terminals] == [Failed]
 
     run(make("process"), use)
+
+
+def test_a_request_sent_to_a_child_that_has_just_died_fails() -> None:
+    async def use(driver: Driver) -> None:
+        assert isinstance(driver, ProcessDriver)
+        os.kill(driver.pid, signal.SIGKILL)
+        time.sleep(0.05)  # it is dead, and the event loop has had no turn to notice
+        request_id, sink = send(driver, [10])
+        driver.abort(request_id)
+        await sink.ended.wait()
+        assert sink.terminals == [Failed(request_id, "the engine process was killed by SIGKILL")]
+
+    run(make("process"), use)

@@ -16,7 +16,7 @@ ENDLESS = {"prompt": [300], "max_tokens": 4000, "ignore_eos": True}
 SLOW = {"step_delay_s": 0.002}
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 3.0) -> float:
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
     """Wait for it; returns the seconds it took."""
     began = time.monotonic()
     while not condition():
@@ -66,14 +66,14 @@ def post_raw(live: Any, **body: Any) -> socket.socket:
 
 @pytest.mark.parametrize("process", [False, True])
 def test_an_engine_that_dies_mid_stream_is_an_error_then_done(start: Any, process: bool) -> None:
-    live = start(SLOW | ({} if process else {"fail_at_step": 20}), process=process)
+    live = start({"step_delay_s": 0.01} | ({} if process else {"fail_at_step": 80}), process=process)
     stream = Stream(live)
     unary = threading.Thread(target=lambda: answers.append(live.post("/v1/completions", **ENDLESS)))
     answers: list[httpx.Response] = []
     unary.start()
     stream.wait_for_tokens()
+    until(lambda: live.driver.stats().running == 2)
     if process:
-        until(lambda: live.driver.stats().running == 2)
         os.kill(live.driver.pid, signal.SIGKILL)
     *_, error, done = stream.end()
     unary.join(10)
@@ -125,7 +125,7 @@ def test_a_client_that_leaves_frees_its_kv(start: Any, stream: bool, process: bo
     connection = post_raw(live, stream=stream, n=3)
     until(lambda: live.driver.stats().kv_used_tokens > 10)
     connection.close()
-    assert until(lambda: not live.service.active) < 0.1
+    assert until(lambda: not live.service.active) < 0.5
     live.post("/v1/completions", prompt=[5], max_tokens=1)  # its steps bring newer numbers
     assert live.driver.stats().kv_used_tokens == 0
 
@@ -138,7 +138,7 @@ def test_a_client_that_leaves_the_queue_is_forgotten(start: Any, stream: bool) -
     connection = post_raw(live, stream=stream)
     until(lambda: live.driver.stats().waiting == 1)
     connection.close()
-    assert until(lambda: live.driver.stats().waiting == 0) < 0.1
+    assert until(lambda: live.driver.stats().waiting == 0) < 0.5
     assert running.end()[-1] == "[DONE]"
 
 
@@ -216,7 +216,9 @@ def test_shutdown_aborts_what_takes_too_long(start: Any) -> None:
 
 def test_small_answers_are_not_delayed(start: Any) -> None:
     live = start()
-    began = time.monotonic()
+    seconds = []
     for _ in range(20):
+        began = time.monotonic()
         live.post("/v1/completions", prompt=[5], max_tokens=1)
-    assert time.monotonic() - began < 20 * 0.04  # what Nagle and delayed acknowledgements cost each
+        seconds.append(time.monotonic() - began)
+    assert sorted(seconds)[10] < 0.035  # Nagle and delayed acknowledgements cost 0.04 each

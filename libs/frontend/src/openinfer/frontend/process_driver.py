@@ -5,6 +5,7 @@ standard input is a pipe: its first line says what to build, and its end tells t
 """
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import signal
@@ -76,7 +77,9 @@ class ProcessDriver(Driver):
 
     def _send(self, message: ToEngine) -> None:
         assert self._socket is not None
-        self._socket.send(self._encode(message), zmq.NOBLOCK)
+        # The child may have gone without our knowing yet: then _watch is about to fail what was sent.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(self._encode(message), zmq.NOBLOCK)
         # ZeroMQ signals its descriptor on edges, and sending may swallow one.
         self._schedule()
 

@@ -27,8 +27,8 @@ RETRY_AFTER_S = 1
 class Choice:
     """One sequence of a request: what came out of the engine and has not been taken yet.
 
-    The response takes text, token_ids and logprobs (parallel to token_ids, if asked for), and reads finish_reason,
-    stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens.
+    The response takes text (in pieces), token_ids and logprobs (parallel to token_ids, if asked for), and reads
+    finish_reason, stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens, cached_tokens.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Choice:
         self._wake = wake
         self._abort = abort
         self._scheduled_time = self._first_time = self._last_time = 0.0
-        self.text = ""
+        self.text: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: str | None = None
@@ -97,7 +97,7 @@ class Choice:
             self.cached_tokens = delta.scheduled.cached_tokens
             self._scheduled_time = delta.scheduled.time
         if delta.token_ids:
-            self._count(len(delta.token_ids))
+            self._observe_tokens()
             self._take_tokens(delta)
         terminal = delta.terminal
         if terminal is not None and not self.done:
@@ -110,8 +110,8 @@ class Choice:
 
     def take(self) -> tuple[str, list[int], list[TokenLogprobs | None]]:
         """text, token_ids and logprobs since the last call; they are the caller's now."""
-        taken = self.text, self.token_ids, self.logprobs
-        self.text, self.token_ids, self.logprobs = "", [], []
+        taken = "".join(self.text), self.token_ids, self.logprobs
+        self.text, self.token_ids, self.logprobs = [], [], []
         return taken
 
     def cancel(self, error: Failed) -> None:
@@ -134,25 +134,29 @@ class Choice:
         if ids[-1] == ending and not self._include_stop:
             ids = ids[:-1]
         if self._stops is None:
-            self.text += self._detokenizer.push(ids)
+            self._say(self._detokenizer.push(ids))
             return
         before = self.num_tokens - len(delta.token_ids)
         for position, token_id in enumerate(ids):
             text = self._detokenizer.push((token_id,))
             if before + position < self.request.sampling.min_tokens:
-                self.text += text
+                self._say(text)
             elif text and self._matches(self._stops, text):
                 self._forget(len(delta.token_ids) - position - 1)
                 self._abort(self.request.id)
+                self._observe_end()
                 return
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.text.append(text)
 
     def _matches(self, stops: StopStrings, text: str) -> bool:
         shown, matched = stops.push(text)
-        self.text += shown
+        self._say(shown)
         if matched is None:
             return False
         self.finish_reason, self.stop_reason = "stop", matched
-        self._observe_end()
         return True
 
     def _forget(self, count: int) -> None:
@@ -167,16 +171,16 @@ class Choice:
         if self._detokenizer is not None:
             rest = self._detokenizer.flush()
             if self._stops is None:
-                self.text += rest
+                self._say(rest)
             elif not self._matches(self._stops, rest):
-                self.text += self._stops.flush()
+                self._say(self._stops.flush())
         if self.finish_reason is None:
             self.finish_reason = terminal.reason
             if terminal.stop_token_id in self.request.sampling.stop_token_ids:
                 self.stop_reason = terminal.stop_token_id
-            self._observe_end()
+        self._observe_end()
 
-    def _count(self, tokens: int) -> None:
+    def _observe_tokens(self) -> None:
         now = time.monotonic()
         if self._last_time:
             self._metrics.inter_token_latency.observe(now - self._last_time)
