@@ -98,10 +98,12 @@ def test_sigterm_drains_and_a_second_one_does_not_wait(model_dir: Path, processe
 
 
 def test_the_engine_process_does_not_outlive_a_killed_server(
-    model_dir: Path, processes: list[Process]
+    model_dir: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = Process(model_dir)
     processes.append(server)
+    assert len(list(tmp_path.glob("openinfer-*"))) == 1
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     assert len(children) == 1
     server.process.kill()
@@ -113,6 +115,7 @@ def test_the_engine_process_does_not_outlive_a_killed_server(
             break
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    assert not list(tmp_path.glob("openinfer-*"))
 
 
 def run(*args: object) -> tuple[int, str]:

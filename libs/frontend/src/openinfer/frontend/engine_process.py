@@ -5,6 +5,7 @@ Ends with exit code 0 when asked to, 1 when the engine did not start or was lost
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ def main() -> int:
     """Build the engine, say Ready, run it until told to close."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         boot = msgspec.json.decode(stdin.readline(), type=Boot)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(boot.directory,), daemon=True).start()
     # Ctrl-C and a supervisor's SIGTERM reach the whole group; the parent drains first and then says Close.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -77,9 +78,10 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
     return 0
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(directory: str) -> None:
     while os.read(0, 1):  # returns nothing once the other end of the pipe is gone
         pass
+    shutil.rmtree(directory, ignore_errors=True)  # a parent that was killed could not
     os._exit(2)
 
 

@@ -61,18 +61,18 @@ class ProcessDriver(Driver):
 
     async def _launch(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
-        address = f"ipc://{self._directory}/engine"
+        log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+        boot = Boot(self._directory, self._spec, log_level)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)  # never drop, never block: what is in flight is bounded by the requests
-        self._socket.bind(address)
+        self._socket.bind(boot.address)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._schedule)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "openinfer.frontend.engine_process", stdin=asyncio.subprocess.PIPE
         )
-        log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(Boot(address, self._spec, log_level)) + b"\n")
+        self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
         self._watcher = asyncio.create_task(self._watch(self._process))
 
     def _send(self, message: ToEngine) -> None:

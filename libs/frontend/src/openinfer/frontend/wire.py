@@ -82,6 +82,12 @@ FromEngine = Ready | StartFailed | Stepped | ControlDone | Lost
 class Boot(msgspec.Struct, frozen=True):
     """The first line on an engine process's standard input, as JSON."""
 
-    address: str
+    directory: str
+    """Private to this pair of processes; `address` lies in it."""
     spec: EngineSpec
     log_level: str
+
+    @property
+    def address(self) -> str:
+        """The ZeroMQ endpoint."""
+        return f"ipc://{self.directory}/engine"
