@@ -77,7 +77,8 @@ class Verdict:
         return (
             f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.positions:4d} positions: "
             f"regret {self.regret:.3f} (<= {REGRET_NAT}), "
-            f"mean {self.mean:.4f} (<= {self.mean_limit:.3f}), p99 {self.p99:.3f} (<= {self.p99_limit:.3f}), max {self.maximum:.3f}"
+            f"mean {self.mean:.4f} (<= {self.mean_limit:.3f}), p99 {self.p99:.3f} "
+            f"(<= {self.p99_limit:.3f}), max {self.maximum:.3f}"
         )
 
 
