@@ -91,6 +91,12 @@ def test_decode_of_one_row_is_split(check_op, rng, normal, context, sms):
     check(check_op, args, target=Target(90, sms))
 
 
+def test_parts_are_merged_a_few_at_a_time(check_op, rng, normal, monkeypatch):
+    monkeypatch.setattr(attention, "MERGED_AT_ONCE", 4 * 64 * 2)
+    args = step(rng, normal, [1], [600], page_size=64)
+    check(check_op, args, target=Target(90, 16))
+
+
 def test_rows_that_fill_the_gpu_are_split_when_they_can_be_long(check_op, rng, normal):
     args = step(rng, normal, [1] * 3, [1200, 511, 512], kv_heads=2, dim=16)
     args["block_tables"] = np.pad(args["block_tables"], ((0, 0), (0, 3000)))
@@ -146,9 +152,12 @@ def test_a_mixed_step(check_op, rng, normal):
     check(check_op, args)
 
 
-@pytest.mark.parametrize("window", [1, 20, 64, 500])
+@pytest.mark.parametrize("window", [1, 20, 64, 149, 150, 500])
 def test_prompts_with_a_window(check_op, rng, normal, window):
-    check(check_op, step(rng, normal, [70, 1, 20], [0, 90, 130], window=window, page_size=32))
+    args = step(rng, normal, [70, 1, 20], [0, 90, 130], window=window, page_size=32)
+    first = args["block_tables"][args["slots"], 0]
+    args["kv"][first, 1, :, 0] *= bfloat16.type(50)  # who sees the first key and should not is far off
+    check(check_op, args)
 
 
 def test_many_rows_find_their_tiles(check_op, rng, normal):
@@ -162,11 +171,12 @@ def test_other_tiles(check_op, rng, normal, tile, monkeypatch):
     check(check_op, step(rng, normal, [90, 1, 35], [20, 40, 0], heads=10, kv_heads=2, page_size=64))
 
 
-def test_pages_beyond_the_reach_of_32_bits(check_op, rng, normal):
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_pages_beyond_the_reach_of_32_bits(check_op, rng, normal, page_size):
     """The last page's offset in elements does not fit an int32. The memory between pages is never touched."""
-    args = step(rng, normal, [1, 20], [40, 40], page_size=32)
+    args = step(rng, normal, [1, 20], [40, 70], page_size=page_size)
     kv = args["kv"]
-    stride = 16 + 2**31 // (len(kv) - 1)
+    stride = 16 + 2**31 // (len(kv) - 1) // 16 * 16
     memory = np.zeros((len(kv) - 1) * stride + kv[0].size, bfloat16)
     far = np.lib.stride_tricks.as_strided(memory, kv.shape, (2 * stride, *kv.strides[1:]))
     far[...] = kv
