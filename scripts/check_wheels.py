@@ -1,11 +1,12 @@
-"""Each library from its wheel, alone: `python scripts/check_wheels.py [--previous] [--no-tests] [LIBRARY ...]`.
+"""Each library from its wheel, alone: `python scripts/check_wheels.py [flags] [LIBRARY ...]`.
 
 For every library (all by default) a fresh environment gets its wheel and what that declares, nothing else, and then
  - no torch is there, and declared ranges admit the siblings' current versions;
  - every public module imports, or is missing a package of a declared extra; kernels does so without Triton;
  - importing the library is fast (numpy, which most of them need, may take its time on a slow machine);
  - its tests pass with its [test] extra, outside the checkout.
-With --previous the siblings are their previous releases (git tags LIBRARY-vX.Y.Z).
+With --previous the siblings are their previous releases (git tags LIBRARY-vX.Y.Z); with --pinned everything else has
+the versions of .ci/constraints.txt instead of the newest that the declared ranges allow.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--previous", action="store_true", help="against the siblings' previous releases")
+    parser.add_argument("--pinned", action="store_true", help="with the versions that CI runs with")
     parser.add_argument("--no-tests", action="store_true", help="install and import only")
     parser.add_argument("libraries", nargs="*", choices=[[], *LIBRARIES], metavar="LIBRARY")
     args = parser.parse_args()
@@ -83,7 +85,8 @@ def main() -> int:
                 if args.previous and not use_previous(library, siblings, work):
                     continue
                 check_ranges(library, None if args.previous else wheels)
-                check(library, siblings, work / f"env-{library}", tests=not args.no_tests)
+                constraints = [ROOT / ".ci" / "constraints.txt"] if args.pinned else []
+                check(library, siblings, work / f"env-{library}", constraints, tests=not args.no_tests)
             except CheckFailed as error:
                 failed += 1
                 print(f"{library}: FAILED: {error}", flush=True)
@@ -149,19 +152,22 @@ def use_previous(library: str, wheels: dict[str, Path], work: Path) -> bool:
     return bool(found)
 
 
-def check(library: str, wheels: Mapping[str, Path], folder: Path, *, tests: bool) -> None:
+def check(
+    library: str, wheels: Mapping[str, Path], folder: Path, constraints: list[Path], *, tests: bool
+) -> None:
     """Install a library alone and look at it. Raises CheckFailed."""
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
     # A constraint with an address binds a sibling to the wheel built here, but only if something declares it.
-    constraints = folder / "siblings.txt"
-    constraints.write_text("".join(f"openinfer-{n} @ {path.as_uri()}\n" for n, path in wheels.items()))
+    siblings = folder / "siblings.txt"
+    siblings.write_text("".join(f"openinfer-{n} @ {path.as_uri()}\n" for n, path in wheels.items()))
     name = f"openinfer-{library}"
 
     def install(extras: Iterable[str]) -> None:
         wanted = f"{name}[{','.join(extras)}] @ {wheels[library].as_uri()}"
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        command(f"install {wanted}", [*pip, "-c", str(constraints), wanted])
+        bounds = [part for path in (siblings, *constraints) for part in ("-c", str(path))]
+        command(f"install {wanted}", [*pip, *bounds, wanted])
 
     install([])
     environment = packages(python)

@@ -80,7 +80,9 @@ def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str]]:
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.xml"
         which = "slow or not slow" if slow else "not slow"
-        ok = run(["-m", "pytest", "-q", "-r", "fE", "-m", which, f"--junitxml={report}", folder])
+        # A base folder of its own: pytest's default one is cleaned up by other runs on the machine.
+        places = [f"--junitxml={report}", f"--basetemp={temporary}/pytest"]
+        ok = run(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, folder])
         return ok, count(report)
 
 
