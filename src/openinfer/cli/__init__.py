@@ -52,9 +52,16 @@ def _selftest(argv: list[str]) -> int:
     return main(argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from openinfer.cli.bench import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _serve),
     "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _compile),
+    "bench": ("measure: a server, steps, ops, the host", _bench),
     "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),
 }
 

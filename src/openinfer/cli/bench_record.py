@@ -1,0 +1,86 @@
+"""What every yardstick writes: a JSON object that says when, where and by which command its figures were measured."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that all yardsticks share."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument(
+        "--commit", metavar="ID", help="of the code that is measured; default: what git says here"
+    )
+
+
+def record(kind: str, args: argparse.Namespace, results: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The object for results/*.json: `kind` names the yardstick, `more` are facts of this run."""
+    gpu, driver = _gpu()
+    return {
+        "bench": kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["openinfer", *sys.argv[1:]]),
+        "commit": args.commit or _git("rev-parse", "--short", "HEAD") or "unknown",
+        "gpu": gpu,
+        "driver": driver,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        **more,
+        "results": results,
+    }
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write as JSON, a list of numbers a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(data, indent=1)
+    text = re.sub(r"\[[-\d.eE,\s]*\]", lambda m: re.sub(r"\s+", " ", m[0]), text)
+    path.write_text(text + "\n")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def progress(line: str) -> None:
+    """A line on stderr: what is done now, or what was found."""
+    print(f"bench: {line}", file=sys.stderr, flush=True)
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """By linear interpolation between the nearest ranks; NaN of nothing."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    at = (len(ordered) - 1) * percent / 100
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def _gpu() -> tuple[str | None, str | None]:
+    """Name and driver of the first GPU, without making a context on it."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    name, _, driver = done.stdout.strip().partition(", ")
+    return name, driver
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()

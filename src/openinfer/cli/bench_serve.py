@@ -1,0 +1,271 @@
+"""`openinfer bench serve`: latencies and throughput of an OpenAI server under one or more loads.
+
+The server is started from MODEL_DIR and stopped again, or runs elsewhere (--base-url; any OpenAI server). Prompts are
+fresh random token ids, of another seed for every load, so nothing is served from a prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import random
+import sys
+import tempfile
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from openinfer.cli.bench_client import Client, Run, arrivals, run_load
+from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
+from openinfer.cli.bench_server import NotReady, Server, running
+from openinfer.cli.bench_text import Text
+
+PROG = "openinfer bench serve"
+BUSY = 0.7
+"""CPU seconds a second above which the client itself is in doubt."""
+METRICS = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One load: requests a second (math.inf: all at once), how many, at most how many at once (0: no limit), and
+    tokens in and out of each."""
+
+    request_rate: float
+    num_prompts: int
+    max_concurrency: int
+    input_len: int
+    output_len: int
+    seed: int
+
+    def __str__(self) -> str:
+        rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g} req/s"
+        limit = f", {self.max_concurrency} at a time" if self.max_concurrency else ""
+        return f"{rate}{limit}, {self.num_prompts} x {self.input_len} in / {self.output_len} out"
+
+
+def main(argv: list[str]) -> int:
+    """Run the loads; returns 0, 1 if nothing could be measured or a request failed, 2 for wrong arguments."""
+    own, server_flags = _split(argv)
+    parser = _parser()
+    args = parser.parse_args(own)
+    if args.model_dir is None and args.base_url is None:
+        parser.error("give MODEL_DIR, which is then served, or --base-url")
+    if args.base_url is not None and server_flags:
+        parser.error(f"flags after -- are the server's, and --base-url names one that runs: {server_flags}")
+    try:
+        loads, goodput = _loads(args), _goodput(args.goodput)
+        with contextlib.ExitStack() as stack:
+            server = None
+            if args.base_url is None:
+                work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                log = args.server_log or work / "server.log"
+                server = stack.enter_context(running(args.model_dir, server_flags, log))
+                progress(f"ready in {server.ready_s:.2f} s, {server.pss_bytes / 1e9:.2f} GB of host memory")
+            results = _measure(args, loads, goodput, server)
+    except (ValueError, OSError, NotReady) as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 1
+    print(_table(results))
+    if args.json:
+        write(args.json, record("serve", args, results, server=server.as_dict() if server else None))
+    return 1 if any(result["errors"] for result in results) else 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What is ours, and after `--` what is the server's."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        PROG,
+        usage=f"{PROG} (MODEL_DIR | --base-url URL) [flags] [-- SERVER FLAGS]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model_dir", type=Path, nargs="?", metavar="MODEL_DIR", help="checkpoint to serve")
+    add("--base-url", metavar="URL", help="of a server that runs: http://HOST:PORT")
+    add("--model", metavar="NAME", help="in the requests; default: the first that /v1/models names")
+    one = "one, or one for each rate"
+    add("--request-rate", "--rates", type=float, nargs="+", default=[math.inf], metavar="R",
+        help="loads in requests/s, Poisson arrivals; inf (default): all at once")  # fmt: skip
+    add(
+        "--num-prompts",
+        type=int,
+        nargs="+",
+        default=[200],
+        metavar="N",
+        help=f"requests ({one}); default: 200",
+    )
+    add("--max-concurrency", type=int, nargs="+", default=[0], metavar="N",
+        help=f"at once ({one}); 0 (default): no limit")  # fmt: skip
+    add("--random-input-len", type=int, nargs="+", default=[1024], metavar="N", help=f"prompt tokens ({one})")
+    add("--random-output-len", type=int, nargs="+", default=[128], metavar="N", help=f"tokens out ({one})")
+    add("--text", action="store_true", help="send text of that many tokens (MODEL_DIR's tokenizer), not ids")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="prompt ids are below it; default: MODEL_DIR's, else 32000",
+    )
+    add("--seed", type=int, default=0, help="of the first load; the next has one more")
+    add("--num-warmups", type=int, default=8, metavar="N", help="requests before the first load; default: 8")
+    add("--goodput", nargs="+", default=[], metavar="NAME:MS",
+        help="objectives, as ttft:50 tpot:5 (also e2el): count the requests that meet all")  # fmt: skip
+    add("--server-log", type=Path, metavar="FILE", help="keep the log of the server that is started")
+    add_arguments(parser)
+    return parser
+
+
+def _loads(args: argparse.Namespace) -> list[Load]:
+    count = len(args.request_rate)
+    columns: list[Sequence[Any]] = [args.request_rate]
+    for flag in ("num_prompts", "max_concurrency", "random_input_len", "random_output_len"):
+        values = getattr(args, flag)
+        if len(values) not in (1, count):
+            name = "--" + flag.replace("_", "-")
+            raise ValueError(f"{name} has {len(values)} values for {count} rates: give one, or one for each")
+        columns.append(values * count if len(values) == 1 else values)
+    loads = [
+        Load(rate, prompts, limit, inputs, outputs, args.seed + n)
+        for n, (rate, prompts, limit, inputs, outputs) in enumerate(zip(*columns, strict=True))
+    ]
+    for load in loads:
+        if not load.request_rate > 0 or min(load.num_prompts, load.input_len, load.output_len) < 1:
+            raise ValueError(f"{load}: rate, requests and lengths must be above 0")
+        if load.max_concurrency < 0:
+            raise ValueError(f"--max-concurrency {load.max_concurrency}: 0 means no limit")
+    return loads
+
+
+def _goodput(pairs: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for pair in pairs:
+        name, _, limit = pair.partition(":")
+        try:
+            found[name] = float(limit)
+        except ValueError:
+            name = ""
+        if name not in ("ttft", "tpot", "e2el"):
+            raise ValueError(f"--goodput {pair}: it is ttft:MS, tpot:MS or e2el:MS")
+    return found
+
+
+def _measure(
+    args: argparse.Namespace, loads: Sequence[Load], goodput: dict[str, float], server: Server | None
+) -> list[dict[str, Any]]:
+    url = server.url if server else args.base_url.rstrip("/")
+    client = Client(url, args.model or _first_model(url))
+    prompts = Text(args.model_dir) if args.text else None
+    vocab = args.vocab_size or _vocab_size(args.model_dir)
+
+    def messages(load: Load, count: int, rng: random.Random) -> Iterator[bytes]:
+        for _ in range(count):
+            if prompts is not None:
+                yield client.message(prompts.draw(load.input_len, rng), load.output_len)
+            else:
+                yield client.message([rng.randrange(vocab) for _ in range(load.input_len)], load.output_len)
+
+    async def measure() -> list[dict[str, Any]]:
+        warm = list(messages(loads[0], args.num_warmups, random.Random(f"warm-up {args.seed}")))
+        await run_load(client, warm, [0.0] * len(warm))
+        results = []
+        for load in loads:
+            progress(str(load))
+            rng = random.Random(load.seed)
+            times = arrivals(load.num_prompts, load.request_rate, rng)
+            run = await run_load(
+                client, list(messages(load, load.num_prompts, rng)), times, load.max_concurrency
+            )
+            results.append(summary(load, run, goodput))
+        client.close()
+        return results
+
+    return asyncio.run(measure())
+
+
+def _first_model(url: str) -> str:
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/v1/models", timeout=30) as response:
+        return str(json.load(response)["data"][0]["id"])
+
+
+def _vocab_size(model_dir: Path | None) -> int:
+    if model_dir is None:
+        return 32000
+    return int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
+
+
+def summary(load: Load, run: Run, goodput: dict[str, float]) -> dict[str, Any]:
+    """The figures of a load, in milliseconds where the name says so. Failed requests count in `errors` alone."""
+    done = [answer for answer in run.answers if not answer.error]
+    raw = {
+        "ttft": [answer.ttft * 1e3 for answer in done],
+        "tpot": [answer.tpot * 1e3 for answer in done if answer.output_tokens > 1],
+        "itl": [gap * 1e3 for answer in done for gap in answer.gaps],
+        "e2el": [answer.e2el * 1e3 for answer in done],
+    }
+    tokens = sum(answer.output_tokens for answer in done)
+    prompt_tokens = sum(answer.prompt_tokens for answer in done)
+    good = sum(
+        all(getattr(answer, name) * 1e3 <= limit for name, limit in goodput.items()) for answer in done
+    )
+    lags = [(answer.sent - answer.due) * 1e3 for answer in run.answers]
+    busy = run.cpu_seconds / run.seconds
+    if busy > BUSY:
+        progress(f"the client used {busy:.0%} of a CPU: it may be what limits these figures")
+    rate = "inf" if math.isinf(load.request_rate) else load.request_rate
+    return {
+        **asdict(load),
+        "request_rate": rate,
+        "completed": len(done),
+        "errors": dict(Counter(answer.error for answer in run.answers if answer.error)),
+        "seconds": run.seconds,
+        "requests_per_s": len(done) / run.seconds,
+        "output_tokens_per_s": tokens / run.seconds,
+        "total_tokens_per_s": (tokens + prompt_tokens) / run.seconds,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": tokens,
+        "tokens_per_chunk": tokens / max(1, sum(len(answer.gaps) + 1 for answer in done)),
+        **({"goodput": {"limits_ms": goodput, "requests_per_s": good / run.seconds}} if goodput else {}),
+        **{f"{name}_ms": _spread(raw[name]) for name in METRICS},
+        "client": {"cpu_share": busy, "send_lag_ms": _spread(lags)},
+        "repeats": {f"{name}_ms": [round(v, 3) for v in raw[name]] for name in ("ttft", "tpot", "e2el")},
+    }
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    """Mean, median, 99th percentile and maximum; None of nothing."""
+    if not values:
+        return None
+    return {
+        "mean": sum(values) / len(values),
+        "p50": percentile(values, 50),
+        "p99": percentile(values, 99),
+        "max": max(values),
+    }
+
+
+def _table(results: Sequence[dict[str, Any]]) -> str:
+    head = f"{'load':>28} {'done':>9} {'req/s':>7} {'tok/s':>8} "
+    lines = [head + " ".join(f"{name + ' p50/p99 ms':>19}" for name in METRICS) + "  client CPU"]
+    for r in results:
+        limit = f" x{r['max_concurrency']}" if r["max_concurrency"] else ""
+        name = f"{r['request_rate']}{limit}, {r['input_len']}/{r['output_len']}"
+        spreads = [r[f"{m}_ms"] or {"p50": math.nan, "p99": math.nan} for m in METRICS]
+        columns = " ".join(f"{s['p50']:9.2f} {s['p99']:9.2f}" for s in spreads)
+        lines.append(
+            f"{name:>28} {r['completed']:4}/{r['num_prompts']:4} {r['requests_per_s']:7.2f} "
+            f"{r['output_tokens_per_s']:8.0f} {columns}  {r['client']['cpu_share']:.0%}"
+        )
+        lines += [f"    {count} x {error}" for error, count in r["errors"].items()]
+    return "\n".join(lines)

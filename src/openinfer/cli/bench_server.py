@@ -1,0 +1,94 @@
+"""A server of our own to measure: started, waited for, weighed and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running `openinfer serve`: its URL, seconds from process start to /health, and idle memory in bytes (the
+    proportional set size of the server's process and of those that it started)."""
+
+    url: str
+    ready_s: float
+    pss_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ready_s": round(self.ready_s, 3), "pss_bytes": self.pss_bytes}
+
+
+class NotReady(RuntimeError):
+    """The server ended or did not answer in time; the message holds the end of its log."""
+
+
+@contextlib.contextmanager
+def running(
+    model_dir: Path, flags: Sequence[str], log_path: Path, *, timeout_s: float = 600.0
+) -> Iterator[Server]:
+    """Serve a checkpoint on a free port; the server has ended when the block is left. Raises NotReady."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "openinfer.cli", "serve", str(model_dir), "--port", str(port), *flags]
+    with log_path.open("w") as log:
+        began = time.monotonic()
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        while not _healthy(port):
+            if process.poll() is not None or time.monotonic() - began > timeout_s:
+                tail = log_path.read_text()[-2000:]
+                raise NotReady(f"the server is not ready after {time.monotonic() - began:.0f} s:\n{tail}")
+            time.sleep(0.01)
+        ready_s = time.monotonic() - began
+        time.sleep(1.0)  # what start-up leaves to the background is then done
+        yield Server(f"http://127.0.0.1:{port}", ready_s, sum(map(_pss, _family(process.pid))))
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _family(pid: int) -> list[int]:
+    """The process and all that came of it."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            after_name = path.read_text().rpartition(")")[2].split()
+            parents[int(path.parent.name)] = int(after_name[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, of in parents.items() if of == parent]
+    return found
+
+
+def _pss(pid: int) -> int:
+    """Proportional set size in bytes; 0 where the system does not say."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Pss:"))
