@@ -1,0 +1,73 @@
+"""`openinfer bench step MODEL_DIR`: decode and prefill steps and offline throughput.
+
+Steps are timed twice: through the engine on the host's clock, and on the device by events. Token ids are random and the
+prefix cache is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+from types import ModuleType
+
+from openinfer.cli import bench_recipe
+from openinfer.cli.bench_record import add_arguments, progress, record, write
+from openinfer.frontend.contract import EngineSpec
+
+
+def main(argv: list[str]) -> int:
+    """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
+    return bench_recipe.run(argv, "bench step", __doc__, _flags, _measure)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--points", nargs="+", metavar="POINT",
+        help="decode:ROWS,CONTEXT prefill:TOKENS mixed:ROWS,CONTEXT,TOKENS offline:REQUESTS,IN,OUT; "
+        "default: those of the published targets")  # fmt: skip
+    add("--repeats", type=int, default=20, help="timed steps a point; default: %(default)s")
+    add("--records", type=Path, metavar="FILE",
+        help="write the steps' times by what was in them, for the scheduler's simulator; "
+        "the default points are then more")  # fmt: skip
+    add_arguments(parser)
+
+
+def _measure(args: argparse.Namespace, bench: ModuleType, spec: EngineSpec) -> int:
+    points = args.points or [*bench.POINTS, *(bench.RECORD_POINTS if args.records else ())]
+    for point in points:
+        bench.parse(point)
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats}: it must be at least 1")
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    spec.kwargs["enable_prefix_caching"] = False
+    engine = spec.build()
+    results = []
+    try:
+        for result in bench.measure(engine, points, repeats=args.repeats):
+            progress(_line(result))
+            results.append(result)
+        compiles = engine.stats().compiles_after_ready
+    finally:
+        engine.close()
+        records = [r for result in results for r in result.pop("records")]
+        if args.json:
+            write(args.json, record("step", args, results, model=engine.info.model))
+        if args.records:
+            args.records.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+            progress(f"wrote {args.records}")
+    print("\n".join(map(_line, results)))
+    if compiles:
+        raise RuntimeError(f"{compiles} kernels were compiled while measuring: the figures do not count")
+    return 0
+
+
+def _line(result: dict[str, object]) -> str:
+    names = {
+        "wall_ms": "ms through the engine",
+        "device_ms": "ms on the device",
+        "output_tokens_per_s": "tokens/s",
+    }
+    found = [f"{result[name]:10.3f} {unit}" for name, unit in names.items() if name in result]
+    return f"{result['point']:>22} " + "".join(found)
