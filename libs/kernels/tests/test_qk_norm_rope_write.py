@@ -18,6 +18,7 @@ def step(rng, normal, tokens, heads, kv_heads, dim, page_size, *, layers=1, cont
     tables[1:] = 1 + rng.permutation(pages - 1).reshape(slots - 1, width)
     places = rng.permutation((slots - 1) * context)[:tokens]
     slot = (1 + places // context).astype(np.int32) * (rng.random(tokens) < 0.8)
+    slot[0] = 1 + places[0] // context  # one is live
     angle = np.arange(context)[:, None] * 10000.0 ** -np.linspace(0, 1, dim // 2)
     cache = np.full((pages, layers, 2, kv_heads, page_size, dim), np.nan, bfloat16)
     return {

@@ -22,13 +22,37 @@ _LINEAR = "openinfer.kernels.device.linear"
 _NORM = "openinfer.kernels.device.norm"
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Scratch, Command]:
-    """The norm of x [T, H] as scratch, and the command that fills it."""
-    rows, width = x.shape
-    out = Scratch((rows, width), x.dtype)
-    block = 1 << (width - 1).bit_length()
-    args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, "width": Aligned(width), "eps": eps}
-    return out, launch(_NORM, "rms_norm", (rows,), args, {"BLOCK": block}, num_warps=8 if block > 2048 else 4)
+AHEAD_BYTES = 24 << 20
+"""Of weights that the programs of one wave fetch into L2 while the kernel before theirs still runs."""
+
+WAVE = 8
+"""Programs of a small-M product that an SM holds, about."""
+
+
+def normed_product(
+    target: Target,
+    op: str,
+    out: Tensor,
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    weight: Tensor,
+    *,
+    gated: bool = False,
+) -> Iterator[Command]:
+    """out [M, N] = rms_norm(x [M, K]; gain, eps) @ weight [N, K]^T, or its gated form with weight [2 N, K]. `op`: the
+    name the choice is looked up by. For M = 1 the product normalises x itself; else the norm is a kernel before it."""
+    m, (n, k) = x.shape[0], weight.shape
+    choice = choose(target, op, m, n, k)
+    if choice.kind == "gemv":
+        yield _gemv(choice, target, out, x, weight, gated=gated, norm=(gain, eps))
+        return
+    hidden = Scratch((m, k), x.dtype)
+    yield _norm(target, hidden, x, gain, eps)
+    if gated:
+        yield from gated_matmul(choice, target, out, hidden, weight)
+    else:
+        yield matmul(choice, target, out, hidden, weight)
 
 
 def product(
@@ -37,12 +61,6 @@ def product(
     """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`. `op`: the name the choice is looked up by."""
     m, (n, k) = x.shape[0], weight.shape
     yield matmul(choose(target, op, m, n, k), target, out, x, weight, add=add)
-
-
-def gated_product(target: Target, op: str, out: Tensor, x: Scratch, weight: Tensor) -> Iterator[Command]:
-    """out [M, N] = silu(g) * u with [g, u] = x [M, K] @ weight [2 N, K]^T; in one kernel where M is small."""
-    m, (n, k) = x.shape[0], weight.shape
-    yield from gated_matmul(choose(target, op, m, n, k), target, out, x, weight)
 
 
 def matmul(
@@ -64,9 +82,9 @@ def matmul(
         case "cublas":
             return Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
         case "gemv":
-            return _gemv(choice, out, x, weight, add, gated)
+            return _gemv(choice, target, out, x, weight, add=add, gated=gated)
         case "small":
-            return _gemm_small(choice, out, x, weight, add, gated)
+            return _gemm_small(choice, target, out, x, weight, add, gated)
         case "tma" | "pointer":
             return _gemm(choice, target, out, x, weight, add)
 
@@ -82,20 +100,69 @@ def gated_matmul(
     both, block = Scratch((m, 2 * width), bfloat16), 1024
     yield matmul(choice, target, both, x, weight)
     args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}
-    yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, {"BLOCK": block})
+    constants = {"BLOCK": block, "OVERLAP": target.overlap}
+    yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, constants)
+
+
+def _norm(target: Target, out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
+    rows, width = x.shape
+    block = 1 << (width - 1).bit_length()
+    args: dict[str, Arg] = {"out": out, "x": x, "weight": gain, "width": Aligned(width), "eps": eps}
+    constants = {"BLOCK": block, "OVERLAP": target.overlap}
+    return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=8 if block > 2048 else 4)
+
+
+def _ahead(target: Target, programs: int, c: Choice, k: int, gated: bool) -> int:
+    """Steps of K whose weights a program fetches ahead: AHEAD_BYTES over the programs that wait at once."""
+    step = (2 if gated else 1) * c.bn * c.bk * 2
+    waiting = min(programs, WAVE * target.num_sms)
+    return min(-(-k // (c.bk * c.split)), AHEAD_BYTES // (waiting * step))
 
 
 def _gemv(
-    c: Choice, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor, add: bool, gated: bool
+    c: Choice,
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    *,
+    add: bool = False,
+    gated: bool = False,
+    norm: tuple[Tensor, float] | None = None,
 ) -> Command:
     n, k = out.shape[1], weight.shape[1]
-    args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, "N": Aligned(n), "K": Aligned(k)}
-    constants = {"BN": c.bn, "BK": c.bk, "STAGES": c.stages, "ADD": add, "GATED": gated}
-    return launch(_LINEAR, "gemv", (-(-n // c.bn),), args, constants, num_warps=c.warps)
+    programs = -(-n // c.bn)
+    gain, eps = norm or (x, 0.0)
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x,
+        "gain": gain,
+        "weight": weight,
+        "N": Aligned(n),
+        "K": Aligned(k),
+        "eps": eps,
+        "ahead": _ahead(target, programs, c, k, gated),
+    }
+    constants = {
+        "BN": c.bn,
+        "BK": c.bk,
+        "STAGES": c.stages,
+        "NORM": 1 << (k - 1).bit_length() if norm else 0,
+        "ADD": add,
+        "GATED": gated,
+        "OVERLAP": target.overlap,
+    }
+    return launch(_LINEAR, "gemv", (programs,), args, constants, num_warps=c.warps)
 
 
 def _gemm_small(
-    c: Choice, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor, add: bool, gated: bool
+    c: Choice,
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    add: bool,
+    gated: bool,
 ) -> Command:
     (m, n), k = out.shape, weight.shape[1]
     tiles, whole = -(-n // c.bn), c.split == 1
@@ -108,8 +175,10 @@ def _gemm_small(
         "M": m,
         "N": Aligned(n),
         "K": Aligned(k),
+        "ahead": _ahead(target, tiles * c.split, c, k, gated),
     }
-    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split, "ADD": add, "GATED": gated}
+    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split}
+    constants |= {"ADD": add, "GATED": gated, "OVERLAP": target.overlap}
     grid = (tiles, c.split)
     return launch(_LINEAR, "gemm_small", grid, args, constants, num_warps=c.warps, num_stages=c.stages)
 
@@ -120,7 +189,7 @@ def _gemm(
     (m, n), k = out.shape, weight.shape[1]
     tiles = -(-m // c.bm) * -(-n // c.bn)
     sizes: dict[str, Arg] = {"M": m, "N": Aligned(n), "K": Aligned(k)}
-    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": GROUP, "ADD": add}
+    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": GROUP, "ADD": add, "OVERLAP": target.overlap}
     if c.kind == "pointer":
         args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, **sizes}
         return launch(_LINEAR, "gemm", (tiles,), args, constants, num_warps=c.warps, num_stages=c.stages)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import gated_product, normed
+from openinfer.kernels.products import normed_product
 from openinfer.kernels.reference import Array, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
@@ -41,9 +41,7 @@ def _reference(*, out: Array, x: Array, norm_weight: Array, weight: Array, eps: 
 def _launches(
     target: Target, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
 ) -> Iterator[Command]:
-    hidden, fill = normed(x, norm_weight, eps)
-    yield fill
-    yield from gated_product(target, "gate_up_silu", out, hidden, weight)
+    yield from normed_product(target, "gate_up_silu", out, x, norm_weight, eps, weight, gated=True)
 
 
 def _cost(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import normed, product
+from openinfer.kernels.products import normed_product
 from openinfer.kernels.reference import Array, matmul_nt, rms_norm
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
@@ -39,9 +39,8 @@ def _reference(*, out: Array, x: Array, norm_weight: Array, weight: Array, eps: 
 def _launches(
     target: Target, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
 ) -> Iterator[Command]:
-    hidden, fill = normed(x, norm_weight, eps)
-    yield fill
-    yield from product(target, "norm_linear" if out.dtype == x.dtype else "logits", out, hidden, weight)
+    op = "norm_linear" if out.dtype == x.dtype else "logits"
+    yield from normed_product(target, op, out, x, norm_weight, eps, weight)
 
 
 def _cost(
