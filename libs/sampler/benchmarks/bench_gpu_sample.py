@@ -1,4 +1,4 @@
-"""What the sample segment costs on a GPU: python benchmarks/bench_gpu_sample.py [--vocabulary V] [--std S].
+"""What the sample segment costs on a GPU: python benchmarks/bench_gpu_sample.py [--vocabulary V] [--std S] [--peaks N].
 
 Each figure is one op, or the segment of all three, replayed as a CUDA graph: microseconds a replay, median of 20 timed
 runs of 20 replays. Logits are normal, drawn once: up to 64 rows they stay in the L2 cache, as a step's would.
@@ -27,10 +27,14 @@ SETTINGS = {
 }
 
 
-def arguments(rows, vocabulary, std, device, settings):
+def arguments(rows, vocabulary, std, device, settings, peaks=0):
     """Tensors for all three ops by name; the device keeps them."""
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((rows, vocabulary), np.float32) * std).astype(np.float32)
+    if peaks:
+        above = np.random.default_rng(1)
+        at = above.integers(0, vocabulary, (rows, peaks))
+        np.put_along_axis(logits, at, (10 + 12 * above.random((rows, peaks))).astype(np.float32), axis=1)
     by_slot = {
         "temperatures": 1, "top_ks": 0, "top_ps": 1, "min_ps": 0, "min_lens": 0, "num_logprobs": 0, "alive": 1,
         "limits": 2**30, "last_tokens": 0, "seq_lens": 100,
@@ -102,17 +106,22 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--std", type=float, default=2.5)
+    parser.add_argument(
+        "--peaks", type=int, default=0, help="logits a row between 10 and 22, as a trained model has"
+    )
     args = parser.parse_args()
     device = Device("cuda", 0)
     device.activate()
     target, stream = Target.of(device, cublas=False), Stream(device)
     cuda = CudaDriver(device, stream, Store(device.arch))
-    print(f"{device.name}, vocabulary {args.vocabulary}, logits of standard deviation {args.std}: us")
+    print(
+        f"{device.name}, vocabulary {args.vocabulary}, logits of std {args.std}, {args.peaks} peaks a row: us"
+    )
     columns = ("sample", "top_logprobs", "advance", "segment")
     for rows in (1, 8, 64, 256):
         print(f"{rows} rows".ljust(28), *(f"{name:>12}" for name in columns))
         for label, settings in SETTINGS.items():
-            tensors = arguments(rows, args.vocabulary, args.std, device, settings)
+            tensors = arguments(rows, args.vocabulary, args.std, device, settings, args.peaks)
             plans = [commands(target, op, tensors) for op in (sample, top_logprobs, advance)]
             size = max(plan.workspace_bytes(zeroed=False) for plan in plans)
             scratch = Tensor.empty((size,), np.dtype(np.uint8), device)

@@ -11,7 +11,7 @@ from openinfer.sampler.gpu import advance, sample, top_logprobs
 from openinfer.tensor import Arena, Device, float32, int32
 
 ARCHS = (80, 90, 100, 120)
-VOCABULARIES = (1000, 129_280, 151_936, 248_320, 600_000)
+VOCABULARIES = (151_936, 1000, 129_280, 248_320, 600_000)
 
 
 def archs_of_today():
@@ -56,7 +56,7 @@ def compiles(arch, vocabularies, cache):
 
 @pytest.mark.parametrize("arch", archs_of_today())
 def test_kernels_compile(arch, tmp_path):
-    compiles(arch, VOCABULARIES[1:3], tmp_path)
+    compiles(arch, VOCABULARIES[:1], tmp_path)
 
 
 @pytest.mark.slow

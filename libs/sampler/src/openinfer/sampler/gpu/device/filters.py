@@ -9,6 +9,7 @@ reaches the bound so far; with a small top_k these are a few.
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -78,9 +79,11 @@ def members(
     listing, count, start, logits, vocabulary, stop_ids, stops, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Ids and logits of BLOCK elements of the listed groups, from the `start`-th on; -inf past the end."""
-    element = start + tl.arange(0, BLOCK)
-    inside = element < count * GROUP
-    token = tl.load(listing + element // GROUP, mask=inside, other=0) * GROUP + element % GROUP
+    index = start // GROUP + tl.arange(0, BLOCK // GROUP)
+    group = tl.load(listing + index, mask=index < count, other=0)
+    token = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (BLOCK,))
+    token = tl.max_contiguous(tl.multiple_of(token, 4), 4)  # GROUP is a multiple of it: wide loads
+    inside = start + tl.arange(0, BLOCK) < count * GROUP
     found = tl.load(logits + token, mask=inside & (token < vocabulary), other=float("-inf"))
     return token, without(found, token, stop_ids, stops)
 
@@ -93,7 +96,7 @@ def tally(
     """How many listed elements reach each pivot, and the sums of their exp2((logit - peak) * rate)."""
     counts = tl.zeros((RADIX, BLOCK), tl.int32)
     masses = tl.zeros((RADIX, BLOCK), tl.float32)
-    for start in range(0, count * GROUP, BLOCK):
+    for start in tl.range(0, count * GROUP, BLOCK, loop_unroll_factor=2):
         _, x = members(listing, count, start, logits, vocabulary, stop_ids, stops, GROUP, BLOCK)
         above = x[None, :] >= pivots[:, None]
         counts += above.to(tl.int32)
@@ -104,44 +107,31 @@ def tally(
 
 @triton.jit
 def raise_bound(
-    bound, guess, wanted, listing, maxima, peak, temperature, logits, vocabulary, stop_ids, stops,
+    bound, guess, wanted, total, listing, maxima, peak, temperature, logits, vocabulary, stop_ids, stops,
     BY_MASS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, RADIX: tl.constexpr,
 ):  # fmt: skip
-    """The largest bound that still keeps enough of what `bound` keeps: `wanted` elements, or that share of the mass.
+    """The largest bound that still keeps enough of what `bound` keeps: `wanted` elements, or that share of the mass
+    `total` (0: not known yet).
 
     `guess` >= bound is believed to keep enough. Between keys `low`, which keeps enough, and `high`, which does not, lie
     `between` elements; each pass cuts the interval RADIX-fold, and it ends when one element is left.
     """
-    rate = 1.4426950408889634 / temperature
+    rate = LOG2_E / temperature
     index = tl.arange(0, RADIX)
     fraction = tl.maximum(index - 1, 0).to(tl.float32) / (RADIX - 2)
     pivots = tl.where(index == 0, bound, guess + (peak - guess) * fraction)
     low, high = key_of(bound), key_of(peak) + 1
     above = tl.zeros((), tl.int32)  # elements that reach `high`
-    goal = wanted.to(tl.float32)
-    first = True
     searching = True
     while searching:
         count = list_groups(listing, maxima, of_key(low), GROUPS)
         counts, masses = tally(
-            listing,
-            count,
-            pivots,
-            peak,
-            rate,
-            logits,
-            vocabulary,
-            stop_ids,
-            stops,
-            BY_MASS,
-            GROUP,
-            BLOCK,
-            RADIX,
-        )
+            listing, count, pivots, peak, rate, logits, vocabulary, stop_ids, stops,
+            BY_MASS, GROUP, BLOCK, RADIX,
+        )  # fmt: skip
         if BY_MASS:
-            if first:
-                goal = goal * tl.max(masses, 0)
-            enough = masses >= goal
+            total = tl.where(total > 0, total, tl.max(masses, 0))
+            enough = masses >= wanted * total
         else:
             enough = counts >= wanted
         keys = key_of(pivots)
@@ -152,7 +142,6 @@ def raise_bound(
         # No pivot keeps enough: there was not enough to begin with, and the bound stays.
         searching = (high - low > 1) & (between > 1) & (tl.max(enough.to(tl.int32), 0) != 0)
         pivots = of_key(low + (high - low) * index // RADIX)
-        first = False
     return snapped(
         of_key(low), listing, maxima, temperature, logits, vocabulary, stop_ids, stops, GROUP, GROUPS, BLOCK
     )

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from openinfer.sampler.gpu.device.filters import (
+    LOG2_E,
     LOWEST,
     kth_maximum,
     list_groups,
@@ -37,14 +38,15 @@ def is_filtered(top_k, top_p, min_p, vocabulary):
 
 @triton.jit
 def scan(
-    tops, sums, peaks, bests, best_ids, maxima, logits, slots, q_starts, seq_lens, alive, emits,
+    tops, sums, peaks, bests, masses, best_ids, maxima, logits, slots, q_starts, seq_lens, alive, emits,
     temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, vocabulary, stop_width, groups,
     GREEDY: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """CHUNK logits of a row a program; grid (rows, parts).
 
     Of each part: its largest logit (inf in place of NaN) and the sum of exp(logit - largest); the largest that is not
-    forbidden; and the best candidate, unless the row is filtered: then the maximum of each group of GROUP logits.
+    forbidden; and the best candidate, unless the row is filtered: then the maximum of each group of GROUP logits, and
+    the sum of exp((logit - largest) / temperature).
     """
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
@@ -68,6 +70,8 @@ def scan(
             group = part * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
             highest = tl.max(tl.reshape(x, (CHUNK // GROUP, GROUP)), 1)
             tl.store(maxima + row * groups + group, highest, mask=group < groups)
+            shift = tl.where(tl.abs(best) <= LARGEST, best, 0.0)
+            tl.store(masses + out, tl.sum(tl.exp2((x - shift) * (LOG2_E / temperature)), 0))
         else:
             value = perturbed(x, token, temperature, seeds + slot * 2, position)
             best, best_id = first_maximum(value, token)
@@ -77,9 +81,9 @@ def scan(
 
 @triton.jit
 def draw(
-    tokens, logprobs, tops, sums, peaks, bests, best_ids, maxima, listing, logits, slots, q_starts, seq_lens, alive,
-    emits, temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, vocabulary, stop_width, groups, parts,
-    GREEDY: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, logprobs, tops, sums, peaks, bests, masses, best_ids, maxima, listing, logits, slots, q_starts, seq_lens,
+    alive, emits, temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, vocabulary, stop_width, groups,
+    parts, GREEDY: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     RADIX: tl.constexpr,
 ):  # fmt: skip
     """The token and logprob of a row from what `scan` found; filtered rows find their bound and draw here."""
@@ -92,12 +96,13 @@ def draw(
     part = tl.arange(0, PARTS)
     at, has = row * parts + part, part < parts
     top = tl.load(tops + at, mask=has, other=float("-inf"))
-    peak = tl.max(tl.load(peaks + at, mask=has, other=float("-inf")), 0)
+    part_peaks = tl.load(peaks + at, mask=has, other=float("-inf"))
+    peak = tl.max(part_peaks, 0)
     temperature, top_k = tl.load(temperatures + slot), tl.load(top_ks + slot)
     temperature = tl.where((temperature < GREEDY) | (top_k == 1), 1.0, temperature)
     highest = tl.max(top, 0)
     scaled_peak = tl.div_rn(peak, temperature)
-    if (tl.abs(highest) > LARGEST) | (tl.abs(scaled_peak) > LARGEST):
+    if not ((tl.abs(highest) <= LARGEST) & (tl.abs(scaled_peak) <= LARGEST)):  # NaN of any origin too
         tl.store(tokens + row, -2)
         tl.store(logprobs + row, 0.0)
         return
@@ -108,40 +113,44 @@ def draw(
     row_logits = logits + row.to(tl.int64) * vocabulary
     if (not greedy) & is_filtered(top_k, top_p, min_p, vocabulary):
         position = position_of(row, slot, q_starts, seq_lens)
+        mass = tl.load(masses + at, mask=has, other=0.0) * tl.exp2(
+            (part_peaks - peak) * (LOG2_E / temperature)
+        )
         token = draw_filtered(
-            peak, scaled_peak, temperature, top_k, top_p, min_p, seeds + slot * 2, position,
+            peak, scaled_peak, tl.sum(mass, 0), temperature, top_k, top_p, min_p, seeds + slot * 2, position,
             maxima + row * groups, listing + row * GROUPS, row_logits, vocabulary, stop_ids + slot * stop_width,
             tl.where(position < tl.load(min_lens + slot), stop_width, 0), groups, GROUP, GROUPS, BLOCK, RADIX,
         )  # fmt: skip
-    mass = tl.sum(tl.load(sums + at, mask=has, other=0.0) * tl.exp(top - highest), 0)
+    total = tl.sum(tl.load(sums + at, mask=has, other=0.0) * tl.exp(top - highest), 0)
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, tl.load(row_logits + token) - highest - tl.log(mass))
+    tl.store(logprobs + row, tl.load(row_logits + token) - highest - tl.log(total))
 
 
 @triton.jit
 def draw_filtered(
-    peak, scaled_peak, temperature, top_k, top_p, min_p, seeds, position, maxima, listing, logits, vocabulary,
+    peak, scaled_peak, mass, temperature, top_k, top_p, min_p, seeds, position, maxima, listing, logits, vocabulary,
     stop_ids, stops, groups,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, RADIX: tl.constexpr,
 ):  # fmt: skip
-    """The id of the best perturbed logit among what the filters keep."""
+    """The id of the best perturbed logit among what the filters keep. `mass`: of all, in units of the peak's."""
     group = tl.arange(0, GROUPS)
     reach = tl.load(maxima + group, mask=group < groups, other=float("-inf"))
     bound = tl.full((), LOWEST, tl.float32)
     if min_p > 0.0:
-        bound = logit_of(scaled_peak + tl.log(min_p), temperature)
+        bound = tl.minimum(logit_of(scaled_peak + tl.log(min_p), temperature), peak)
     if (top_k > 0) & (top_k < vocabulary):
         bound = tl.maximum(bound, kth_maximum(reach, top_k))
         bound = raise_bound(
-            bound, bound, top_k, listing, reach, peak, temperature, logits, vocabulary, stop_ids, stops,
+            bound, bound, top_k, 0.0, listing, reach, peak, temperature, logits, vocabulary, stop_ids, stops,
             False, GROUP, GROUPS, BLOCK, RADIX,
         )  # fmt: skip
     if top_p < 1.0:
-        # All logits below the guess weigh less together than (1 - top_p) times the first: enough lies above it.
-        guess = peak - temperature * (tl.log(vocabulary / (1.0 - top_p)) + 1.0)
+        # All logits below the guess weigh less together than (1 - top_p) times the whole: enough lies above it.
+        guess = tl.maximum(bound, peak - temperature * (tl.log(vocabulary / ((1.0 - top_p) * mass)) + 1.0))
+        unbounded = bound == LOWEST
         bound = raise_bound(
-            bound, tl.maximum(bound, guess), top_p, listing, reach, peak, temperature, logits, vocabulary, stop_ids,
-            stops, True, GROUP, GROUPS, BLOCK, RADIX,
+            tl.where(unbounded, guess, bound), guess, top_p, tl.where(unbounded, mass, 0.0), listing, reach, peak,
+            temperature, logits, vocabulary, stop_ids, stops, True, GROUP, GROUPS, BLOCK, RADIX,
         )  # fmt: skip
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_id = tl.full((BLOCK,), 2147483647, tl.int32)

@@ -135,7 +135,9 @@ def _launches(
     stop_ids: Tensor,
 ) -> Iterator[Command]:
     rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
-    per_part = {name: Scratch((rows, tiles.parts), float32) for name in ("tops", "sums", "peaks", "bests")}
+    per_part = {
+        name: Scratch((rows, tiles.parts), float32) for name in ("tops", "sums", "peaks", "bests", "masses")
+    }
     found: dict[str, Scratch] = {
         **per_part,
         "best_ids": Scratch((rows, tiles.parts), int32),
