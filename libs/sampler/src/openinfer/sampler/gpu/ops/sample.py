@@ -135,14 +135,10 @@ def _launches(
     stop_ids: Tensor,
 ) -> Iterator[Command]:
     rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
-    per_part = {
-        name: Scratch((rows, tiles.parts), float32) for name in ("tops", "sums", "peaks", "bests", "masses")
-    }
-    found: dict[str, Scratch] = {
-        **per_part,
-        "best_ids": Scratch((rows, tiles.parts), int32),
-        "maxima": Scratch((rows, tiles.groups), float32),
-    }
+    names = ("tops", "sums", "peaks", "bests", "masses")
+    found = {name: Scratch((rows, tiles.parts), float32) for name in names}
+    found["best_ids"] = Scratch((rows, tiles.parts), int32)
+    found["maxima"] = Scratch((rows, tiles.groups), float32)
     listing = Scratch((rows, tiles.groups_padded), int32)
     step: dict[str, Tensor | Aligned | int] = {
         "logits": logits,
