@@ -1,7 +1,6 @@
 """The cuda driver against a fake of the CUDA driver: loading, launching, tensor maps. Real launches: the gpu tests."""
 
 import ctypes
-import dataclasses
 import types
 
 import numpy as np
@@ -62,32 +61,12 @@ class FakeCuda:
         self.calls.append(("attribute", attribute, value))
         return (0,)
 
-    CUlaunchAttributeID = types.SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
-    CUlaunchConfig = types.SimpleNamespace
-
-    def CUlaunchAttribute(self):  # noqa: N802
-        return types.SimpleNamespace(value=types.SimpleNamespace())
-
-    def cuLaunchKernelEx(self, config, function, params, extra):  # noqa: N802
-        (attribute,) = config.attrs
-        assert (config.numAttrs, attribute.id) == (1, 6)
-        assert attribute.value.programmaticStreamSerializationAllowed == 1
-        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
-        block = (config.blockDimX, config.blockDimY, config.blockDimZ)
-        self._launched(
-            "overlapping", function, [*grid, *block, config.sharedMemBytes], config.hStream, params, extra
-        )
-        return (0,)
-
     def cuLaunchKernel(self, function, *rest):  # noqa: N802
         *shape, stream, params, extra = rest
-        self._launched("launch", function, shape, stream, params, extra)
-        return (0,)
-
-    def _launched(self, call, function, shape, stream, params, extra):
         pointers = (ctypes.c_uint64 * 3).from_address(params)
         first = [ctypes.c_uint64.from_address(p).value for p in pointers]
-        self.calls.append((call, function, shape, stream, first, extra))
+        self.calls.append(("launch", function, shape, stream, first, extra))
+        return (0,)
 
 
 @pytest.fixture
@@ -110,14 +89,12 @@ def args_of_embed(arena):
     }
 
 
-@pytest.mark.parametrize(("overlap", "call"), [(True, "overlapping"), (False, "launch")])
-def test_a_kernel_is_loaded_once_and_launched_with_what_the_compiler_said(arena, cuda, overlap, call):
-    target = dataclasses.replace(H200, overlap=overlap)
-    args, pack = args_of_embed(arena), LaunchPack(target, make(FakeStore(num_warps=12)), None, None)
+def test_a_kernel_is_loaded_once_and_launched_with_what_the_compiler_said(arena, cuda):
+    args, pack = args_of_embed(arena), LaunchPack(H200, make(FakeStore(num_warps=12)), None, None)
     embed(pack, **args)
     embed(pack, **args)
     addresses = [args[n].ptr for n in ("out", "token_ids", "table")]
-    shot = (call, (77, b"k"), [4, 2, 1, 384, 1, 1, 1024], 5, addresses, 0)
+    shot = ("launch", (77, b"k"), [4, 2, 1, 384, 1, 1, 1024], 5, addresses, 0)
     assert cuda.calls == [("load", b"ELF"), shot, shot]
 
 

@@ -30,7 +30,7 @@ def spec(arena, plan):
 def broken():
     """A spec whose arguments are not the kernel's."""
     tensor = Tensor(256, (4,), bfloat16, Device("null"))
-    return launch(ROWS, "gather_rows", (1,), {"out": tensor}, {"BLOCK": 16, "OVERLAP": True}).spec
+    return launch(ROWS, "gather_rows", (1,), {"out": tensor}, {"BLOCK": 16}).spec
 
 
 def test_prepare_compiles_once_and_later_stores_read(cubins, spec):

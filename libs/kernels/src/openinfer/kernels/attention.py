@@ -105,20 +105,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a call is cut up: the tiles of both kernels, what `split` answers, and the target's `overlap`."""
+    """How a call is cut up: the tiles of both kernels, and what `split` answers."""
 
     short: Tile
     long: Tile
     splits: int
     part_size: int
-    overlap: bool
 
 
 def choose(target: Target, call: Call) -> Choice:
     """The choice for a call. It depends on what is static, never on lengths."""
     short = short_tile(target, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
-    return Choice(short, long_tile(target, call.group, call.dim), *parts, target.overlap)
+    return Choice(short, long_tile(target, call.group, call.dim), *parts)
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -130,20 +129,19 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     if max_q_len * call.group <= choice.short.bm:
         return [_short_rows(call, choice, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
-        return [_long_rows(call, choice, short=0)]
-    return [_long_rows(call, choice, short=1), _short_rows(call, choice, short=1, tokens=0)]
+        return [_long_rows(call, choice.long, short=0)]
+    return [_long_rows(call, choice.long, short=1), _short_rows(call, choice, short=1, tokens=0)]
 
 
-def _long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
+def _long_rows(call: Call, tile: Tile, *, short: int) -> Launch:
     """Rows of more than `short` tokens, and the tokens after the last row."""
-    tile = choice.long
     tiles = call.tokens // (tile.bm // call.group) + call.rows + 1
     return launch(
         _DEVICE,
         "attend_long",
         (call.kv_heads, tiles),
         {**call.args, "rows": call.rows, "tokens": call.tokens, "short": short},
-        {**call.constants(tile), "OVERLAP": choice.overlap},
+        call.constants(tile),
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -168,12 +166,7 @@ def _short_rows(call: Call, choice: Choice, *, short: int, tokens: int) -> Launc
             "short": short,
             "part_size": choice.part_size,
         },
-        {
-            **call.constants(tile),
-            "MR": merged,
-            "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
-            "OVERLAP": choice.overlap,
-        },
+        {**call.constants(tile), "MR": merged, "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim))},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -83,11 +83,8 @@ class KernelSpec:
     num_warps: int
     num_stages: int
     _hash: int = field(init=False, repr=False, compare=False)
-    overlaps: bool = field(init=False, repr=False, compare=False)
-    """Whether it may start while the kernel before it still runs: its constant OVERLAP."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "overlaps", bool(dict(self.constants).get("OVERLAP")))
         values = (self.module, self.function, self.signature, self.constants, self.divisible)
         object.__setattr__(self, "_hash", hash((*values, self.num_warps, self.num_stages)))
 

@@ -22,13 +22,6 @@ _LINEAR = "openinfer.kernels.device.linear"
 _NORM = "openinfer.kernels.device.norm"
 
 
-AHEAD_BYTES = 24 << 20
-"""Of weights that the programs of one wave fetch into L2 while the kernel before theirs still runs."""
-
-WAVE = 8
-"""Programs of a small-M product that an SM holds, about."""
-
-
 def normed_product(
     target: Target,
     op: str,
@@ -45,10 +38,10 @@ def normed_product(
     m, (n, k) = x.shape[0], weight.shape
     choice = choose(target, op, m, n, k)
     if choice.kind == "gemv":
-        yield _gemv(choice, target, out, x, weight, gated=gated, norm=(gain, eps))
+        yield _gemv(choice, out, x, weight, gated=gated, norm=(gain, eps))
         return
     hidden = Scratch((m, k), x.dtype)
-    yield _norm(target, hidden, x, gain, eps)
+    yield _norm(hidden, x, gain, eps)
     if gated:
         yield from gated_matmul(choice, target, out, hidden, weight)
     else:
@@ -82,9 +75,9 @@ def matmul(
         case "cublas":
             return Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
         case "gemv":
-            return _gemv(choice, target, out, x, weight, add=add, gated=gated)
+            return _gemv(choice, out, x, weight, add=add, gated=gated)
         case "small":
-            return _gemm_small(choice, target, out, x, weight, add, gated)
+            return _gemm_small(choice, out, x, weight, add, gated)
         case "tma" | "pointer":
             return _gemm(choice, target, out, x, weight, add)
 
@@ -100,28 +93,20 @@ def gated_matmul(
     both, block = Scratch((m, 2 * width), bfloat16), 1024
     yield matmul(choice, target, both, x, weight)
     args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}
-    constants = {"BLOCK": block, "OVERLAP": target.overlap}
+    constants = {"BLOCK": block}
     yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, constants)
 
 
-def _norm(target: Target, out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
+def _norm(out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()
     args: dict[str, Arg] = {"out": out, "x": x, "weight": gain, "width": Aligned(width), "eps": eps}
-    constants = {"BLOCK": block, "OVERLAP": target.overlap}
+    constants = {"BLOCK": block}
     return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=8 if block > 2048 else 4)
-
-
-def _ahead(target: Target, programs: int, c: Choice, k: int, gated: bool) -> int:
-    """Steps of K whose weights a program fetches ahead: AHEAD_BYTES over the programs that wait at once."""
-    step = (2 if gated else 1) * c.bn * c.bk * 2
-    waiting = min(programs, WAVE * target.num_sms)
-    return min(-(-k // (c.bk * c.split)), AHEAD_BYTES // (waiting * step))
 
 
 def _gemv(
     c: Choice,
-    target: Target,
     out: Tensor | Scratch,
     x: Tensor | Scratch,
     weight: Tensor,
@@ -141,7 +126,6 @@ def _gemv(
         "N": Aligned(n),
         "K": Aligned(k),
         "eps": eps,
-        "ahead": _ahead(target, programs, c, k, gated),
     }
     constants = {
         "BN": c.bn,
@@ -150,14 +134,12 @@ def _gemv(
         "NORM": 1 << (k - 1).bit_length() if norm else 0,
         "ADD": add,
         "GATED": gated,
-        "OVERLAP": target.overlap,
     }
     return launch(_LINEAR, "gemv", (programs,), args, constants, num_warps=c.warps)
 
 
 def _gemm_small(
     c: Choice,
-    target: Target,
     out: Tensor | Scratch,
     x: Tensor | Scratch,
     weight: Tensor,
@@ -175,10 +157,9 @@ def _gemm_small(
         "M": m,
         "N": Aligned(n),
         "K": Aligned(k),
-        "ahead": _ahead(target, tiles * c.split, c, k, gated),
     }
     constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split}
-    constants |= {"ADD": add, "GATED": gated, "OVERLAP": target.overlap}
+    constants |= {"ADD": add, "GATED": gated}
     grid = (tiles, c.split)
     return launch(_LINEAR, "gemm_small", grid, args, constants, num_warps=c.warps, num_stages=c.stages)
 
@@ -189,7 +170,7 @@ def _gemm(
     (m, n), k = out.shape, weight.shape[1]
     tiles = -(-m // c.bm) * -(-n // c.bn)
     sizes: dict[str, Arg] = {"M": m, "N": Aligned(n), "K": Aligned(k)}
-    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": GROUP, "ADD": add, "OVERLAP": target.overlap}
+    constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "GROUP": GROUP, "ADD": add}
     if c.kind == "pointer":
         args: dict[str, Arg] = {"out": out, "x": x, "weight": weight, **sizes}
         return launch(_LINEAR, "gemm", (tiles,), args, constants, num_warps=c.warps, num_stages=c.stages)

@@ -10,20 +10,18 @@ from openinfer.tensor import Device
 @dataclass(frozen=True, slots=True)
 class Target:
     """A kind of GPU. `arch` is the compute capability as an int (90); `cublas` says whether matrix products may go to
-    cuBLASLt; `gpu` is the name that the measured tables are looked up by ("" = the generic choice); `overlap` lets
-    kernels start while the one before them still runs (programmatic dependent launch, sm_90 and up)."""
+    cuBLASLt; `gpu` is the name that the measured tables are looked up by ("" = the generic choice)."""
 
     arch: int
     num_sms: int
     cublas: bool = False
     gpu: str = ""
-    overlap: bool = False
 
     @classmethod
     def of(cls, device: Device, *, cublas: bool) -> Target:
         """The target that a real device is."""
-        return cls(device.arch, device.num_sms, cublas, device.name, overlap=device.arch >= 90)
+        return cls(device.arch, device.num_sms, cublas, device.name)
 
 
-H200 = Target(arch=90, num_sms=132, cublas=True, gpu="NVIDIA H200", overlap=True)
+H200 = Target(arch=90, num_sms=132, cublas=True, gpu="NVIDIA H200")
 """The target that plans are made for when no GPU is at hand."""

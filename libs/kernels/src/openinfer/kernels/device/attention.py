@@ -9,8 +9,6 @@ GROUP heads each. `scale` holds log2(e) and is positive; `window` is huge where 
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.overlap import begin as after_previous
-
 LOW = tl.constexpr(-1.0e30)
 """A score that nothing sees: exp2 of its distance to a real one is 0, to itself is 1 and not NaN."""
 
@@ -57,14 +55,12 @@ def attend_long(
     out, q, kv, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, rows, tokens, short,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rows of more than `short` tokens, and zeros for the tokens after the last row.
 
     BQ = BM // GROUP tokens a tile; row r has the tiles from q_starts[r] // BQ + r on, and the tokens after the last row
     count as one more. Grid (key heads, tokens // BQ + rows + 1): the tiles with most keys start first.
     """
-    after_previous(OVERLAP)
     BQ: tl.constexpr = BM // GROUP
     SEARCH: tl.constexpr = 128
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
@@ -147,7 +143,7 @@ def attend_short(
     out, q, kv, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, partial, weight, arrived, tokens, short, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MR: tl.constexpr, MERGE: tl.constexpr, OVERLAP: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """Rows of at most `short` tokens, their keys in parts of at least `part_size`; the last part to arrive merges them.
     Also zeros for the tokens from the last row's end to `tokens`. Grid (rows, key heads, parts at most).
@@ -155,7 +151,6 @@ def attend_short(
     partial: float32 [rows, key heads, parts, short * GROUP, D], weight the same less D; arrived: int32 [rows, key
     heads], zero before and after. MR: short * GROUP or the next power of two.
     """
-    after_previous(OVERLAP)
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, kv_heads, splits = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
     pair = tl.arange(0, BM)

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.norm import gated
-from openinfer.kernels.device.overlap import begin, fetch
 
 
 @triton.jit
@@ -22,33 +21,20 @@ def _finish(out, value, mask, ADD: tl.constexpr):
 
 
 @triton.jit
-def _fetch_ahead(row, up_row, first, steps, BK: tl.constexpr, GATED: tl.constexpr):
-    """Bring the first `steps` steps of K of the weight rows [BN, 1] into L2."""
-    line = tl.arange(0, BK // 64)[None, :] * 64
-    for s in range(steps):
-        fetch(row + first + s * BK + line)
-        if GATED:
-            fetch(up_row + first + s * BK + line)
-
-
-@triton.jit
 def gemv(
-    out, x, gain, weight, N, K, eps, ahead,
+    out, x, gain, weight, N, K, eps,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """M = 1, on the CUDA cores: BN rows of the weights a program. Grid (cdiv(N, BN),).
 
     NORM: 0, or a power of two >= K: then x is normalised first, round(gain * round(x / rms(x))); every program does
-    that for itself. ahead: steps of K whose weights are fetched before the kernels before this one are done.
+    that for itself.
     """
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
     first = weight + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K
     up_first = first + N.to(tl.int64) * K
-    if OVERLAP:
-        _fetch_ahead(first, up_first, 0, ahead, BK, GATED)
-    begin(OVERLAP)
     scale = 1.0
     if NORM:
         whole = tl.arange(0, NORM)
@@ -82,15 +68,14 @@ def _store_small(out, acc, up, rm, rn, M, N, ADD: tl.constexpr, GATED: tl.conste
 
 @triton.jit
 def gemm_small(
-    out, x, weight, partial, counter, M, N, K, ahead,
+    out, x, weight, partial, counter, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr, OVERLAP: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """M <= BM: the weights are the tall operand of the tensor cores, K is split over SPLIT programs, and the last one
     to finish sums their parts in a fixed order. Grid (cdiv(N, BN), SPLIT).
 
-    partial: float32 [SPLIT, 2 if GATED else 1, BM, N]; counter: int32 [cdiv(N, BN)], zero before and after. ahead: as
-    in gemv.
+    partial: float32 [SPLIT, 2 if GATED else 1, BM, N]; counter: int32 [cdiv(N, BN)], zero before and after.
     """
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -101,9 +86,6 @@ def gemm_small(
     up_row = row + N.to(tl.int64) * K
     steps = tl.cdiv(K // BK, SPLIT)
     first = part * steps * BK
-    if OVERLAP:
-        _fetch_ahead(row, up_row, first, tl.minimum(ahead, K // BK - part * steps), BK, GATED)
-    begin(OVERLAP)
     row += rk[None, :]
     up_row += rk[None, :]
     column = x + tl.minimum(rm, M - 1)[None, :] * K + rk[:, None]
@@ -153,10 +135,8 @@ def _tile(index, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 def gemm(
     out, x, weight, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Any M, through pointers. Grid (cdiv(M, BM) * cdiv(N, BN),)."""
-    begin(OVERLAP)
     om, on = _tile(tl.program_id(0), M, N, BM, BN, GROUP)
     rm = om + tl.arange(0, BM)
     rn = on + tl.arange(0, BN)
@@ -174,13 +154,11 @@ def gemm(
 def gemm_tma(
     out, old, x, weight, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Any M, through tensor maps of out [BM, BN], x [BM, BK] and weight [BN, BK]; persistent: grid (min(SMs, tiles),).
 
     old: out as a pointer. What ADD adds is read through it: through a map it would cost a tile of shared memory.
     """
-    begin(OVERLAP)
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         om, on = _tile(index, M, N, BM, BN, GROUP)

@@ -4,17 +4,14 @@
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.overlap import begin
-
 
 @triton.jit
-def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr):
     """out[t] = round(weight * round(x[t] / rms(x[t]))); rows of width <= BLOCK. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    begin(OVERLAP)
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
     unit = (value * scale).to(x.dtype.element_ty).to(tl.float32)
@@ -32,12 +29,11 @@ def gated(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def silu_mul(out, both, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def silu_mul(out, both, width, BLOCK: tl.constexpr):
     """out[t] = silu(both[t, :width]) * both[t, width:]. Grid (rows, cdiv(width, BLOCK))."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    begin(OVERLAP)
     gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0)
     up = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0)
     value = gated(gate, up, out.dtype.element_ty)

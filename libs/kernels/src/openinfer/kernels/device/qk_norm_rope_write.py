@@ -4,21 +4,17 @@
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.overlap import begin
-
 
 @triton.jit
 def qk_norm_rope_write(
     q, kv, qkv, q_norm, k_norm, cos_sin, positions, token_slots, block_tables,
     heads, kv_heads, table_width, page_stride, eps,
     DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """HEADS of a token's heads a program, each as its two halves. Grid (tokens, cdiv(heads + 2 kv_heads, HEADS)).
 
     Heads are numbered as in qkv: queries, keys, values. HALF_BLOCK: DIM / 2 or the next power of two.
     """
-    begin(OVERLAP)
     HALF: tl.constexpr = DIM // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token)

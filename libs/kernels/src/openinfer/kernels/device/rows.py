@@ -4,13 +4,10 @@
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.overlap import begin
-
 
 @triton.jit
-def gather_rows(out, index, table, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def gather_rows(out, index, table, width, BLOCK: tl.constexpr):
     """out[i] = table[index[i]]; rows of `width`. Grid (rows, cdiv(width, BLOCK))."""
-    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(index + row).to(tl.int64)
@@ -19,9 +16,8 @@ def gather_rows(out, index, table, width, BLOCK: tl.constexpr, OVERLAP: tl.const
 
 
 @triton.jit
-def gather_last(out, x, q_starts, width, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def gather_last(out, x, q_starts, width, BLOCK: tl.constexpr):
     """out[r] = x[max(q_starts[r + 1] - 1, 0)]; rows of `width`. Grid (rows, cdiv(width, BLOCK))."""
-    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.maximum(tl.load(q_starts + row + 1) - 1, 0).to(tl.int64)
@@ -30,9 +26,8 @@ def gather_last(out, x, q_starts, width, BLOCK: tl.constexpr, OVERLAP: tl.conste
 
 
 @triton.jit
-def scatter_words(words, writes, capacity, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def scatter_words(words, writes, capacity, BLOCK: tl.constexpr):
     """words[index[i]] = value[i] for i < count. `writes`: count, capacity indices, capacity values."""
-    begin(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     used = i < tl.load(writes)
     index = tl.load(writes + 1 + i, mask=used)
@@ -43,10 +38,9 @@ def scatter_words(words, writes, capacity, BLOCK: tl.constexpr, OVERLAP: tl.cons
 @triton.jit
 def expand_rows(
     token_ids, positions, token_slots, prompt, slots, q_starts, seq_lens, last_tokens, alive, tokens, rows, steps,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Ids, positions and slots of BLOCK tokens a program. `steps`: cdiv(log2(rows)) halvings find a token's row."""
-    begin(OVERLAP)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     # The last row whose first token is not after this one: empty rows before it share that first token.

@@ -35,7 +35,7 @@ def _launches(target: Target, *, words: Tensor, writes: Tensor) -> Iterator[Comm
         "scatter_words",
         (max(-(-capacity // block), 1),),
         {"words": words, "writes": writes, "capacity": capacity},
-        {"BLOCK": block, "OVERLAP": target.overlap},
+        {"BLOCK": block},
     )
 
 

@@ -39,7 +39,7 @@ def _launches(target: Target, *, out: Tensor, token_ids: Tensor, table: Tensor) 
             "table": table,
             "width": Aligned(width) if width % 16 == 0 else width,
         },
-        {"BLOCK": block, "OVERLAP": target.overlap},
+        {"BLOCK": block},
     )
 
 

@@ -100,7 +100,7 @@ def _launches(
             "rows": rows,
             "steps": (rows - 1).bit_length(),
         },
-        {"BLOCK": block, "OVERLAP": target.overlap},
+        {"BLOCK": block},
     )
 
 

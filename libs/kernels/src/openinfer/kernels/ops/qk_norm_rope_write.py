@@ -127,7 +127,7 @@ def _launches(
             "page_stride": Aligned(kv.strides[0]),
             "eps": eps,
         },
-        {"DIM": dim, "HALF_BLOCK": half, "HEADS": block, "PAGE": page_size, "OVERLAP": target.overlap},
+        {"DIM": dim, "HALF_BLOCK": half, "HEADS": block, "PAGE": page_size},
         num_warps=max(1, block * half // 256),
     )
 

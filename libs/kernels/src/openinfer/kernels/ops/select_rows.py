@@ -36,7 +36,7 @@ def _launches(target: Target, *, out: Tensor, x: Tensor, q_starts: Tensor) -> It
         "gather_last",
         (rows, -(-width // block)),
         {"out": out, "x": x, "q_starts": q_starts, "width": Aligned(width) if width % 16 == 0 else width},
-        {"BLOCK": block, "OVERLAP": target.overlap},
+        {"BLOCK": block},
     )
 
 

@@ -106,30 +106,10 @@ class CudaDriver:
 
     def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None:
         kernel = self.load(spec)
-        if not spec.overlaps:
-            status = self._cu.cuLaunchKernel(
-                kernel.function, *grid, kernel.threads, 1, 1, kernel.shared, self._stream.handle,
-                parameters.params, 0,
-            )  # fmt: skip
-            check(status, kernel.call)
-            return
-        config = self._config
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.sharedMemBytes = kernel.threads, kernel.shared
-        check(self._cu.cuLaunchKernelEx(config, kernel.function, parameters.params, 0), kernel.call)
-
-    @functools.cached_property
-    def _config(self) -> Any:
-        """A launch configuration whose kernel may start before the one before it has ended."""
-        cu = self._cu
-        attribute = cu.CUlaunchAttribute()
-        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config = cu.CUlaunchConfig()
-        config.blockDimY = config.blockDimZ = 1
-        config.hStream = self._stream.handle
-        config.attrs, config.numAttrs = [attribute], 1
-        return config
+        status = self._cu.cuLaunchKernel(
+            kernel.function, *grid, kernel.threads, 1, 1, kernel.shared, self._stream.handle, parameters.params, 0
+        )  # fmt: skip
+        check(status, kernel.call)
 
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None:
         if self._cublas is None:
