@@ -42,7 +42,7 @@ class Pools:
 
 def test_the_loop_over_the_pool_yields_what_each_request_yields_alone():
     seen = Pools().play(range(200))
-    assert min(seen.values()) > 100, seen
+    assert min(seen.values()) > 50, seen
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from openinfer.kvpool import BlockState, Group, IntegrityError, Pool
+from openinfer.kvpool import Group, IntegrityError, Pool
 
 
 @pytest.fixture
@@ -19,23 +19,25 @@ def setting():
     second.commit([2] * 2, 2)
     second.reserve(4)
     pool.check_integrity()
-    states = [state.name for state in pool._ledgers[0]._state]
+    states = [pool.block_state(block).name for block in range(9)]
     assert states == ["PADDING", "CACHED", "CACHED", "SHARED", "DUPLICATE", "PRIVATE", "FREE", "FREE", "FREE"]
     yield pool, pool._ledgers[0]
     first._released = second._released = True  # the books are beyond repair
 
 
 TAMPERINGS = {
-    "block 3 .SHARED.: counts 2 users, 1 leases": lambda ledger: ledger._users.__setitem__(3, 2),
-    "block 5 .CACHED.: has 1 users": lambda ledger: ledger._state.__setitem__(5, BlockState.CACHED),
-    "only block 0 is padding": lambda ledger: ledger._state.__setitem__(0, BlockState.FREE),
-    "has the name": lambda ledger: ledger._name.__setitem__(6, b"x"),
-    "and the index disagree": lambda ledger: ledger._index.clear(),
-    "list of duplicates disagree": lambda ledger: ledger._duplicates.clear(),
-    "same content is not in use": lambda ledger: ledger._users.__setitem__(3, 0),
-    "listed as FREE": lambda ledger: ledger._free.append(6),
-    "listed as CACHED": lambda ledger: ledger._cached.popitem(),
-    r"cached block 2 would outlive its parent \(block 1\)": lambda ledger: ledger._cached.move_to_end(2),
+    "block 3 .SHARED.: counts 2 users, 1 are known": lambda ledger: ledger._users.__setitem__(3, 2),
+    "block 5 .FREE.: counts 0 users, 1 are known": lambda ledger: ledger._users.__setitem__(5, 0),
+    "padding is in use": lambda ledger: ledger._users.__setitem__(0, 1),
+    "is named, but not in the index": lambda ledger: ledger._name.__setitem__(6, b"x"),
+    "the index has names that no block has": lambda ledger: ledger._index.__setitem__(b"x", 6),
+    "equals block 3, but is not listed as its duplicate": lambda ledger: ledger._duplicates.clear(),
+    "it or block 3, which it equals, is not in use": lambda ledger: ledger._users.__setitem__(3, 0),
+    "listed as a duplicate of itself": lambda ledger: ledger._duplicates[ledger._name[3]].update({3: None}),
+    r"listed as FREE \[6, 6, 7, 8\]": lambda ledger: ledger._free.append(6),
+    "policy keeps 1 names, not the 2 that are CACHED": lambda ledger: ledger._policy.pop(),
+    r"block 2 .CACHED.: outlived its parent": lambda ledger: ledger._index.pop(ledger._name[1]),
+    r"in use, its parent .block 1. is not": lambda ledger: ledger._parent.__setitem__(3, ledger._name[1]),
 }
 
 

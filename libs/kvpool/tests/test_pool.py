@@ -296,6 +296,8 @@ def test_commit_beyond_what_is_there_is_refused():
         (lambda: [Group("a", 0, 2)], "block_size is 0"),
         (lambda: [Group("a", 1, 1)], "num_blocks is 1, it must be at least 2"),
         (lambda: [Group("a", 1, 2, -1)], "block_bytes is -1"),
+        (lambda: [Group("a", 1, 2, window=0)], "window is 0"),
+        (lambda: [Group("a", 1, 2, window=4, snapshots=True)], "a snapshot has no window"),
     ],
 )
 def test_pools_that_cannot_be_are_refused(groups, message):

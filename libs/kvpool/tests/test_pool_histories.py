@@ -258,7 +258,9 @@ class HeadFirst(Pool):
 
     def acquire(self, tokens, salt=b"", hashes=None):
         for ledger in self._ledgers:
-            ledger.release = lambda table, ledger=ledger: type(ledger).release(ledger, table[::-1])
+            ledger.release = lambda blocks, priority, ledger=ledger: type(ledger).release(
+                ledger, reversed(list(blocks)), priority
+            )
         return super().acquire(tokens, salt, hashes)
 
 
@@ -274,8 +276,8 @@ class TakesTheNewest(Pool):
 
     def acquire(self, tokens, salt=b"", hashes=None):
         for ledger in self._ledgers:
-            for block in reversed(list(ledger._cached)):
-                ledger._cached.move_to_end(block)
+            for name in reversed(list(ledger._policy)):
+                ledger._policy._order.move_to_end(name)
         return super().acquire(tokens, salt, hashes)
 
 
@@ -284,7 +286,7 @@ class ForgetsHeirs(Pool):
 
     def acquire(self, tokens, salt=b"", hashes=None):
         for ledger in self._ledgers:
-            ledger._promote = lambda name, ledger=ledger: ledger._index.pop(name)
+            ledger._is_last = lambda name, block, ledger=ledger: ledger._index.pop(name, None) is None
         return super().acquire(tokens, salt, hashes)
 
 

@@ -1,21 +1,46 @@
 """A paged KV cache pool: blocks, leases, a prefix index and eviction. Pure logic, no dependency."""
 
-from .errors import IntegrityError, InvalidGroup, InvalidTokens, LeaseReleased, PoolError
+from .errors import (
+    EvictionError,
+    IntegrityError,
+    InvalidBlocks,
+    InvalidGroup,
+    InvalidTokens,
+    LeaseReleased,
+    PoolError,
+)
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from .eviction import Eviction, Lineage, Lru, Priority, S3Fifo
 from .group import BlockState, Group
 from .hashing import hash_blocks
+from .hold import Hold
 from .lease import Lease
+from .parts import Copy
 from .pool import Pool, PoolStats
 
 __all__ = [
+    "AllBlocksCleared",
+    "BlockRemoved",
     "BlockState",
+    "BlockStored",
+    "Copy",
+    "EventBatch",
+    "Eviction",
+    "EvictionError",
     "Group",
+    "Hold",
     "IntegrityError",
+    "InvalidBlocks",
     "InvalidGroup",
     "InvalidTokens",
     "Lease",
     "LeaseReleased",
+    "Lineage",
+    "Lru",
     "Pool",
     "PoolError",
     "PoolStats",
+    "Priority",
+    "S3Fifo",
     "hash_blocks",
 ]

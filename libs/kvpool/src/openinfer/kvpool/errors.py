@@ -1,12 +1,14 @@
 """Everything this library raises.
 
     PoolError (Exception)
-     ├─ InvalidGroup     (ValueError)      a group, or a set of groups, that no pool can be made of
+     ├─ InvalidGroup     (ValueError)      a group, a set of groups or an option that no pool can be made of
      ├─ InvalidTokens    (ValueError)      tokens, hashes or counts that do not belong together
+     ├─ InvalidBlocks    (ValueError)      blocks that cannot be held: not there, or not complete
      ├─ LeaseReleased    (RuntimeError)    a lease used after its release
+     ├─ EvictionError    (RuntimeError)    an eviction policy chose a block that is not cached
      └─ IntegrityError   (RuntimeError)    check_integrity() found the pool's books wrong: a bug
 
-A pool that is merely full raises nothing: `Lease.reserve` answers None.
+A pool that is merely full raises nothing: `Lease.reserve` and `Lease.snapshot` answer None.
 """
 
 from __future__ import annotations
@@ -17,15 +19,23 @@ class PoolError(Exception):
 
 
 class InvalidGroup(PoolError, ValueError):
-    """A group, or a set of groups, that no pool can be made of."""
+    """A group, a set of groups or an option that no pool can be made of."""
 
 
 class InvalidTokens(PoolError, ValueError):
     """Tokens, hashes or counts that do not belong together."""
 
 
+class InvalidBlocks(PoolError, ValueError):
+    """Blocks that cannot be held: not in the pool, or not complete."""
+
+
 class LeaseReleased(PoolError, RuntimeError):
     """A lease was used after its release."""
+
+
+class EvictionError(PoolError, RuntimeError):
+    """An eviction policy chose a block that is not cached: a bug of the policy."""
 
 
 class IntegrityError(PoolError, RuntimeError):

@@ -10,36 +10,47 @@ from .errors import InvalidGroup
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One kind of state, kept in `num_blocks` blocks of `block_size` tokens each.
+    """One kind of state, kept in `num_blocks` blocks. Lengths are tokens of the sequence, always.
+
+    By default a block is a page: the state of `block_size` tokens, all of which the sequence keeps. A compressed
+    cache is no different: 16 entries that cover 128 tokens each are a block of 2,048.
+
+    window: pages again, but the token at position p needs only the `window` tokens before p (an attention
+    window of W that counts the token itself needs W - 1). Pages that fall out are given back.
+
+    snapshots: a block is the whole state of a sequence after some token (recurrent, convolution, ...): each
+    sequence has one live block, and `Lease.snapshot` keeps copies at multiples of `block_size`.
 
     Block ids of a group are 0 .. num_blocks-1. Block 0 is the padding block: dead and padding rows write
     there, and it is never handed out. `block_bytes` is what a block takes on the device (all layers); the
-    pool only carries it.
+    pool only carries it. Raises InvalidGroup.
     """
 
     name: str
     block_size: int
     num_blocks: int
     block_bytes: int = 0
+    window: int | None = None
+    snapshots: bool = False
 
     def __post_init__(self) -> None:
+        complaint = None
         if self.block_size < 1:
-            raise InvalidGroup(
-                f"group {self.name!r}: block_size is {self.block_size}, it must be at least 1 token"
-            )
-        if self.num_blocks < 2:
-            raise InvalidGroup(
-                f"group {self.name!r}: num_blocks is {self.num_blocks}, it must be at least 2 "
-                "(block 0 is padding)"
-            )
-        if self.block_bytes < 0:
-            raise InvalidGroup(
-                f"group {self.name!r}: block_bytes is {self.block_bytes}, it cannot be negative"
-            )
+            complaint = f"block_size is {self.block_size}, it must be at least 1 token"
+        elif self.num_blocks < 2:
+            complaint = f"num_blocks is {self.num_blocks}, it must be at least 2 (block 0 is padding)"
+        elif self.block_bytes < 0:
+            complaint = f"block_bytes is {self.block_bytes}, it cannot be negative"
+        elif self.window is not None and self.window < 1:
+            complaint = f"window is {self.window}, it must be at least 1 token (or None: all are kept)"
+        elif self.window is not None and self.snapshots:
+            complaint = f"it has a window of {self.window} and snapshots; a snapshot has no window, drop one"
+        if complaint:
+            raise InvalidGroup(f"group {self.name!r}: {complaint}")
 
 
 class BlockState(IntEnum):
-    """The life of a block. A lease moves it along; only CACHED blocks are ever evicted.
+    """The life of a block, as `Pool.block_state` tells it. Only CACHED blocks are ever evicted.
 
     FREE -> PRIVATE -> SHARED <-> CACHED -> FREE, and PRIVATE -> DUPLICATE -> SHARED or FREE.
     """
@@ -51,8 +62,8 @@ class BlockState(IntEnum):
     PRIVATE = 2
     """In one lease; not complete, or not confirmed yet."""
     DUPLICATE = 3
-    """In one lease, complete; a block with the same content is registered already."""
+    """In use, complete; a block with the same content is registered already."""
     SHARED = 4
-    """In one lease or more, registered: acquire() finds it."""
+    """In use, registered: acquire() finds it."""
     CACHED = 5
-    """In no lease, registered: acquire() finds it, and it is evicted when blocks are needed."""
+    """In no use, registered: acquire() finds it, and it is evicted when blocks are needed."""

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from .errors import InvalidTokens, LeaseReleased
 from .hashing import extend_hashes
+from .parts import Copy, Pages, Snapshots
 
 if TYPE_CHECKING:
-    from .ledger import Ledger
     from .pool import Pool
-
-
-@dataclass(slots=True)
-class _Part:
-    """What a lease holds of one group."""
-
-    ledger: Ledger
-    block_size: int
-    table: list[int]
-    num_committed: int  # blocks
 
 
 class Lease:
@@ -39,28 +28,45 @@ class Lease:
     hashes: list[bytes]
     """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read
     only."""
+    copies: list[Copy]
+    """To be carried out before anything is computed: set by the first reserve that grows, where the cached prefix
+    ends in a snapshot or inside a page."""
 
     def __init__(
-        self, pool: Pool, ledgers: Sequence[Ledger], root: bytes, hashes: list[bytes], num_queried: int
+        self, pool: Pool, parts: list[Pages | Snapshots], root: bytes, hashes: list[bytes], num_queried: int
     ) -> None:
         self.num_cached = 0
         self.num_tokens = 0
         self.hashes = hashes
+        self.copies = []
         self._pool = pool
-        self._parts = [_Part(ledger, ledger.block_size, [], 0) for ledger in ledgers]
+        self._parts = parts
         self._root = root
         self._num_queried: int | None = num_queried
+        self._num_committed = 0
+        self._copies_due = False
         self._released = False
 
-    def _attach(self, num_cached: int, tables: Sequence[list[int]]) -> None:
-        self.num_cached = self.num_tokens = num_cached
-        for part, table in zip(self._parts, tables, strict=True):
-            part.ledger.share(table)
-            part.table = table
-            part.num_committed = len(table)
+    def _attach(self, num_cached: int, tables: Sequence[list[int]], sources: Sequence[int]) -> None:
+        self.num_cached = self._num_committed = num_cached
+        self._copies_due = any(sources)
+        for part, table, source in zip(self._parts, tables, sources, strict=True):
+            if isinstance(part, Pages):
+                part.attach(table, source)
+            elif source:
+                part.attach(source)
+        self.num_tokens = self._room(num_cached)
+
+    def _room(self, num_tokens: int) -> int:
+        """Tokens that fit; num_tokens where no page limits them."""
+        rooms = [
+            len(part.table) * part.ledger.group.block_size for part in self._parts if isinstance(part, Pages)
+        ]
+        return min(rooms, default=num_tokens)
 
     def block_table(self, group: int = 0) -> Sequence[int]:
-        """Block ids of a group, in the order of the tokens. A live view: copy it to keep it."""
+        """Block ids of a group, in the order of the tokens; 0, the padding block, where the window has moved on.
+        Of a group of snapshots: the one live block. A live view: copy it to keep it."""
         return self._parts[group].table
 
     def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
@@ -75,20 +81,30 @@ class Lease:
             return []
         wanted = []
         for part in self._parts:
-            count = -(-num_tokens // part.block_size) - len(part.table)
-            if count > part.ledger.num_free:
+            count = part.missing(num_tokens)
+            if count > part.ledger.room(0 if self.copies else part.source):
                 return None
             wanted.append(count)
         grown = []
         for group, count in enumerate(wanted):
             if count > 0:
                 part = self._parts[group]
-                blocks = part.ledger.allocate(count)
-                grown.append((group, len(part.table), blocks))
-                part.table.extend(blocks)
-        self.num_tokens = min([len(part.table) * part.block_size for part in self._parts])
+                first = len(part.table)
+                grown.append((group, first, part.grow(count)))
+        if self._copies_due:
+            self._note_copies()
+        self.num_tokens = self._room(num_tokens)
         self._count_query()
         return grown
+
+    def _note_copies(self) -> None:
+        self._copies_due = False
+        for group, part in enumerate(self._parts):
+            if part.source and isinstance(part, Pages):
+                index, count = divmod(self.num_cached, part.ledger.group.block_size)
+                self.copies.append(Copy(group, part.source, part.table[index], count))
+            elif part.source:
+                self.copies.append(Copy(group, part.source, part.table[0], self.num_cached))
 
     def _count_query(self) -> None:
         # Counted here, not in acquire: a sequence may be looked up many times before there is room for it.
@@ -97,32 +113,55 @@ class Lease:
             self._pool.stats.hit_tokens += self.num_cached
             self._num_queried = None
 
-    def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Make findable the blocks that the first `num_confirmed` of `tokens` fill: all known to be computed.
+    def snapshot(self, boundary: int) -> list[Copy] | None:
+        """Room for a snapshot of the state after `boundary` tokens, a multiple of `pool.boundary_size`.
 
-        Where the same content is registered by another lease already, ours stays private (as a duplicate); it
-        takes over if the other goes first. Each block is hashed once in a lease's life. Raises LeaseReleased,
-        InvalidTokens.
+        Returns the copies to carry out when the live state has seen exactly so many tokens (one for each group
+        of snapshots; none for a pool without); they are findable once commit() has confirmed as many. Twice
+        the same boundary: the same copies. None when there is no room; nothing depends on it, so go on
+        without. Raises LeaseReleased; InvalidTokens for other boundaries, or when nothing is reserved yet.
         """
         self._check_live()
-        if num_confirmed > len(tokens) or num_confirmed > self.num_tokens:
+        if boundary % self._pool.boundary_size or not self._num_committed <= boundary <= self.num_tokens:
+            raise InvalidTokens(
+                f"cannot take a snapshot at {boundary} tokens: give a multiple of {self._pool.boundary_size} "
+                f"from {self._num_committed} (committed) to {self.num_tokens} (reserved)"
+            )
+        states = [(group, part) for group, part in enumerate(self._parts) if isinstance(part, Snapshots)]
+        if not all(part.table for _, part in states):
+            raise InvalidTokens(
+                "there is no live state yet: reserve room for more than the cached tokens first"
+            )
+        if not self._pool.prefix_cache or any(not part.has_room(boundary) for _, part in states):
+            return None
+        return [Copy(group, part.table[0], part.snapshot(boundary), boundary) for group, part in states]
+
+    def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
+        """Say that the first `num_confirmed` of `tokens` are computed for certain.
+
+        The blocks that they fill, and snapshots at boundaries up to there, become findable; blocks that the
+        next token's window does not reach are given back. Where the same content is registered by another
+        lease already, ours stays private (as a duplicate); it takes over if the other goes first. Each block
+        is hashed once in a lease's life. Raises LeaseReleased, InvalidTokens.
+        """
+        self._check_live()
+        if num_confirmed > len(tokens) or num_confirmed > max(self.num_tokens, self.num_cached):
             raise InvalidTokens(
                 f"cannot commit {num_confirmed} tokens: {len(tokens)} given, "
                 f"room reserved for {self.num_tokens}"
             )
-        if not self._pool.prefix_cache:
+        if num_confirmed < self._num_committed:
             return
-        unit = self._pool.hash_block_size
+        self._num_committed = num_confirmed
+        hashes, root, unit = self.hashes, self._root, self._pool.hash_block_size
         for part in self._parts:
-            first, last = part.num_committed, num_confirmed // part.block_size
-            if last <= first:
-                continue
-            scale = part.block_size // unit
-            extend_hashes(self.hashes, self._root, tokens, last * scale, unit)
-            for index in range(first, last):
-                parent = self.hashes[index * scale - 1] if index else None
-                part.ledger.register(part.table[index], self.hashes[(index + 1) * scale - 1], parent)
-            part.num_committed = last
+            if num_confirmed > self.num_cached:
+                part.drop_source()
+            if self._pool.prefix_cache:
+                extend_hashes(hashes, root, tokens, part.num_hashes(num_confirmed), unit)
+                part.register(hashes, root, tokens, num_confirmed)
+            if isinstance(part, Pages):
+                part.slide(num_confirmed)
 
     def release(self) -> None:
         """Give all blocks back: registered ones stay cached, the others are free. Idempotent."""
@@ -130,9 +169,15 @@ class Lease:
             return
         self._released = True
         for part in self._parts:
-            part.ledger.release(part.table)
-            part.table.clear()
+            if isinstance(part, Pages):
+                part.keep_tail(self.hashes, self._root)
+            part.release()
         self.num_tokens = 0
+        self.copies.clear()
+
+    def _held(self, group: int) -> Iterator[int]:
+        """Blocks in use, for audits."""
+        return self._parts[group].held()
 
     def _check_live(self) -> None:
         if self._released:

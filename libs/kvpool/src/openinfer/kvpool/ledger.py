@@ -1,189 +1,303 @@
-"""One group's books: the state, the users and the name of every block. O(1) a block throughout."""
+"""One group's books: the users and the name of every block. O(1) a block throughout."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from .errors import EvictionError
+from .events import EventLog
+from .eviction import Eviction
 from .group import BlockState, Group
+from .tails import Tails
 
 if TYPE_CHECKING:
     from .pool import PoolStats
-
-# Members by name: looking one up in its class is what a block would cost most.
-PADDING, FREE, PRIVATE, DUPLICATE, SHARED, CACHED = BlockState
 
 
 class Ledger:
     """The books of one group.
 
-    Two invariants make eviction exact without any tree. (1) A block in use has its parent's content in use
-    too: of equal blocks, one that somebody holds carries the registration (see `register` and `release`). So
-    every cached block can go. (2) A release queues a table's tail before its head, and whoever used a block
-    used its parents, so in the queue of cached blocks a child always comes before its parent.
+    A block's state follows from three facts: how many use it, its name, and whether the index has it by that
+    name. Two invariants make eviction exact without any tree. (1) A page in use has its parent's content in
+    use too, and of equal blocks one that somebody uses carries the registration (see `register` and
+    `release`). So every cached block can go. (2) Whoever lets go of pages lets go of children first, so the
+    policy hears of a child before its parent.
     """
 
-    def __init__(self, group: Group, stats: PoolStats) -> None:
-        self.block_size = group.block_size
-        self._group = group
+    def __init__(
+        self,
+        group: Group,
+        index: int,
+        policy: Eviction,
+        stats: PoolStats,
+        events: EventLog | None,
+        tails: Tails | None,
+    ) -> None:
+        self.group = group
+        self.tails = tails
+        self._group_index = index
+        # Pages in a window, and snapshots, are of use without the blocks before them.
+        self._lineage = group.window is None and not group.snapshots
+        self._policy = policy
         self._stats = stats
-        self._state = [FREE] * group.num_blocks
-        self._state[0] = PADDING
+        self._events = events
         self._users = [0] * group.num_blocks
         self._name: list[bytes | None] = [None] * group.num_blocks
-        self._parent: list[bytes | None] = [None] * group.num_blocks
+        self._parent: list[bytes | None] = [None] * group.num_blocks  # means something while there is a name
         self._free = list(range(group.num_blocks - 1, 0, -1))  # a stack: the lowest id first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # evicted from the front
         self._index: dict[bytes, int] = {}
-        self._duplicates: dict[bytes, dict[int, None]] = {}
+        self._duplicates: dict[bytes, dict[int, None]] = {}  # used blocks, equal to a registered used one
 
     @property
     def num_free(self) -> int:
         """Blocks that allocate() could hand out."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._policy)
 
     @property
     def num_in_use(self) -> int:
-        """Blocks that a lease holds."""
-        return self._group.num_blocks - 1 - self.num_free
+        """Blocks that somebody uses."""
+        return self.group.num_blocks - 1 - self.num_free
+
+    def state(self, block: int) -> BlockState:
+        """Where a block is in its life."""
+        name, used = self._name[block], self._users[block] > 0
+        if block == 0:
+            return BlockState.PADDING
+        if name is None:
+            return BlockState.PRIVATE if used else BlockState.FREE
+        if self._index.get(name) != block:
+            return BlockState.DUPLICATE
+        return BlockState.SHARED if used else BlockState.CACHED
+
+    # -- looking up --
+
+    def find(self, name: bytes) -> int | None:
+        """The registered block of that name."""
+        return self._index.get(name)
 
     def match(self, names: Sequence[bytes]) -> list[int]:
         """Registered blocks of the longest prefix of `names`."""
         blocks = []
+        get = self._index.get
         for name in names:
-            block = self._index.get(name)
+            block = get(name)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """Add a user to each of these registered blocks."""
-        for block in blocks:
-            self._users[block] += 1
-            if self._state[block] is CACHED:
-                self._state[block] = SHARED
-                del self._cached[block]
+    def runs(self, names: Sequence[bytes]) -> list[int]:
+        """For each of `names`, how many registered ones in a row end with it."""
+        run = 0
+        return [run := run + 1 if name in self._index else 0 for name in names]
 
-    def allocate(self, count: int) -> list[int]:
-        """Hand out `count` private blocks, at most num_free: free ones first, then by eviction."""
-        blocks = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.pop()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                self._forget(block)
-                self._stats.evicted += 1
-            self._state[block] = PRIVATE
+    # -- the life of a block --
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a user to each of these complete blocks, parents first."""
+        users, names, use = self._users, self._name, self._policy.use
+        for block in blocks:
+            name = names[block]
+            if not users[block] and name is not None:
+                use(name)
+            users[block] += 1
+
+    def room(self, spare: int = 0) -> int:
+        """What allocate(..., spare) could hand out."""
+        return self.num_free + (1 if spare and self._users[spare] == 1 else 0)
+
+    def allocate(self, count: int, spare: int = 0) -> list[int]:
+        """Hand out `count` private blocks, at most room(spare): free ones first, then by eviction.
+
+        If that is one too few, the first is `spare`, a registered block that only the caller uses.
+        """
+        fresh = min(count, len(self._free))
+        blocks = self._free[len(self._free) - fresh :]
+        blocks.reverse()
+        del self._free[len(self._free) - fresh :]
+        for block in blocks:
             self._users[block] = 1
-            blocks.append(block)
         self._stats.allocated += count
+        missing = count - fresh
+        if missing > len(self._policy):
+            blocks += self._evict(missing - 1)
+            # Now that nothing is cached any more, nothing descends from the spare one.
+            name = self._name[spare]
+            if name is not None and self._is_last(name, spare):
+                self._forget([name])
+            self._name[spare] = None
+            return [spare, *blocks]
+        return blocks + self._evict(missing) if missing else blocks
+
+    def _evict(self, count: int) -> list[int]:
+        pop, index, users = self._policy.pop, self._index, self._users
+        names = [pop() for _ in range(count)]
+        blocks = []
+        for name in names:
+            block = index.get(name, 0)
+            if not block or users[block]:
+                raise EvictionError(
+                    f"{type(self._policy).__name__}.pop() returned {name.hex()[:16]}, which is "
+                    f"{'in use' if block else 'not registered'}; it may return what was added and not used since"
+                )
+            users[block] = 1
+            blocks.append(block)
+        self._forget(names)
+        self._stats.evicted += count
         return blocks
 
-    def register(self, block: int, name: bytes, parent: bytes | None) -> None:
-        """Give a private block its name. Held by a lease elsewhere already: ours waits as a duplicate."""
-        self._name[block], self._parent[block] = name, parent
-        other = self._index.get(name)
-        if other is not None and self._users[other]:
-            self._state[block] = DUPLICATE
-            self._duplicates.setdefault(name, {})[block] = None
-            return
-        if other is not None:  # cached and unused: ours is as good, theirs is room
-            del self._cached[other]
-            self._forget(other)
-            self._state[other] = FREE
-            self._free.append(other)
-        self._index[name] = block
-        self._state[block] = SHARED
-        self._stats.registered += 1
+    def _forget(self, names: list[bytes]) -> None:
+        """Take names out of the index."""
+        for name in names:
+            self._name[self._index.pop(name)] = None
+        if self.tails is not None:
+            names = self.tails.remove(names)
+        if self._events is not None and names:
+            self._events.removed(self._group_index, names)
 
-    def release(self, table: Sequence[int]) -> None:
-        """Take one user from each block of a table, tail first."""
-        for block in reversed(table):
-            self._users[block] -= 1
-            if self._users[block]:
+    def register(
+        self,
+        blocks: Sequence[int],
+        names: Sequence[bytes],
+        parent: bytes | None,
+        tokens: Sequence[int] | None,
+    ) -> int:
+        """Name private blocks, each the child of the one before it, the first of `parent`; say how many are new.
+
+        Held already by somebody: ours waits as a duplicate. `tokens`: theirs, for events (None: routers
+        are not told of these).
+        """
+        index, fresh, size, before = self._index, [], self.group.block_size, [parent, *names]
+        for position, (block, name) in enumerate(zip(blocks, names, strict=True)):
+            self._name[block] = name
+            self._parent[block] = before[position] if self._lineage else None
+            other = index.get(name)
+            if other is not None and self._users[other]:
+                self._duplicates.setdefault(name, {})[block] = None
                 continue
-            state, name = self._state[block], self._name[block]
-            if state is SHARED and name is not None and name not in self._duplicates:
-                self._state[block] = CACHED
-                self._cached[block] = None
+            index[name] = block
+            if other is not None:  # cached and unused: ours is as good, theirs is room
+                self._policy.use(name)
+                self._name[other] = None
+                self._free.append(other)
+            else:
+                fresh.append(position)
+        self._stats.registered += len(fresh)
+        if self._events is not None and tokens is not None:
+            for first, last in _runs(fresh):
+                run = list(names[first:last])
+                self._events.stored(
+                    self._group_index, before[first], run, tokens[first * size : last * size], size
+                )
+        return len(fresh)
+
+    def release(self, blocks: Iterable[int], priority: int) -> None:
+        """Take one user from each of these blocks, children first."""
+        users, names, parents, add = self._users, self._name, self._parent, self._policy.add
+        for block in blocks:
+            users[block] -= 1
+            if users[block]:
                 continue
-            if state is SHARED and name is not None:
-                self._promote(name)
-            elif state is DUPLICATE and name is not None:
-                self._drop_duplicate(name, block)
-            self._name[block] = self._parent[block] = None
-            self._state[block] = FREE
+            name = names[block]
+            if name is not None:
+                if not self._duplicates or self._is_last(name, block):
+                    add(name, parents[block], priority)
+                    continue
+                names[block] = None
             self._free.append(block)
+
+    def _is_last(self, name: bytes, block: int) -> bool:
+        """Whether nobody else uses this content. If somebody does, theirs carries the registration from now on."""
+        copies = self._duplicates.get(name)
+        if copies is None:
+            return True
+        heir = block
+        if self._index[name] == block:
+            heir = self._index[name] = next(iter(copies))
+        del copies[heir]
+        if not copies:
+            del self._duplicates[name]
+        return False
 
     def drop_cached(self) -> None:
         """Free all cached blocks."""
-        while self._cached:
-            block, _ = self._cached.popitem()
-            self._forget(block)
-            self._state[block] = FREE
+        while len(self._policy):
+            name = self._policy.pop()
+            block = self._index.pop(name)
+            self._name[block] = None
             self._free.append(block)
+            if self.tails is not None:
+                self.tails.remove([name])
 
-    def _forget(self, block: int) -> None:
-        name = self._name[block]
-        if name is not None:
-            del self._index[name]
-        self._name[block] = self._parent[block] = None
+    # -- auditing --
 
-    def _promote(self, name: bytes) -> None:
-        """Let a duplicate that is in use carry the registration of `name`."""
-        heir = next(iter(self._duplicates[name]))
-        self._drop_duplicate(name, heir)
-        self._index[name] = heir
-        self._state[heir] = SHARED
+    def complete(self, block: int) -> bool:
+        """Whether this is a block with a name."""
+        return 0 < block < self.group.num_blocks and self._name[block] is not None
 
-    def _drop_duplicate(self, name: bytes, block: int) -> None:
-        copies = self._duplicates[name]
-        del copies[block]
-        if not copies:
-            del self._duplicates[name]
+    def ancestry(self, block: int) -> Iterator[int]:
+        """A complete block, then the registered blocks that it descends from, nearest first."""
+        yield block
+        parent = self._parent[block]
+        while parent is not None:
+            block = self._index[parent]
+            yield block
+            parent = self._parent[block]
 
-    def problems(self, tables: Sequence[Sequence[int]]) -> Iterator[str]:
-        """Every contradiction in the books, in words. `tables`: the block tables of all live leases."""
-        users = Counter(block for table in tables for block in table)
-        for block, state in enumerate(self._state):
-            for complaint in self._block_problems(block, state, users[block]):
-                yield f"group {self._group.name!r}, block {block} ({state.name}): {complaint}"
-        for state, listed in ((FREE, self._free), (CACHED, self._cached)):
-            members = [block for block, of_block in enumerate(self._state) if of_block is state]
-            if sorted(listed) != members:
-                yield f"group {self._group.name!r}: listed as {state.name} {sorted(listed)}, by state {members}"
-        yield from self._order_problems()
+    def problems(self, uses: Iterable[int]) -> Iterator[str]:
+        """Every contradiction in the books, in words. `uses`: a block each time that somebody uses it."""
+        users = Counter(uses)
+        cached = []
+        for block, name in enumerate(self._name):
+            state = self.state(block)
+            if state is BlockState.CACHED and name is not None:
+                cached.append(name)
+            for complaint in self._block_problems(block, name, state, users[block]):
+                yield f"group {self.group.name!r}, block {block} ({state.name}): {complaint}"
+        free = [block for block in range(self.group.num_blocks) if self.state(block) is BlockState.FREE]
+        if sorted(self._free) != free:
+            yield f"group {self.group.name!r}: listed as FREE {sorted(self._free)}, by state {free}"
+        if sorted(self._policy) != sorted(cached) or len(self._policy) != len(cached):
+            told = f"{len(self._policy)} names, not the {len(cached)} that are CACHED"
+            yield f"group {self.group.name!r}: the eviction policy keeps {told}"
+        if len(self._index) != sum(1 for block, name in enumerate(self._name) if name and self._owns(block)):
+            yield f"group {self.group.name!r}: the index has names that no block has"
 
-    def _block_problems(self, block: int, state: BlockState, users: int) -> Iterator[str]:
-        name = self._name[block]
+    def _owns(self, block: int) -> bool:
+        return self.state(block) in (BlockState.SHARED, BlockState.CACHED)
+
+    def _block_problems(self, block: int, name: bytes | None, state: BlockState, users: int) -> Iterator[str]:
         if self._users[block] != users:
-            yield f"counts {self._users[block]} users, {users} leases hold it"
-        expected = {
-            PRIVATE: users == 1,
-            DUPLICATE: users == 1,
-            SHARED: users > 0,
-        }
-        if not expected.get(state, users == 0):
-            yield f"has {users} users"
-        if (state is PADDING) != (block == 0):
-            yield "only block 0 is padding"
-        if (state >= DUPLICATE) != (name is not None):
-            yield f"has the name {name!r}"
-        if (state in (SHARED, CACHED)) != (name is not None and self._index.get(name) == block):
-            yield "and the index disagree"
-        if (state is DUPLICATE) != (name is not None and block in self._duplicates.get(name, ())):
-            yield "and the list of duplicates disagree"
-        if state is DUPLICATE and name is not None and not self._users[self._index.get(name, 0)]:
-            yield "the block with the same content is not in use"
+            yield f"counts {self._users[block]} users, {users} are known"
+        if block == 0 and (users or name is not None or self._users[0]):
+            yield "padding is in use"
+        if name is None:
+            return
+        registered = self._index.get(name)
+        if registered is None:
+            yield "is named, but not in the index"
+        elif registered != block and block not in self._duplicates.get(name, ()):
+            yield f"equals block {registered}, but is not listed as its duplicate"
+        elif registered != block and not (self._users[registered] and self._users[block]):
+            yield f"it or block {registered}, which it equals, is not in use"
+        elif registered == block and block in self._duplicates.get(name, ()):
+            yield "is listed as a duplicate of itself"
+        parent = self._parent[block]
+        if parent is None:
+            return
+        elder = self._index.get(parent)
+        if elder is None:
+            yield "outlived its parent"
+        elif self._users[block] and not self._users[elder]:
+            yield f"is in use, its parent (block {elder}) is not"
 
-    def _order_problems(self) -> Iterator[str]:
-        """A cached block's parent must outlive it."""
-        rank = {block: position for position, block in enumerate(self._cached)}
-        for block, position in rank.items():
-            name = self._parent[block]
-            parent = self._index.get(name, 0) if name is not None else None
-            if parent is not None and not (self._users[parent] or rank.get(parent, -1) > position):
-                yield f"group {self._group.name!r}: cached block {block} would outlive its parent (block {parent})"
+
+def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as runs, first and one past the last."""
+    first = 0
+    for index in range(1, len(positions) + 1):
+        if index == len(positions) or positions[index] != positions[index - 1] + 1:
+            yield positions[first], positions[index - 1] + 1
+            first = index

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .errors import IntegrityError, InvalidGroup, InvalidTokens
-from .group import Group
+from .events import EventBatch, EventLog
+from .eviction import POLICIES, Eviction
+from .group import BlockState, Group
 from .hashing import extend_hashes, root_hash
+from .hold import Hold, with_ancestors
 from .lease import Lease
 from .ledger import Ledger
+from .parts import Pages, Snapshots
+from .tails import Tails
 
 
 @dataclass(slots=True)
@@ -35,18 +41,26 @@ class Pool:
 
     A sequence holds one `Lease`. Its table has one entry a block of each group, in the order of its tokens.
     Blocks that are complete and committed are named by content; another sequence with the same prefix then
-    starts from them. When nobody holds such a block it stays cached until the room is needed (least recently
-    used first, a child always before its parent). Not thread-safe: one owner, normally the engine's loop.
+    starts from them. When nobody uses such a block it stays cached until the room is needed. Not thread-safe:
+    one owner, normally the engine's loop.
 
     groups: at least one, names unique. prefix_cache=False turns sharing off: nothing is hashed or kept.
-    Raises InvalidGroup.
+    eviction: "lru", "lineage", "priority", "s3fifo", or what makes an `Eviction` for a group.
+    share_tails: a prefix may end inside a block if it uses at least so many of its tokens, and is then to be
+    copied (`Lease.copies`); all groups must be pages of one size. None: whole blocks only.
+    events: keep events for `take_events`, which somebody then has to call. Raises InvalidGroup.
     """
 
-    def __init__(self, groups: Sequence[Group], *, prefix_cache: bool = True) -> None:
-        if not groups:
-            raise InvalidGroup("a pool needs at least one group")
-        if len({group.name for group in groups}) != len(groups):
-            raise InvalidGroup(f"group names must differ, given {[group.name for group in groups]}")
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        prefix_cache: bool = True,
+        eviction: str | Callable[[Group], Eviction] = "lru",
+        share_tails: int | None = None,
+        events: bool = False,
+    ) -> None:
+        _check(groups, eviction, share_tails)
         self.groups = tuple(groups)
         self.prefix_cache = prefix_cache
         self.stats = PoolStats()
@@ -54,9 +68,22 @@ class Pool:
         # One hash chain serves all groups: a name stands for the whole prefix up to a position, so it is
         # enough to have one at every position where any group's block may end.
         self.hash_block_size = math.gcd(*sizes)
-        self._hit_size = math.lcm(*sizes)
-        self._ledgers = [Ledger(group, self.stats) for group in groups]
+        self.boundary_size = math.lcm(*sizes)
+        make = POLICIES[eviction] if isinstance(eviction, str) else eviction
+        self._events = EventLog() if events else None
+        self._ledgers = [
+            Ledger(
+                group,
+                index,
+                make(group),
+                self.stats,
+                self._events,
+                Tails(group.block_size, share_tails) if share_tails else None,
+            )
+            for index, group in enumerate(groups)
+        ]
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # only for check_integrity
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()  # likewise
 
     @property
     def num_groups(self) -> int:
@@ -75,64 +102,191 @@ class Pool:
 
     @property
     def capacity_tokens(self) -> int:
-        """The most tokens that one lease can hold when it has the pool for itself."""
-        return min((group.num_blocks - 1) * group.block_size for group in self.groups)
+        """The most tokens that one lease can reserve at once when it has the pool for itself."""
+        pages = [group for group in self.groups if not group.snapshots]
+        return min(((group.num_blocks - 1) * group.block_size for group in pages), default=sys.maxsize)
 
     def acquire(
-        self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
+        self,
+        tokens: Sequence[int],
+        salt: bytes = b"",
+        hashes: Sequence[bytes] | None = None,
+        *,
+        priority: int = 0,
     ) -> Lease:
         """A lease for a sequence that begins with `tokens`, holding the longest cached prefix.
 
-        The prefix is whole blocks of *all* groups and leaves at least one token to compute (which gives the
-        logits). Takes nothing that is not cached, so it never fails for want of room. `hashes`:
-        hash_blocks(tokens, pool.hash_block_size, salt) or its beginning, where the caller has them already.
-        The caller owns the lease. Raises InvalidTokens when there are more hashes than whole blocks.
+        The prefix ends where *every* group has its part: all pages, those of the window, a snapshot of just
+        that boundary. It leaves at least one token to compute (which gives the logits). Takes nothing that is
+        not cached, so it never fails for want of room. `hashes`: hash_blocks(tokens, pool.hash_block_size,
+        salt) or its beginning, where the caller has them already. `priority` is for eviction, after the
+        release. The caller owns the lease. Raises InvalidTokens when there are more hashes than whole blocks.
         """
+        unit = self.hash_block_size
+        root, names = self._chain(tokens, salt, hashes)
+        lease = Lease(self, self._new_parts(priority), root, names, len(tokens))
+        self._leases.add(lease)
+        if self.prefix_cache and len(tokens) > 1:
+            end, tables, sources = self._match(tokens, root, names, len(tokens) - 1)
+            if self._ledgers[0].tails is not None:
+                end += self._match_tails(tokens, end, names[end // unit - 1] if end else root, sources)
+            lease._attach(end, tables, sources)
+        return lease
+
+    def _new_parts(self, priority: int) -> list[Pages | Snapshots]:
+        return [
+            (Snapshots if ledger.group.snapshots else Pages)(
+                ledger, ledger.group.block_size // self.hash_block_size, priority
+            )
+            for ledger in self._ledgers
+        ]
+
+    def _chain(
+        self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None
+    ) -> tuple[bytes, list[bytes]]:
         unit = self.hash_block_size
         if hashes is not None and len(hashes) * unit > len(tokens):
             raise InvalidTokens(
                 f"{len(hashes)} hashes of {unit} tokens each do not fit {len(tokens)} tokens; "
                 f"give hash_blocks(tokens, {unit}, salt)"
             )
-        root = root_hash(unit, salt) if self.prefix_cache else b""
-        lease = Lease(self, self._ledgers, root, list(hashes or ()), len(tokens))
-        self._leases.add(lease)
-        if self.prefix_cache:
-            lease._attach(*self._match(tokens, root, lease.hashes))
-        return lease
+        return root_hash(unit, salt) if self.prefix_cache else b"", list(hashes or ())
 
-    def _match(self, tokens: Sequence[int], root: bytes, hashes: list[bytes]) -> tuple[int, list[list[int]]]:
-        """Longest cached prefix in tokens, and its blocks by group."""
-        unit = self.hash_block_size
-        end = max(len(tokens) - 1, 0) // self._hit_size * self._hit_size
+    def _match(
+        self, tokens: Sequence[int], root: bytes, hashes: list[bytes], limit: int
+    ) -> tuple[int, list[list[int]], list[int]]:
+        """Longest cached prefix in whole blocks, at most `limit` tokens; its pages and its snapshot, by group."""
+        unit, step = self.hash_block_size, self.boundary_size
+        end = limit // step * step
         # All at once, though a miss may come early: commit() needs the names of the computed blocks anyway.
         extend_hashes(hashes, root, tokens, end // unit, unit)
-        tables = []
-        for group, ledger in zip(self.groups, self._ledgers, strict=True):
-            scale = group.block_size // unit
-            tables.append(ledger.match(hashes[scale - 1 : end // unit : scale]))
-            end = min(end, len(tables[-1]) * group.block_size)
-        end = end // self._hit_size * self._hit_size
-        return end, [
-            table[: end // group.block_size] for group, table in zip(self.groups, tables, strict=True)
+        tables: list[list[int]] = [[] for _ in self.groups]
+        for index, ledger in enumerate(self._ledgers):
+            if ledger.group.window is None and not ledger.group.snapshots:
+                tables[index] = ledger.match(self._names(ledger, hashes, 0, end))
+                end = min(end, len(tables[index]) * ledger.group.block_size) // step * step
+        end = self._last_boundary(hashes, end)
+        sources = [0] * len(self.groups)
+        for index, ledger in enumerate(self._ledgers):
+            size, window = ledger.group.block_size, ledger.group.window
+            if ledger.group.snapshots:
+                sources[index] = (ledger.find(hashes[end // unit - 1]) or 0) if end else 0
+            elif window is not None:
+                first = max(end - window, 0) // size
+                tables[index] = [0] * first + ledger.match(self._names(ledger, hashes, first * size, end))
+            else:
+                del tables[index][end // size :]
+        return end, tables, sources
+
+    def _names(self, ledger: Ledger, hashes: list[bytes], start: int, end: int) -> list[bytes]:
+        """Names of the blocks of tokens start..end."""
+        scale, unit = ledger.group.block_size // self.hash_block_size, self.hash_block_size
+        return hashes[start // unit + scale - 1 : end // unit : scale]
+
+    def _last_boundary(self, hashes: list[bytes], end: int) -> int:
+        """The last boundary up to `end` where windows and snapshots are there. O(blocks)."""
+        unit, step = self.hash_block_size, self.boundary_size
+        windows = [
+            (ledger.group.block_size, ledger.group.window, ledger.runs(self._names(ledger, hashes, 0, end)))
+            for ledger in self._ledgers
+            if ledger.group.window is not None
         ]
+        states = [ledger for ledger in self._ledgers if ledger.group.snapshots]
+        if not windows and not states:
+            return end
+        while end:
+            # A window reaches back to `first`, and there must be a run of blocks from there on.
+            if all(
+                run[end // size - 1] >= end // size - max(end - window, 0) // size
+                for size, window, run in windows
+            ) and all(ledger.find(hashes[end // unit - 1]) for ledger in states):
+                break
+            end -= step
+        return end
+
+    def _match_tails(self, tokens: Sequence[int], end: int, prefix: bytes, sources: list[int]) -> int:
+        """Tokens found in a block that begins as tokens[end:] do, the same number in every group."""
+        tokens = tokens[end : min(end + self.boundary_size, len(tokens) - 1)]
+        count = len(tokens)
+        for index, ledger in enumerate(self._ledgers):
+            name, shared = ledger.tails.find(prefix, tokens) if ledger.tails is not None else (None, 0)
+            sources[index] = (ledger.find(name) or 0) if name is not None else 0
+            count = min(count, shared)
+        if not all(sources):
+            sources[:] = [0] * len(sources)
+            return 0
+        return count
+
+    def hold(self, blocks: Sequence[int], group: int = 0) -> Hold:
+        """Keep complete blocks of a group, and the pages that they descend from, as they are until released.
+
+        For whoever reads them behind the pool's back, as a copy to another tier does. Raises InvalidBlocks.
+        """
+        ledger = self._ledgers[group]
+        return self._keep(Hold([(ledger, with_ancestors(ledger, blocks))]))
+
+    def pin(self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None) -> Hold:
+        """Keep the longest cached prefix of `tokens` (all of it, if whole blocks) until released."""
+        root, names = self._chain(tokens, salt, hashes)
+        if not self.prefix_cache:
+            return self._keep(Hold([]))
+        end, tables, sources = self._match(tokens, root, names, len(tokens))
+        blocks = [
+            [block for block in (*table, source) if block]
+            for table, source in zip(tables, sources, strict=True)
+        ]
+        return self._keep(Hold(list(zip(self._ledgers, blocks, strict=True)), end))
+
+    def _keep(self, hold: Hold) -> Hold:
+        self._holds.add(hold)
+        return hold
+
+    def take_events(self, data_parallel_rank: int | None = None) -> EventBatch | None:
+        """What became findable or ceased to be since the last call; None if nothing did."""
+        return self._events.take(data_parallel_rank) if self._events is not None else None
+
+    def block_state(self, block: int, group: int = 0) -> BlockState:
+        """Where a block is in its life."""
+        return self._ledgers[group].state(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, as after a change of weights. Does nothing, and says False, while leases hold
-        blocks."""
+        """Forget all cached blocks, as after a change of weights. Does nothing, and says False, while blocks are
+        in use."""
         if any(ledger.num_in_use for ledger in self._ledgers):
             return False
         for ledger in self._ledgers:
             ledger.drop_cached()
+        if self._events is not None:
+            self._events.cleared()
         return True
 
     def check_integrity(self) -> None:
         """Recompute the books from leases and blocks, O(blocks). Raises IntegrityError."""
-        leases = list(self._leases)
-        problems = [
-            problem
-            for group, ledger in enumerate(self._ledgers)
-            for problem in ledger.problems([lease.block_table(group) for lease in leases])
-        ]
+        leases, holds = list(self._leases), list(self._holds)
+        problems: list[str] = []
+        for group, ledger in enumerate(self._ledgers):
+            uses = [block for lease in leases for block in lease._held(group)]
+            uses += [block for hold in holds for block in hold._held(ledger)]
+            problems += ledger.problems(uses)
         if problems:
             raise IntegrityError(problems)
+
+
+def _check(
+    groups: Sequence[Group], eviction: str | Callable[[Group], Eviction], share_tails: int | None
+) -> None:
+    if not groups:
+        raise InvalidGroup("a pool needs at least one group")
+    if len({group.name for group in groups}) != len(groups):
+        raise InvalidGroup(f"group names must differ, given {[group.name for group in groups]}")
+    if isinstance(eviction, str) and eviction not in POLICIES:
+        raise InvalidGroup(f"eviction is {eviction!r}; give one of {sorted(POLICIES)}, or a callable")
+    if share_tails is None:
+        return
+    sizes = {group.block_size for group in groups}
+    if len(sizes) > 1 or any(group.snapshots for group in groups):
+        raise InvalidGroup(
+            "tails can be shared only where all groups are pages of one size; leave share_tails out"
+        )
+    if not 1 <= share_tails < min(sizes):
+        raise InvalidGroup(f"share_tails is {share_tails}; give 1..{min(sizes) - 1} tokens, or None")

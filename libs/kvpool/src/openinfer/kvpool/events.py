@@ -1,0 +1,86 @@
+"""What a prefix-aware router needs to know: which blocks became findable, and which are no more.
+
+Field names are those of the events that inference engines publish and routers read. Plain dataclasses: how they
+travel (msgpack over ZeroMQ, ...) is the publisher's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks became findable, each the child of the one before it."""
+
+    block_hashes: list[bytes]
+    """Names, as hash_blocks gives them (every block_size / hash_block_size-th)."""
+    parent_block_hash: bytes | None
+    """Name of the block before the first; None where there is none (and for snapshots)."""
+    token_ids: list[int]
+    """The blocks' own tokens; none for a snapshot."""
+    block_size: int
+    lora_id: int | None = None
+    """Not known here: the pool sees a salt only. So is lora_name."""
+    medium: str | None = "GPU"
+    lora_name: str | None = None
+    group_idx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Blocks were evicted."""
+
+    block_hashes: list[bytes]
+    medium: str | None = "GPU"
+    group_idx: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Nothing is findable any more, in any group."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """What happened since the last batch, in order."""
+
+    ts: float
+    """Seconds since the epoch, when the batch was taken."""
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared] = field(default_factory=list)
+    data_parallel_rank: int | None = None
+
+
+class EventLog:
+    """Events of one pool that nobody took yet."""
+
+    def __init__(self) -> None:
+        self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+
+    def stored(
+        self, group: int, parent: bytes | None, names: list[bytes], tokens: Sequence[int], block_size: int
+    ) -> None:
+        """A run of blocks became findable."""
+        self._events.append(BlockStored(names, parent, list(tokens), block_size, group_idx=group))
+
+    def removed(self, group: int, names: list[bytes]) -> None:
+        """Blocks were evicted; joined with those evicted just before."""
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved) and last.group_idx == group:
+            last.block_hashes.extend(names)
+        else:
+            self._events.append(BlockRemoved(names, group_idx=group))
+
+    def cleared(self) -> None:
+        """Everything was forgotten."""
+        self._events.append(AllBlocksCleared())
+
+    def take(self, data_parallel_rank: int | None) -> EventBatch | None:
+        """All of them, once."""
+        if not self._events:
+            return None
+        batch = EventBatch(time.time(), self._events, data_parallel_rank)
+        self._events = []
+        return batch

@@ -1,0 +1,282 @@
+"""A random history of a pool, with a memory behind it that shows whether its answers were true.
+
+The memory holds for each token position the identity of the whole prefix up to there. What a lease says is cached
+must be there when it is read, and stay there while it is held; nobody may write where another reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..group import Group
+from ..parts import Copy
+
+
+class Broken(AssertionError):
+    """A pool broke a rule."""
+
+
+def expect(fact: bool, complaint: str) -> None:
+    """Raise Broken unless `fact` holds."""
+    if not fact:
+        raise Broken(complaint)
+
+
+class Row:
+    """A live lease, and what its tokens look like in memory."""
+
+    def __init__(self, lease: Any, salt: bytes, tokens: Sequence[int]) -> None:
+        self.lease, self.salt = lease, salt
+        self.tokens: list[int] = []
+        self.contents: list[int] = [hash(salt)]  # contents[p]: of the state after p tokens
+        self.extend(tokens)
+        self.written: int = lease.num_cached
+        self.snapshots: list[Copy] = []  # to be carried out on the way
+        self.is_started = False  # the copies that it begins with were carried out
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
+        for token in tokens:
+            self.tokens.append(token)
+            self.contents.append(hash((self.contents[-1], token)))
+
+
+class History:
+    """Random operations on a pool: each method does one, and raises Broken if the pool answers wrongly.
+
+    pool: acquire, num_free, num_total as openinfer.kvpool.Pool has them; leases with reserve, commit, release,
+    block_table, num_cached, num_tokens. If it has check_integrity, that runs after each operation. holds: the
+    pool has hold and pin too. Prompts are short, of few different tokens, so that they share and collide.
+    """
+
+    def __init__(self, pool: Any, groups: Sequence[Group], seed: int, *, holds: bool = False) -> None:
+        self.pool, self.groups, self.holds = pool, tuple(groups), holds
+        self.random = random.Random(seed)
+        self.live: list[Row] = []
+        self.held: list[tuple[Any, int, dict[int, Any]]] = []  # hold, group, contents by block
+        self.memory: list[dict[int, Any]] = [{} for _ in groups]
+        longest = 3 * max(group.block_size for group in groups) + 4
+        self.prompts = [[self.random.randint(0, 1) for _ in range(longest)] for _ in range(3)]
+        self.num_hits = self.num_copies = self.num_dry = self.num_holds = 0
+
+    def run(self, operations: int) -> None:
+        """Do so many operations, then give everything back."""
+        weighted = [self.acquire] * 5 + [self.reserve] * 5 + [self.compute] * 6 + [self.release] * 3
+        weighted += [self.fork, self.reset]
+        if any(group.snapshots for group in self.groups):
+            weighted += [self.snapshot] * 4
+        if self.holds:
+            weighted += [self.hold, self.hold, self.pin, self.let_go, self.let_go]
+        for _ in range(operations):
+            self.random.choice(weighted)()
+            self.check()
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back: all blocks must be free then."""
+        while self.held:
+            self.let_go()
+        while self.live:
+            self.release()
+            self.check()
+        expect(
+            self.pool.num_free == self.pool.num_total, "blocks are lost: nothing is held, and not all is free"
+        )
+
+    def abandon(self) -> None:
+        """Drop everything quietly, after a failure."""
+        for holder in [*(seq.lease for seq in self.live), *(hold for hold, _, _ in self.held)]:
+            with suppress(Exception):
+                holder.release()
+
+    # -- operations --
+
+    def acquire(self, tokens: Sequence[int] | None = None) -> None:
+        """A new sequence."""
+        if len(self.live) >= 6:
+            return
+        if tokens is None:
+            prompt = self.random.choice(self.prompts)
+            tokens = [*prompt[: self.random.randint(0, len(prompt))], self.random.randint(0, 1)]
+        salt = self.random.choice([b"", b"", b"salt"])
+        lease = self.pool.acquire(tokens, salt)
+        expect(
+            0 <= lease.num_cached < len(tokens),
+            f"{lease.num_cached} of {len(tokens)} tokens are cached: at least one must be left to compute",
+        )
+        self.num_hits += lease.num_cached > 0
+        self.live.append(Row(lease, salt, tokens))
+
+    def fork(self) -> None:
+        """A new sequence that goes on as a live one does."""
+        if self.live:
+            seq = self.random.choice(self.live)
+            self.acquire([*seq.tokens[: self.random.randint(0, len(seq.tokens))], self.random.randint(0, 1)])
+
+    def reserve(self) -> None:
+        """Grow one."""
+        if not self.live:
+            return
+        seq = self.random.choice(self.live)
+        groups = range(len(self.groups))
+        before = [list(seq.lease.block_table(group)) for group in groups]
+        free = self.pool.num_free
+        wanted = max(len(seq.tokens), seq.lease.num_tokens) + self.random.randint(0, 3)
+        grown = seq.lease.reserve(wanted)
+        after = [list(seq.lease.block_table(group)) for group in groups]
+        if grown is None:
+            self.num_dry += 1
+            expect(
+                after == before and self.pool.num_free == free, "a reserve that is refused changed something"
+            )
+            return
+        for group, first, blocks in grown:
+            expect(
+                first == len(before[group]),
+                f"group {group} grew from entry {first}, had {len(before[group])}",
+            )
+            before[group] += blocks
+        expect(after == before, "reserve does not return what it added to the tables")
+        expect(
+            seq.lease.num_tokens >= wanted, f"room for {seq.lease.num_tokens} tokens, {wanted} were reserved"
+        )
+
+    def compute(self) -> None:
+        """Write some tokens of one, and mostly commit them."""
+        ready = [seq for seq in self.live if seq.lease.num_tokens > seq.written]
+        if not ready:
+            return
+        seq = self.random.choice(ready)
+        if not seq.is_started:
+            self._start(seq)
+        end = min(seq.written + self.random.randint(1, 8), seq.lease.num_tokens)
+        seq.extend([self.random.randint(0, 1) for _ in range(end - len(seq.tokens))])
+        while seq.written < end:
+            self._write(seq)
+        if self.random.random() < 0.8:
+            seq.lease.commit(seq.tokens, seq.written)
+            self.check_sequence(seq)
+
+    def snapshot(self) -> None:
+        """Ask for a snapshot of one, on its way."""
+        step = getattr(self.pool, "boundary_size", 0)
+        ready = [
+            seq for seq in self.live if step and seq.lease.num_tokens >= seq.written // step * step + step
+        ]
+        if ready and any(group.snapshots for group in self.groups):
+            seq = self.random.choice(ready)
+            seq.snapshots += seq.lease.snapshot(seq.written // step * step + step) or []
+
+    def release(self) -> None:
+        """Finish, abort or preempt one."""
+        if self.live:
+            self.live.pop(self.random.randrange(len(self.live))).lease.release()
+
+    def reset(self) -> None:
+        """Forget what is cached, which works only when all is free."""
+        if hasattr(self.pool, "reset_prefix_cache") and self.random.random() < 0.3:
+            idle = self.pool.num_free == self.pool.num_total
+            expect(
+                self.pool.reset_prefix_cache() is idle,
+                "reset_prefix_cache() works when nothing is held, only",
+            )
+
+    def hold(self) -> None:
+        """Keep some blocks, as a copy in flight does."""
+        group = self.random.randrange(len(self.groups))
+        blocks = [
+            block
+            for block in range(1, self.groups[group].num_blocks)
+            if self.pool.block_state(block, group) >= 3
+        ]
+        if blocks and len(self.held) < 3:
+            blocks = self.random.sample(blocks, min(len(blocks), 3))
+            self._keep(self.pool.hold(blocks, group), group, blocks)
+
+    def pin(self) -> None:
+        """Keep a prefix."""
+        if len(self.held) < 3:
+            self._keep(self.pool.pin(self.random.choice(self.prompts)), 0, [])
+
+    def let_go(self) -> None:
+        """End a hold."""
+        if self.held:
+            self.held.pop(self.random.randrange(len(self.held)))[0].release()
+
+    # -- memory --
+
+    def _keep(self, hold: Any, group: int, blocks: Sequence[int]) -> None:
+        self.num_holds += 1
+        self.held.append((hold, group, {block: self._peek(group, block) for block in blocks}))
+
+    def _peek(self, group: int, block: int) -> Any:
+        content = self.memory[group].get(block)
+        return dict(content) if isinstance(content, dict) else content
+
+    def _start(self, seq: Row) -> None:
+        """What a runner does with a new row."""
+        seq.is_started = True
+        for copy in getattr(seq.lease, "copies", ()):
+            self.num_copies += 1
+            self._copy(copy)
+        for group, spec in enumerate(self.groups):
+            if spec.snapshots and not seq.written:
+                self.memory[group][seq.lease.block_table(group)[0]] = seq.contents[0]
+        self.check_sequence(seq)
+
+    def _copy(self, copy: Copy) -> None:
+        content = self._peek(copy.group, copy.source)
+        if isinstance(content, dict):
+            content = {offset: value for offset, value in content.items() if offset < copy.num_tokens}
+        self.memory[copy.group][copy.target] = content
+
+    def _write(self, seq: Row) -> None:
+        position, content = seq.written, seq.contents[seq.written + 1]
+        for group, spec in enumerate(self.groups):
+            table = seq.lease.block_table(group)
+            if spec.snapshots:
+                self.memory[group][table[0]] = content
+                continue
+            block = table[position // spec.block_size]
+            expect(block != 0, f"position {position} of group {group} is to be written to the padding block")
+            self.memory[group].setdefault(block, {})[position % spec.block_size] = content
+        seq.written += 1
+        for copy in seq.snapshots:
+            if copy.num_tokens == seq.written:
+                self._copy(copy)
+
+    # -- checks --
+
+    def check(self) -> None:
+        """Everything that can be seen from outside."""
+        if hasattr(self.pool, "check_integrity"):
+            self.pool.check_integrity()
+        for seq in self.live:
+            self.check_sequence(seq)
+        for _, group, contents in self.held:
+            for block, content in contents.items():
+                expect(self._peek(group, block) == content, f"block {block} changed while it was held")
+
+    def check_sequence(self, seq: Row) -> None:
+        """What the sequence would read is there."""
+        for group, spec in enumerate(self.groups):
+            table, memory = seq.lease.block_table(group), self.memory[group]
+            if spec.snapshots:
+                if seq.is_started:
+                    expect(
+                        memory[table[0]] == seq.contents[seq.written],
+                        f"the live state in group {group} is wrong",
+                    )
+                continue
+            end = seq.written if seq.is_started else seq.written // spec.block_size * spec.block_size
+            for position in range(max(0, seq.written - (spec.window or seq.written)), end):
+                index, offset = divmod(position, spec.block_size)
+                found = memory.get(table[index], {}).get(offset)
+                expect(
+                    found == seq.contents[position + 1],
+                    f"a lease reads position {position} in block {table[index]} of group {group}, which holds "
+                    + ("nothing" if found is None else "something else"),
+                )

@@ -1,0 +1,165 @@
+"""The suites: rules as test methods. pytest collects them from a subclass; nothing here needs pytest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from ..eviction import Eviction
+from ..group import Group
+from ..pool import Pool
+from .history import History, expect
+
+PAGES = (Group("pages", 2, 14),)
+MIXED = (Group("fine", 2, 20), Group("coarse", 4, 9))
+
+
+class PoolSuite:
+    """Rules for a pool: override make_pool. It may be used as the pool of openinfer.scheduler.StepLoop then."""
+
+    num_operations = 400
+    """Of each random history."""
+
+    def make_pool(self, groups: Sequence[Group]) -> Any:
+        """A fresh pool with a prefix cache, of these groups (pages without windows)."""
+        raise NotImplementedError("make a pool of your own here")
+
+    def _computed(self, pool: Any, tokens: list[int], num_confirmed: int, salt: bytes = b"") -> Any:
+        lease = pool.acquire(tokens, salt)
+        expect(lease.reserve(len(tokens)) is not None, f"no room for {len(tokens)} tokens in an empty pool")
+        lease.commit(tokens, num_confirmed)
+        return lease
+
+    def _num_cached(self, pool: Any, tokens: list[int], salt: bytes = b"") -> int:
+        lease = pool.acquire(tokens, salt)
+        found: int = lease.num_cached
+        lease.release()
+        return found
+
+    def test_a_prefix_is_found_while_held_and_after(self) -> None:
+        pool = self.make_pool(PAGES)
+        lease = self._computed(pool, list(range(7)), 7)
+        expect(
+            self._num_cached(pool, list(range(7))) == 6, "six of seven tokens are in whole blocks, and in use"
+        )
+        lease.release()
+        expect(
+            self._num_cached(pool, [0, 1, 2, 3, 9]) == 4, "four tokens of a released lease should be cached"
+        )
+
+    def test_one_token_is_left_to_compute(self) -> None:
+        pool = self.make_pool(PAGES)
+        self._computed(pool, [1] * 4, 4).release()
+        expect(self._num_cached(pool, [1] * 4) < 4, "a prompt that is all cached has nothing left to compute")
+
+    def test_only_confirmed_tokens_are_found(self) -> None:
+        pool = self.make_pool(PAGES)
+        self._computed(pool, [1] * 8, 3).release()
+        found = self._num_cached(pool, [1] * 8)
+        expect(found == 2, f"{found} tokens found; three are confirmed, which fill one block of two")
+
+    def test_salts_do_not_share(self) -> None:
+        pool = self.make_pool(PAGES)
+        self._computed(pool, [1] * 8, 8, b"a").release()
+        expect(self._num_cached(pool, [1] * 9, b"b") == 0, "found what belongs to another salt")
+
+    def test_a_dry_pool_says_so_and_recovers(self) -> None:
+        pool = self.make_pool(PAGES)
+        lease = self._computed(pool, [1] * 20, 20)
+        other = pool.acquire([2] * 9)
+        expect(other.reserve(9) is None, "thirteen blocks hold no twenty tokens and nine more")
+        lease.release()
+        expect(other.reserve(9) is not None, "there is room after a release")
+        other.release()
+        expect(pool.num_free == pool.num_total, "all was released, and not all is free")
+
+    def test_a_hit_needs_every_group(self) -> None:
+        pool = self.make_pool(MIXED)
+        self._computed(pool, [1] * 8, 7).release()
+        found = self._num_cached(pool, [1] * 9)
+        expect(found == 4, f"{found} tokens found; of seven, whole blocks in both groups hold four")
+
+    def test_random_histories(self) -> None:
+        for groups in (PAGES, MIXED):
+            for seed in range(3):
+                history = History(self.make_pool(groups), groups, seed)
+                try:
+                    history.run(self.num_operations)
+                except BaseException:
+                    history.abandon()
+                    raise
+                expect(history.num_hits > 0, "no prefix was ever found")
+
+
+class EvictionSuite:
+    """Rules for an eviction policy: override make_policy."""
+
+    num_operations = 400
+    """Of each random history."""
+
+    def make_policy(self, group: Group) -> Eviction:
+        """A fresh policy for a group."""
+        raise NotImplementedError("make a policy of your own here")
+
+    def test_what_is_added_is_popped_once(self) -> None:
+        policy = self.make_policy(PAGES[0])
+        names = [bytes([index]) for index in range(10)]
+        for _ in range(2):  # it may remember what it popped, and must take it again
+            for name in names:
+                policy.add(name, None, 0)
+            expect(len(policy) == 10 and sorted(policy) == names, "len() and iter() tell what is kept")
+            popped = [policy.pop() for _ in names]
+            expect(sorted(popped) == names and len(policy) == 0, f"added {names}, popped {popped}")
+
+    def test_what_is_used_is_not_popped(self) -> None:
+        policy = self.make_policy(PAGES[0])
+        for name in (b"a", b"b", b"c"):
+            policy.add(name, None, 0)
+        policy.use(b"b")
+        expect(len(policy) == 2, f"keeps {len(policy)} names, not the two that are not in use")
+        expect({policy.pop(), policy.pop()} == {b"a", b"c"}, "popped a name that is in use")
+
+    def test_children_go_before_their_parents(self) -> None:
+        for seed in range(5):
+            self._grow_and_shrink(seed)
+
+    def test_the_same_calls_give_the_same_order(self) -> None:
+        expect(self._grow_and_shrink(1) == self._grow_and_shrink(1), "two equal histories popped differently")
+
+    def test_random_histories_of_a_pool(self) -> None:
+        for groups in (PAGES, MIXED):
+            history = History(Pool(groups, eviction=self.make_policy), groups, seed=1, holds=True)
+            try:
+                history.run(self.num_operations)
+            except BaseException:
+                history.abandon()
+                raise
+            expect(history.pool.stats.evicted > 0, "nothing was evicted")
+
+    def _grow_and_shrink(self, seed: int) -> list[bytes]:
+        """Use and let go of paths in a tree of names, as leases do; what was popped."""
+        rng = random.Random(seed)
+        policy = self.make_policy(Group("tree", 1, 40))
+        kept: set[bytes] = set()
+        popped = []
+        for _ in range(self.num_operations):
+            path = bytes(rng.randint(0, 2) for _ in range(rng.randint(1, 5)))
+            prefixes = [path[:end] for end in range(1, len(path) + 1)]
+            for name in prefixes:
+                if name in kept:
+                    policy.use(name)
+                    kept.remove(name)
+            priority = rng.randint(0, 2)
+            for name in reversed(prefixes):
+                policy.add(name, name[:-1] or None, priority)
+                kept.add(name)
+            expect(len(policy) == len(kept), f"keeps {len(policy)} names, not {len(kept)}")
+            while len(kept) > 30:
+                name = policy.pop()
+                expect(name in kept, f"popped {name!r}, which is not kept")
+                kept.remove(name)
+                popped.append(name)
+                children = [other for other in kept if other[:-1] == name]
+                expect(not children, f"popped {name!r} before its children {children}")
+        return popped
