@@ -17,7 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
-PACKAGES = [*(f"openinfer.{name}" for name in LIBRARIES), "openinfer.recipes.qwen3", "openinfer.cli"]
+RECIPES = sorted(path.parent.name for path in (ROOT / "recipes/src/openinfer/recipes").glob("*/__init__.py"))
+PACKAGES = [
+    *(f"openinfer.{name}" for name in (*LIBRARIES, "cli")),
+    *(f"openinfer.recipes.{name}" for name in RECIPES),
+]
 TYPED_SCRIPTS = (
     "check_wheels",
     "run_tests",
