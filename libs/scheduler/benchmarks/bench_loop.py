@@ -1,7 +1,10 @@
-"""Host time of StepLoop.step() in decode, by batch size: `python benchmarks/bench_loop.py [--json]`.
+"""Host time of StepLoop.step(), on one core: `python benchmarks/bench_loop.py [--json]`.
 
-The runner does nothing, so the time is the loop's own. "steady" is the median step, in which no row needs a
-block; "mean" includes the steps in which rows do (each once in 16 steps, the block size).
+decode: nobody joins or leaves. "steady" is the median step, in which no row needs a block; "mean" includes those in
+which rows do (each once in 16 steps, the block size). The runner does nothing and the pool only counts, so the time is
+the loop's own; where openinfer-kvpool is installed, the same over its pool, which is the pool's time too.
+
+plan: 256 rows run, 1,000 sequences wait, and in each step one ends, one is submitted and one is admitted.
 """
 
 from __future__ import annotations
@@ -14,7 +17,20 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from openinfer.scheduler import FirstCome, Seq, Step, StepLoop, StepResult
+from openinfer.scheduler import (
+    POLICIES,
+    FinishReason,
+    FirstCome,
+    Pool,
+    Seq,
+    Step,
+    StepLoop,
+    StepResult,
+    make_policy,
+)
+
+ROWS = 256
+WAITING = 1000
 
 
 class NullRunner:
@@ -59,18 +75,42 @@ class CountingLease:
         pass
 
 
-def measure(rows: int, steps: int) -> dict[str, float]:
-    """Microseconds a step with `rows` rows in decode."""
+class Churn(NullRunner):
+    """In each step the row that has run longest ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running: deque[int] = deque()
+
+    def launch(self, step: Step) -> None:
+        super().launch(step)
+        self._running.extend(seq.slot for seq in step.joined)
+
+    def collect(self, wait_s: float | None) -> StepResult | None:
+        result = super().collect(wait_s)
+        if result is not None and len(self._running) == ROWS:
+            result.finished = [(self._running.popleft(), FinishReason.LENGTH)]
+        return result
+
+
+def real_pool(rows: int, tokens: int) -> Pool | None:
+    """openinfer.kvpool's, if it is there."""
+    try:
+        from openinfer.kvpool import Group
+        from openinfer.kvpool import Pool as RealPool
+    except ImportError:
+        return None
+    return RealPool([Group("kv", 16, rows * (tokens // 16 + 2))])
+
+
+def measure_decode(rows: int, steps: int, pool: Pool) -> dict[str, float]:
+    """Microseconds a step with `rows` rows in decode, their block boundaries spread over the steps."""
+    max_len = steps + 200
     loop = StepLoop(
-        NullRunner(),
-        CountingPool(),
-        FirstCome(1 << 20),
-        max_rows=rows,
-        max_model_len=1 << 20,
-        max_queued=rows,
+        NullRunner(), pool, FirstCome(1 << 20), max_rows=rows, max_model_len=max_len, max_queued=rows
     )
     for number in range(rows):
-        loop.submit(Seq(number, [1] * 64, 1 << 19))  # equal lengths: all rows cross at the same steps
+        loop.submit(Seq(number, [number] * (64 + number % 16), max_len))
     for _ in range(50):
         loop.step(None)
     times = []
@@ -81,7 +121,43 @@ def measure(rows: int, steps: int) -> dict[str, float]:
         times.append((time.perf_counter_ns() - start) / 1e3)
     # The mean in CPU time: it is of few long steps, which a busy machine would distort.
     mean = (time.process_time() - start_cpu) / steps * 1e6
-    return {"rows": rows, "steady_us": statistics.median(times), "mean_us": mean}
+    for seq in loop.live:
+        loop.abort(seq.id)
+    loop.drain()
+    return {"rows": rows, "steady_us": min(times), "median_us": statistics.median(times), "mean_us": mean}
+
+
+def measure_plan(name: str, steps: int) -> dict[str, object]:
+    """Microseconds of a step in which one leaves, one is submitted and one joins."""
+    loop = StepLoop(
+        Churn(),
+        CountingPool(),
+        make_policy(name, max_batched_tokens=2048),
+        max_rows=ROWS,
+        max_model_len=1 << 20,
+        max_queued=WAITING + ROWS + 1,
+    )
+    number = 0
+
+    def submit() -> None:
+        nonlocal number
+        number += 1
+        priority, tenant, now = number * 7919 % 5, f"tenant {number * 7919 % 20}", time.monotonic()
+        loop.submit(Seq(number, [1] * 64, 1 << 19, priority=priority, tenant=tenant, arrival=now))
+
+    for _ in range(WAITING + ROWS):
+        submit()
+    for _ in range(50):  # fills the batch; from then on, in each step one leaves and one joins
+        loop.step(None)
+    times = []
+    for _ in range(steps):
+        while loop.stats.waiting < WAITING:
+            submit()
+        start = time.perf_counter_ns()
+        loop.step(None)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    p99 = sorted(times)[len(times) * 99 // 100]
+    return {"policy": name, "median_us": statistics.median(times), "p99_us": p99}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,12 +165,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=4000)
     options = parser.parse_args(argv)
-    results = [measure(rows, options.steps) for rows in (1, 16, 64, 256, 1024)]
+    decode = [measure_decode(rows, options.steps, CountingPool()) for rows in (1, 16, 64, 256, 1024)]
+    pool = real_pool(ROWS, options.steps + 200)
+    over_kvpool = [measure_decode(ROWS, options.steps, pool)] if pool is not None else []
+    plan = [measure_plan(name, options.steps) for name in POLICIES]
     if options.json:
-        json.dump(results, sys.stdout)
+        json.dump({"decode": decode, "decode_over_kvpool": over_kvpool, "plan": plan}, sys.stdout)
         return
-    for result in results:
-        print("{rows:5.0f} rows   steady {steady_us:6.1f} us   mean {mean_us:6.1f} us".format(**result))
+    for name, results in (("", decode), (" over openinfer.kvpool", over_kvpool)):
+        for result in results:
+            print("{rows:5.0f} rows   least {steady_us:6.1f} us   median {median_us:6.1f} us   "
+                  "mean {mean_us:6.1f} us".format(**result) + name)  # fmt: skip
+    for row in plan:
+        print(
+            "{policy:15}  a step with a plan: median {median_us:6.1f} us   p99 {p99_us:6.1f} us".format(**row)
+        )
 
 
 if __name__ == "__main__":

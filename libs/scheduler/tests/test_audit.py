@@ -39,7 +39,7 @@ TAMPERINGS = {
     "without a lease": lambda loop: setattr(decoding(loop), "lease", None),
     "<= bound": lambda loop: setattr(decoding(loop), "_base", 999),
     "was launched": lambda loop: setattr(decoding(loop), "_crossing", 1),
-    "calendar": lambda loop: loop._calendar.clear(),
+    "calendar": lambda loop: loop._crossings.by_step.clear(),
 }
 
 

@@ -420,7 +420,7 @@ def test_a_steady_step_runs_the_same_code_whatever_the_batch():
 
 
 def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(InvalidSetup, match="given 0, 1024, 2 and 64"):
+    with pytest.raises(InvalidSetup, match="given 0, 1024, 2, 64 and"):
         make(ScriptedRunner(), max_rows=0)
     with pytest.raises(InvalidSetup, match="max_model_len at least 2"):
         make(ScriptedRunner(), max_model_len=1)

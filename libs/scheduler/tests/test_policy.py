@@ -6,7 +6,9 @@ from openinfer.scheduler import Decision, FirstCome, InvalidSetup, Seq, SeqState
 
 
 def view(*, max_rows=8, free_slots=8, num_decode=0, prefilling=(), running=()):
-    return View(1, max_rows, free_slots, 100, num_decode, dict.fromkeys(prefilling), dict.fromkeys(running))
+    return View(
+        1, 0.0, max_rows, free_slots, 100, num_decode, dict.fromkeys(prefilling), dict.fromkeys(running), len
+    )
 
 
 def waiting(policy, *lengths):
@@ -55,6 +57,7 @@ def test_a_preempted_sequence_goes_to_the_head_and_an_aborted_one_disappears():
     policy = FirstCome(64)
     first, second, third = waiting(policy, 5, 5, 5)
     policy.on_admit(first)
+    first.num_preemptions = 1
     policy.on_preempt(first)
     policy.on_finish(second)
     assert list(policy.plan(view()).admit) == [first, third]

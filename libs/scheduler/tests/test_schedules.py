@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 
 from openinfer.scheduler import Decision, FirstCome, SeqState, StepLoop, Tokens
+from openinfer.scheduler.crossings import Crossings
 from openinfer.scheduler.testing import DeviceFault, Mismatch, Schedule, SimplePool
 
 
@@ -108,15 +109,21 @@ class ChunkOneShort(StepLoop):
         return row._replace(num_tokens=max(1, row.num_tokens - 1))
 
 
+class LateCrossings(Crossings):
+    def schedule(self, seq):
+        super().schedule(seq)
+        if seq._crossing:
+            self.by_step[seq._crossing].remove(seq)
+            seq._crossing += 1
+            self.by_step.setdefault(seq._crossing, []).append(seq)
+
+
 class BlocksOneStepLate(StepLoop):
     """Looks for new blocks one step after the one that needs them."""
 
-    def _schedule_crossing(self, seq):
-        super()._schedule_crossing(seq)
-        if seq._crossing:
-            self._calendar[seq._crossing].remove(seq)
-            seq._crossing += 1
-            self._calendar.setdefault(seq._crossing, []).append(seq)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._crossings = LateCrossings()
 
 
 class PreemptsWithoutDraining(StepLoop):

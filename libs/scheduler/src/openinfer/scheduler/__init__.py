@@ -3,24 +3,42 @@
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
 from .events import Event, Finished, Scheduled, Tokens
 from .loop import StepLoop
-from .policy import Decision, FirstCome, Policy, View
+from .policies import (
+    POLICIES,
+    Batching,
+    Deadline,
+    FairShare,
+    FirstCome,
+    LongestPrefix,
+    Pace,
+    Priority,
+    make_policy,
+)
+from .policy import Decision, Policy, View
 from .protocols import BlockWrite, Lease, Pool, Row, Runner, Step, StepResult
 from .sequence import FinishReason, Seq, SeqState
 from .stats import Stats
 
 __all__ = [
+    "POLICIES",
+    "Batching",
     "BlockWrite",
     "ContractError",
+    "Deadline",
     "Decision",
     "Event",
+    "FairShare",
     "FinishReason",
     "Finished",
     "FirstCome",
     "IntegrityError",
     "InvalidSetup",
     "Lease",
+    "LongestPrefix",
+    "Pace",
     "Policy",
     "Pool",
+    "Priority",
     "RejectReason",
     "Rejected",
     "Row",
@@ -35,4 +53,5 @@ __all__ = [
     "StepResult",
     "Tokens",
     "View",
+    "make_policy",
 ]

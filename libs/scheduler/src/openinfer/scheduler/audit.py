@@ -65,5 +65,5 @@ def _row_problems(loop: StepLoop, seq: Seq) -> Iterator[str]:
     if seq.state is SeqState.DECODE and room < most:
         if seq._crossing <= loop._clock.launched:
             yield f"needed a block for step {seq._crossing}, which was launched"
-        if seq not in loop._calendar.get(seq._crossing, ()):
+        if seq not in loop._crossings.by_step.get(seq._crossing, ()):
             yield f"is not in the calendar for step {seq._crossing}"

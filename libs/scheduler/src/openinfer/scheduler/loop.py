@@ -11,11 +11,14 @@ when every token is known; a dry pool therefore drains first.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from .admission import refusal
+from .admission import Headroom, lease_for, num_cached, refusal
 from .audit import problems
+from .crossings import Crossings
 from .errors import ContractError, IntegrityError, InvalidSetup
 from .events import Event, Finished, Scheduled, Tokens
 from .policy import Decision, Policy, View
@@ -31,8 +34,10 @@ class StepLoop:
 
     Single-threaded; the owner calls submit, abort and step. max_rows: slots of the batch. max_model_len:
     tokens a sequence may have, prompt and output. max_queued: sequences that may wait. depth: steps in flight
-    at most (2 keeps the device busy while the host reads). The loop owns the leases; pool, runner and policy
-    stay the caller's. Raises InvalidSetup.
+    at most (2 keeps the device busy while the host reads). max_headroom: part of the pool that admissions may
+    leave free after preemptions, 0..1 (admission.Headroom). clock: seconds; the one that Seq.arrival is taken
+    from, if the policy compares the two. The loop owns the leases; pool, runner and policy stay the caller's.
+    Raises InvalidSetup.
     """
 
     def __init__(
@@ -45,17 +50,22 @@ class StepLoop:
         max_model_len: int,
         max_queued: int = 1024,
         depth: int = 2,
+        max_headroom: float = 0.1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if min(max_rows, max_queued, depth) < 1 or max_model_len < 2:
+        if min(max_rows, max_queued, depth) < 1 or max_model_len < 2 or not 0 <= max_headroom <= 1:
             raise InvalidSetup(
-                "max_rows, max_queued and depth must be at least 1 and max_model_len at least 2, "
-                f"given {max_rows}, {max_queued}, {depth} and {max_model_len}"
+                "max_rows, max_queued and depth must be at least 1, max_model_len at least 2 and max_headroom in "
+                f"0..1, given {max_rows}, {max_queued}, {depth}, {max_model_len} and {max_headroom}"
             )
         self.max_rows, self.max_model_len = max_rows, max_model_len
         self.max_queued, self.depth = max_queued, depth
         self.stats = Stats()
         self._runner, self._pool, self._policy = runner, pool, policy
-        self._clock = Clock()
+        self._clock, self._now = Clock(), clock
+        self._look_up = partial(num_cached, pool)
+        self._headroom = Headroom(pool, max_headroom)
+        self._collected_at = 0.0  # when the last result was read
         self._live: dict[int, Seq] = {}  # by request id, until Finished
         self._running: dict[Seq, None] = {}  # in order of admission
         self._prefilling: dict[Seq, None] = {}
@@ -65,7 +75,7 @@ class StepLoop:
         self._slots: list[Seq | None] = [None] * (max_rows + 1)
         self._free_slots = list(range(max_rows, 0, -1))
         self._in_flight: deque[Step] = deque()
-        self._calendar: dict[int, list[Seq]] = {}  # step -> rows that need a block for it
+        self._crossings = Crossings()
         self._fences: dict[int, list[Seq]] = {}  # step -> ended sequences to let go once it is collected
         self._leaving: set[Seq] = set()  # all in _fences
         self._left: list[int] = []  # for the next step
@@ -185,7 +195,8 @@ class StepLoop:
         if not rows:
             return False
         changed = rows is not self._last_rows
-        step = Step(index, rows, changed, len(self._rows), self._left, joined, self._blocks)
+        num_decode, now = len(self._rows), self._now()
+        step = Step(index, rows, changed, num_decode, self._left, joined, self._blocks, now)
         self._left, self._blocks = [], []
         self._last_rows = rows
         self._clock.launched = index
@@ -202,43 +213,30 @@ class StepLoop:
     def _view(self, index: int) -> View:
         return View(
             step=index,
+            now=self._now(),
             max_rows=self.max_rows,
             free_slots=len(self._free_slots),
             num_free_blocks=self._pool.num_free,
             num_decode=len(self._decoding),
             prefilling=self._prefilling,
             running=self._running,
+            look_up=self._look_up,
         )
 
     def _grow(self, index: int) -> bool:
         """Blocks for the decode rows that step `index` takes over a boundary. False: dry, drain first."""
-        due = self._calendar.get(index)
-        while due:
-            seq = due[-1]
-            if seq._crossing != index or seq.lease is None:
-                due.pop()
-                continue
-            grown = seq.lease.reserve(min(seq._base + index - seq._entered, seq.max_len - 1))
-            if grown is None:
-                if self._in_flight:
-                    return False
+        while (due := self._crossings.due(index)) is not None:
+            seq, lease = due
+            grown = lease.reserve(min(seq._base + index - seq._entered, seq.max_len - 1))
+            if grown is not None:
+                for group, first, blocks in grown:
+                    self._blocks.append(BlockWrite(seq, group, first, blocks))
+                self._crossings.schedule(seq)
+            elif self._in_flight:
+                return False
+            else:
                 self._preempt(self._policy.victim(self._view(index)))
-                continue
-            due.pop()
-            self._blocks.extend(BlockWrite(seq, *write) for write in grown)
-            self._commit(seq)
-            self._schedule_crossing(seq)
-        if due is not None:
-            del self._calendar[index]
         return True
-
-    def _schedule_crossing(self, seq: Seq) -> None:
-        """Note the first step for which the row's blocks do not suffice."""
-        room = seq.lease.num_tokens if seq.lease else 0
-        seq._crossing = 0
-        if room < seq.max_len - 1:
-            seq._crossing = seq._entered + room - seq._base + 1
-            self._calendar.setdefault(seq._crossing, []).append(seq)
 
     def _chunk(self, seq: Seq, num_tokens: int) -> Row:
         num_tokens = min(num_tokens, seq.target - seq._bound)
@@ -251,10 +249,8 @@ class StepLoop:
                 break
             if seq.state is not SeqState.WAITING or self._live.get(seq.id) is not seq:
                 raise ContractError(f"the policy admits request {seq.id}, which is not waiting here")
-            # The whole prompt is reserved at once, so that only decode rows can ever run dry.
-            lease = self._pool.acquire(seq.tokens, seq.salt, seq.hashes)
-            if lease.reserve(len(seq.tokens)) is None:
-                lease.release()
+            lease = lease_for(seq, self._pool, self._headroom if self._running else None)
+            if lease is None:
                 self._blocked = True
                 break
             seq.lease, seq.slot, seq.target = lease, self._free_slots.pop(), len(seq.tokens)
@@ -286,7 +282,7 @@ class StepLoop:
             seq._base, seq._entered = seq.target, index
             self._decoding[seq] = Row(seq, 1, True, None)
             self._rows = None
-            self._schedule_crossing(seq)
+            self._crossings.schedule(seq)
 
     # -- reconciling --
 
@@ -297,6 +293,8 @@ class StepLoop:
                 f"the runner returned step {result.index}, the oldest launched is {step.index}"
             )
         self._clock.collected = step.index
+        began, self._collected_at = max(step.launched_at, self._collected_at), self._now()
+        self._policy.on_step(step, self._collected_at - began if result.seconds is None else result.seconds)
         ended, gone, failed = [], _NOBODY, _NOBODY
         if self._leaving:
             gone = frozenset(self._leaving)  # what they yield is nobody's
@@ -342,6 +340,7 @@ class StepLoop:
         self._stop(seq, SeqState.FINISHED)
         seq.finish_reason = reason
         self.stats.finished += 1
+        self._headroom.on_finish()
         self._policy.on_finish(seq)
         events.append(Finished(seq, reason))
         if waiting:
@@ -391,6 +390,7 @@ class StepLoop:
         seq.num_preemptions += 1
         self.stats.waiting += 1
         self.stats.preemptions += 1
+        self._headroom.on_preempt()
         self._policy.on_preempt(seq)
 
     def check(self) -> None:

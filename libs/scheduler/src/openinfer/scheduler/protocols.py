@@ -65,6 +65,8 @@ class Step:
     limits). Their tokens come with their chunks, their whole block tables with `blocks`."""
     blocks: Sequence[BlockWrite]
     """Block-table writes."""
+    launched_at: float = 0.0
+    """By the loop's clock."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,9 @@ class StepResult:
     advanced: Mapping[int, int] | None = None
     """None: every live row advanced by its q_len. Else, for the slots listed, decode rows that advanced by
     less (0: the row stood still and emitted nothing)."""
+    seconds: float | None = None
+    """How long the device took. None: the loop takes the time from launch, or from the result before if that
+    came later, to the reading of this one."""
 
 
 class Runner(Protocol):

@@ -49,8 +49,9 @@ class Seq:
 
     id: unique among live sequences. tokens: prompt, then confirmed output; the owner appends what Tokens
     events bring, before it calls step() again. max_tokens: output tokens at most, >= 1. priority (lower
-    first), tenant and arrival (seconds, any clock) are for policies. salt and hashes are handed to the pool's
-    acquire(). owner: anything, unused here. Compared and hashed by identity.
+    first), tenant, arrival (seconds, of the loop's clock) and the objectives ttft_s and tpot_s (seconds; None:
+    the policy's) are for policies. salt and hashes are handed to the pool's acquire(). owner: anything, unused
+    here. Compared and hashed by identity.
     """
 
     id: int
@@ -59,6 +60,8 @@ class Seq:
     priority: int = 0
     tenant: str = ""
     arrival: float = 0.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
     salt: bytes = field(default=b"", repr=False)
     hashes: Sequence[bytes] | None = field(default=None, repr=False)
     owner: object = field(default=None, repr=False)

@@ -1,5 +1,7 @@
-"""For tests of policies and pools: a device in miniature, an oracle, and schedules that compare the two."""
+"""For tests of policies and pools: a device in miniature, an oracle, schedules that compare the two, and the rules
+that every policy must keep."""
 
+from .conformance import PolicyConformance
 from .fake_runner import DeviceFault, FakeRunner
 from .model import EOS, VOCABULARY, generate
 from .schedule import Mismatch, Schedule
@@ -11,6 +13,7 @@ __all__ = [
     "DeviceFault",
     "FakeRunner",
     "Mismatch",
+    "PolicyConformance",
     "Schedule",
     "SimpleLease",
     "SimplePool",

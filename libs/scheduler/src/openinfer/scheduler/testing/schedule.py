@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ..errors import Rejected
 from ..events import Event, Finished, Scheduled, Tokens
 from ..loop import StepLoop
-from ..policy import FirstCome, Policy
+from ..policies import FirstCome
+from ..policy import Policy
 from ..protocols import Pool
 from ..sequence import FinishReason, Seq
 from .fake_runner import FakeRunner

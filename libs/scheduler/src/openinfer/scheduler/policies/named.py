@@ -1,0 +1,59 @@
+"""Policies by name, as a command line gives them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InvalidSetup
+from ..policy import Policy
+from .batching import FirstCome
+from .fair_share import FairShare
+from .longest_prefix import LongestPrefix
+from .ranked import Deadline, Priority
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "deadline": Deadline,
+    "fair-share": FairShare,
+    "fcfs": FirstCome,
+    "longest-prefix": LongestPrefix,
+    "priority": Priority,
+}
+"""Name -> class."""
+
+
+def make_policy(spec: str, **options: Any) -> Policy:
+    """The policy that `spec` says: NAME or MODULE:FUNCTION, then perhaps options: "deadline,ttft_s=0.2,tpot_s=0.02".
+
+    What it names is called with the keyword arguments `options`, and those of the spec (numbers) over them. Raises
+    InvalidSetup for an unknown name, an option that is none, and a function that cannot be found; what the function
+    raises itself passes through.
+    """
+    name, *pairs = spec.split(",")
+    factory = POLICIES.get(name) or _imported(name)
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        try:
+            options[key.strip()] = int(value) if value.strip().isdigit() else float(value)
+        except ValueError:
+            raise InvalidSetup(f"{pair!r} in the policy {spec!r} is not OPTION=NUMBER") from None
+    try:
+        return factory(**options)
+    except TypeError as error:
+        raise InvalidSetup(f"the policy {spec!r} cannot be made: {error}") from error
+
+
+def _imported(name: str) -> Callable[..., Policy]:
+    module, _, function = name.partition(":")
+    if not function:
+        raise InvalidSetup(
+            f"no policy is called {name!r}; there are {', '.join(POLICIES)}, and MODULE:FUNCTION for your own"
+        )
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise InvalidSetup(f"the policy {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise InvalidSetup(f"the policy {name!r}: module {module} has no function {function!r}")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,26 @@
+"""A simulator of serving: any policy and any pool, through the real StepLoop, in virtual time."""
+
+from .cost import CostModel, LinearCost, StepWork
+from .pool import SimLease, SimPool
+from .report import Percentiles, Record, Report
+from .runner import SimRunner
+from .simulate import simulate
+from .workloads import Request, bursts, chats, poisson, read_trace
+
+__all__ = [
+    "CostModel",
+    "LinearCost",
+    "Percentiles",
+    "Record",
+    "Report",
+    "Request",
+    "SimLease",
+    "SimPool",
+    "SimRunner",
+    "StepWork",
+    "bursts",
+    "chats",
+    "poisson",
+    "read_trace",
+    "simulate",
+]

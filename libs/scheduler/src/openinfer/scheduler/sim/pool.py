@@ -1,0 +1,112 @@
+"""SimPool: a pool for simulations. It counts blocks and knows what is cached, but has no block ids."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_NO_NAMES: tuple[int, ...] = ()
+
+
+class SimPool:
+    """`num_blocks` blocks of `block_size` tokens. Whole blocks are shared by prefix; unused ones stay cached, the least
+    recently used goes first. Names are Python's hashes: quick, and good enough where nothing is computed."""
+
+    num_groups = 1
+
+    def __init__(self, num_blocks: int, block_size: int = 16) -> None:
+        self.block_size = block_size
+        self.capacity_tokens = num_blocks * block_size
+        self.num_free = num_blocks  # unused ones, cached ones included
+        self.users: dict[int, int] = {}  # by name, of blocks in use
+        self.cached: OrderedDict[int, None] = OrderedDict()
+
+    def acquire(
+        self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
+    ) -> SimLease:
+        """A lease on the longest cached prefix that leaves a token to compute."""
+        lease = SimLease(self, hash(salt))
+        lease.names = self._match(lease, tokens)
+        for name in lease.names:
+            if name in self.users:
+                self.users[name] += 1
+            else:
+                del self.cached[name]
+                self.users[name] = 1
+                self.num_free -= 1
+        lease.num_blocks = len(lease.names)
+        lease.num_cached = lease.num_tokens = len(lease.names) * self.block_size
+        return lease
+
+    def _match(self, lease: SimLease, tokens: Sequence[int]) -> list[int]:
+        names = []
+        name = lease.root
+        for start in range(0, len(tokens) - self.block_size, self.block_size):
+            name = hash((name, *tokens[start : start + self.block_size]))
+            if name not in self.users and name not in self.cached:
+                break
+            names.append(name)
+        return names
+
+    def take(self, count: int) -> bool:
+        """Make `count` blocks somebody's, if there are so many."""
+        if count > self.num_free:
+            return False
+        self.num_free -= count
+        while len(self.cached) > self.num_free:
+            self.cached.popitem(last=False)
+        return True
+
+
+class SimLease:
+    """One sequence's blocks in a SimPool."""
+
+    num_cached = num_tokens = num_blocks = 0
+
+    def __init__(self, pool: SimPool, root: int) -> None:
+        self.root = root
+        self.names: Sequence[int] = _NO_NAMES  # of the first blocks: known, and shared
+        self._pool = pool
+
+    def block_table(self, group: int = 0) -> Sequence[int]:
+        """As many entries as there are blocks; what they say means nothing."""
+        return range(self.num_blocks)
+
+    def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
+        """Grow to num_tokens in all; None, and nothing changed, if there are not blocks enough."""
+        first = self.num_blocks
+        count = -(-num_tokens // self._pool.block_size) - first
+        if count <= 0:
+            return []
+        if not self._pool.take(count):
+            return None
+        self.num_blocks += count
+        self.num_tokens = self.num_blocks * self._pool.block_size
+        return [(0, first, [0] * count)]
+
+    def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
+        """Name the blocks that the first num_confirmed tokens fill."""
+        pool, size, names = self._pool, self._pool.block_size, list(self.names)
+        name = names[-1] if names else self.root
+        for start in range(len(names) * size, num_confirmed // size * size, size):
+            name = hash((name, *tokens[start : start + size]))
+            names.append(name)
+            if name in pool.users:
+                pool.num_free += 1  # two have it: one block is enough
+                pool.users[name] += 1
+            else:
+                pool.users[name] = 1
+                pool.cached.pop(name, None)  # ours is as good; that one is free without a name
+        self.names = names
+
+    def release(self) -> None:
+        """Give everything back; what has a name stays cached, the end of a sequence to be evicted before its head."""
+        pool = self._pool
+        pool.num_free += self.num_blocks - len(self.names)
+        for name in reversed(self.names):
+            pool.users[name] -= 1
+            if not pool.users[name]:
+                del pool.users[name]
+                pool.cached[name] = None
+                pool.num_free += 1
+        self.names, self.num_blocks, self.num_tokens = _NO_NAMES, 0, 0

@@ -1,0 +1,121 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .workloads import Request
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of one request. Times in seconds of the simulation."""
+
+    request: Request
+    arrival: float
+    rejected: bool = False
+    num_cached: int = 0
+    num_preemptions: int = 0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    num_output: int = 0
+
+    @property
+    def ttft(self) -> float:
+        """From arrival to the first token."""
+        return self.first_token - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time of the tokens after the first; None if there is one only."""
+        if self.num_output < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.num_output - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of a sample, in seconds; 0 where it is empty."""
+
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+    mean: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        """By the nearest rank."""
+        if not values:
+            return cls()
+        ranked = sorted(values)
+        p50, p90, p99 = (ranked[len(ranked) * p // 100] for p in (50, 90, 99))
+        return cls(p50, p90, p99, sum(ranked) / len(ranked))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A simulation's figures. Seconds, tokens, requests."""
+
+    seconds: float
+    """From the first arrival to the last token."""
+    finished: int
+    rejected: int
+    preemptions: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    busy: float
+    """Part of the time that the device was at work."""
+    ttft: Percentiles
+    tpot: Percentiles
+    itl: Percentiles
+    """Between two tokens of a request, over all of them."""
+    requests_per_s: float
+    output_tokens_per_s: float
+    hit_rate: float
+    """Cached tokens of prompts."""
+    goodput: float
+    """Requests a second that met both objectives; all that finished, if there are none."""
+    records: Sequence[Record] = field(repr=False, default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; without the records."""
+        names = [name for name in self.__slots__ if name != "records"]
+        values = ((name, getattr(self, name)) for name in names)
+        return {name: asdict(v) if isinstance(v, Percentiles) else v for name, v in values}
+
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[Record],
+        gaps: array[float],
+        *,
+        busy_s: float,
+        steps: int,
+        preemptions: int,
+        ttft_s: float | None,
+        tpot_s: float | None,
+    ) -> Report:
+        """Sum up."""
+        done = [record for record in records if record.num_output]
+        start = min((record.arrival for record in records), default=0.0)
+        seconds = max((record.last_token for record in done), default=start) - start
+        tpots = [tpot for record in done if (tpot := record.tpot) is not None]
+        good = sum(
+            (ttft_s is None or record.ttft <= ttft_s) and (tpot_s is None or (record.tpot or 0.0) <= tpot_s)
+            for record in done
+        )
+        prompt = sum(len(record.request.prompt) for record in done)
+        cached = sum(record.num_cached for record in done)
+        output = sum(record.num_output for record in done)
+        per_s = 1 / seconds if seconds else 0.0
+        return cls(
+            seconds, len(done), len(records) - len(done), preemptions, steps, prompt, cached, output,
+            busy_s * per_s, Percentiles.of([record.ttft for record in done]), Percentiles.of(tpots),
+            Percentiles.of(gaps), len(done) * per_s, output * per_s, cached / prompt if prompt else 0.0,
+            good * per_s, records,
+        )  # fmt: skip

@@ -1,0 +1,146 @@
+"""simulate(): a workload through the real StepLoop, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections.abc import Sequence
+
+from ..errors import Rejected, SchedulerError
+from ..events import Finished, Scheduled, Tokens
+from ..loop import StepLoop
+from ..policy import Policy
+from ..protocols import Pool
+from ..sequence import Seq
+from .cost import CostModel
+from .report import Record, Report
+from .runner import SimRunner
+from .workloads import Request
+
+
+def simulate(
+    workload: Sequence[Request],
+    policy: Policy,
+    pool: Pool,
+    cost: CostModel,
+    *,
+    max_rows: int = 256,
+    max_model_len: int = 32768,
+    max_queued: int = 1024,
+    max_headroom: float = 0.1,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+) -> Report:
+    """Serve a workload and report. policy and pool: new ones; they are the real thing, as is the loop between
+    them. Only the device is a model of its time: `cost`. ttft_s, tpot_s: objectives, for Report.goodput.
+
+    Raises SchedulerError if the policy lets everything stand still, and what the parts raise.
+    """
+    return _Simulation(
+        workload, policy, pool, cost, max_rows, max_model_len, max_queued, max_headroom
+    ).run(ttft_s, tpot_s)  # fmt: skip
+
+
+class _Simulation:
+    def __init__(
+        self,
+        workload: Sequence[Request],
+        policy: Policy,
+        pool: Pool,
+        cost: CostModel,
+        max_rows: int,
+        max_model_len: int,
+        max_queued: int,
+        max_headroom: float,
+    ) -> None:
+        self.runner = SimRunner(cost)
+        self.loop = StepLoop(
+            self.runner,
+            pool,
+            policy,
+            max_rows=max_rows,
+            max_model_len=max_model_len,
+            max_queued=max_queued,
+            max_headroom=max_headroom,
+            clock=lambda: self.runner.now,
+        )
+        self.workload = workload
+        self.records: list[Record] = []
+        self.gaps = array("d")
+        self.coming = [(r.arrival, i) for i, r in enumerate(workload) if r.after is None]
+        heapq.heapify(self.coming)
+        self.followers: dict[int, list[int]] = {}
+        for i, request in enumerate(workload):
+            if request.after is not None:
+                self.followers.setdefault(request.after, []).append(i)
+
+    def run(self, ttft_s: float | None, tpot_s: float | None) -> Report:
+        loop, runner = self.loop, self.runner
+        idle = 0
+        while self.coming or loop.has_work:
+            while self.coming and self.coming[0][0] <= runner.now:
+                self._submit(*heapq.heappop(self.coming))
+            if not loop.has_work:
+                if self.coming:
+                    runner.now = max(runner.now, self.coming[0][0])
+                continue
+            wait = self.coming[0][0] - runner.now if self.coming else None
+            before = loop.stats.steps, runner.now
+            for event in loop.step(wait):
+                self._note(event)
+            stands_still = (loop.stats.steps, runner.now) == before and not loop.stats.in_flight
+            if stands_still and self.coming:
+                runner.now = max(runner.now, self.coming[0][0])
+            idle = idle + 1 if stands_still and not self.coming else 0
+            if idle > 3:
+                raise SchedulerError(f"{len(loop.live)} requests wait, and the policy runs none of them")
+        return Report.of(
+            self.records, self.gaps, busy_s=runner.busy_s, steps=loop.stats.steps,
+            preemptions=loop.stats.preemptions, ttft_s=ttft_s, tpot_s=tpot_s,
+        )  # fmt: skip
+
+    def _submit(self, arrival: float, number: int) -> None:
+        request = self.workload[number]
+        record = Record(request, arrival)
+        seq = Seq(
+            number,
+            list(request.prompt),
+            request.max_tokens,
+            priority=request.priority,
+            tenant=request.tenant,
+            arrival=arrival,
+            owner=record,
+        )
+        self.records.append(record)
+        try:
+            self.loop.submit(seq)
+        except Rejected:
+            record.rejected = True
+            self._follow(number)
+
+    def _note(self, event: object) -> None:
+        """What an engine does with an event."""
+        now = self.runner.now
+        match event:
+            case Tokens():
+                gaps = self.gaps
+                for _, seq in event.emitting():
+                    record: Record = seq.owner  # type: ignore[assignment]
+                    number = record.num_output
+                    seq.tokens.append(record.request.output[number])  # type: ignore[attr-defined]
+                    record.num_output = number + 1
+                    if number:
+                        gaps.append(now - record.last_token)
+                    else:
+                        record.first_token = now
+                    record.last_token = now
+            case Scheduled(seq, num_cached):
+                seq.owner.num_cached = num_cached  # type: ignore[attr-defined]
+            case Finished(seq):
+                seq.owner.num_preemptions = seq.num_preemptions  # type: ignore[attr-defined]
+                self._follow(seq.id)
+
+    def _follow(self, number: int) -> None:
+        """Who continues this one comes after a while; after a rejection, its client tries no less."""
+        for follower in self.followers.get(number, ()):
+            heapq.heappush(self.coming, (self.runner.now + self.workload[follower].arrival, follower))

@@ -1,0 +1,187 @@
+"""PolicyConformance: the rules that every policy must keep, as tests to subclass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from ..errors import SchedulerError
+from ..events import Finished, Scheduled, Tokens
+from ..loop import StepLoop
+from ..policy import Policy
+from ..protocols import Step
+from ..sequence import Seq
+from .fake_runner import DeviceFault, FakeRunner
+from .model import VOCABULARY
+from .schedule import Mismatch, Schedule
+from .simple_pool import SimplePool
+
+
+class _Recorder(FakeRunner):
+    """Keeps the shape of every step, and refuses those over budget."""
+
+    def __init__(self, block_sizes: Sequence[int], max_tokens: int) -> None:
+        super().__init__(block_sizes)
+        self.max_tokens = max_tokens
+        self.shapes: list[list[tuple[int, int]]] = []
+
+    def launch(self, step: Step) -> None:
+        self.shapes.append([(row.seq.id, row.num_tokens) for row in step.rows])
+        tokens = sum(row.num_tokens for row in step.rows)
+        if tokens > self.max_tokens:
+            raise Mismatch(f"step {step.index} has {tokens} tokens, the budget is {self.max_tokens}")
+        super().launch(step)
+
+
+class PolicyConformance:
+    """Subclass it in a test module, and pytest runs the rules on your policy:
+
+        class TestMine(PolicyConformance):
+            def make_policy(self, max_batched_tokens):
+                return MyPolicy(max_batched_tokens)
+
+    No request is lost, none is told a token twice or another than when it is alone, blocks and slots come back (on
+    generated schedules: aborts, preemptions, stalls, tight pools); steps keep the budget; nobody starves; equal
+    workloads give equal steps; who fits an idle machine is admitted; who left is forgotten. A rule that is broken
+    raises Mismatch, or what the loop or the device in miniature notices.
+    """
+
+    num_schedules = 60
+    """Generated workloads that test_schedules plays."""
+    patience = 1500
+    """Turns, each a second of the clock and 1 to 3 admissions, in which everybody must have got his turn."""
+    loop_type: type[StepLoop] = StepLoop
+
+    def make_policy(self, max_batched_tokens: int) -> Policy:
+        """A new policy for steps of at most so many tokens (>= the loop's max_rows)."""
+        raise NotImplementedError("return your policy here")
+
+    def test_schedules(self) -> None:
+        """Whatever happens, every request yields what it yields alone, and everything is given back."""
+        for seed in range(self.num_schedules):
+            schedule = Schedule.generate(seed)
+            try:
+                schedule.play(
+                    make_policy=lambda schedule: self.make_policy(schedule.max_batched_tokens),
+                    loop_type=self.loop_type,
+                )
+            except (Mismatch, DeviceFault, SchedulerError) as error:
+                error.add_note(f"in {schedule}")
+                raise
+
+    def test_budget(self) -> None:
+        """No step has more tokens than max_batched_tokens."""
+        for budget in (6, 7, 24):
+            _Play(self, budget, seed=budget).run()
+
+    def test_determinism(self) -> None:
+        """The same arrivals give the same steps."""
+        first, second = (_Play(self, 24, seed=5).run() for _ in range(2))
+        if first != second:
+            index = next(
+                (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(second)
+            )
+            raise Mismatch(f"two equal runs differ from step {index + 1} on")
+
+    def test_no_starvation(self) -> None:
+        """Of a machine that is never idle everybody gets his turn, whatever his length, tenant and priority."""
+        for index, (length, tenant, priority) in enumerate(
+            [(14, "crowd", 0), (3, "other", 0), (3, "crowd", 3)]
+        ):
+            play = _Play(self, 24, seed=index)
+            probe = play.submit_probe(length, tenant, priority)
+            play.crowd(until=probe, turns=self.patience)
+
+    def test_idle_machine(self) -> None:
+        """Alone on an idle machine, a request of any size that fits is served."""
+        for length in (1, 23, 30):
+            play = _Play(self, 6, seed=length)
+            play.submit_probe(length, "", 0)
+            play.finish()
+
+    def test_aborted_are_forgotten(self) -> None:
+        """Who was aborted, waiting or running, is not named again."""
+        play = _Play(self, 8, seed=1)
+        seqs = [play.submit_probe(6, f"tenant {i % 2}", i % 3) for i in range(8)]
+        for turn in range(4):
+            play.turn()
+            for seq in (seqs[turn], seqs[7 - turn]):
+                play.loop.abort(seq.id)
+        play.finish()
+
+
+class _Play:
+    """A small machine with a policy on it, and a clock of one second a turn."""
+
+    def __init__(self, suite: PolicyConformance, budget: int, *, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.clock = 0.0
+        self.pool = SimplePool([(4, 33)])
+        self.num_free = self.pool.num_free
+        self.runner = _Recorder([4], budget)
+        self.loop = suite.loop_type(
+            self.runner,
+            self.pool,
+            suite.make_policy(budget),
+            max_rows=4,
+            max_model_len=32,
+            clock=lambda: self.clock,
+        )
+        self.num_submitted = 0
+
+    def submit_probe(self, length: int, tenant: str, priority: int) -> Seq:
+        tokens = [self.random.randrange(VOCABULARY) for _ in range(length)]
+        self.num_submitted += 1
+        seq = Seq(self.num_submitted, tokens, 2, priority=priority, tenant=tenant, arrival=self.clock)
+        self.loop.submit(seq)
+        return seq
+
+    def turn(self) -> list[Seq]:
+        """One turn of the loop, a second long. Returns who was admitted."""
+        admitted = []
+        for event in self.loop.step(1.0):
+            match event:
+                case Tokens():
+                    for position, seq in event.emitting():
+                        seq.tokens.append(event.payload[position])  # type: ignore[attr-defined, index]
+                case Scheduled(seq):
+                    admitted.append(seq)
+                case Finished():
+                    pass
+        self.loop.check()
+        self.clock += 1.0
+        return admitted
+
+    def run(self) -> list[list[tuple[int, int]]]:
+        """A crowd that comes and goes; the shape of each step."""
+        for _ in range(30):
+            for _ in range(self.random.randint(0, 3)):
+                self.submit_probe(
+                    self.random.randint(1, 29), f"{self.random.randrange(3)}", self.random.randrange(3)
+                )
+            self.turn()
+        self.finish()
+        return self.runner.shapes
+
+    def crowd(self, until: Seq, turns: int) -> None:
+        """Keep 12 others waiting, of the kind that policies like, until one particular sequence was admitted."""
+        prefix = [self.random.randrange(VOCABULARY) for _ in range(8)]
+        for _ in range(turns):
+            while self.loop.stats.waiting < 12:
+                self.num_submitted += 1
+                tokens = [*prefix, self.random.randrange(VOCABULARY)]
+                self.loop.submit(Seq(self.num_submitted, tokens, 2, tenant="crowd", arrival=self.clock))
+            if until in self.turn():
+                return
+        raise Mismatch(f"a request waited for {turns} turns while {self.num_submitted} others were served")
+
+    def finish(self) -> None:
+        """Serve all that is left."""
+        for _ in range(400):
+            if not self.loop.has_work:
+                break
+            self.turn()
+        if self.loop.has_work:
+            raise Mismatch(f"{len(self.loop.live)} requests are not served though nothing is in their way")
+        if self.pool.num_free != self.num_free:
+            raise Mismatch(f"{self.num_free - self.pool.num_free} blocks were not given back")
