@@ -15,7 +15,7 @@ import numpy as np
 
 from openinfer.frontend.contract import TERMINALS, Finished, Request
 from openinfer.recipes.qwen3.engine import Qwen3Engine
-from openinfer.recipes.qwen3.gate import Forced
+from openinfer.recipes.qwen3.segments import Placed
 from openinfer.sampler import SamplingParams
 from openinfer.tensor import Event
 
@@ -147,27 +147,15 @@ class StepBench:
     def _device(self, rows: int, context: int, prefill: int, start: int) -> list[float]:
         """Seconds of device time of a step, both segments: `rows` sequences get their token number `context`, and one
         more gets `prefill` tokens after `start`. The same step again and again, but that decode rows grow."""
-        runner, state, forced = self._runner, self._runner.model.rows, Forced(self._runner)
-        total = WARM_UP + self._repeats
-        lengths = dict.fromkeys(range(1, rows + 1), context - 1)
-        items = [(slot, self._ids(1)) for slot in lengths]
-        if prefill:
-            lengths[rows + 1] = start
-            items.append((rows + 1, self._ids(prefill)))
-        for slot, length in lengths.items():
-            forced.join(slot, length + max(prefill if slot > rows else 0, total) + 8)
-            forced.feed(slot, self._ids(length), self._chunk)
-            state.set("limits", slot, 1 << 30)
-        forced.step(items)
-        tokens, num_rows, longest = runner.buckets.choose(rows + prefill, rows + bool(prefill))
-        state.write("emits", 0, np.ones(rows + bool(prefill), np.int32))
-        state.write("prompt", 0, np.full(rows, -1, np.int32))
+        runner, total = self._runner, WARM_UP + self._repeats
+        lengths = [context - 1] * rows + [start] * bool(prefill)
+        placed = Placed(self._engine, lengths, [total] * rows + [prefill] * bool(prefill), self._rng)
+        placed.step(range(1, len(lengths) + 1), prefill)
+        tokens, num_rows, longest = runner.buckets.choose(rows + prefill, len(lengths))
         marks: list[tuple[Event, Event]] = []
         for _ in range(total):
             if prefill or not marks:
-                for slot, length in lengths.items():
-                    state.set("seq_lens", slot, length)
-                forced.upload()
+                placed.rewind(dict(enumerate(lengths, start=1)))
             before, after = (Event(runner.stream.device, timing=True) for _ in range(2))
             before.record(runner.stream)
             runner.graphs.launch(("forward", tokens, num_rows, longest))
@@ -175,8 +163,7 @@ class StepBench:
             after.record(runner.stream)
             marks.append((before, after))
         runner.stream.synchronize()
-        state.write("emits", 0, np.zeros(num_rows, np.int32))
-        forced.leave()
+        placed.leave()
         return [after.elapsed_s(before) for before, after in marks[WARM_UP:]]
 
 

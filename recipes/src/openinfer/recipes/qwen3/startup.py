@@ -114,7 +114,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
     with _phase("configuration and checkpoint header"):
         config = Config.load(path)
         device = _device(options.device)
-        sizes = _sizes(config, options, device)
+        sizes = decide_sizes(config, options, device)
         checkpoint = Checkpoint(path)
     with checkpoint:
         validate(checkpoint, config, Weights.allocate(config, Arena(Device("null"), None), sizes.dtype))
@@ -170,7 +170,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
 def kernel_specs(model_dir: str, target: Target, **flags: Any) -> list[KernelSpec]:
     """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
     config = Config.load(Path(model_dir))
-    sizes = _sizes(config, Options(**flags), Device("cuda"))
+    sizes = decide_sizes(config, Options(**flags), Device("cuda"))
     return make_plan(config, sizes, Buckets.up_to(sizes.max_rows, sizes.max_tokens), target).specs
 
 
@@ -252,7 +252,7 @@ def _device(name: str) -> Device:
         return Device("cpu")
 
 
-def _sizes(config: Config, options: Options, device: Device) -> Sizes:
+def decide_sizes(config: Config, options: Options, device: Device) -> Sizes:
     """Check the flags against the model and the device, and fill in what they leave open."""
     if device.kind == "null":
         raise SetupError("--device null plans and runs nothing; use cpu or cuda")
