@@ -47,7 +47,7 @@ class ShortestForEver(Batching):
     """Shortest first: whoever is long waits as long as others come."""
 
     def candidates(self, view):
-        return sorted(self._waiting, key=lambda seq: len(seq.tokens))
+        return sorted(self.waiting, key=lambda seq: len(seq.tokens))
 
 
 class NeverAges(Batching):
@@ -69,7 +69,7 @@ class WantsTheWholePrompt(FirstCome):
     """Admits whom it can prefill in one step only."""
 
     def candidates(self, view):
-        return [seq for seq in self._waiting if len(seq.tokens) <= self.max_batched_tokens]
+        return [seq for seq in self.waiting if len(seq.tokens) <= self.max_batched_tokens]
 
 
 class ForgetsThePreempted(FirstCome):
@@ -90,7 +90,7 @@ class Dice(FirstCome):
     """Draws from an unseeded generator."""
 
     def candidates(self, view):
-        return sorted(self._waiting, key=lambda seq: random.random())
+        return sorted(self.waiting, key=lambda seq: random.random())
 
 
 class LetsGoTooEarly(StepLoop):

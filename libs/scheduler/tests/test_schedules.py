@@ -46,7 +46,7 @@ class Whimsical(FirstCome):
 
     def plan(self, view):
         decision = super().plan(view)
-        waiting = list(self._waiting)
+        waiting = list(self.waiting)
         self.random.shuffle(waiting)
         chunks = {
             seq: self.random.randint(1, count)

@@ -22,7 +22,7 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import Unsupported
 from openinfer.kernels import Store
-from openinfer.kvpool import Pool
+from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.model import MAX_STOP_IDS
 from openinfer.recipes.qwen3.runner import Payload, Runner, Sampling
@@ -51,7 +51,6 @@ REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
     RejectReason.POOL_TOO_SMALL: "too_long",
     RejectReason.QUEUE_FULL: "queue_full",
 }
-FEATURES = ["logprobs", "prefix_cache"]
 
 
 class Qwen3Engine:
@@ -71,6 +70,7 @@ class Qwen3Engine:
         max_queued: int,
     ) -> None:
         self._config, self._pool, self._store = config, pool, store
+        self._uses_priority = policy.uses_priority
         self.runner = runner
         self._loop = StepLoop(
             runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued
@@ -86,7 +86,7 @@ class Qwen3Engine:
             eos_token_ids=list(config.eos_token_ids),
             kv_capacity_tokens=pool.capacity_tokens,
             block_size=pool.groups[0].block_size,
-            features=FEATURES if pool.prefix_cache else FEATURES[:1],
+            features=["logprobs"] + ["prefix_cache"] * pool.prefix_cache + ["priority"] * self._uses_priority,
         )
 
     def submit(self, request: Request) -> None:
@@ -102,13 +102,18 @@ class Qwen3Engine:
             else (*params.stop_token_ids, *self._config.eos_token_ids)
         )
         seed = fresh_seed() if params.seed is None else params.seed
+        salt, tokens = request.cache_salt.encode(), list(request.prompt_token_ids)
+        # Made once, however often the queue is looked through.
+        hashes = hash_blocks(tokens, self._pool.hash_block_size, salt) if self._pool.prefix_cache else None
         seq = Seq(
             request.id,
-            list(request.prompt_token_ids),
+            tokens,
             request.max_tokens,
+            priority=request.priority,
             tenant=request.tenant,
             arrival=request.arrival,
-            salt=request.cache_salt.encode(),
+            salt=salt,
+            hashes=hashes,
             owner=Sampling(params, seed, stop_ids),
         )
         try:
@@ -121,10 +126,11 @@ class Qwen3Engine:
     def _problem(self, request: Request) -> Rejected | None:
         vocab = self._config.vocab_size
         params = request.sampling
-        if request.priority != 0:
+        if request.priority != 0 and not self._uses_priority:
             return Rejected(
                 request.id,
-                f"priority is {request.priority}; this engine serves first come, first served",
+                f"priority is {request.priority}; this engine's scheduling policy does not use it "
+                "(--scheduling-policy priority does)",
                 "unsupported",
             )
         if any(not 0 <= token < vocab for token in request.prompt_token_ids):

@@ -34,7 +34,7 @@ from openinfer.recipes.qwen3.engine import Qwen3Engine
 from openinfer.recipes.qwen3.model import Buffers, Model, row_fields
 from openinfer.recipes.qwen3.runner import READBACK_BYTES_PER_ROW, Buckets, Runner
 from openinfer.recipes.qwen3.weights import Weights, validate
-from openinfer.scheduler import FirstCome
+from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -77,6 +77,7 @@ class Options:
     block_size: int = 16
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
+    scheduling_policy: str | Policy = "fcfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
         config = Config.load(path)
         device = _device(options.device)
         sizes = decide_sizes(config, options, device)
+        policy = _policy(options, sizes)
         checkpoint = Checkpoint(path)
     with checkpoint:
         validate(checkpoint, config, Weights.allocate(config, Arena(Device("null"), None), sizes.dtype))
@@ -161,7 +163,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
         pool.capacity_tokens, len(graphs),
     )  # fmt: skip
     return Qwen3Engine(
-        config, runner, pool, FirstCome(sizes.max_tokens), store,
+        config, runner, pool, policy, store,
         name=path.name, max_rows=sizes.max_rows, max_model_len=sizes.max_model_len,
         max_queued=options.max_num_queued_reqs,
     )  # fmt: skip
@@ -238,6 +240,13 @@ def _pack(
         zeroed.zero_(stream)
     driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
     return LaunchPack(target, driver, scratch, zeroed)
+
+
+def _policy(options: Options, sizes: Sizes) -> Policy:
+    """The flag's, or the object that the caller of build() made. Raises InvalidSetup (a ValueError)."""
+    if isinstance(options.scheduling_policy, str):
+        return make_policy(options.scheduling_policy, max_batched_tokens=sizes.max_tokens)
+    return options.scheduling_policy
 
 
 def _device(name: str) -> Device:

@@ -21,7 +21,8 @@ class Batching:
     takes at most so many seconds (see Pace). rank: who goes first, the lowest first, fixed while a sequence waits;
     None: in order of arrival, those that were preempted at the head. Victims are taken from the other end.
 
-    To write a policy of your own, subclass it and override `candidates`. Raises InvalidSetup.
+    To write a policy of your own, subclass it and override `candidates`, which chooses from `waiting`. Raises
+    InvalidSetup.
     """
 
     uses_priority = False
@@ -43,23 +44,23 @@ class Batching:
         self.max_chunk_tokens = max_chunk_tokens or max_batched_tokens
         self.pace = None if tpot_s is None else Pace(tpot_s, max_batched_tokens)
         self._rank = rank
-        self._waiting = ArrivalQueue() if rank is None else SortedQueue(rank)
+        self.waiting = ArrivalQueue() if rank is None else SortedQueue(rank)
 
     def on_submit(self, seq: Seq) -> None:
         """Queue it."""
-        self._waiting.push(seq)
+        self.waiting.push(seq)
 
     def on_admit(self, seq: Seq) -> None:
         """It waits no longer."""
-        self._waiting.discard(seq)
+        self.waiting.discard(seq)
 
     def on_preempt(self, seq: Seq) -> None:
         """Queue it again."""
-        self._waiting.push(seq)
+        self.waiting.push(seq)
 
     def on_finish(self, seq: Seq) -> None:
         """Forget it."""
-        self._waiting.discard(seq)
+        self.waiting.discard(seq)
 
     def on_step(self, step: Step, seconds: float) -> None:
         """Learn how long steps take, if there is an objective."""
@@ -68,7 +69,7 @@ class Batching:
 
     def candidates(self, view: View) -> Iterable[Seq]:
         """The waiting sequences, who should go first first. Read as far as there is room."""
-        return self._waiting
+        return self.waiting
 
     def plan(self, view: View) -> Decision:
         """Spend what the decode rows leave of the step's budget."""

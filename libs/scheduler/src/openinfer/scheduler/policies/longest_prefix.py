@@ -36,7 +36,7 @@ class LongestPrefix(Batching):
 
     def on_admit(self, seq: Seq) -> None:
         """Count who overtakes the head of the queue."""
-        self._overtaken = 0 if next(iter(self._waiting)) is seq else self._overtaken + 1
+        self._overtaken = 0 if next(iter(self.waiting)) is seq else self._overtaken + 1
         super().on_admit(seq)
         self._cached.pop(seq, None)
 
@@ -47,7 +47,7 @@ class LongestPrefix(Batching):
 
     def candidates(self, view: View) -> list[Seq]:
         """The window by cached prefix, then the rest."""
-        window = list(islice(self._waiting, max(WINDOW, view.free_slots)))
+        window = list(islice(self.waiting, max(WINDOW, view.free_slots)))
         compared = window[:WINDOW]
         self._refresh(view, compared)
         if self._overtaken >= PATIENCE:

@@ -63,7 +63,7 @@ class Deadline(Batching):
             raise InvalidSetup(f"ttft_s must be positive, given {ttft_s}")
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s, rank=self._deadline)
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
-        self._waiting = self._deadlines = SortedQueue(self._deadline)
+        self.waiting = self._deadlines = SortedQueue(self._deadline)
         self._objectives = SortedQueue(self._objective)  # of those that run with one of their own
         self._admitted = 0
 
