@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 HELLO = [{"role": "user", "content": "What is 2+2?"}]
 
 
@@ -107,7 +108,9 @@ def test_logprobs_shape(live: Any) -> None:
         ({"messages": [{"role": "user"}]}, "messages", r"messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages", "tool_calls"),
-        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "function"),
+        ({"messages": HELLO, "tools": TOOLS}, "tools", "--tool-call-parser"),
+        ({"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort", "means nothing"),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template", "not supported"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),

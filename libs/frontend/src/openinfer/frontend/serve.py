@@ -12,13 +12,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from openinfer.frontend.chat import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    DeepSeekV4Renderer,
+    Renderer,
+    default_formats,
+)
 from openinfer.frontend.errors import FrontendError, ModelFilesError
 from openinfer.frontend.recipe import Recipe
 
 if TYPE_CHECKING:
     from openinfer.frontend.client import Driver
     from openinfer.frontend.contract import EngineSpec
-    from openinfer.frontend.http import ChatTemplate, Tokenizer
+    from openinfer.frontend.http import Tokenizer
 
 __all__ = ["Recipe", "build_parser", "serve"]
 
@@ -46,6 +53,24 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     server.add_argument("--skip-tokenizer-init", action="store_true", help="take and give token ids only")
     server.add_argument(
         "--chat-template", type=Path, default=None, metavar="FILE", help="instead of the model's"
+    )
+    server.add_argument(
+        "--tool-call-parser",
+        choices=("auto", "none", *TOOL_FORMATS),
+        default="auto",
+        help="how the model writes its calls; auto: as its model_type does",
+    )
+    server.add_argument(
+        "--reasoning-parser",
+        choices=("auto", "none", *REASONING_FORMATS),
+        default="auto",
+        help="how the model marks its reasoning; none: it stays in the content",
+    )
+    server.add_argument(
+        "--enable-auto-tool-choice",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let the model decide about calls; without it tools are refused",
     )
     server.add_argument(
         "--generation-config",
@@ -89,7 +114,8 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
         level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     try:
-        _check_checkpoint(recipe, args.model_dir)
+        model_type = _check_checkpoint(recipe, args.model_dir)
+        _choose_parsers(args, model_type)
         spec = recipe.engine_spec(args.model_dir, args)
         return asyncio.run(_serve(args, spec))
     except (FrontendError, ValueError, OSError) as error:
@@ -122,6 +148,8 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
                 driver,
                 tokenizer=tokenizer,
                 template=template,
+                tool_parser=args.tool_call_parser,
+                reasoning_parser=args.reasoning_parser,
                 defaults=SamplingDefaults.load(args.model_dir) if auto else None,
                 model_names=args.served_model_name,
                 api_key=args.api_key,
@@ -160,7 +188,19 @@ def _driver(args: argparse.Namespace, spec: "EngineSpec") -> "Driver":
     return ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout)
 
 
-def _load_tokenizer(args: argparse.Namespace) -> "tuple[Tokenizer | None, ChatTemplate | None]":
+def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
+    """Put what `auto` and `none` stand for in their place."""
+    tools, reasoning = default_formats(model_type)
+    by_model = {"tool_call_parser": tools, "reasoning_parser": reasoning}
+    for name, default in by_model.items():
+        chosen = getattr(args, name)
+        setattr(args, name, default if chosen == "auto" else None if chosen == "none" else chosen)
+    if not args.enable_auto_tool_choice:
+        args.tool_call_parser = None
+    args.coded_template = model_type.startswith("deepseek_v4")
+
+
+def _load_tokenizer(args: argparse.Namespace) -> "tuple[Tokenizer | None, Renderer | None]":
     from openinfer.frontend.http import ChatTemplate, Tokenizer, find_template
 
     if args.skip_tokenizer_init:
@@ -171,13 +211,18 @@ def _load_tokenizer(args: argparse.Namespace) -> "tuple[Tokenizer | None, ChatTe
         source: str | None = args.chat_template.read_text(encoding="utf-8")
     else:
         source = find_template(args.model_dir, tokenizer.config)
-    template = ChatTemplate(source, tokenizer.special_tokens) if source is not None else None
+    template: Renderer | None = None
+    if source is not None:
+        template = ChatTemplate(source, tokenizer.special_tokens)
+    elif args.coded_template:
+        template = DeepSeekV4Renderer()
     chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
     _say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")
     return tokenizer, template
 
 
-def _check_checkpoint(recipe: Recipe, model_dir: Path) -> None:
+def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
+    """The model_type of a checkpoint that the recipe serves."""
     path = model_dir / "config.json"
     if not path.is_file():
         raise ModelFilesError(f"{path} does not exist: MODEL_DIR must be a checkpoint directory")
@@ -190,6 +235,7 @@ def _check_checkpoint(recipe: Recipe, model_dir: Path) -> None:
         raise ModelFilesError(
             f"{path} has model_type {kind!r}, which the recipe {recipe.name!r} does not serve"
         )
+    return str(config.get("model_type"))
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import RETRY_AFTER_S, Generation
-from openinfer.frontend.http.shapes import DONE_EVENT, Shape, error_body, error_event
+from openinfer.frontend.http.shapes import Shape, error_body
 
 __all__ = ["Answer", "error_response"]
 
@@ -47,7 +47,7 @@ class Answer(Response):
             await (self._stream(send) if generation.plan.stream else self._whole(send))
         except APIError as error:
             outcome = str(error)
-            await error_response(error)(scope, receive, send)
+            await error_response(error, self._shape.refusal(error))(scope, receive, send)
         finally:
             watcher.cancel()
             generation.cancel("the request was given up")  # nothing, when all has ended
@@ -77,13 +77,10 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         while True:
             events = b"".join([shape.events(choice) for choice in generation.choices])
-            error, done = generation.error(), generation.done
-            if error is not None:
-                events += error_event(error)
-            elif done and generation.plan.include_usage:
-                events += shape.usage_event(generation.usage())
-            if error is not None or done:
-                await send({"type": "http.response.body", "body": events + DONE_EVENT})
+            error = generation.error()
+            if error is not None or generation.done:
+                end = shape.broken(error) if error else shape.end(generation.choices, generation.usage())
+                await send({"type": "http.response.body", "body": events + end})
                 return
             if events:
                 # Waits while the client's socket is full; tokens gather meanwhile and leave as one event.
@@ -96,7 +93,7 @@ class Answer(Response):
         self._generation.cancel("the client has left")
 
 
-def error_response(error: APIError) -> Response:
-    """A refusal with OpenAI's error object; 503 says when to come back."""
+def error_response(error: APIError, body: bytes | None = None) -> Response:
+    """A refusal, with OpenAI's error object unless another body is given; 503 says when to come back."""
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else None
-    return Response(error_body(error), error.status, headers, "application/json")
+    return Response(body or error_body(error), error.status, headers, "application/json")

@@ -10,10 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from openinfer.frontend.chat import TOOL_FORMATS, Renderer
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
-from openinfer.frontend.http.chat_template import ChatTemplate
+from openinfer.frontend.http.chat import ChatFormat
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import ApiKeyGuard, Service
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -25,7 +26,9 @@ def create_app(
     client: EngineClient,
     *,
     tokenizer: Tokenizer | None = None,
-    template: ChatTemplate | None = None,
+    template: Renderer | None = None,
+    tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
     defaults: SamplingDefaults | None = None,
     model_names: Sequence[str] = (),
     api_key: str | None = None,
@@ -37,6 +40,8 @@ def create_app(
     client elsewhere turns the lifespan off (uvicorn: lifespan="off").
 
     client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat.
+    tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
+    reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
     (default: the engine's name). api_key: wanted on all paths but /health and /ready.
     log_requests: log one line a request at its end.
@@ -44,7 +49,11 @@ def create_app(
     service = Service(
         client,
         tokenizer=tokenizer,
-        template=template,
+        chat_format=ChatFormat(
+            renderer=template,
+            tools=TOOL_FORMATS[tool_parser] if tool_parser else None,
+            reasoning=reasoning_parser is not None,
+        ),
         defaults=defaults or SamplingDefaults(),
         model_names=model_names,
         log_requests=log_requests,

@@ -5,13 +5,25 @@ honoured or answered with 400.
 """
 
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
 from openinfer.frontend.errors import APIError
 
-__all__ = ["ChatBody", "CommonBody", "CompletionBody", "decode_body"]
+__all__ = [
+    "ChatBody",
+    "CommonBody",
+    "CompletionBody",
+    "FunctionSpec",
+    "NamedChoice",
+    "ToolSpec",
+    "decode_body",
+]
+
+
+MAX_TOOLS = 128
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
 class StreamOptions(msgspec.Struct):
@@ -54,10 +66,44 @@ class CompletionBody(CommonBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class FunctionSpec(msgspec.Struct, omit_defaults=True):
+    """A function on offer. `strict` is taken and not enforced: that needs constrained decoding."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolSpec(msgspec.Struct):
+    """One of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+
+class FunctionName(msgspec.Struct):
+    """The function of a NamedChoice."""
+
+    name: ToolName
+
+
+class NamedChoice(msgspec.Struct):
+    """tool_choice, to force one."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatBody(CommonBody, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] | None = None
+    tools: Annotated[list[ToolSpec], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -95,16 +141,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "regex": _NOTHING,
     "ebnf": _NOTHING,
     "stop_regex": _NOTHING,
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),  # without tools both mean none
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "documents": (None, []),
     "chat_template": _NOTHING,
     "continue_final_message": (None, False),
-    "reasoning_effort": _NOTHING,
     "thinking_token_budget": _NOTHING,
-    "include_reasoning": (None, True),
     "separate_reasoning": (None, False),
     "modalities": (None, ["text"]),
     "audio": _NOTHING,
@@ -118,7 +160,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "extra_key": _NOTHING,
 }
 _WHERE = re.compile(r" - at `\$\.?(?P<path>(?P<field>\w*)[^`]*)`$")
-_Body = TypeVar("_Body", CompletionBody, ChatBody)
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def decode_body(raw: bytes, kind: type[_Body]) -> _Body:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jinja2
+import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from openinfer.frontend.chat import Message
 from openinfer.frontend.errors import APIError, ModelFilesError
 
 __all__ = ["ChatTemplate", "find_template"]
@@ -18,7 +19,7 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt.
+    """Turns messages into the text of a prompt. A Renderer.
 
     source: Jinja source; ModelFilesError if it does not compile.
     special_tokens: names and texts that the template may mention (bos_token, eos_token, ...).
@@ -36,11 +37,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) - _OURS
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Message],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
@@ -56,7 +59,7 @@ class ChatTemplate:
         variables = {**self._special_tokens, **(kwargs or {})}
         try:
             return self._template.render(
-                variables, messages=messages, tools=None, add_generation_prompt=add_generation_prompt
+                variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error

@@ -18,8 +18,16 @@ from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import Answer, error_response
-from openinfer.frontend.http.body import ChatBody, CommonBody, CompletionBody, decode_body
-from openinfer.frontend.http.chat_template import ChatTemplate
+from openinfer.frontend.http.body import (
+    ChatBody,
+    CommonBody,
+    CompletionBody,
+    FunctionSpec,
+    NamedChoice,
+    decode_body,
+)
+from openinfer.frontend.http.chat import Chat, ChatFormat, ParserFactory, chat_messages
+from openinfer.frontend.http.chat_shape import ChatShape
 from openinfer.frontend.http.generation import Generation
 from openinfer.frontend.http.metrics import Metrics
 from openinfer.frontend.http.params import (
@@ -31,7 +39,7 @@ from openinfer.frontend.http.params import (
     prompt_ids,
     top_logprobs,
 )
-from openinfer.frontend.http.shapes import ChatShape, CompletionShape, Shape
+from openinfer.frontend.http.shapes import CompletionShape, Shape
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["ApiKeyGuard", "Service"]
@@ -45,8 +53,9 @@ _log = logging.getLogger(__name__)
 class Service:
     """What the endpoints share. `draining` set to True makes new work 503; `active` holds the answers under way.
 
-    client: a started engine client. tokenizer: None serves token-id prompts only. template: None refuses chat.
-    model_names: names the model answers to, the first is the one it reports; empty for the engine's own name.
+    client: a started engine client. tokenizer: None serves token-id prompts only.
+    chat_format: how chats are written and read. model_names: what the model answers to, the first is
+    the one it reports; empty for the engine's own name.
     """
 
     def __init__(
@@ -54,7 +63,7 @@ class Service:
         client: EngineClient,
         *,
         tokenizer: Tokenizer | None,
-        template: ChatTemplate | None,
+        chat_format: ChatFormat,
         defaults: SamplingDefaults,
         model_names: Sequence[str],
         log_requests: bool,
@@ -64,7 +73,7 @@ class Service:
         self.draining = False
         self.active: set[Generation] = set()
         self._tokenizer = tokenizer
-        self._template = template
+        self._chat_format = chat_format
         self._defaults = defaults
         self._model_names = list(model_names)
         self._log_requests = log_requests
@@ -95,18 +104,33 @@ class Service:
         arrival = time.monotonic()
         body = decode_body(await _read_body(request), ChatBody)
         model, plan = self._check(body, top_logprobs(body))
-        if self._tokenizer is None or self._template is None:
-            missing = "tokenizer" if self._tokenizer is None else "chat template"
-            raise APIError(f"this server has no {missing}; use /v1/completions", param="messages")
-        text = self._template.render(
-            chat_messages(body.messages),
+        chat = Chat(
+            messages=chat_messages(body.messages),
+            tools=[tool_object(tool.function) for tool in body.tools or ()],
+            tool_choice=tool_choice(body),
+            parallel_calls=body.parallel_tool_calls is not False,
             add_generation_prompt=body.add_generation_prompt is not False,
-            kwargs=body.chat_template_kwargs,
+            effort=body.reasoning_effort,
+            options=body.chat_template_kwargs or {},
         )
-        ids = prompt_ids(await self._tokenizer.encode(text, False), self.client.info, "messages")
+        ids, plan, new_parser = await self.prepare_chat(chat, plan, "messages")
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = max_tokens_for(len(ids), getattr(body, field), None, plan, self.client.info, field)
-        return self._answer(request, plan, [ids], [limit], arrival, ChatShape(model, plan, self._tokenizer))
+        shape = ChatShape(model, plan, self._tokenizer, new_parser, body.include_reasoning is not False)
+        return self._answer(request, plan, [ids], [limit], arrival, shape)
+
+    async def prepare_chat(
+        self, chat: Chat, plan: Plan, field: str
+    ) -> tuple[list[int], Plan, ParserFactory | None]:
+        """The prompt's ids, the plan with what the parsers need, and the parsers. Raises APIError."""
+        if self._tokenizer is None:
+            raise APIError("this server has no tokenizer; use /v1/completions", param=field)
+        text = self._chat_format.prompt(chat)
+        ids = prompt_ids(await self._tokenizer.encode(text, False), self.client.info, field)
+        new_parser = self._chat_format.parser(chat, text)
+        if new_parser is not None and self._tokenizer.has_special_in(self._chat_format.markers()):
+            plan = msgspec.structs.replace(plan, skip_special_tokens=False)
+        return ids, plan, new_parser
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -249,33 +273,20 @@ class ApiKeyGuard:
         await self._app(scope, receive, send)
 
 
-def chat_messages(messages: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Check messages and join contents given in text parts. Raises APIError (400) naming the place."""
-    if not messages:
-        raise APIError("messages must hold at least one message", param="messages")
-    checked = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise APIError(f"{where}.role must be a string such as 'user'", param="messages")
-        for name in ("tool_calls", "function_call", "tool_call_id"):
-            if message.get(name):
-                raise APIError(f"{where}.{name} is not supported", param="messages", code="unsupported")
-        content = message.get("content")
-        if isinstance(content, list):
-            content = "\n".join(_part_text(part, f"{where}.content") for part in content)
-        if not isinstance(content, str):
-            raise APIError(f"{where}.content must be a string or a list of text parts", param="messages")
-        checked.append({**message, "content": content})
-    return checked
+def tool_object(function: FunctionSpec) -> dict[str, Any]:
+    """A tool as templates know it: OpenAI's object, with nothing in it that is for the server."""
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in fields.items() if value is not None},
+    }
 
 
-def _part_text(part: object, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise APIError(f"{where} holds a part of type {kind!r}, only 'text' is supported", param="messages")
+def tool_choice(body: ChatBody) -> str:
+    """As Chat has it."""
+    if isinstance(body.tool_choice, NamedChoice):
+        return f"tool {body.tool_choice.function.name}"
+    return body.tool_choice or "auto"
 
 
 async def _read_body(request: Request) -> bytes:

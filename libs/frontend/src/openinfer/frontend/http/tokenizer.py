@@ -32,6 +32,7 @@ class Tokenizer:
         self.config = config
         added = core.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
+        self._special_texts = {token.content for token in added.values() if token.special}
         self._tables: tuple[list[bytes], list[bytes]] | None = None
         if isinstance(core.decoder, ByteLevel):
             self._tables = self._byte_tables(max(vocab_size, core.get_vocab_size()))
@@ -61,6 +62,10 @@ class Tokenizer:
             if name.endswith("_token") and isinstance(content, str):
                 found[name] = content
         return found
+
+    def has_special_in(self, text: str) -> bool:
+        """Whether one of the special tokens, which decoding usually skips, is written in text."""
+        return any(content in text for content in self._special_texts)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text; long ones are worked on in a thread that leaves the interpreter lock alone."""

@@ -1,0 +1,24 @@
+"""The language of chats: messages to prompts, and a model's text back to reasoning, content and tool calls.
+
+Needs no web framework; a frontend of your own can use it with any text generator.
+"""
+
+from openinfer.frontend.chat.deepseek_v4 import DeepSeekV4Renderer
+from openinfer.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, default_formats
+from openinfer.frontend.chat.output import Content, OutputParser, Part, Reasoning, ToolCall, ToolFormat
+from openinfer.frontend.chat.renderer import Message, Renderer
+
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_FORMATS",
+    "Content",
+    "DeepSeekV4Renderer",
+    "Message",
+    "OutputParser",
+    "Part",
+    "Reasoning",
+    "Renderer",
+    "ToolCall",
+    "ToolFormat",
+    "default_formats",
+]

@@ -1,0 +1,49 @@
+"""DeepSeek-V4: a block of `<｜DSML｜invoke name="f">` with typed parameters, all calls of a turn in one block."""
+
+import re
+from typing import Any
+
+from openinfer.frontend.chat.output import Schemas, ToolCall
+from openinfer.frontend.chat.values import Malformed, decode, encode
+
+__all__ = ["DSML", "DsmlFormat"]
+
+DSML = "｜DSML｜"
+_INVOKE = re.compile(rf'\s*<{DSML}invoke name="([^"\n]+)">')
+_PARAMETER = re.compile(rf'\s*<{DSML}parameter name="([^"\n]+)" string="(true|false)">')
+_END_INVOKE = re.compile(rf"\s*</{DSML}invoke>")
+_END_PARAMETER = f"</{DSML}parameter>"
+
+
+class DsmlFormat:
+    """A ToolFormat."""
+
+    opening, closing = f"<{DSML}tool_calls>", f"</{DSML}tool_calls>"
+
+    def parse(self, body: str, schemas: Schemas) -> list[ToolCall] | None:
+        calls, position = [], 0
+        try:
+            while position < len(body.rstrip()):
+                call, position = self._invoke(body, position)
+                calls.append(call)
+        except Malformed:
+            return None
+        return calls or None
+
+    def _invoke(self, body: str, position: int) -> tuple[ToolCall, int]:
+        opened = _INVOKE.match(body, position)
+        if opened is None:
+            raise Malformed
+        position = opened.end()
+        arguments: dict[str, Any] = {}
+        while parameter := _PARAMETER.match(body, position):
+            end = body.find(_END_PARAMETER, parameter.end())
+            if end < 0:
+                raise Malformed
+            value = body[parameter.end() : end]
+            arguments[parameter[1]] = value if parameter[2] == "true" else decode(value)
+            position = end + len(_END_PARAMETER)
+        closed = _END_INVOKE.match(body, position)
+        if closed is None:
+            raise Malformed
+        return ToolCall(opened[1], encode(arguments)), closed.end()

@@ -1,0 +1,28 @@
+"""How messages become a prompt: a Jinja template, or code where a model's authors ship code."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+__all__ = ["Message", "Renderer"]
+
+Message = Mapping[str, Any]
+"""role, content (str), and where they apply: reasoning, tool_calls [{id, function: {name, arguments: object}}],
+tool_call_id."""
+
+
+class Renderer(Protocol):
+    """Turns messages into the text of a prompt."""
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names of the options that render() heeds in `kwargs`, such as enable_thinking."""
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. tools: OpenAI's tool objects. Raises errors.APIError (400) for messages it cannot take."""

@@ -1,0 +1,75 @@
+"""Argument values that a model wrote, and JSON that is safe to send on."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Malformed", "decode", "encode", "typed"]
+
+
+class Malformed(Exception):
+    """The text is not what it should be; caught where a call is parsed."""
+
+
+def decode(text: str) -> Any:
+    """JSON, forgiving raw line breaks in strings. Raises Malformed."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise Malformed from error
+
+
+def encode(value: Any) -> str:
+    """JSON text that is valid Unicode. Raises Malformed for what cannot be written so."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # half a surrogate pair decodes from JSON, but is no text
+    except (ValueError, RecursionError) as error:
+        raise Malformed from error
+    return text
+
+
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """A value written as bare text, read as the schema's type; text where it is not of that type."""
+    kinds = _kinds(schema)
+    if not kinds or kinds == {"string"}:
+        return text
+    word = text.strip()
+    if "boolean" in kinds and word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    if "null" in kinds and word.lower() in ("null", "none"):
+        return None
+    try:
+        value = decode(word)
+    except Malformed:
+        return text
+    return value if _kind(value) & kinds else text
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    """The JSON types a schema allows; empty when it does not say."""
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {one for one in kind if isinstance(one, str)}
+    found: set[str] = set()
+    for name in ("anyOf", "oneOf"):
+        options = schema.get(name)
+        for option in options if isinstance(options, list) else ():
+            if isinstance(option, Mapping) and isinstance(option.get("type"), str):
+                found.add(option["type"])
+    return found
+
+
+def _kind(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    names = {float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return {names[type(value)]}
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")

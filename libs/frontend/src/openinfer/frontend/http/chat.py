@@ -1,0 +1,180 @@
+"""A chat as all chat endpoints understand it: checked messages and tools in, prompt text and output parser out."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from openinfer.frontend.chat import OutputParser, Renderer, ToolFormat
+from openinfer.frontend.errors import APIError
+
+__all__ = ["Chat", "ChatFormat", "ParserFactory", "chat_messages", "text_of"]
+
+ParserFactory = Callable[[], OutputParser]
+"""A new parser for each choice."""
+
+THINK = "<think>"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat:
+    """One request, whatever endpoint it came through. messages: of chat_messages(); tools: OpenAI's tool objects."""
+
+    messages: list[dict[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str = "auto"
+    """none, auto, required, or the name of a tool after "tool "."""
+    parallel_calls: bool = True
+    add_generation_prompt: bool = True
+    effort: str | None = None
+    """reasoning_effort, where the template heeds it."""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatFormat:
+    """How this server's model writes chats.
+
+    renderer: None refuses chats. tools: None refuses tools. reasoning: split `<think>` from the content.
+    """
+
+    renderer: Renderer | None = None
+    tools: ToolFormat | None = None
+    reasoning: bool = False
+
+    def prompt(self, chat: Chat) -> str:
+        """The prompt's text. Raises APIError (400) naming the field that cannot be honoured."""
+        if self.renderer is None:
+            raise APIError("this server has no chat template; use /v1/completions", param="messages")
+        tools = self._tools_on_offer(chat)
+        return self.renderer.render(
+            chat.messages,
+            tools=tools or None,
+            add_generation_prompt=chat.add_generation_prompt,
+            kwargs=self._options(self.renderer, chat),
+        )
+
+    def parser(self, chat: Chat, prompt: str) -> ParserFactory | None:
+        """Makes the parsers for what follows `prompt`; None when all of it is content."""
+        tools = self.tools if self._tools_on_offer(chat) else None
+        if tools is None and not self.reasoning:
+            return None
+        functions = [tool["function"] for tool in chat.tools]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+
+        def new() -> OutputParser:
+            return OutputParser(
+                reasoning=self.reasoning,
+                tools=tools,
+                schemas=schemas,
+                in_reasoning=prompt.rstrip().endswith(THINK),
+                max_calls=None if chat.parallel_calls else 1,
+            )
+
+        return new
+
+    def markers(self) -> str:
+        """All the markers a parser may look for: special tokens among them must not be skipped."""
+        tools = f"{self.tools.opening} {self.tools.closing}" if self.tools else ""
+        return f"{tools} <think> </think>" if self.reasoning else tools
+
+    def _tools_on_offer(self, chat: Chat) -> Sequence[Mapping[str, Any]]:
+        if not chat.tools or chat.tool_choice == "none":
+            return ()
+        if chat.tool_choice != "auto":
+            raise APIError(
+                f"tool_choice {chat.tool_choice!r} needs constrained decoding, which this engine does not have; "
+                "use auto or none",
+                param="tool_choice",
+                code="unsupported",
+            )
+        if self.tools is None:
+            raise APIError(
+                "tools are not supported by this server: start it with --tool-call-parser", param="tools"
+            )
+        return chat.tools
+
+    def _options(self, renderer: Renderer, chat: Chat) -> dict[str, Any]:
+        options = dict(chat.options)
+        if chat.effort is None:
+            return options
+        if "reasoning_effort" in renderer.variables:
+            options.setdefault("reasoning_effort", chat.effort)
+        elif chat.effort == "none" and "enable_thinking" in renderer.variables:
+            options.setdefault("enable_thinking", False)
+        else:
+            raise APIError(
+                f"reasoning_effort {chat.effort!r} means nothing to this model's chat template; leave it out",
+                param="reasoning_effort",
+                code="unsupported",
+            )
+        return options
+
+
+def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """Check messages: contents become text, arguments of calls objects. Raises APIError (400) naming the place."""
+    if not messages:
+        raise APIError("messages must hold at least one message", param="messages")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def text_of(content: object, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """A content given as text or as parts with text. Raises APIError (400) naming the place."""
+    if isinstance(content, list):
+        return "\n".join(_part_text(part, where, kinds) for part in content)
+    if not isinstance(content, str):
+        raise APIError(f"{where} must be a string or a list of text parts", param=where.split("[")[0])
+    return content
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise APIError(f"{where}.role must be a string such as 'user'", param="messages")
+    if message.get("function_call"):
+        raise APIError(f"{where}.function_call is not supported, use tool_calls", param="messages")
+    checked = dict(message)
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise APIError(f"{where}.tool_calls must be a list", param="messages")
+        checked["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    content = message.get("content")
+    if content is None and role == "assistant" and (calls or message.get("reasoning")):
+        content = ""
+    checked["content"] = text_of(content, f"{where}.content")
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise APIError(f"{where}.reasoning must be a string", param="messages")
+        checked["reasoning"] = checked["reasoning_content"] = reasoning  # templates use either name
+    return checked
+
+
+def _call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(call, dict)
+        or not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+    ):
+        raise APIError(f"{where} must have a function with a name", param="messages")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise APIError(f"{where}.function.arguments is not JSON", param="messages") from error
+    if not isinstance(arguments, dict):
+        raise APIError(f"{where}.function.arguments must be a JSON object", param="messages")
+    return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def _part_text(part: object, where: str, kinds: Sequence[str]) -> str:
+    if isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise APIError(
+        f"{where} holds a part of type {kind!r}, only {' and '.join(map(repr, kinds))} is supported",
+        param=where.split("[")[0],
+    )

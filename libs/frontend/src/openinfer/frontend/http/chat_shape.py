@@ -1,0 +1,187 @@
+"""/v1/chat/completions as OpenAI words it. Pure: choices in, bytes out."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from openinfer.frontend.chat import Content, Part, Reasoning, ToolCall
+from openinfer.frontend.contract import TokenLogprobs
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.chat import ParserFactory
+from openinfer.frontend.http.generation import Choice, Usage
+from openinfer.frontend.http.params import Plan
+from openinfer.frontend.http.reader import Reader, new_call_id, said
+from openinfer.frontend.http.shapes import (
+    UsageBody,
+    encode,
+    error_body,
+    event,
+    has_news,
+    stream_end,
+    stream_error,
+    token_text,
+    usage_body,
+)
+from openinfer.frontend.http.tokenizer import Tokenizer
+
+__all__ = ["ChatResponse", "ChatShape"]
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _Call(msgspec.Struct, omit_defaults=True):
+    id: str
+    function: _Function
+    type: str
+    index: int | UnsetType = UNSET
+
+
+class _Message(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[_Call] | UnsetType = UNSET
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    message: _Message | UnsetType
+    delta: _Message | UnsetType
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(msgspec.Struct):
+    """A whole answer, or one chunk of it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[_Choice]
+    usage: UsageBody | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatShape:
+    """A Shape. new_parser: how to read the text; None takes it as it is. show_reasoning: say what was thought."""
+
+    def __init__(
+        self,
+        model: str,
+        plan: Plan,
+        tokenizer: Tokenizer | None,
+        new_parser: ParserFactory | None = None,
+        show_reasoning: bool = True,
+    ) -> None:
+        self._head = (f"chatcmpl-{uuid.uuid4().hex}", "chat.completion.chunk", int(time.time()), model)
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._reader = Reader(new_parser)
+        self._show_reasoning = show_reasoning
+        self._begun: set[int] = set()
+        self._calls: dict[int, int] = {}
+
+    def events(self, choice: Choice) -> bytes:
+        if not has_news(choice, self._plan):
+            return b""
+        parts, token_ids, logprobs = self._reader.take(choice)
+        first = b""
+        if choice.index not in self._begun:
+            self._begun.add(choice.index)
+            role = _Choice(choice.index, UNSET, _Message("assistant", ""), None, None, None)
+            prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
+            first = event(ChatResponse(*self._head, [role], prompt_token_ids=prompt))
+        delta = self._message(choice.index, parts)
+        if not parts and not logprobs and not self._plan.return_token_ids and choice.finish_reason is None:
+            return first  # all of it is held back until it is clear what it becomes
+        body = self._choice(choice, UNSET, delta, token_ids, logprobs)
+        return first + event(ChatResponse(*self._head, [body]))
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        last = ChatResponse(*self._head, [], usage_body(usage))
+        return stream_end(last if self._plan.include_usage else None)
+
+    def broken(self, error: APIError) -> bytes:
+        return stream_error(error)
+
+    def refusal(self, error: APIError) -> bytes:
+        return error_body(error)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        bodies = []
+        for choice in choices:
+            parts, token_ids, logprobs = self._reader.take(choice)
+            message = self._message(choice.index, parts)
+            message.role = "assistant"
+            if message.content is UNSET:
+                message.content = "" if message.tool_calls is UNSET else None
+            for call in message.tool_calls or ():
+                call.index = UNSET
+            bodies.append(self._choice(choice, message, UNSET, token_ids, logprobs))
+        prompt = choices[0].request.prompt_token_ids if self._plan.return_token_ids else UNSET
+        identity, _, created, model = self._head
+        return encode(
+            ChatResponse(identity, "chat.completion", created, model, bodies, usage_body(usage), prompt)
+        )
+
+    def _message(self, index: int, parts: list[Part]) -> _Message:
+        if not parts:
+            return _Message()
+        message = _Message(content=said(parts, Content) or UNSET)
+        if self._show_reasoning:
+            message.reasoning = said(parts, Reasoning) or UNSET
+        calls = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                place = self._calls.get(index, 0)
+                self._calls[index] = place + 1
+                calls.append(_Call(new_call_id(), _Function(*part), "function", place))
+        message.tool_calls = calls or UNSET
+        return message
+
+    def _choice(
+        self,
+        choice: Choice,
+        message: _Message | UnsetType,
+        delta: _Message | UnsetType,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs | None],
+    ) -> _Choice:
+        reason = choice.finish_reason
+        if reason == "stop" and choice.index in self._calls:
+            reason = "tool_calls"
+        return _Choice(
+            choice.index,
+            message,
+            delta,
+            self._logprobs(token_ids, logprobs) if logprobs else None,
+            reason,
+            choice.stop_reason,
+            token_ids if self._plan.return_token_ids else UNSET,
+        )
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs | None]) -> dict[str, Any]:
+        content = []
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            if entry is None:
+                continue
+            tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
+            content.append(
+                self._token(token_id, entry.logprob)
+                | {"top_logprobs": [self._token(top_id, value) for top_id, value in tops]}
+            )
+        return {"content": content}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None
+        return {"token": token_text(self._tokenizer, token_id), "logprob": logprob, "bytes": raw}

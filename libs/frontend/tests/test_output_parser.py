@@ -1,0 +1,258 @@
+"""Reading what models write: the same parts however the text is cut; what is malformed or cut off stays text."""
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openinfer.frontend.chat import (
+    TOOL_FORMATS,
+    Content,
+    OutputParser,
+    Part,
+    Reasoning,
+    ToolCall,
+    default_formats,
+)
+
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "scale": {"type": ["number", "null"]},
+            "wet": {"type": "boolean"},
+            "where": {"anyOf": [{"type": "object"}, {"type": "array"}]},
+            "any": {},
+        },
+    }
+}
+D = "｜DSML｜"
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+)
+DSML = (
+    f'<{D}tool_calls>\n<{D}invoke name="weather">\n<{D}parameter name="city" string="true">Köln</{D}parameter>\n'
+    f'<{D}parameter name="days" string="false">2</{D}parameter>\n</{D}invoke>\n</{D}tool_calls>'
+)
+CALLS = {"hermes": HERMES, "qwen3_xml": XML, "deepseek_v4": DSML}
+EXPECTED = ToolCall("weather", '{"city": "Köln", "days": 2}')
+FORMATS = sorted(CALLS)
+
+
+def read(pieces: Iterable[str], name: str | None, **options: object) -> list[Part]:
+    """All parts, neighbours of a kind joined."""
+    tools = None if name is None else TOOL_FORMATS[name]
+    parser = OutputParser(reasoning=True, tools=tools, schemas=SCHEMAS, **options)  # type: ignore[arg-type]
+    raw = [part for piece in pieces for part in parser.push(piece)] + parser.flush()
+    assert not any(part == Content("") or part == Reasoning("") for part in raw)
+    joined: list[Part] = []
+    for kind, group in itertools.groupby(raw, type):
+        parts = list(group)
+        if kind is ToolCall:
+            joined += parts
+        else:
+            joined.append(kind("".join(part.text for part in parts)))  # type: ignore[union-attr, call-arg]
+    return joined
+
+
+def split(text: str, cuts: Iterable[int]) -> list[str]:
+    edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(edges)]
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "\n",
+            "\n\n",
+            " ",
+            "a",
+            "Köln ",
+            "<",
+            "</",
+            "🙂",
+        ),
+        *(HERMES, XML, DSML, HERMES[:-3], XML[:-9], DSML[:-20], HERMES[10:], XML.replace("</function>", "")),
+        *('{"name": "x", "arguments": ', '{"name": 3}', "<function=f>", "</function>", "<parameter=p>"),
+        *(
+            "</parameter>",
+            f"<{D}tool_calls>",
+            f"</{D}tool_calls>",
+            f'<{D}invoke name="f">',
+            f"</{D}invoke>",
+            D,
+        ),
+    ]
+)
+TEXTS = st.lists(FRAGMENTS | st.text(max_size=5), max_size=12).map("".join)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(TEXTS, st.lists(st.integers(0, 10**6), max_size=12), st.sampled_from([*FORMATS, None]), st.booleans())
+def test_any_split_reads_as_the_whole(text: str, cuts: list[int], name: str | None, inside: bool) -> None:
+    whole = read([text], name, in_reasoning=inside)
+    assert read(split(text, cuts), name, in_reasoning=inside) == whole
+    assert read(text, name, in_reasoning=inside) == whole
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(TEXTS, st.sampled_from(FORMATS))
+def test_nothing_but_markers_and_space_around_them_is_lost(text: str, name: str) -> None:
+    parts = read([text], name)
+    if not any(isinstance(part, ToolCall) for part in parts):
+        said = "".join(part.text for part in parts if not isinstance(part, ToolCall))
+        assert strip(said) == strip(text)
+
+
+def strip(text: str) -> str:
+    return "".join(text.replace("<think>", "").replace("</think>", "").split())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_cut_of_a_whole_answer(name: str) -> None:
+    text = f"<think>\nhm\n</think>\n\nI look.\n\n{CALLS[name]}"
+    expected = [Reasoning("hm"), Content("I look."), EXPECTED]
+    for first in range(len(text)):
+        for second in range(first, min(first + 40, len(text))):
+            assert read([text[:first], text[first:second], text[second:]], name) == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_truncated_call_is_text(name: str) -> None:
+    closing = TOOL_FORMATS[name].closing
+    text = CALLS[name]
+    for end in range(len(TOOL_FORMATS[name].opening), len(text)):
+        parts = read([text[:end]], name)
+        if all(isinstance(part, ToolCall) for part in parts):  # all there but (part of) the closing marker
+            assert closing.startswith(text[:end].rstrip()[text.rindex(closing) :]), end
+        else:
+            assert parts == [Content(text[:end])]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_several_calls_and_text_between(name: str) -> None:
+    call = CALLS[name]
+    assert read([f"{call}\n{call}\n"], name) == [EXPECTED, EXPECTED]
+    assert read([f"{call} and {call}"], name) == [EXPECTED, Content(" and"), EXPECTED]
+    assert read([f"{call}\n{call}"], name, max_calls=1) == [EXPECTED]
+
+
+def test_several_invokes_in_one_block() -> None:
+    body = DSML.removeprefix(TOOL_FORMATS["deepseek_v4"].opening).removesuffix(
+        TOOL_FORMATS["deepseek_v4"].closing
+    )
+    text = f"<{D}tool_calls>{body}{body}</{D}tool_calls>"
+    assert read([text], "deepseek_v4") == [EXPECTED, EXPECTED]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            "",
+            "{",
+            "[1]",
+            "3",
+            '{"name": 3, "arguments": {}}',
+            '{"name": "", "arguments": {}}',
+            '{"arguments": {}}',
+        ),
+        *('{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": {"a": NaN}}', "[" * 100_000),
+        *('{"name": "f", "arguments": "{"}', '{"name": "f", "arguments": {"a": "\\ud800"}}', "{'name': 'f'}"),
+        *("<function=f>", "<function=f></function>x", "<function=></function>", "<parameter=a>1</parameter>"),
+        *(
+            "<function=f><parameter=a>1</function>",
+            f"<{D}invoke name=f></{D}invoke>",
+            f'<{D}invoke name="f">',
+        ),
+        f'<{D}invoke name="f"><{D}parameter name="a" string="false">{{</{D}parameter></{D}invoke>',
+        f'<{D}invoke name="f"><{D}parameter name="a" string="maybe">1</{D}parameter></{D}invoke>',
+    ],
+)
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_malformed_is_text(name: str, body: str) -> None:
+    form = TOOL_FORMATS[name]
+    text = f"x {form.opening}{body}{form.closing} y"
+    assert read([text], name) == [Content(text)]
+
+
+def test_arguments_written_as_a_string_of_json() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": "{\\"days\\": 1}"}</tool_call>'
+    assert read([text], "hermes") == [ToolCall("weather", '{"days": 1}')]
+    assert read(['<tool_call>{"name": "weather"}</tool_call>'], "hermes") == [ToolCall("weather", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("city", "7", "7"),
+        ("city", "\n x \n", "\n x \n"),
+        ("days", " 7 ", 7),
+        ("days", "seven", "seven"),
+        ("days", "7.5", "7.5"),
+        ("scale", "1.5", 1.5),
+        ("scale", "2", 2),
+        ("scale", "null", None),
+        ("wet", "True", True),
+        ("wet", "perhaps", "perhaps"),
+        ("where", '{"a": [1]}', {"a": [1]}),
+        ("where", "[1, 2]", [1, 2]),
+        ("where", "3", "3"),
+        ("any", "3", "3"),
+        ("unknown", "<b>3</b>", "<b>3</b>"),
+    ],
+)
+def test_xml_values_have_the_type_of_the_schema(key: str, written: str, value: object) -> None:
+    text = f"<tool_call><function=weather><parameter={key}>\n{written}\n</parameter></function></tool_call>"
+    (call,) = read([text], "qwen3_xml")
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "parts"),
+    [
+        ("<think>a</think>b", False, [Reasoning("a"), Content("b")]),
+        ("\n<think>\na\n</think>\n\nb\n", False, [Reasoning("a"), Content("b\n")]),
+        ("a</think>\n\nb", True, [Reasoning("a"), Content("b")]),
+        ("<think>a", False, [Reasoning("a")]),
+        ("a\n</thi", True, [Reasoning("a\n</thi")]),
+        ("b <think>c</think>", False, [Content("b <think>c</think>")]),
+        ("<think>\n\n</think>\n\nb", False, [Content("b")]),
+        ("<thin", False, [Content("<thin")]),
+        ("", False, []),
+    ],
+)
+def test_reasoning(text: str, inside: bool, parts: list[Part]) -> None:
+    assert read([text], None, in_reasoning=inside) == parts
+
+
+def test_without_formats_text_passes_untouched() -> None:
+    parser = OutputParser()
+    assert parser.push("<think>" + HERMES) == [Content("<think>" + HERMES)]
+    assert parser.flush() == []
+
+
+def test_a_long_call_is_read_in_linear_time() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "' + "x" * 400_000 + '"}}</tool_call>'
+    (call,) = read(split(text, range(0, len(text), 3)), "hermes")
+    assert isinstance(call, ToolCall)
+    assert len(call.arguments) > 400_000
+
+
+def test_defaults_by_model_type() -> None:
+    assert default_formats("qwen3") == ("hermes", "qwen3")
+    assert default_formats("qwen3_5_text") == ("qwen3_xml", "qwen3")
+    assert default_formats("deepseek_v4") == ("deepseek_v4", "deepseek_v4")
+    assert default_formats("llama") == (None, None)

@@ -1,0 +1,249 @@
+"""Tools and reasoning over /v1/chat/completions, with the official client; streamed is the same as whole."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from openinfer.frontend.chat import DeepSeekV4Renderer, Message
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        },
+    },
+}
+ASK: list[Any] = [{"role": "user", "content": "Weather in Bonn?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>'
+TEMPLATE = (
+    "{%- if tools %}{{ tools | tojson }}{% endif -%}"
+    "{%- for m in messages -%}[{{ m.role }}]{{ m.reasoning }}{{ m.content }}"
+    "{%- for c in m.tool_calls or [] -%}{{ c.function.name }}{{ c.function.arguments.city }}{%- endfor -%}"
+    "{%- endfor -%}{%- if enable_thinking is defined and not enable_thinking -%}<think></think>{%- endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def speak(start: Any, tokenizer: Any) -> Any:
+    """speak(text, **app): an OpenAI client of a server whose model always says text."""
+    from openinfer.frontend.http import ChatTemplate
+
+    def make(text: str, end: bool = True, **app: Any) -> openai.OpenAI:
+        script = [*tokenizer._core.encode(text, add_special_tokens=False).ids, *([2] if end else [])]
+        options = {
+            "template": ChatTemplate(TEMPLATE, {}),
+            "tool_parser": "hermes",
+            "reasoning_parser": "qwen3",
+        }
+        live = start({"script": script}, options | app)
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="x", max_retries=0)
+
+    return make
+
+
+def whole_and_streamed(client: openai.OpenAI, **options: Any) -> Iterator[dict[str, Any]]:
+    """What both ways say: role, content, reasoning, calls, finish_reason, completion tokens."""
+    request = {"model": "fake", "messages": ASK, "tools": [WEATHER], "max_tokens": 300} | options
+    answer = client.chat.completions.create(**request)
+    (choice,) = answer.choices
+    message = choice.message
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+    yield {
+        "content": message.content or "",
+        "reasoning": getattr(message, "reasoning", "") or "",
+        "calls": calls,
+        "finish": choice.finish_reason,
+        "tokens": answer.usage.completion_tokens,
+    }
+    streamed: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None, "tokens": 0}
+    for chunk in client.chat.completions.create(
+        **request, stream=True, stream_options={"include_usage": True}
+    ):
+        if chunk.usage:
+            streamed["tokens"] = chunk.usage.completion_tokens
+            continue
+        (part,) = chunk.choices
+        streamed["content"] += part.delta.content or ""
+        streamed["reasoning"] += getattr(part.delta, "reasoning", "") or ""
+        for call in part.delta.tool_calls or ():
+            assert call.index == len(streamed["calls"])
+            assert call.id.startswith("call_")
+            streamed["calls"].append((call.function.name, call.function.arguments))
+        streamed["finish"] = part.finish_reason
+    yield streamed
+
+
+ARGUMENTS = ("weather", '{"city": "Bonn", "days": 2}')
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "content", "reasoning", "calls", "finish"),
+    [
+        ("<think>\nhm\n</think>\n\nSunny.", {}, "Sunny.", "hm", [], "stop"),
+        (f"<think>\nhm\n</think>\n\n{CALL}", {}, "", "hm", [ARGUMENTS], "tool_calls"),
+        (f"I look.\n{CALL}\n{CALL}", {}, "I look.", "", [ARGUMENTS] * 2, "tool_calls"),
+        (f"{CALL}\n{CALL}", {"parallel_tool_calls": False}, "", "", [ARGUMENTS], "tool_calls"),
+        (CALL, {"tool_choice": "none"}, CALL, "", [], "stop"),
+        (CALL, {"tools": openai.NOT_GIVEN}, CALL, "", [], "stop"),
+        (CALL[:-20], {}, CALL[:-20], "", [], "stop"),
+        ("<think>a</think>b", {"extra_body": {"include_reasoning": False}}, "b", "", [], "stop"),
+    ],
+)
+def test_streamed_is_whole(
+    speak: Any, text: str, options: Any, content: str, reasoning: str, calls: Any, finish: str
+) -> None:
+    whole, streamed = whole_and_streamed(speak(text), **options)
+    assert whole == streamed
+    assert (whole["content"], whole["reasoning"]) == (content, reasoning)
+    assert whole["calls"] == calls
+    assert whole["finish"] == finish
+
+
+def test_a_length_cut_stays_length(speak: Any) -> None:
+    client = speak(f"{CALL}\nand then more and more", end=False)
+    whole, streamed = whole_and_streamed(client, max_tokens=len(CALL))
+    assert whole == streamed
+    assert whole["finish"] == "length"
+    assert whole["calls"]
+
+
+def test_the_other_formats(speak: Any) -> None:
+    xml = "<tool_call>\n<function=weather>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+    whole, streamed = whole_and_streamed(speak(xml, tool_parser="qwen3_xml"))
+    assert whole == streamed
+    assert whole["calls"] == [("weather", '{"days": 2}')]
+    d = "｜DSML｜"
+    dsml = f'x<{d}tool_calls><{d}invoke name="weather"></{d}invoke></{d}tool_calls>'
+    client = speak(dsml, tool_parser="deepseek_v4", template=DeepSeekV4Renderer())
+    whole, streamed = whole_and_streamed(client)
+    assert whole == streamed
+    assert (whole["content"], whole["calls"]) == ("x", [("weather", "{}")])
+
+
+def test_logprobs_and_ids_go_with_held_back_text(speak: Any) -> None:
+    stream = speak(f"I look.\n{CALL}").chat.completions.create(
+        model="fake",
+        messages=ASK,
+        tools=[WEATHER],
+        stream=True,
+        logprobs=True,
+        extra_body={"return_token_ids": True},
+    )
+    chunks = [chunk.choices[0] for chunk in stream]
+    entries = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    ids = [one for chunk in chunks for one in getattr(chunk, "token_ids", None) or ()]
+    assert len(entries) == len(ids) > 20
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls_are_refused_by_name(speak: Any, choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="constrained decoding") as caught:
+        next(whole_and_streamed(speak(CALL), tool_choice=choice))
+    assert caught.value.param == "tool_choice"
+
+
+def test_the_loop_with_results(speak: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bonn"}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+    ]
+    answer = speak("ok").chat.completions.create(
+        model="fake", messages=messages, tools=[WEATHER], extra_body={"return_token_ids": True}
+    )
+    assert answer.choices[0].message.content == "ok"
+    call["function"]["arguments"] = "{"
+    with pytest.raises(openai.BadRequestError, match=r"tool_calls\[0\]\.function\.arguments is not JSON"):
+        speak("ok").chat.completions.create(model="fake", messages=messages)
+
+
+def test_effort_none_switches_thinking_off(speak: Any) -> None:
+    client = speak("ok")
+    counts = [
+        client.chat.completions.create(model="fake", messages=ASK, **options).usage.prompt_tokens
+        for options in (
+            {},
+            {"reasoning_effort": "none"},
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        )
+    ]
+    assert counts[0] < counts[1] == counts[2]
+
+
+def test_bad_tools_are_named(start: Any) -> None:
+    live = start(app={"tool_parser": "hermes"})
+    for tools, word in (
+        ([{"type": "web"}], "type"),
+        ([WEATHER] * 129, "128"),
+        ([{"type": "function", "function": {"name": "a b"}}], "name"),
+    ):
+        answer: httpx.Response = live.post("/v1/chat/completions", messages=ASK, tools=tools)
+        assert answer.status_code == 400
+        assert word in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "tools"
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+D = "｜DSML｜"
+S, E, U, A = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
+CALLED = {"role": "assistant", "content": "", "reasoning": "r", "tool_calls": [
+    {"id": "a", "function": {"name": "f", "arguments": {"x": "1", "y": [2]}}},
+    {"id": "b", "function": {"name": "g", "arguments": {}}},
+]}  # fmt: skip
+RESULTS = [
+    {"role": "tool", "tool_call_id": "b", "content": "2nd"},
+    {"role": "tool", "tool_call_id": "a", "content": "1st"},
+]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "text"),
+    [
+        ([{"role": "user", "content": "hi"}], {}, f"{S}{U}hi{A}</think>"),
+        ([said("system", "s"), said("user", "hi")], {"thinking": True}, f"{S}s{U}hi{A}<think>"),
+        (
+            [said("user", "1"), {**said("assistant", "2"), "reasoning": "r"}, said("user", "3")],
+            {"enable_thinking": True},
+            f"{S}{U}1{A}</think>2{E}{U}3{A}<think>",
+        ),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], {}, f"{S}{U}a\n\nb{A}</think>"),
+        ([{"role": "user", "content": "a"}], {"reasoning_effort": "none"}, f"{S}{U}a{A}</think>"),
+        (
+            [{"role": "user", "content": "a"}, CALLED, *RESULTS],
+            {},
+            (
+                f'{S}{U}a{A}</think>\n\n<{D}tool_calls>\n<{D}invoke name="f">\n'
+                f'<{D}parameter name="x" string="true">1</{D}parameter>\n'
+                f'<{D}parameter name="y" string="false">[2]</{D}parameter>\n</{D}invoke>\n'
+                f'<{D}invoke name="g">\n</{D}invoke>\n</{D}tool_calls>{E}'
+                f"{U}<tool_result>1st</tool_result>\n\n<tool_result>2nd</tool_result>{A}</think>"
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_deepseek_prompts(messages: list[Message], options: dict[str, Any], text: str) -> None:
+    assert DeepSeekV4Renderer().render(messages, kwargs=options) == text
+
+
+def test_deepseek_tools_keep_all_reasoning() -> None:
+    messages = [{"role": "user", "content": "a"}, CALLED, *RESULTS, {"role": "user", "content": "b"}]
+    text = DeepSeekV4Renderer().render(messages, tools=[WEATHER], kwargs={"reasoning_effort": "max"})
+    assert text.startswith(f"{S}Reasoning Effort: Absolute maximum")
+    assert "\n\n## Tools\n\nYou have access" in text
+    assert json.dumps(WEATHER["function"]) in text
+    assert f"{U}a{A}<think>r</think>\n\n<｜DSML｜" in text
+    assert text.endswith(
+        f"{U}<tool_result>1st</tool_result>\n\n<tool_result>2nd</tool_result>\n\nb{A}<think>"
+    )
