@@ -216,16 +216,16 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
 
 def test_one_row_fills_the_gpu_once(arena, plan):
     (decode,) = plan(attend, **call(arena, 1, 1, 32, 1)).calls[0].commands
-    assert decode.grid == (1, 8, 33)
+    assert decode.grid == (1, 8, 16)
     (decode,) = plan(attend, **call(arena, 256, 256, 32, 1)).calls[0].commands
-    assert decode.grid == (256, 8, 3)
+    assert decode.grid == (256, 8, 10)
     (decode,) = plan(attend, **call(arena, 256, 256, 32, 1, width=512)).calls[0].commands
-    assert decode.grid == (256, 8, 1)
+    assert decode.grid == (256, 8, 2)
 
 
 def test_workspace_of_the_largest_decode_step(arena, plan):
     pack = plan(attend, **call(arena, 512, 512, 32, 1))
-    assert pack.workspace_bytes(zeroed=False) < 32 << 20
+    assert pack.workspace_bytes(zeroed=False) < 96 << 20
     assert pack.workspace_bytes(zeroed=True) == 512 * 8 * 4
 
 

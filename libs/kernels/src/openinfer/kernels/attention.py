@@ -37,20 +37,27 @@ def short_tile(target: Target, group: int, dim: int) -> Tile:
 
 def long_tile(target: Target, group: int, dim: int) -> Tile:
     """The tile for rows of many tokens."""
+    if dim <= 128 and _stages(target, dim) == 5:
+        return Tile(max(128, power_of_two(group)), 64, 8, 5)
     warps = 4 if dim <= 128 else 8
     return Tile(max(64, power_of_two(group)), _keys(target, dim), warps, _stages(target, dim))
+
+
+MOST_PARTS = 16
+LARGE_PART = 4096
+"""Keys of a part where the rows alone fill the GPU: only rows that others would wait for are split."""
 
 
 def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
     """Into how many parts at most a short row's keys are split, and the fewest keys of a part.
 
-    Two programs an SM fill the GPU once. Where the rows alone do that, rows that can be long are split all the same,
-    into a few large parts, since a step waits for its longest row.
+    Two programs an SM fill the GPU once; more than MOST_PARTS cost more to merge than they gain. Where the rows alone
+    fill it, a split costs up to 10 % (a part that does not exist costs next to nothing).
     """
-    filling = 2 * target.num_sms // (rows * kv_heads)
+    filling = min(2 * target.num_sms // (rows * kv_heads), MOST_PARTS)
     if filling > 1:
-        return min(filling, 64, -(-table_tokens // bn)), bn
-    return min(4, -(-table_tokens // 16384)), 512
+        return min(filling, -(-table_tokens // bn)), bn
+    return min(MOST_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
 
 
 def power_of_two(n: int) -> int:
