@@ -1,5 +1,7 @@
 """Pool and Lease case by case. Long random histories are in test_pool_histories.py."""
 
+import tracemalloc
+
 import pytest
 
 from openinfer.kvpool import (
@@ -303,3 +305,14 @@ def test_commit_beyond_what_is_there_is_refused():
 def test_pools_that_cannot_be_are_refused(groups, message):
     with pytest.raises(InvalidGroup, match=message):
         Pool(groups())
+
+
+def test_a_large_pool_takes_less_than_a_kilobyte_of_host_memory_a_block():
+    tracemalloc.start()
+    pool = make(blocks=10_001, size=1)
+    for start in range(0, 100_000, 1000):
+        computed(pool, range(start, start + 100)).release()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert pool.stats.registered == 10_000
+    assert size / 10_000 < 600  # about 300, and room for other Pythons

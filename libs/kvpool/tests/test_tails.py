@@ -124,3 +124,24 @@ def test_events_tell_of_whole_blocks_only():
 def test_what_cannot_be_shared_is_refused(groups, share_tails, message):
     with pytest.raises(InvalidGroup, match=message):
         Pool(groups, share_tails=share_tails)
+
+
+def test_a_block_that_is_taken_leaves_its_registration_to_an_equal_one():
+    pool = make(blocks=6)
+    first, second = pool.acquire(list(range(8))), pool.acquire(list(range(8)))
+    for lease in (first, second):
+        lease.reserve(8)
+        lease.commit(list(range(8)), 8)
+    taker = pool.acquire([*range(5), 50])  # starts from the first one's block
+    assert taker.num_cached == 5
+    first.release()
+    other = pool.acquire([7])
+    other.reserve(24)
+    assert taker.reserve(6) == [(0, 0, [1])]
+    assert taker.copies == []
+    pool.check_integrity()
+    with pool.acquire(list(range(9))) as again:
+        assert (again.num_cached, list(again.block_table())) == (8, [2])
+    for lease in (taker, second, other):
+        lease.release()
+    pool.check_integrity()

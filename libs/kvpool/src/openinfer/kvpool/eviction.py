@@ -8,7 +8,7 @@ one first: so names arrive child before parent, and a kept name's children are a
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -132,56 +132,44 @@ class Lineage:
 
 
 class Priority:
-    """The lowest priority first, in it the leaf that has been one for longest.
+    """The lowest priority first, in it the least recently used.
 
-    A block keeps the highest priority that any lease let it go with, until it is evicted.
+    A block keeps the highest priority that any lease let it go with, until it is evicted, and has at least that
+    of what descends from it. So children go first here too.
     """
 
     def __init__(self, group: Group) -> None:
-        self._leaves = Leaves()
-        self._queues: dict[int, OrderedDict[bytes, None]] = {}
-        self._priority: dict[bytes, int] = {}  # also of names in use again
+        self._queues: defaultdict[int, OrderedDict[bytes, None]] = defaultdict(OrderedDict)
+        self._priority: dict[bytes, int] = {}  # also of names in use
+        self._size = 0
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Note the priority; queue it if it is a leaf."""
-        self._priority[name] = max(priority, self._priority.get(name, priority))
-        if self._leaves.add(name, parent):
-            self._enqueue(name)
+        """The most recent of its priority."""
+        priority = max(priority, self._priority.get(name, priority))
+        self._priority[name] = priority
+        if parent is not None:  # still in use, so that no queue has it
+            self._priority[parent] = max(priority, self._priority.get(parent, priority))
+        self._queues[priority][name] = None
+        self._size += 1
 
     def use(self, name: bytes) -> None:
         """Take it out of its queue."""
-        queue = self._queues.get(self._priority[name])
-        if queue is not None and name in queue:
-            self._dequeue(name)
-        self._remove(name)
+        del self._queues[self._priority[name]][name]
+        self._size -= 1
 
     def pop(self) -> bytes:
-        """The oldest leaf of the lowest priority. O(distinct priorities)."""
-        name = next(iter(self._queues[min(self._queues)]))
-        self._dequeue(name)
-        self._remove(name)
+        """The oldest of the lowest priority. O(distinct priorities)."""
+        lowest = min(priority for priority, queue in self._queues.items() if queue)
+        name, _ = self._queues[lowest].popitem(last=False)
         del self._priority[name]
+        self._size -= 1
         return name
 
-    def _enqueue(self, name: bytes) -> None:
-        self._queues.setdefault(self._priority[name], OrderedDict())[name] = None
-
-    def _dequeue(self, name: bytes) -> None:
-        queue = self._queues[self._priority[name]]
-        del queue[name]
-        if not queue:
-            del self._queues[self._priority[name]]
-
-    def _remove(self, name: bytes) -> None:
-        parent = self._leaves.remove(name)
-        if parent is not None:
-            self._enqueue(parent)
-
     def __len__(self) -> int:
-        return len(self._leaves)
+        return self._size
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(self._leaves)
+        return (name for queue in self._queues.values() for name in queue)
 
 
 class S3Fifo:
@@ -212,7 +200,7 @@ class S3Fifo:
                 self._proven.add(name)
         self._num_probation += name not in self._proven
         if self._leaves.add(name, parent):
-            self._enqueue(name)
+            self._queue(name)[name] = None
 
     def use(self, name: bytes) -> None:
         """Count it."""
@@ -245,14 +233,14 @@ class S3Fifo:
         self._proven.discard(name)
         return name
 
-    def _enqueue(self, name: bytes) -> None:
-        (self._kept if name in self._proven else self._probation)[name] = None
+    def _queue(self, name: bytes) -> OrderedDict[bytes, None]:
+        return self._kept if name in self._proven else self._probation
 
     def _remove(self, name: bytes) -> None:
         self._num_probation -= name not in self._proven
         parent = self._leaves.remove(name)
         if parent is not None:
-            self._enqueue(parent)
+            self._queue(parent)[parent] = None
 
     def __len__(self) -> int:
         return len(self._leaves)

@@ -113,23 +113,22 @@ class Ledger:
 
         If that is one too few, the first is `spare`, a registered block that only the caller uses.
         """
+        needs_spare = count > self.num_free
+        if needs_spare:
+            self.release([spare], 0)  # to get it back below: all that is left is handed out
         fresh = min(count, len(self._free))
         blocks = self._free[len(self._free) - fresh :]
         blocks.reverse()
         del self._free[len(self._free) - fresh :]
         for block in blocks:
             self._users[block] = 1
+        if count > fresh:
+            blocks += self._evict(count - fresh)
+        if needs_spare:
+            blocks.remove(spare)
+            blocks.insert(0, spare)
         self._stats.allocated += count
-        missing = count - fresh
-        if missing > len(self._policy):
-            blocks += self._evict(missing - 1)
-            # Now that nothing is cached any more, nothing descends from the spare one.
-            name = self._name[spare]
-            if name is not None and self._is_last(name, spare):
-                self._forget([name])
-            self._name[spare] = None
-            return [spare, *blocks]
-        return blocks + self._evict(missing) if missing else blocks
+        return blocks
 
     def _evict(self, count: int) -> list[int]:
         pop, index, users = self._policy.pop, self._index, self._users

@@ -1,0 +1,145 @@
+"""Hit rates of the eviction policies on synthetic traces: `python benchmarks/bench_eviction.py [--json]`.
+
+Every trace is a list of (prompt and output, length of the prompt, priority), from a seed, and all policies see the
+same. A hit is a prompt token that need not be computed. A second table shows what shared tails add, by block size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from openinfer.kvpool import Group, Pool
+
+Request = tuple[list[int], int, int]
+
+
+def _fresh(rng: random.Random, count: int) -> list[int]:
+    return [rng.getrandbits(31) for _ in range(count)]
+
+
+def _zipf(count: int, exponent: float = 1.0) -> list[float]:
+    return [1 / (rank + 1) ** exponent for rank in range(count)]
+
+
+def chats(rng: random.Random, turns: int) -> Iterator[Request]:
+    """300 conversations at a time over 20 system prompts; some are talkative (Zipf), and ended ones are replaced."""
+    systems = [_fresh(rng, 16 * rng.randint(10, 60)) for _ in range(20)]
+    weights = _zipf(20)
+    open_chats = [list(rng.choices(systems, weights)[0]) for _ in range(300)]
+    popularity = _zipf(300, 0.8)
+    for _ in range(turns):
+        (index,) = rng.choices(range(300), popularity)
+        chat = open_chats[index]
+        chat += _fresh(rng, rng.randint(20, 200))
+        num_prompt = len(chat)
+        chat += _fresh(rng, rng.randint(50, 300))
+        yield list(chat), num_prompt, 0
+        if rng.random() < 0.08:
+            open_chats[index] = list(rng.choices(systems, weights)[0])
+
+
+def chats_and_a_scan(rng: random.Random, turns: int) -> Iterator[Request]:
+    """The same, while a batch job sends long documents that nobody asks for twice, of lower priority."""
+    for tokens, num_prompt, _ in chats(rng, turns):
+        yield tokens, num_prompt, 1
+        if rng.random() < 0.25:
+            yield _fresh(rng, 4000), 3980, 0
+
+
+def documents(rng: random.Random, turns: int) -> Iterator[Request]:
+    """One question each about one of 200 documents (Zipf), which are 3,000 tokens long."""
+    texts = [_fresh(rng, 3000) for _ in range(200)]
+    weights = _zipf(200)
+    for _ in range(turns):
+        yield [*rng.choices(texts, weights)[0], *_fresh(rng, 140)], 3040, 0
+
+
+def loop(rng: random.Random, turns: int) -> Iterator[Request]:
+    """60 documents in turn, over and over: what least-recently-used is worst at."""
+    texts = [_fresh(rng, 3000) for _ in range(60)]
+    for turn in range(turns):
+        yield [*texts[turn % 60], *_fresh(rng, 140)], 3040, 0
+
+
+TRACES: dict[str, tuple[Callable[[random.Random, int], Iterator[Request]], int, int]] = {
+    "chats": (chats, 3000, 200_000),
+    "chats and a scan": (chats_and_a_scan, 3000, 200_000),
+    "documents": (documents, 3000, 160_000),
+    "loop": (loop, 1500, 100_000),
+}
+"""Trace, number of turns, tokens that the pool holds."""
+
+
+def hit_rate(
+    trace: Sequence[Request],
+    num_tokens: int,
+    eviction: str = "lru",
+    *,
+    block_size: int = 16,
+    share_tails: int | None = None,
+) -> float:
+    """Share of the prompt tokens found. Ten requests run at a time, fewer where the pool is dry."""
+    pool = Pool(
+        [Group("kv", block_size, num_tokens // block_size)], eviction=eviction, share_tails=share_tails
+    )
+    running = []
+    found = asked = 0
+    for tokens, num_prompt, priority in trace:
+        lease = pool.acquire(tokens[:num_prompt], priority=priority)
+        while lease.reserve(len(tokens)) is None:
+            running.pop(0).release()
+        lease.commit(tokens, len(tokens) - 1)  # the last token was sampled, not computed
+        found += lease.num_cached
+        asked += num_prompt
+        running.append(lease)
+        if len(running) > 10:
+            running.pop(0).release()
+    for lease in running:
+        lease.release()
+    return found / asked
+
+
+def compare_policies(seed: int) -> dict[str, dict[str, float]]:
+    """By trace and policy."""
+    results: dict[str, dict[str, float]] = {}
+    for name, (make, turns, num_tokens) in TRACES.items():
+        trace = list(make(random.Random(seed), turns))
+        results[name] = {
+            policy: hit_rate(trace, num_tokens, policy) for policy in ("lru", "lineage", "s3fifo", "priority")
+        }
+        results[name]["no eviction"] = hit_rate(trace, 20_000_000)
+    return results
+
+
+def compare_tails(seed: int) -> dict[str, dict[str, float]]:
+    """By block size, on the chats."""
+    make, turns, num_tokens = TRACES["chats"]
+    trace = list(make(random.Random(seed), turns))
+    return {
+        f"blocks of {size}": {
+            "whole blocks": hit_rate(trace, num_tokens, block_size=size),
+            "tails of 4 or more": hit_rate(trace, num_tokens, block_size=size, share_tails=4),
+        }
+        for size in (16, 64, 256)
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Hit rates of the eviction policies on synthetic traces.")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    results = compare_policies(options.seed) | compare_tails(options.seed)
+    if options.json:
+        json.dump(results, sys.stdout)
+        return
+    for name, rates in results.items():
+        print(f"{name:20}", *(f"{column} {rate:6.1%}  " for column, rate in rates.items()))
+
+
+if __name__ == "__main__":
+    main()
