@@ -1,4 +1,4 @@
-"""The cuda pack's launch code without a GPU: a whole tiny forward, its packed launches run by Triton's interpreter, against
+"""The cuda pack's launch code without a GPU: a tiny forward, its packed launches run by Triton's interpreter, against
 the cpu pack in the same dtype."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Qwen3 recipe against the float32 goldens: hidden states, logits, greedy tokens, whatever the batch and the chunks."""
+"""The Qwen3 recipe against the float32 goldens: hidden states, logits, greedy tokens, in any batch and any chunks."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_greedy_whatever_the_chunk(golden, session, max_tokens):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_greedy_whatever_the_batch(golden, session, seed):
-    """Random arrival order and times, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt."""
+    """Random arrivals, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt."""
     rng = random.Random(seed)
     page = 16 * 2 * 4 * 2 * 128 * 4
     run = session(

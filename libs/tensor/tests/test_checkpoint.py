@@ -295,7 +295,8 @@ def test_require_lists_everything_at_once(tmp_path: Path) -> None:
             ckpt.require(expected)
         assert e.value.why == (
             "missing: layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 12 more; "
-            "wrong shape: a is [2], must be [3]; wrong dtype: b is bfloat16, must be float16 or float32"
+            "wrong shape: a in model.safetensors is [2], must be [3]; "
+            "wrong dtype: b in model.safetensors is bfloat16, must be float16 or float32"
         )
         with pytest.raises(CheckpointError, match=r"unexpected: b$"):
             ckpt.require({"a": ((2,), [float32])}, ignore=["bb", "b.*"])

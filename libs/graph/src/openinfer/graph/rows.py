@@ -83,7 +83,11 @@ class Rows:
             raise FieldError(
                 f"{name!r} has shape {field.shape}; set() writes one element of one axis, got [{index}]"
             )
-        word = int(value) if field.dtype == int32 else int(np.asarray(value, field.dtype).view(np.int32))
+        try:
+            word = int(np.asarray(value, field.dtype).view(np.int32)) if field.dtype != int32 else int(value)
+            np.int32(word)
+        except OverflowError:
+            raise FieldError(f"{value} does not fit the {field.dtype.name} elements of {name!r}") from None
         if field.device_written or self._mirror[start + index] != word:
             self._mirror[start + index] = word
             self._dirty.append(start + index)

@@ -119,14 +119,14 @@ class _Memory:
         return getattr(self._raw, name)
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        dtype = np.dtype(dtype)
+        dtype, mask = np.dtype(dtype), np.asarray(mask, bool)
         if _is_custom(dtype):
             plain = np.dtype(f"u{dtype.itemsize}")
             return self._raw.load(pointers, mask, _as_uint(other), plain).view(dtype)
         return self._raw.load(pointers, mask, other, dtype)
 
     def store(self, pointers: Any, values: Any, mask: Any) -> Any:
-        return self._raw.store(pointers, _as_uint(values), mask)
+        return self._raw.store(pointers, _as_uint(values), np.asarray(mask, bool))
 
 
 def _repair() -> None:

@@ -135,10 +135,10 @@ class Checkpoint:
             if info is None:
                 continue
             if info.shape != tuple(shape):
-                shapes.append(f"{name} is {list(info.shape)}, must be {list(shape)}")
+                shapes.append(f"{name} in {info.file.name} is {list(info.shape)}, must be {list(shape)}")
             if info.dtype not in (known := {dtypes.of(d) for d in allowed}):
                 names = " or ".join(sorted(d.name for d in known))
-                types.append(f"{name} is {info.dtype.name}, must be {names}")
+                types.append(f"{name} in {info.file.name} is {info.dtype.name}, must be {names}")
         extra = [n for n in self._tensors if n not in expected and not may_be_there(n)]
         found = (("missing", missing), ("wrong shape", shapes), ("wrong dtype", types), ("unexpected", extra))
         if problems := [f"{kind}: {_first(items)}" for kind, items in found if items]:

@@ -1,4 +1,4 @@
-"""ProgressBar: how far a load is, for a person or for a log."""
+"""ProgressBar: how far a long piece of work is, for a person or for a log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ _INTERVAL_S = 0.1
 
 
 class ProgressBar:
-    """A callable `(done, total)` in bytes, as `load_tensors` wants it.
+    """A callable `(done, total)`: in bytes, as `load_tensors` wants it, or in `things` of that name.
 
     On a terminal it redraws one line, at most ten times a second; elsewhere it writes a line every 25 %.
     `file` defaults to sys.stderr.
     """
 
-    def __init__(self, label: str = "loading weights", file: TextIO | None = None) -> None:
+    def __init__(
+        self, label: str = "loading weights", file: TextIO | None = None, *, things: str | None = None
+    ) -> None:
         self._label = label
+        self._things = things
         self._file = sys.stderr if file is None else file
         self._started = time.perf_counter()
         self._drawn_at = float("-inf")
@@ -27,8 +30,7 @@ class ProgressBar:
     def __call__(self, done: int, total: int) -> None:
         now = time.perf_counter()
         part = done / total if total else 1.0
-        rate = done / 1e9 / max(now - self._started, 1e-9)
-        text = f"{self._label}  {done / 1e9:.1f}/{total / 1e9:.1f} GB  {rate:.1f} GB/s"
+        text = f"{self._label}  {self._amount(done, total, now)}"
         if self._file.isatty():
             if done >= total or now - self._drawn_at >= _INTERVAL_S:
                 bar = "#" * int(part * _WIDTH)
@@ -39,3 +41,9 @@ class ProgressBar:
             self._quarter = quarter
             self._file.write(f"{text}  {25 * quarter} %\n")
             self._file.flush()
+
+    def _amount(self, done: int, total: int, now: float) -> str:
+        if self._things is not None:
+            return f"{done}/{total} {self._things}"
+        rate = done / 1e9 / max(now - self._started, 1e-9)
+        return f"{done / 1e9:.1f}/{total / 1e9:.1f} GB  {rate:.1f} GB/s"

@@ -28,6 +28,7 @@ class Qwen3Recipe:
         )
         add(
             "--dtype",
+            choices=("auto", "bfloat16", "float32"),
             default="auto",
             help="auto, bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
         )

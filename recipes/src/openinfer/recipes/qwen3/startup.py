@@ -134,7 +134,9 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
         store = Store(target.arch) if target else None
         with ThreadPoolExecutor(1) as worker:
             kernels = (
-                worker.submit(store.prepare, plan.specs, ProgressBar("compiling kernels")) if store else None
+                worker.submit(store.prepare, plan.specs, ProgressBar("compiling", things="kernels"))
+                if store
+                else None
             )
             with _phase("weights"):
                 report = load_tensors(
