@@ -1,7 +1,7 @@
 """A scheduling policy of your own in the stock Qwen3 engine: the shortest prompt first, but nobody waits for ever.
 
-The same requests are served first come, first served, and then under the policy; it changes when each is served, and not
-a token of what it gets. A server takes the policy by its place:
+The same requests are served first come, first served, and then under the policy; it changes when each is served, and
+not a token of what it gets. A server takes the policy by its place:
 
     openinfer serve MODEL_DIR --scheduling-policy custom_scheduler:ShortestFirst
 

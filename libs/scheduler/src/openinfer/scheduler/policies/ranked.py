@@ -46,8 +46,9 @@ class Deadline(Batching):
     """Earliest deadline first: a request should have its first token ttft_s seconds after its arrival, and the others
     tpot_s apart (Seq.ttft_s and Seq.tpot_s where given).
 
-    Under overload "earliest first" would serve only those whose deadline has just passed. So who is late goes behind
-    who can still be in time, except that every fourth admission is of who is late longest. tpot_s sets the pace of
+    The order is by the latest time at which prefill must start, from the time that steps were seen to take. Under
+    overload that alone would serve only those who are just too late. So who can no longer be in time goes behind who
+    can, except that every fourth admission is of who is late longest. tpot_s sets the pace of
     prefill; of several objectives among those that run, the tightest. Needs Seq.arrival of the loop's clock.
     """
 
@@ -66,12 +67,16 @@ class Deadline(Batching):
         self.waiting = self._deadlines = SortedQueue(self._deadline)
         self._objectives = SortedQueue(self._objective)  # of those that run with one of their own
         self._admitted = 0
+        self._step_s = self._token_s = (
+            0.0  # recent means over steps with prompts: of a step, of a prompt token
+        )
 
     def _deadline(self, seq: Seq) -> float:
-        """Preempted ones are in the middle of their answer: before all others."""
+        """When prefill must start. Preempted ones are in the middle of their answer: before all others."""
         if seq.num_output:
             return -math.inf
-        return seq.arrival + (self._ttft_s if seq.ttft_s is None else seq.ttft_s)
+        ttft_s = self._ttft_s if seq.ttft_s is None else seq.ttft_s
+        return seq.arrival + ttft_s - len(seq.tokens) * self._token_s
 
     def _objective(self, seq: Seq) -> float:
         return math.inf if seq.tpot_s is None else seq.tpot_s
@@ -94,7 +99,11 @@ class Deadline(Batching):
         self._objectives.discard(seq)
 
     def on_step(self, step: Step, seconds: float) -> None:
-        """Pace by the tightest objective."""
+        """Learn how long prompts take; pace by the tightest objective."""
+        tokens = sum([row.num_tokens for row in step.rows[step.num_decode :]])
+        if tokens:
+            self._step_s += (seconds - self._step_s) / 16
+            self._token_s += (seconds / max(tokens, 64) - self._token_s) / 16
         if self.pace is not None:
             tightest = next(iter(self._objectives), None)
             self.pace.objective_s = self._tpot_s
@@ -104,9 +113,11 @@ class Deadline(Batching):
 
     def candidates(self, view: View) -> Iterator[Seq]:
         """Resumed ones, then those in time, with every fourth place for one who is late."""
+        # Two steps are launched already, and a prompt shares its own with others: some slack pays.
+        start = view.now + 4 * self._step_s
         resumed = takewhile(lambda seq: seq.num_output, self._deadlines)
-        late = dropwhile(lambda seq: seq.num_output, self._deadlines.before(view.now))
-        return chain(resumed, self._interleaved(self._deadlines.since(view.now), late))
+        late = dropwhile(lambda seq: seq.num_output, self._deadlines.before(start))
+        return chain(resumed, self._interleaved(self._deadlines.since(start), late))
 
     def _interleaved(self, in_time: Iterator[Seq], late: Iterator[Seq]) -> Iterator[Seq]:
         for place in count(self._admitted):
