@@ -108,6 +108,20 @@ def test_a_row_gets_its_block_in_the_step_that_needs_it():
     ]  # fmt: skip
 
 
+def test_while_the_pool_is_roomy_a_row_gets_blocks_ahead_but_never_past_its_length():
+    runner = ScriptedRunner()
+    loop, _ = make(runner, blocks=200)
+    loop.submit(Seq(1, [1] * 6, 10))
+    loop.submit(Seq(2, [2] * 6, 100))
+    for index in range(1, 5):
+        turn(loop)
+        runner.done(index)
+    assert [(write.seq.id, write.first, len(write.blocks)) for write in runner.steps[3].blocks] == [
+        (2, 2, 13),  # 9 tokens and 48
+        (1, 2, 2),
+    ]
+
+
 def test_a_row_that_ends_on_the_device_is_dead_in_the_step_already_launched():
     runner = ScriptedRunner()
     loop, _pool = make(runner)

@@ -71,6 +71,13 @@ def test_without_a_prefix_cache_the_tokens_are_the_same():
     play(range(60), make_pool=lambda groups: SimplePool(groups, prefix_cache=False))
 
 
+def test_with_a_roomy_pool_rows_get_blocks_ahead_and_the_tokens_are_the_same():
+    def roomy(groups):
+        return SimplePool([(size, count + 200) for size, count in groups])
+
+    assert play(range(80), make_pool=roomy)["dry"] == 0
+
+
 # Negative controls: each of these breaks one rule, and the schedules must notice.
 
 

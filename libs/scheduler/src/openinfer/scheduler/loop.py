@@ -26,6 +26,11 @@ from .protocols import BlockWrite, Pool, Row, Runner, Step, StepResult
 from .sequence import Clock, FinishReason, Seq, SeqState
 from .stats import Stats
 
+LOOK_AHEAD = 48
+"""Tokens for which a decode row gets room beyond what it needs: fewer, larger requests to the pool. Only while the pool
+has more than ROOMY free blocks a row."""
+ROOMY = 16
+
 _NOBODY: frozenset[Seq] = frozenset()
 
 
@@ -177,7 +182,8 @@ class StepLoop:
         chunks: list[Row] = []
         joined: list[Seq] = []
         # The step that preempts for want of blocks admits nobody: they were taken for those who run.
-        if preemptions == self.stats.preemptions and self._is_plan_due():
+        stuck = self.stats.waiting > 0 and not self._running
+        if preemptions == self.stats.preemptions and (self._changed or self._prefilling or stuck):
             self._blocked = self._blocked and not self._changed and bool(self._running)
             decision = self._policy.plan(self._view(index))
             if decision.preempt and self._in_flight:
@@ -207,27 +213,20 @@ class StepLoop:
         self._runner.launch(step)
         return True
 
-    def _is_plan_due(self) -> bool:
-        return self._changed or bool(self._prefilling) or (self.stats.waiting > 0 and not self._running)
-
     def _view(self, index: int) -> View:
         return View(
-            step=index,
-            now=self._now(),
-            max_rows=self.max_rows,
-            free_slots=len(self._free_slots),
-            num_free_blocks=self._pool.num_free,
-            num_decode=len(self._decoding),
-            prefilling=self._prefilling,
-            running=self._running,
-            look_up=self._look_up,
-        )
+            index, self._now(), self.max_rows, len(self._free_slots), self._pool.num_free, len(self._decoding),
+            self._prefilling, self._running, self._look_up,
+        )  # fmt: skip
 
     def _grow(self, index: int) -> bool:
         """Blocks for the decode rows that step `index` takes over a boundary. False: dry, drain first."""
+        ahead = -1
         while (due := self._crossings.due(index)) is not None:
             seq, lease = due
-            grown = lease.reserve(min(seq._base + index - seq._entered, seq.max_len - 1))
+            if ahead < 0:
+                ahead = LOOK_AHEAD if self._pool.num_free > ROOMY * self.max_rows else 0
+            grown = lease.reserve(min(seq._base + index - seq._entered + ahead, seq.max_len - 1))
             if grown is not None:
                 for group, first, blocks in grown:
                     self._blocks.append(BlockWrite(seq, group, first, blocks))
