@@ -47,7 +47,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_help_names_every_command() -> None:
     text = openinfer("--help").stdout
     assert openinfer().stdout == text
-    for command in ("serve", "compile", "bench", "selftest"):
+    for command in ("serve", "compile", "bench", "explain", "selftest"):
         assert re.search(rf"^  {command} ", text, re.M)
 
 
@@ -69,7 +69,7 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
     ("arguments", "code", "message"),
     [
         (["serv"], 2, "unknown command 'serv'; did you mean 'serve'?"),
-        (["quantize"], 2, "unknown command 'quantize'; there are serve, compile, bench, selftest"),
+        (["quantize"], 2, "unknown command 'quantize'; there are serve, compile, bench, explain, selftest"),
         (["serve"], 2, "MODEL_DIR comes first: openinfer serve MODEL_DIR"),
         (["serve", "--port", "1", str(TINY)], 2, "MODEL_DIR comes first"),
         (["serve", str(TINY), "--max-model-length", "3"], 2, "unrecognized arguments: --max-model-length"),

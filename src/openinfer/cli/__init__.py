@@ -58,10 +58,17 @@ def _bench(argv: list[str]) -> int:
     return main(argv)
 
 
+def _explain(argv: list[str]) -> int:
+    from openinfer.cli.explain import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _serve),
     "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _compile),
     "bench": ("measure: a server, steps, ops, the host", _bench),
+    "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _explain),
     "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),
 }
 

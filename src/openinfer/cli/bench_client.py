@@ -103,9 +103,9 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         self._raw += data
-        if not self._status and not self._head():
-            return
         try:
+            if not self._status and not self._head():
+                return
             if self._left < 0:
                 self._chunks(now)
             else:
@@ -113,7 +113,7 @@ class _Connection(asyncio.Protocol):
                 self._body(self._raw, now)
                 self._raw = b""
                 if self._left <= 0:
-                    self._finish()
+                    self._finish(now)
         except (ValueError, msgspec.DecodeError) as error:
             self._end(f"the answer cannot be read: {error}")
             self.close()
@@ -137,7 +137,7 @@ class _Connection(asyncio.Protocol):
             if len(raw) < end + size + 4:
                 break
             if size == 0:
-                self._finish()
+                self._finish(now)
                 return
             self._body(raw[end + 2 : end + 2 + size], now)
             at = end + size + 4
@@ -166,9 +166,11 @@ class _Connection(asyncio.Protocol):
             answer.prompt_tokens = chunk.usage.prompt_tokens
             answer.output_tokens = chunk.usage.completion_tokens
 
-    def _finish(self) -> None:
+    def _finish(self, now: float) -> None:
         answer = self._answer
         assert answer is not None
+        if self._status == 200 and self._line.startswith(b"{"):  # not streamed
+            self._event(_decode(self._line), now)
         if self._status != 200:
             text = self._line.decode(errors="replace")[:200]
             self._end(f"HTTP status {self._status}: {text}")
@@ -192,19 +194,17 @@ class Client:
         self._model = model
         self._idle: list[_Connection] = []
 
-    def message(self, prompt: list[int] | str, max_tokens: int) -> bytes:
-        """The whole HTTP request for a greedy, streamed completion of exactly max_tokens tokens."""
-        body = msgspec.json.encode(
-            {
-                "model": self._model,
-                "prompt": prompt,
-                "max_tokens": max_tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-        )
+    def message(self, prompt: list[int] | str, max_tokens: int, *, stream: bool = True) -> bytes:
+        """The whole HTTP request for a greedy completion of exactly max_tokens tokens."""
+        fields = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        streamed = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        body = msgspec.json.encode({**fields, **streamed})
         head = (
             f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

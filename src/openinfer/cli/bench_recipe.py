@@ -1,4 +1,4 @@
-"""What step, ops and explain share: the recipe of a checkpoint, its flags, and its module `bench`."""
+"""What step, ops and explain share: the recipe of a checkpoint, its flags, and the module of the recipe that helps."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from types import ModuleType
 from openinfer.cli import recipes
 from openinfer.frontend.contract import EngineSpec
 from openinfer.frontend.recipe import Recipe
+from openinfer.kernels import KernelsError
 
+Flags = Callable[[argparse.ArgumentParser], None]
 Body = Callable[[argparse.Namespace, ModuleType, EngineSpec], int]
 
 
-def run(
-    argv: list[str],
-    command: str,
-    text: str | None,
-    add: Callable[[argparse.ArgumentParser], None],
-    body: Body,
-) -> int:
-    """Parse MODEL_DIR, the command's own flags and the recipe's, and call `body` with them, with the module `bench`
-    that lies beside the one that builds the recipe's engine, and with the engine's spec. Returns the exit code."""
+class BadFlags(ValueError):
+    """Flags that make no sense; the message says which and what is allowed."""
+
+
+def run(argv: list[str], command: str, module: str, text: str | None, add: Flags, body: Body) -> int:
+    """Parse MODEL_DIR, the command's own flags and the recipe's, and call `body` with them, with the recipe's `module`
+    (beside the one that builds its engine) and with the engine's spec. Returns the exit code."""
     if recipes.wants_help(argv):
         for recipe in recipes.installed():
             print(f"With a {recipe.name} checkpoint:\n")
@@ -38,18 +38,16 @@ def run(
         recipe = recipes.find(model_dir)
         args = _parser(recipe, command, text, add).parse_args(argv)
         spec = recipe.engine_spec(model_dir, args)
-        package = spec.target.partition(":")[0].rpartition(".")[0]
-        if importlib.util.find_spec(f"{package}.bench") is None:
-            raise ValueError(f"recipe {recipe.name!r} has no benchmark ({package}.bench)")
-        return body(args, importlib.import_module(f"{package}.bench"), spec)
-    except (ValueError, OSError, RuntimeError) as error:
+        name = spec.target.partition(":")[0].rpartition(".")[0] + "." + module
+        if importlib.util.find_spec(name) is None:
+            raise BadFlags(f"recipe {recipe.name!r} cannot do this: it has no {name}")
+        return body(args, importlib.import_module(name), spec)
+    except (ValueError, OSError, KernelsError) as error:
         print(f"openinfer {command}: error: {error}", file=sys.stderr)
         return 1
 
 
-def _parser(
-    recipe: Recipe, command: str, text: str | None, add: Callable[[argparse.ArgumentParser], None]
-) -> argparse.ArgumentParser:
+def _parser(recipe: Recipe, command: str, text: str | None, add: Flags) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         f"openinfer {command}",
         description=text,

@@ -23,7 +23,7 @@ from typing import Any
 
 from openinfer.cli.bench_client import Client, Run, arrivals, run_load
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
-from openinfer.cli.bench_server import NotReady, Server, running
+from openinfer.cli.bench_server import NotReady, Server, serving
 from openinfer.cli.bench_text import Text
 
 PROG = "openinfer bench serve"
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
             if args.base_url is None:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 log = args.server_log or work / "server.log"
-                server = stack.enter_context(running(args.model_dir, server_flags, log))
+                server = stack.enter_context(serving(args.model_dir, server_flags, log))
                 progress(f"ready in {server.ready_s:.2f} s, {server.pss_bytes / 1e9:.2f} GB of host memory")
             results = _measure(args, loads, goodput, server)
     except (ValueError, OSError, NotReady) as error:

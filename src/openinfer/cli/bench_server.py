@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running `openinfer serve`: its URL, seconds from process start to /health, and idle memory in bytes (the
+    """A running server: its process id, its URL, seconds from process start to /health, and idle memory in bytes (the
     proportional set size of the server's process and of those that it started)."""
 
+    pid: int
     url: str
     ready_s: float
     pss_bytes: int
@@ -31,15 +33,26 @@ class NotReady(RuntimeError):
     """The server ended or did not answer in time; the message holds the end of its log."""
 
 
-@contextlib.contextmanager
-def running(
-    model_dir: Path, flags: Sequence[str], log_path: Path, *, timeout_s: float = 600.0
-) -> Iterator[Server]:
-    """Serve a checkpoint on a free port; the server has ended when the block is left. Raises NotReady."""
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "openinfer.cli", "serve", str(model_dir), "--port", str(port), *flags]
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serving(model_dir: Path, flags: Sequence[str], log: Path) -> contextlib.AbstractContextManager[Server]:
+    """`openinfer serve` of a checkpoint on a free port; see `running`."""
+    port = free_port()
+    return running(["openinfer.cli", "serve", str(model_dir), "--port", str(port), *flags], port, log)
+
+
+@contextlib.contextmanager
+def running(
+    module: Sequence[str], port: int, log_path: Path, *, timeout_s: float = 600.0
+) -> Iterator[Server]:
+    """Run `python -m` with these arguments, which serves on the port, until the block is left. Raises NotReady."""
+    command = [sys.executable, "-m", *module]
     with log_path.open("w") as log:
         began = time.monotonic()
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -51,7 +64,7 @@ def running(
             time.sleep(0.01)
         ready_s = time.monotonic() - began
         time.sleep(1.0)  # what start-up leaves to the background is then done
-        yield Server(f"http://127.0.0.1:{port}", ready_s, sum(map(_pss, _family(process.pid))))
+        yield Server(process.pid, f"http://127.0.0.1:{port}", ready_s, sum(map(_pss, _family(process.pid))))
     finally:
         process.terminate()
         try:
@@ -70,6 +83,12 @@ def _healthy(port: int) -> bool:
         return False
     finally:
         connection.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _family(pid: int) -> list[int]:

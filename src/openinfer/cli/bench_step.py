@@ -19,7 +19,7 @@ from openinfer.frontend.contract import EngineSpec
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "bench step", __doc__, _flags, _measure)
+    return bench_recipe.run(argv, "bench step", "bench", __doc__, _flags, _measure)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def _measure(args: argparse.Namespace, bench: ModuleType, spec: EngineSpec) -> i
     for point in points:
         bench.parse(point)
     if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats}: it must be at least 1")
+        raise bench_recipe.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     spec.kwargs["enable_prefix_caching"] = False
     engine = spec.build()
@@ -59,7 +59,7 @@ def _measure(args: argparse.Namespace, bench: ModuleType, spec: EngineSpec) -> i
             progress(f"wrote {args.records}")
     print("\n".join(map(_line, results)))
     if compiles:
-        raise RuntimeError(f"{compiles} kernels were compiled while measuring: the figures do not count")
+        raise ValueError(f"{compiles} kernels were compiled while measuring: the figures do not count")
     return 0
 
 

@@ -59,8 +59,8 @@ def measure(engine: Qwen3Engine, points: Sequence[str], *, repeats: int = 20) ->
     A result has the medians `wall_ms` (through the engine, on the host's clock; of a prefill to its first token) and
     `device_ms` (of a step's two segments), an offline one `output_tokens_per_s`; `repeats` with every value; and
     `records`, the device times of steps by what was in them: {"decode_rows", "decode_context" (tokens in the cache, sum
-    over the rows), "prefill_tokens", "prefill_context" (tokens before the chunk), "seconds"}. Raises BadPoint, before
-    anything is measured.
+    over the rows), "prefill_tokens", "prefill_context" (tokens that those attend to, sum over them), "seconds"}.
+    Raises BadPoint, before anything is measured.
     """
     bench = StepBench(engine, repeats)
     parsed = [parse(text) for text in points]
@@ -219,6 +219,6 @@ def _record(seconds: list[float], rows: int, context: int, prefill: int, start: 
         "decode_rows": rows,
         "decode_context": context,
         "prefill_tokens": prefill,
-        "prefill_context": start,
+        "prefill_context": prefill * start + prefill * (prefill + 1) // 2,
         "seconds": statistics.median(seconds),
     }

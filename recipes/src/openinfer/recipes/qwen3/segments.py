@@ -57,7 +57,8 @@ def step_segments(
 class Outline:
     """An engine with these flags on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
-    `memory` is bytes by what they are for, the cache aside; `page_bytes` and `page_tokens` are a cache page's.
+    `memory` is bytes by what they are for, the cache aside; `page_bytes` and `page_tokens` are a cache page's,
+    `max_pages` as many as all rows at full length take.
     """
 
     def __init__(self, model_dir: str, target: Target, **flags: Any) -> None:
@@ -70,7 +71,7 @@ class Outline:
         plan = make_plan(config, sizes, self.buckets, target)
         weights = Arena(null, None)
         Weights.allocate(config, weights, sizes.dtype)
-        self.page_tokens = sizes.block_size
+        self.page_tokens, self.max_pages = sizes.block_size, sizes.max_rows * sizes.max_blocks + 1
         self.page_bytes = config.kv_bytes_per_token(sizes.dtype.itemsize) * sizes.block_size
         self.memory = {
             "weights": weights.used,
@@ -84,7 +85,11 @@ class Outline:
         }
 
     def decode(self, rows: int, context: int) -> list[list[Segment]]:
-        """The segments of a decode step, as one step."""
+        """The segments of a decode step, as one step. Raises ValueError for more rows than a step has."""
+        if rows > self.buckets.decode_rows[-1]:
+            raise ValueError(
+                f"{rows} rows; a step has at most {self.buckets.decode_rows[-1]} (--max-num-seqs)"
+            )
         return [step_segments(self.model, self.buckets, rows, context)]
 
     def prefill(self, tokens: int) -> list[list[Segment]]:

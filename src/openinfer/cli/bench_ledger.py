@@ -1,0 +1,83 @@
+"""Op calls as lines of a ledger: named by what their time depends on, with their cost and their floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openinfer.kernels import Cost, Op, Workload
+from openinfer.tensor import Tensor
+
+BATCH = ("slots", "q_starts")
+"""Arguments of the ops whose work depends on how tokens are spread over rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a device can do at most: bytes/s to and from its memory, FLOP/s of its matrix units in bf16."""
+
+    bytes_per_s: float = 4.59e12
+    flops_per_s: float = 780e12
+
+    def floor_us(self, cost: Cost) -> float:
+        """Microseconds below which no implementation of one call can be."""
+        return cost.floor_s(self.bytes_per_s, self.flops_per_s) * 1e6
+
+
+class OpCall(NamedTuple):
+    """An op with its arguments."""
+
+    op: Op[Any]
+    args: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Recorder:
+    """A pack that only writes the calls down, whatever device the tensors are on."""
+
+    calls: list[OpCall] = dataclasses.field(default_factory=list)
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        self.calls.append(OpCall(op, dict(args)))
+
+
+def key(op: Op[Any], args: Mapping[str, Any], workload: Workload) -> str:
+    """What the time of a call depends on, as text: the op, the shape of what it writes, of its weight, and where they
+    matter the rows, the tokens in the cache and the pairs of query and key."""
+    name, first = next((n, a) for n, a in args.items() if isinstance(a, Tensor))
+    parts = [f"{op.name} {name}{_shape(first)}"]
+    if "weight" in args:
+        parts.append(f"weight{_shape(args['weight'])}")
+    if args.get("window"):
+        parts.append(f"window {args['window']}")
+    if any(n in args for n in BATCH):
+        rows = next(args[n].shape[0] - (n == "q_starts") for n in BATCH if n in args)
+        parts.append(f"{rows} rows")
+    longer = dataclasses.replace(workload, kv_tokens=workload.kv_tokens + 1, qk_pairs=workload.qk_pairs + 1)
+    if op.cost(longer, **args) != op.cost(workload, **args):
+        parts.append(f"{workload.kv_tokens} cached, {workload.qk_pairs} pairs")
+    return ", ".join(parts)
+
+
+def grouped(calls: Iterable[OpCall], workload: Workload) -> dict[str, list[OpCall]]:
+    """Calls of the same key together, in the order of their first."""
+    groups: dict[str, list[OpCall]] = {}
+    for op, args in calls:
+        groups.setdefault(key(op, args, workload), []).append(OpCall(op, args))
+    return groups
+
+
+def load(path: Path) -> dict[str, float]:
+    """Microseconds a call by key, from what `openinfer bench ops --json` wrote. Raises ValueError, OSError."""
+    try:
+        return {entry["key"]: float(entry["us"]) for entry in json.loads(path.read_text())["results"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no ledger of `openinfer bench ops --json`: {error!r}") from None
+
+
+def _shape(tensor: Tensor) -> str:
+    return "[" + "x".join(map(str, tensor.shape)) + "]"

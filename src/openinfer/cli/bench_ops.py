@@ -1,0 +1,133 @@
+"""`openinfer bench ops MODEL_DIR`: every op at every shape that the engine's recorded steps run.
+
+An op's calls of one step (one a layer) are captured together in a CUDA graph and replayed, so that weights and cache
+come from memory as they do in a step, and activations from where the step leaves them. Ops are greedy sampling's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+from types import ModuleType
+from typing import Any
+
+from openinfer.cli import bench_recipe
+from openinfer.cli.bench_ledger import Machine, OpCall, Recorder, grouped
+from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
+from openinfer.frontend.contract import EngineSpec
+from openinfer.graph import StepGraphs
+from openinfer.kernels import Pack, Workload
+from openinfer.tensor import Event, Stream
+
+CALLS = 32
+"""A graph holds at least so many calls, so that its own start does not count."""
+WARM_UP = 2
+
+
+def main(argv: list[str]) -> int:
+    """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
+    return bench_recipe.run(argv, "bench ops", "segments", __doc__, _flags, _measure)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--context", type=int, default=1024, help="tokens of a decode row; default: %(default)s")
+    add("--tokens", type=int, nargs="+", metavar="N", help="steps of these recorded token counts only")
+    add("--repeats", type=int, default=10, help="replays an op and shape; default: %(default)s")
+    machine_flags(parser)
+    add_arguments(parser)
+
+
+def machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags for the floor; the defaults are what was measured on an H200."""
+    default, add = Machine(), parser.add_argument
+    add("--bandwidth", type=float, default=default.bytes_per_s / 1e12, metavar="TB/S",
+        help="of device memory; default: %(default)s")  # fmt: skip
+    add("--tflops", type=float, default=default.flops_per_s / 1e12, metavar="N",
+        help="of the matrix units in bf16; default: %(default)s")  # fmt: skip
+
+
+def machine(args: argparse.Namespace) -> Machine:
+    """As the flags say."""
+    return Machine(args.bandwidth * 1e12, args.tflops * 1e12)
+
+
+def _measure(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> int:
+    if args.repeats < 1:
+        raise bench_recipe.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    spec.kwargs["enable_prefix_caching"] = False
+    engine: Any = spec.build()
+    limits, results, seen = machine(args), [], set()
+    try:
+        runner = engine.runner
+        for segment in segments.engine_segments(engine, args.context, args.tokens):
+            recorder = Recorder()
+            segment.run(recorder)
+            groups = {k: c for k, c in grouped(recorder.calls, segment.workload).items() if k not in seen}
+            progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
+            for name, calls in groups.items():
+                seen.add(name)
+                times = _seconds(runner.pack, runner.stream, calls, args.repeats)
+                results.append(_entry(name, calls, segment.workload, times, limits))
+                print(_line(results[-1]), flush=True)
+    finally:
+        engine.close()
+        if args.json:
+            floor = {"bytes_per_s": limits.bytes_per_s, "flops_per_s": limits.flops_per_s}
+            write(args.json, record("ops", args, results, model=engine.info.model, machine=floor))
+    return 0
+
+
+def _seconds(pack: Pack, stream: Stream, calls: list[OpCall], repeats: int) -> list[float]:
+    """Device seconds of one call, by replay."""
+    rounds = max(1, CALLS // len(calls))
+    graphs = StepGraphs(stream.device, stream, capture=True)
+    graphs.record("calls", functools.partial(_enqueue, pack, calls, rounds))
+    for _ in range(WARM_UP):
+        graphs.launch("calls")
+    marks = [Event(stream.device, timing=True) for _ in range(2 * repeats)]
+    for before, after in zip(marks[::2], marks[1::2], strict=True):
+        before.record(stream)
+        graphs.launch("calls")
+        after.record(stream)
+    stream.synchronize()
+    times = [a.elapsed_s(b) / (rounds * len(calls)) for b, a in zip(marks[::2], marks[1::2], strict=True)]
+    for mark in marks:
+        mark.close()
+    graphs.close()
+    return times
+
+
+def _enqueue(pack: Pack, calls: list[OpCall], rounds: int) -> None:
+    for _ in range(rounds):
+        for op, args in calls:
+            pack.run(op, args)
+
+
+def _entry(
+    name: str, calls: list[OpCall], workload: Workload, times: list[float], limits: Machine
+) -> dict[str, Any]:
+    op, args = calls[0]
+    cost, us = op.cost(workload, **args), percentile(times, 50) * 1e6
+    floor_us = limits.floor_us(cost)
+    return {
+        "key": name,
+        "op": op.name,
+        "calls_a_step": len(calls),
+        "us": us,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "floor_us": floor_us,
+        "of_floor": floor_us / us,
+        "repeats": {"us": [t * 1e6 for t in times]},
+    }
+
+
+def _line(entry: dict[str, Any]) -> str:
+    us = entry["us"]
+    return (
+        f"{entry['key']:<84} {entry['calls_a_step']:3} x {us:9.2f} us, floor {entry['floor_us']:9.2f} "
+        f"({entry['of_floor']:4.0%}), {entry['bytes'] / us / 1e3:6.0f} GB/s {entry['flops'] / us / 1e6:5.0f} TFLOP/s"
+    )

@@ -1,0 +1,162 @@
+"""`openinfer explain MODEL_DIR`: a step op by op, with the floor of each, and what the memory goes to. Needs no GPU.
+
+The floor of a call is the larger of its least memory traffic over the bandwidth and its FLOPs over the rate. With the
+ledger of `openinfer bench ops --json` the measured times stand beside it, where the very same shape was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from openinfer.cli import bench_ledger, bench_recipe
+from openinfer.cli.bench_ledger import Machine, OpCall
+from openinfer.cli.bench_ops import machine, machine_flags
+from openinfer.frontend.contract import EngineSpec
+from openinfer.kernels import H200, NullPack
+
+
+@dataclass(slots=True)
+class Line:
+    """All calls of one op and weight shape in a step: in sum bytes, FLOPs, kernels and microseconds. `us` is NaN as
+    soon as one of the calls was not measured."""
+
+    name: str
+    calls: int = 0
+    kernels: int = 0
+    bytes: int = 0
+    flops: int = 0
+    floor_us: float = 0.0
+    us: float = 0.0
+
+
+def main(argv: list[str]) -> int:
+    """Print; returns 0, 1 for what cannot be explained, 2 for wrong arguments."""
+    return bench_recipe.run(argv, "explain", "segments", __doc__, _flags, _explain)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--decode", default="1,1024", metavar="ROWS,CONTEXT",
+        help="a decode step of so many sequences of so many tokens; default: %(default)s")  # fmt: skip
+    what.add_argument("--prefill", type=int, metavar="TOKENS", help="the steps of one prompt instead")
+    add = parser.add_argument
+    add("--ledger", type=Path, metavar="FILE", help="what `openinfer bench ops --json FILE` measured")
+    add("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+    add(
+        "--gpu-memory",
+        type=float,
+        default=150.1,
+        metavar="GB",
+        help="of the GPU; default: %(default)s (H200)",
+    )
+    machine_flags(parser)
+
+
+def _explain(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> int:
+    if args.prefill is not None and args.prefill < 1:
+        raise bench_recipe.BadFlags(f"--prefill {args.prefill}: a prompt has at least one token")
+    outline = segments.Outline(target=H200, **spec.kwargs)
+    measured = bench_ledger.load(args.ledger) if args.ledger else {}
+    if args.prefill:
+        title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)
+    else:
+        rows, context = _pair(args.decode)
+        title, steps = f"decode of {rows} rows, context {context}", outline.decode(rows, context)
+    lines = trace(steps, machine(args), measured)
+    print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
+    print(table(lines, bool(measured)))
+    print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
+    if args.plot:
+        plot(lines, title, args.plot)
+    return 0
+
+
+def _pair(text: str) -> tuple[int, int]:
+    numbers = [int(part) for part in text.split(",") if part.isdigit()]
+    if len(numbers) != 2 or min(numbers) < 1:
+        raise bench_recipe.BadFlags(f"--decode {text}: it is ROWS,CONTEXT, both at least 1")
+    return numbers[0], numbers[1]
+
+
+def trace(steps: list[list[Any]], limits: Machine, measured: dict[str, float]) -> list[Line]:
+    """The lines of a list of steps, each a list of segments, in the order in which ops are first called."""
+    lines: dict[str, Line] = {}
+    for segment in (segment for step in steps for segment in step):
+        pack = NullPack(H200)
+        segment.run(pack)
+        for call in pack.calls:
+            cost = call.cost(segment.workload)
+            name = _name(OpCall(call.op, call.args))
+            line = lines.setdefault(name, Line(name))
+            line.calls += 1
+            line.kernels += len(call.commands)
+            line.bytes += cost.bytes
+            line.flops += cost.flops
+            line.floor_us += limits.floor_us(cost)
+            line.us += measured.get(bench_ledger.key(call.op, call.args, segment.workload), math.nan)
+    return list(lines.values())
+
+
+def _name(call: OpCall) -> str:
+    weight = call.args.get("weight")
+    return call.op.name + (f" {weight.shape[0]}x{weight.shape[1]}" if weight is not None else "")
+
+
+def table(lines: list[Line], with_measured: bool) -> str:
+    """As text, with the sum of all; of the measured times where every line has one."""
+    head = f"{'op':<28} {'calls':>6} {'kernels':>8} {'MB':>10} {'GFLOP':>10} {'floor us':>10}"
+    rows = [head + (f" {'measured us':>12} {'of floor':>9}" if with_measured else "")]
+    for line in [*lines, total(lines)]:
+        text = (
+            f"{line.name:<28} {line.calls:>6} {line.kernels:>8} {line.bytes / 1e6:>10.2f} "
+            f"{line.flops / 1e9:>10.2f} {line.floor_us:>10.1f}"
+        )
+        if with_measured:
+            known = not math.isnan(line.us)
+            text += f" {line.us:>12.1f} {line.floor_us / line.us:>9.0%}" if known else f" {'-':>12} {'-':>9}"
+        rows.append(text)
+    return "\n".join(rows)
+
+
+def total(lines: list[Line]) -> Line:
+    """The sum of lines."""
+    names = ("calls", "kernels", "bytes", "flops", "floor_us", "us")
+    return Line("sum", *(sum(getattr(line, name) for line in lines) for name in names))
+
+
+def memory(outline: Any, gpu_bytes: float, utilization: float) -> str:
+    """The memory plan as text: what is fixed, and the cache that the rest holds."""
+    rows = [f"memory of {gpu_bytes / 1e9:.1f} GB, of which {utilization:.0%} are used:"]
+    rows += [f"  {name:<26} {size / 1e9:>8.3f} GB" for name, size in outline.memory.items()]
+    room = gpu_bytes * utilization - sum(outline.memory.values())
+    pages = min(max(0, int(room // outline.page_bytes)), outline.max_pages)
+    rows.append(
+        f"  {'cache':<26} {pages * outline.page_bytes / 1e9:>8.3f} GB: {pages} pages of {outline.page_tokens} "
+        f"tokens, {pages * outline.page_tokens} tokens"
+    )
+    return "\n".join(rows)
+
+
+def plot(lines: list[Line], title: str, path: Path) -> None:
+    """A bar a line: its floor, and what was measured. Raises BadFlags without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise bench_recipe.BadFlags("--plot needs matplotlib: pip install 'openinfer[plot]'") from None
+    figure = Figure(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(lines), 0, -1)
+    measured = [(at, line.us) for at, line in zip(places, lines, strict=True) if not math.isnan(line.us)]
+    if measured:
+        axes.barh(*zip(*measured, strict=True), height=0.8, color="#c6cbd4", label="measured")
+    axes.barh(list(places), [line.floor_us for line in lines], height=0.45, color="#2f6f9f", label="floor")
+    axes.set_yticks(list(places), [f"{line.calls} x {line.name}" for line in lines])
+    axes.set_xlabel("microseconds a step")
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,447 @@
+"""The yardsticks `openinfer bench ...` and `openinfer explain`, on the CPU with the tiny checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import random
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer.cli import bench, bench_fake, bench_host, bench_ops, bench_serve, bench_step, explain
+from openinfer.cli.bench_client import Answer, Client, Run, arrivals, run_load
+from openinfer.cli.bench_ledger import Machine, Recorder, grouped, key
+from openinfer.cli.bench_record import percentile
+from openinfer.cli.bench_serve import Load, summary
+from openinfer.kernels import H200, Cost, NullPack, Workload
+
+TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+SMALL = ["--device", "cpu", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
+         "--kv-cache-memory-bytes", "8000000"]  # fmt: skip
+
+
+# -- the client --
+
+
+@contextlib.asynccontextmanager
+async def scripted(reply: Callable[[bytes], list[bytes]]) -> AsyncIterator[str]:
+    """An HTTP server that answers each request with the pieces that `reply` gives, 10 ms between two."""
+
+    open_connections = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_connections.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                body = await reader.readexactly(length)
+                for n, piece in enumerate(reply(body)):
+                    if n:
+                        await asyncio.sleep(0.01)
+                    if not piece:
+                        raise ConnectionError
+                    writer.write(piece)
+        writer.close()
+        await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await asyncio.gather(*open_connections)
+
+
+def ask(reply: Callable[[bytes], list[bytes]], count: int = 1, limit: int = 1) -> list[Answer]:
+    async def run() -> list[Answer]:
+        async with scripted(reply) as url:
+            client = Client(url, "m")
+            done = await run_load(client, [client.message([1, 2], 3)] * count, [0.0] * count, limit)
+            client.close()
+            return done.answers
+
+    return asyncio.run(run())
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+TOKEN = b'data: {"choices": [{"text": "a"}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 4}}\n\n'
+END = chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+
+
+def test_a_stream_is_timed_by_its_chunks_and_counted_by_its_usage() -> None:
+    seen = []
+
+    def reply(body: bytes) -> list[bytes]:
+        seen.append(json.loads(body))
+        return [HEAD, chunk(TOKEN), chunk(TOKEN) + chunk(TOKEN), chunk(USAGE) + END]
+
+    first, second = ask(reply, count=2)
+    for answer in (first, second):
+        assert answer.error == ""
+        assert (answer.prompt_tokens, answer.output_tokens) == (2, 4)
+        assert len(answer.gaps) == 2  # three chunks with choices; the one with usage is none
+        assert answer.gaps[0] >= 0.008
+        assert answer.gaps[1] == 0.0  # two in one read
+        assert 0.008 <= answer.ttft < answer.e2el
+        assert math.isclose(answer.tpot, (answer.e2el - answer.ttft) / 3)
+    assert seen[0] == seen[1] == {
+        "model": "m", "prompt": [1, 2], "max_tokens": 3, "temperature": 0.0, "ignore_eos": True,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [1, 7, 30, 51, 60, 83, 90, 120])
+def test_where_the_network_cuts_does_not_matter(cut: int) -> None:
+    whole = HEAD + chunk(TOKEN) + chunk(TOKEN[:9]) + chunk(TOKEN[9:] + USAGE) + END
+    (answer,) = ask(lambda body: [whole[:cut], whole[cut:]])
+    assert answer.error == ""
+    assert (len(answer.gaps), answer.output_tokens) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"),
+    [
+        ([b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nfull"], "HTTP status 503: full"),
+        ([HEAD, chunk(TOKEN), chunk(b'data: {"error": {"message": "oh"}}\n\n') + END], "the server said:"),
+        ([HEAD, chunk(TOKEN), b""], "the server closed the connection"),
+        ([HEAD, chunk(TOKEN) + END], "an answer without usage"),
+        ([HEAD, chunk(USAGE) + END], "an answer without tokens"),
+        ([HEAD, b"zz\r\n"], "the answer cannot be read"),
+        ([HEAD, chunk(b"data: {\n\n")], "the answer cannot be read"),
+    ],
+)
+def test_what_goes_wrong_is_an_error_of_that_request(pieces: list[bytes], error: str) -> None:
+    (answer,) = ask(lambda body: pieces)
+    assert answer.error.startswith(error)
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    async def run() -> Run:
+        client = Client("http://127.0.0.1:9", "m")
+        return await run_load(client, [client.message([1], 1)], [0.0])
+
+    (answer,) = asyncio.run(run()).answers
+    assert answer.error.startswith("no connection")
+
+
+def test_concurrency_is_limited_and_arrivals_are_kept() -> None:
+    whole = [HEAD, chunk(TOKEN) + chunk(USAGE) + END]
+    one_by_one = sorted(ask(lambda body: whole, count=4, limit=1), key=lambda a: a.sent)
+    assert all(a.last <= b.sent for a, b in itertools.pairwise(one_by_one))
+    together = ask(lambda body: whole, count=4, limit=4)
+    assert max(a.sent for a in together) < min(a.last for a in together)
+
+    async def spread() -> Run:
+        async with scripted(lambda body: whole) as url:
+            client = Client(url, "m")
+            run = await run_load(client, [client.message([1], 1)] * 3, [0.0, 0.03, 0.06])
+            client.close()
+            return run
+
+    run = asyncio.run(spread())
+    sent = sorted(answer.sent for answer in run.answers)
+    assert sent[2] - sent[0] >= 0.055
+    assert all(0 <= a.sent - a.due < 0.5 for a in run.answers)
+    assert run.seconds >= 0.07
+    assert run.cpu_seconds > 0
+
+
+def test_arrivals_are_poisson_and_offer_the_rate() -> None:
+    times = arrivals(2000, 50.0, random.Random(1))
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert times[0] == 0.0
+    assert math.isclose(times[-1], 1999 / 50)
+    mean = sum(gaps) / len(gaps)
+    variance = sum((g - mean) ** 2 for g in gaps) / len(gaps)
+    assert math.isclose(variance, mean**2, rel_tol=0.15)  # exponential
+    assert times != arrivals(2000, 50.0, random.Random(2))
+    assert arrivals(3, math.inf, random.Random(1)) == [0.0] * 3
+
+
+def answer(ttft: float, tpot: float, tokens: int = 11, error: str = "") -> Answer:
+    gaps = [tpot] * (tokens - 1)
+    return Answer(0.0, 1.0, 1.0 + ttft, 1.0 + ttft + sum(gaps), gaps, 5, tokens, error)
+
+
+def test_the_summary_of_a_load() -> None:
+    answers = [answer(0.1, 0.01), answer(0.2, 0.02), answer(0.3, 0.03), answer(9.0, 9.0, error="lost")]
+    load = Load(4.0, 4, 0, 5, 11, 0)
+    found = summary(load, Run(answers, 2.0, 0.1), {"ttft": 250.0, "tpot": 15.0})
+    assert (found["completed"], found["errors"]) == (3, {"lost": 1})
+    assert found["requests_per_s"] == 1.5
+    assert found["output_tokens_per_s"] == 16.5
+    assert found["goodput"]["requests_per_s"] == 0.5
+    assert math.isclose(found["ttft_ms"]["p50"], 200)
+    assert math.isclose(found["ttft_ms"]["p99"], 298)
+    assert math.isclose(found["tpot_ms"]["mean"], 20)
+    assert math.isclose(found["itl_ms"]["max"], 30)
+    assert math.isclose(found["e2el_ms"]["p50"], 400)
+    assert len(found["repeats"]["ttft_ms"]) == 3
+    json.dumps(found, allow_nan=False)
+    nothing = summary(load, Run([answer(1, 1, error="lost")], 2.0, 0.1), {})
+    assert nothing["ttft_ms"] is None
+    json.dumps(nothing, allow_nan=False)
+    assert "lost" in bench_serve._table([found, nothing])
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([3, 1, 2], 50) == 2
+    assert percentile([0, 10], 99) == pytest.approx(9.9)
+    assert math.isnan(percentile([], 50))
+
+
+# -- the commands --
+
+
+def test_bench_serve_starts_a_server_measures_several_loads_and_stops_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "serve.json"
+    code = bench_serve.main(
+        [str(TINY), "--rates", "inf", "50", "--num-prompts", "3", "2", "--max-concurrency", "1", "0",
+         "--random-input-len", "20", "--random-output-len", "4", "5", "--num-warmups", "1", "--json", str(path),
+         "--goodput", "ttft:60000", "--commit", "abc", "--", *SMALL]
+    )  # fmt: skip
+    assert code == 0
+    data = json.loads(path.read_text())
+    assert (data["bench"], data["commit"]) == ("serve", "abc")
+    assert data["server"]["ready_s"] > 0
+    assert data["server"]["pss_bytes"] > 20e6
+    first, second = data["results"]
+    assert (first["request_rate"], second["request_rate"]) == ("inf", 50)
+    assert (first["completed"], second["completed"]) == (3, 2)
+    assert (first["output_tokens"], second["output_tokens"]) == (12, 10)
+    assert first["prompt_tokens"] == 60
+    assert first["seed"] != second["seed"]
+    assert first["goodput"]["requests_per_s"] == first["requests_per_s"]
+    assert "inf x1, 20/4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [str(TINY), "--rates", "1", "2", "--num-prompts", "1", "2", "3"],
+            "--num-prompts has 3 values for 2",
+        ),
+        ([str(TINY), "--rates", "0"], "must be above 0"),
+        ([str(TINY), "--goodput", "speed:1"], "--goodput speed:1: it is ttft:MS"),
+        (["--base-url", "ftp://x", "--model", "m"], "is not http://HOST"),
+        (["--base-url", "http://127.0.0.1:9"], "Connection refused"),
+        ([str(TINY), "--", "--no-such-flag"], "the server is not ready"),
+    ],
+)
+def test_bench_serve_says_what_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_serve.main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_text_prompts_have_about_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    from openinfer.cli.bench_text import Text
+
+    text, tokenizer = Text(TINY), Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    rng = random.Random(3)
+    drawn = [text.draw(40, rng) for _ in range(10)]
+    assert len(set(drawn)) == 10
+    assert all(abs(len(tokenizer.encode(t).ids) - 40) <= 2 for t in drawn)
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Text(tmp_path)
+
+
+def test_bench_step_measures_points_and_writes_records(tmp_path: Path) -> None:
+    path, records = tmp_path / "step.json", tmp_path / "records.json"
+    points = ["decode:2,20", "prefill:40", "mixed:2,20,10", "offline:4,10,5"]
+    arguments = [str(TINY), *SMALL, "--points", *points, "--repeats", "2"]
+    assert bench_step.main([*arguments, "--json", str(path), "--records", str(records)]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert [r["point"] for r in results] == points
+    decode, prefill, mixed, offline = results
+    assert len(decode["repeats"]["wall_ms"]) == len(decode["repeats"]["device_ms"]) == 2
+    assert len(prefill["repeats"]["device_ms"]) == 2
+    assert "wall_ms" not in mixed
+    assert offline["output_tokens_per_s"] > 0
+    found = json.loads(records.read_text())
+    works = [
+        [r[n] for n in ("decode_rows", "decode_context", "prefill_tokens", "prefill_context")] for r in found
+    ]
+    assert works == [
+        [2, 40, 0, 0],
+        [0, 0, 32, 528],
+        [0, 0, 8, 292],
+        [2, 40, 10, 55],
+    ]  # the prompt in two chunks
+    assert all(r["seconds"] > 0 for r in found)
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        ("decode:1", "none of decode:ROWS,CONTEXT"),
+        ("decode:1,0", "none of"),
+        ("decode:1,x", "none of"),
+        ("sprint:1", "none of"),
+        ("decode:4,20", "needs 4 rows; this engine has 3 (--max-num-seqs)"),
+        ("mixed:1,20,40", "needs 41 tokens in a step; this engine has 32"),
+        ("prefill:9999", "tokens in a sequence"),
+    ],
+)
+def test_bench_step_refuses_points_before_it_measures(
+    point: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench_step.main([str(TINY), *SMALL, "--points", point, "--repeats", "1"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_bench_ops_times_every_op_once_and_explain_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ops.json"
+    arguments = [str(TINY), *SMALL, "--context", "20", "--tokens", "2", "16", "--repeats", "1"]
+    assert bench_ops.main([*arguments, "--json", str(path)]) == 0
+    results = json.loads(path.read_text())["results"]
+    assert {r["op"] for r in results} == {
+        "expand_rows", "embed", "norm_linear", "qk_norm_rope_write", "attend", "linear_add", "gate_up_silu",
+        "select_rows", "sample", "top_logprobs", "advance",
+    }  # fmt: skip
+    assert len({r["key"] for r in results}) == len(results)
+    assert all(r["us"] > 0 and len(r["repeats"]["us"]) == 1 for r in results)
+    attends = [r["key"] for r in results if r["op"] == "attend"]
+    # 2 rows of 20; a prompt of 16 alone; 2 rows and 14 tokens, for the bucket of 3 rows
+    for work in (
+        "2 rows, 40 cached, 40 pairs",
+        "1 rows, 16 cached, 136 pairs",
+        "3 rows, 54 cached, 145 pairs",
+    ):
+        assert sum(k.endswith(work) for k in attends) == 1
+    capsys.readouterr()
+    small = ["--max-num-seqs", "3", "--max-num-batched-tokens", "32"]
+    assert explain.main([str(TINY), *small, "--decode", "2,20", "--ledger", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "measured us" in text
+    assert not [line for line in text.splitlines() if line.endswith(" -")]  # every op was measured
+    assert explain.main([str(TINY), *small, "--decode", "2,21", "--ledger", str(path)]) == 0
+    unknown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith(" -")]
+    assert unknown == ["attend", "sum"]
+
+
+def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main([str(TINY), "--prefill", "3000", "--gpu-memory", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "forward 2048 tokens, 1 rows and sample 1 rows; then forward 1024 tokens" in text
+    (attend,) = [line.split() for line in text.splitlines() if line.startswith("attend ")]
+    pairs = 3000 * 3001 // 2
+    assert float(attend[4]) == pytest.approx(
+        4 * pairs * 4 * 4 * 128 / 1e9, abs=0.01
+    )  # layers, heads, head size
+    assert "weights" in text
+    assert "pages of 16 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--decode", "1"], "it is ROWS,CONTEXT"),
+        (["--prefill", "0"], "at least one token"),
+        (["--ledger", __file__], "error"),
+        (["--decode", "900,20"], "a step has at most 256"),
+    ],
+)
+def test_explain_says_what_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert explain.main([str(TINY), *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_plot_is_drawn_or_matplotlib_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "step.png"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert explain.main([str(TINY), "--plot", str(path)]) == 1
+    assert "pip install 'openinfer[plot]'" in capsys.readouterr().err
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert explain.main([str(TINY), "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:
+    from openinfer.recipes.qwen3.segments import Outline
+
+    outline = Outline(str(TINY), H200, max_num_seqs=8)
+
+    def keys(rows: int, context: int) -> list[str]:
+        found = []
+        for segment in outline.decode(rows, context)[0]:
+            recorder, null = Recorder(), NullPack(H200)
+            segment.run(recorder)
+            segment.run(null)
+            assert [c.op.name for c in recorder.calls] == [c.op.name for c in null.calls]
+            found += [key(op, args, segment.workload) for op, args in recorder.calls]
+            assert sum(map(len, grouped(recorder.calls, segment.workload).values())) == len(recorder.calls)
+        return found
+
+    two = keys(2, 20)
+    assert two == keys(2, 20)
+    other_context = {k.split()[0] for k in set(two) ^ set(keys(2, 21))}
+    assert other_context == {"attend"}
+    assert not set(two) & set(keys(1, 20))
+
+
+def test_the_floor_is_the_larger_of_two_times() -> None:
+    machine = Machine(1e12, 100e12)
+    assert machine.floor_us(Cost(2_000_000, 100_000_000)) == pytest.approx(2)
+    assert machine.floor_us(Cost(2_000_000, 1_000_000_000)) == pytest.approx(10)
+    assert Workload.decode(2, 10).qk_pairs == 20
+
+
+def test_bench_host_engine_and_pool() -> None:
+    steady, change = bench_host.engine_results(batches=(4,), steps=40)
+    assert 0 < steady["p50_us"] <= steady["p99_us"]
+    assert len(steady["repeats"]["us"]) == 40
+    assert len(change["repeats"]["us"]) == 4
+    assert bench_host.pool_result(tokens=256)["mean_us"] > 0
+
+
+def test_bench_host_frontend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_host, "CLIENTS", 4)
+    streamed, whole = bench_host.frontend_results(rounds=2)
+    for result in (streamed, whole):
+        assert result["errors"] == 0
+        assert result["tokens_per_s"] == pytest.approx(bench_host.TOKENS_OUT * result["requests_per_s"])
+
+
+def test_the_made_up_tokenizer_has_every_word(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    bench_fake.write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.decode(bench_fake.WORDS[:2]) == " w300 w301"
+    assert tokenizer.get_vocab_size() == bench_fake.VOCAB_SIZE
+
+
+def test_bench_names_its_yardsticks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([]) == 0
+    out: Any = capsys.readouterr().out
+    assert all(name in out for name in bench.YARDSTICKS)
+    assert bench.main(["speed"]) == 2
+    assert "none of serve, step, ops, host" in capsys.readouterr().err
