@@ -1,12 +1,21 @@
 """What is refused, and how: the table of bounds, bodies, keys, models; and the small endpoints."""
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from openinfer.frontend import APIError
+from openinfer.frontend.http import SamplingDefaults, Tokenizer
 from openinfer.frontend.http.body import ChatBody, CompletionBody
+from openinfer.frontend.http.params import make_plan
+from openinfer.frontend.testing import FakeEngine
+from openinfer.sampler import SamplingParams
+
+DATA = Path(__file__).parent / "data"
 
 P = {"prompt": [5]}
 
@@ -77,8 +86,11 @@ def live(start: Any) -> Any:
         ({**P, "prompt_embeds": "x"}, "prompt_embeds", "not supported"),
         ({**P, "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({**P, "frequency_penalty": 0.1}, "frequency_penalty", "not supported"),
-        ({**P, "presence_penalty": False}, "presence_penalty", "not supported"),
+        ({**P, "presence_penalty": False}, "presence_penalty", "expected float"),
         ({**P, "repetition_penalty": 1.1}, "repetition_penalty", "not supported"),
+        ({**P, "allowed_token_ids": [5]}, "allowed_token_ids", "not supported"),
+        ({**P, "bad_words": ["x"]}, "bad_words", "not supported"),
+        ({**P, "bad_words": ["x" * 257]}, "bad_words", "256"),
         ({**P, "guided_json": {}}, "guided_json", "not supported"),
         ({**P, "structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported"),
         ({**P, "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
@@ -275,3 +287,51 @@ def test_no_value_of_any_field_is_a_server_error(live: Any) -> None:
                 "/v1/chat/completions", content=f'{{"messages": [{message}], "max_tokens": 1}}'
             )
             assert answer.status_code in (200, 400), (field, value, answer.text)
+
+
+ABLE = {"features": ["penalties", "logit_bias", "allowed_token_ids", "bad_words"]}
+
+
+def sampling(**fields: Any) -> SamplingParams:
+    """What an engine with every feature is asked."""
+    body = msgspec.convert(fields, CompletionBody)
+    defaults = SamplingDefaults(repetition_penalty=1.5)
+    return make_plan(body, None, defaults, FakeEngine(**ABLE).info, Tokenizer.load(DATA)).sampling  # type: ignore[arg-type]
+
+
+def test_what_the_sampler_is_asked() -> None:
+    asked = sampling(
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias={"7": -100},
+        allowed_token_ids=[7, 8],
+        bad_words=["a"],
+    )
+    assert (asked.frequency_penalty, asked.presence_penalty, asked.repetition_penalty) == (0.5, -0.5, 1.5)
+    assert asked.logit_bias == ((7, -100.0),)
+    assert asked.allowed_token_ids == (7, 8)
+    tokenizer = Tokenizer.load(DATA)
+    assert asked.bad_words_token_ids == tuple(tuple(tokenizer.encode_short(text)) for text in ("a", " a"))
+    assert sampling(repetition_penalty=1).repetition_penalty == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"frequency_penalty": 2.1}, "frequency_penalty", "2.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+        ({"logit_bias": {"1024": 1}}, "logit_bias", "below 1024"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "below 1024"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "below 1024"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "100"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "300"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+        ({"allowed_token_ids": [1024]}, "allowed_token_ids", "below 1024"),
+        ({"bad_words": ["x"] * 65}, "bad_words", "at most 64"),
+        ({"bad_words": ["x y " * 64]}, "bad_words", "32"),
+    ],
+)
+def test_bounds_of_what_the_sampler_is_asked(fields: dict[str, Any], param: str, word: str) -> None:
+    with pytest.raises(APIError, match=word) as caught:
+        sampling(**fields)
+    assert caught.value.param == param

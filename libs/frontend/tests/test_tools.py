@@ -32,9 +32,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def speak(start: Any, tokenizer: Any) -> Any:
+def speak(start: Any, tokenizer: Any) -> Iterator[Any]:
     """speak(text, **app): an OpenAI client of a server whose model always says text."""
     from openinfer.frontend.http import ChatTemplate
+
+    clients: list[openai.OpenAI] = []
 
     def make(text: str, end: bool = True, **app: Any) -> openai.OpenAI:
         script = [*tokenizer._core.encode(text, add_special_tokens=False).ids, *([2] if end else [])]
@@ -44,9 +46,12 @@ def speak(start: Any, tokenizer: Any) -> Any:
             "reasoning_parser": "qwen3",
         }
         live = start({"script": script}, options | app)
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="x", max_retries=0)
+        clients.append(openai.OpenAI(base_url=f"http://127.0.0.1:{live.port}/v1", api_key="x", max_retries=0))
+        return clients[-1]
 
-    return make
+    yield make
+    for client in clients:
+        client.close()
 
 
 def whole_and_streamed(client: openai.OpenAI, **options: Any) -> Iterator[dict[str, Any]]:

@@ -152,7 +152,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens a KV block holds."""
     features: list[str] = []
-    """What this engine honours beyond the bare contract: "logprobs", "prefix_cache", "priority", ..."""
+    """What this engine honours beyond the bare contract: "logprobs", "prefix_cache", "priority", and of SamplingParams
+    "penalties" (all three), "logit_bias", "allowed_token_ids", "bad_words". The frontend refuses the rest by name."""
     contract_version: int = CONTRACT_VERSION
 
 

@@ -144,13 +144,16 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
             await asyncio.gather(_start(driver, args), tokens)
             tokenizer, template = tokens.result()
             auto = args.generation_config == "auto"
+            defaults = SamplingDefaults.load(args.model_dir) if auto else SamplingDefaults()
+            if defaults.repetition_penalty not in (None, 1) and "penalties" not in driver.info.features:
+                _say("generation_config.json asks for a repetition_penalty, which this engine ignores")
             app = create_app(
                 driver,
                 tokenizer=tokenizer,
                 template=template,
                 tool_parser=args.tool_call_parser,
                 reasoning_parser=args.reasoning_parser,
-                defaults=SamplingDefaults.load(args.model_dir) if auto else None,
+                defaults=defaults,
                 model_names=args.served_model_name,
                 api_key=args.api_key,
                 log_requests=args.log_requests,

@@ -40,6 +40,7 @@ class FakeEngine:
     start_error: message of the ValueError that the constructor raises.
     fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
     fail_prompt: a request whose prompt is this single id Fails alone.
+    features: what it claims to honour besides logprobs and prefix_cache (its tokens stay the known ones).
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class FakeEngine:
         die_at_step: int | None = None,
         hang_at_step: int | None = None,
         fail_prompt: int | None = None,
+        features: list[str] | None = None,
     ) -> None:
         time.sleep(start_delay_s)
         if start_error is not None:
@@ -71,7 +73,7 @@ class FakeEngine:
             eos_token_ids=[2, 0] if eos_token_ids is None else eos_token_ids,
             kv_capacity_tokens=max_running * max_model_len,
             block_size=16,
-            features=["logprobs", "prefix_cache"],
+            features=["logprobs", "prefix_cache", *(features or ())],
         )
         self._script = script
         self._filler = filler

@@ -15,6 +15,8 @@ from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.chat import ChatFormat
+from openinfer.frontend.http.dialects import Dialects
+from openinfer.frontend.http.messages_shape import messages_error
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import ApiKeyGuard, Service
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -59,6 +61,8 @@ def create_app(
         log_requests=log_requests,
     )
 
+    dialects = Dialects(service)
+
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await client.start()
@@ -71,7 +75,13 @@ def create_app(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
             Route("/v1/chat/completions", service.chat, methods=["POST"]),
+            Route("/v1/responses", dialects.responses, methods=["POST"]),
+            Route("/v1/messages", dialects.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", dialects.count_tokens, methods=["POST"]),
+            Route("/tokenize", dialects.tokenize, methods=["POST"]),
+            Route("/detokenize", dialects.detokenize, methods=["POST"]),
             Route("/v1/models", service.models),
+            Route("/v1/models/{name:path}", service.model),
             Route("/health", service.health),
             Route("/ready", service.ready),
             Route("/metrics", service.prometheus),
@@ -87,15 +97,22 @@ def create_app(
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return error_response(error)
+    return _refuse(request, error)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(APIError(message, status=error.status_code))
+    return _refuse(
+        request, APIError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
+    )
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     # The text of an unexpected exception may hold paths and addresses: it goes to the log, not to the client.
-    return error_response(APIError("internal error; the server's log has more", status=500))
+    return _refuse(request, APIError("internal error; the server's log has more", status=500))
+
+
+def _refuse(request: Request, error: APIError) -> Response:
+    """In the words of the endpoint's API."""
+    anthropic = request.url.path.startswith("/v1/messages")
+    return error_response(error, messages_error(error) if anthropic else None)

@@ -5,6 +5,7 @@ honoured or answered with 400.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -26,6 +27,9 @@ MAX_TOOLS = 128
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
+BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
 class StreamOptions(msgspec.Struct):
     """stream_options."""
 
@@ -43,6 +47,12 @@ class CommonBody(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[BadWord] | None = None
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -113,12 +123,8 @@ class ChatBody(CommonBody, kw_only=True):
 
 # Known fields we do not honour, each with the values that ask for nothing.
 _NOTHING: tuple[Any, ...] = (None,)
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
+REFUSED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
     "best_of": (None, 1),
     "use_beam_search": (None, False),
     "early_stopping": (None, False),
@@ -127,8 +133,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": _NOTHING,
     "prompt_embeds": _NOTHING,
     "logprob_token_ids": (None, []),
-    "allowed_token_ids": _NOTHING,
-    "bad_words": (None, []),
     "truncate_prompt_tokens": _NOTHING,
     "response_format": (None, {"type": "text"}),
     "structured_outputs": _NOTHING,
@@ -163,14 +167,16 @@ _WHERE = re.compile(r" - at `\$\.?(?P<path>(?P<field>\w*)[^`]*)`$")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
-def decode_body(raw: bytes, kind: type[_Body]) -> _Body:
-    """Read a request body. Raises APIError (400) that names the field where there is one."""
+def decode_body(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, ...]]) -> _Body:
+    """Read a request body; `refused` has fields we do not honour and their values that ask for nothing.
+
+    Raises APIError (400) that names the field where there is one."""
     try:
         fields = msgspec.json.decode(raw)
         if not isinstance(fields, dict):
             raise APIError(f"the body must be a JSON object, not {_json_type(fields)}")
-        for name in _UNSUPPORTED.keys() & fields.keys():
-            if not _asks_for_nothing(fields[name], _UNSUPPORTED[name]):
+        for name in refused.keys() & fields.keys():
+            if not _asks_for_nothing(fields[name], refused[name]):
                 raise APIError(
                     f"{name} is not supported by this server; leave it out", param=name, code="unsupported"
                 )

@@ -1,8 +1,8 @@
 """From a typed body to what the engine is asked: every bound is checked here, before anything is submitted."""
 
 import dataclasses
-import logging
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from openinfer.frontend.contract import EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.body import ChatBody, CommonBody
-from openinfer.frontend.http.tokenizer import read_json
+from openinfer.frontend.http.tokenizer import Tokenizer, read_json
 from openinfer.sampler import InvalidParams, SamplingParams
 
 __all__ = [
@@ -30,9 +30,23 @@ MAX_SEQUENCES = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_SALT_CHARS = 128
-_log = logging.getLogger(__name__)
+MAX_BAD_WORDS = 64
 _BAD_SALT = re.compile(r"[@/\\\0]")
 _INT64 = 2**63
+_SAMPLING = (
+    *("seed", "min_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
+"""Fields that go to the sampler as they are."""
+_FEATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "frequency_penalty": ("penalties", (None, 0)),
+    "presence_penalty": ("penalties", (None, 0)),
+    "repetition_penalty": ("penalties", (None, 1)),
+    "logit_bias": ("logit_bias", (None, {})),
+    "allowed_token_ids": ("allowed_token_ids", (None,)),
+    "bad_words": ("bad_words", (None, [])),
+}
+"""Field -> the feature an engine must have for it, and the values that ask for nothing."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -42,6 +56,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    """Ignored where the engine has no penalties."""
 
     @classmethod
     def load(cls, model_dir: Path) -> "SamplingDefaults":
@@ -55,8 +71,6 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
             SamplingParams(**given)
         except InvalidParams as error:
             raise ModelFilesError(f"{path}: {error}") from error
-        if config.get("repetition_penalty", 1) != 1:
-            _log.warning("%s asks for a repetition_penalty, which is not supported: ignored", path)
         return cls(**given)
 
 
@@ -77,15 +91,17 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def make_plan(
-    body: CommonBody, logprobs: int | None, defaults: SamplingDefaults, info: EngineInfo, has_tokenizer: bool
+    body: CommonBody,
+    logprobs: int | None,
+    defaults: SamplingDefaults,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
 ) -> Plan:
     """Check everything but the prompts. Raises APIError (400) naming the field."""
     n = 1 if body.n is None else body.n
     _check(1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
     if body.seed is not None:
         _check(-_INT64 <= body.seed < _INT64, "seed", body.seed, "an integer of 64 bits")
-    for token_id in body.stop_token_ids or ():
-        _check(0 <= token_id < info.vocab_size, "stop_token_ids", token_id, f"ids below {info.vocab_size}")
     options = body.stream_options
     if options is not None and not body.stream:
         raise APIError("stream_options needs stream: true", param="stream_options")
@@ -102,9 +118,9 @@ def make_plan(
             param="cache_salt",
         )
     return Plan(
-        sampling=_sampling(body, logprobs, defaults),
+        sampling=_sampling(body, logprobs, defaults, info, tokenizer),
         n=n,
-        stop=_stop_strings(body, has_tokenizer),
+        stop=_stop_strings(body, tokenizer is not None),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
@@ -116,21 +132,62 @@ def make_plan(
     )
 
 
-def _sampling(body: CommonBody, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
-    given: dict[str, Any] = {
-        name: getattr(body, name)
-        for name in ("seed", "min_tokens", "ignore_eos")
-        if getattr(body, name) is not None
-    }
-    for name in ("temperature", "top_k", "top_p", "min_p"):
+def _sampling(
+    body: CommonBody,
+    logprobs: int | None,
+    defaults: SamplingDefaults,
+    info: EngineInfo,
+    tokenizer: Tokenizer | None,
+) -> SamplingParams:
+    for name, (feature, nothing) in _FEATURES.items():
+        if feature not in info.features and getattr(body, name) not in nothing:
+            raise APIError(
+                f"{name} is not supported by this engine; leave it out", param=name, code="unsupported"
+            )
+    given: dict[str, Any] = {}
+    for name in _SAMPLING:
         value = getattr(body, name)
-        value = getattr(defaults, name) if value is None else value
+        if value is None and not (name in _FEATURES and _FEATURES[name][0] not in info.features):
+            value = getattr(defaults, name, None)
         if value is not None:
             given[name] = value
+    if body.logit_bias:
+        given["logit_bias"] = tuple(_biases(body.logit_bias, info))
+    if body.allowed_token_ids is not None:
+        _check(bool(body.allowed_token_ids), "allowed_token_ids", "empty", "at least one id")
+        given["allowed_token_ids"] = _known_ids(body.allowed_token_ids, "allowed_token_ids", info)
+    if body.bad_words:
+        given["bad_words_token_ids"] = _bad_words(body.bad_words, tokenizer)
+    given["stop_token_ids"] = _known_ids(body.stop_token_ids or (), "stop_token_ids", info)
     try:
-        return SamplingParams(**given, stop_token_ids=tuple(body.stop_token_ids or ()), logprobs=logprobs)
+        return SamplingParams(**given, logprobs=logprobs)
     except InvalidParams as error:
-        raise APIError(str(error), param=error.param) from error
+        param = error.param.replace("bad_words_token_ids", "bad_words")
+        raise APIError(str(error), param=param) from error
+
+
+def _biases(biases: dict[str, float], info: EngineInfo) -> Iterator[tuple[int, float]]:
+    for key, value in biases.items():
+        good = key.isdecimal() and key.isascii() and len(key) < 12 and int(key) < info.vocab_size
+        _check(good, "logit_bias", f"for token {key[:20]!r}", f"ids below {info.vocab_size}")
+        yield int(key), value
+
+
+def _known_ids(ids: Sequence[int], param: str, info: EngineInfo) -> tuple[int, ...]:
+    for token_id in ids:
+        _check(0 <= token_id < info.vocab_size, param, token_id, f"ids below {info.vocab_size}")
+    return tuple(ids)
+
+
+def _bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Each word as it begins a text and as it follows a space."""
+    if tokenizer is None:
+        raise APIError("bad_words needs a tokenizer, and this server runs without", param="bad_words")
+    _check(len(words) <= MAX_BAD_WORDS, "bad_words", f"{len(words)} words", f"at most {MAX_BAD_WORDS}")
+    found = {
+        tuple(tokenizer.encode_short(text)): None for word in words for text in (word, " " + word.lstrip())
+    }
+    return tuple(ids for ids in found if ids)
 
 
 def _stop_strings(body: CommonBody, has_tokenizer: bool) -> list[str]:

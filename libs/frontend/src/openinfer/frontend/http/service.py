@@ -19,6 +19,7 @@ from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import Answer, error_response
 from openinfer.frontend.http.body import (
+    REFUSED,
     ChatBody,
     CommonBody,
     CompletionBody,
@@ -42,7 +43,7 @@ from openinfer.frontend.http.params import (
 from openinfer.frontend.http.shapes import CompletionShape, Shape
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["ApiKeyGuard", "Service"]
+__all__ = ["ApiKeyGuard", "Service", "json_response", "read_body", "tool_object"]
 
 MAX_BODY_BYTES = 32 << 20
 COMPLETION_MAX_TOKENS = 16
@@ -72,8 +73,8 @@ class Service:
         self.metrics = Metrics(client, model_names[0] if model_names else None)
         self.draining = False
         self.active: set[Generation] = set()
-        self._tokenizer = tokenizer
-        self._chat_format = chat_format
+        self.tokenizer = tokenizer
+        self.chat_format = chat_format
         self._defaults = defaults
         self._model_names = list(model_names)
         self._log_requests = log_requests
@@ -82,8 +83,8 @@ class Service:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         arrival = time.monotonic()
-        body = decode_body(await _read_body(request), CompletionBody)
-        model, plan = self._check(body, body.logprobs)
+        body = decode_body(await read_body(request), CompletionBody, REFUSED)
+        model, plan = self.check(body, body.logprobs)
         prompts = await self._prompts(body)
         if len(prompts) * plan.n > MAX_SEQUENCES:
             raise APIError(
@@ -96,14 +97,14 @@ class Service:
             max_tokens_for(len(ids), body.max_tokens, COMPLETION_MAX_TOKENS, plan, info, "max_tokens")
             for ids in prompts
         ]
-        shape = CompletionShape(model, plan, self._tokenizer)
-        return self._answer(request, plan, prompts, limits, arrival, shape)
+        shape = CompletionShape(model, plan, self.tokenizer)
+        return self.answer(request, plan, prompts, limits, arrival, shape)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
-        body = decode_body(await _read_body(request), ChatBody)
-        model, plan = self._check(body, top_logprobs(body))
+        body = decode_body(await read_body(request), ChatBody, REFUSED)
+        model, plan = self.check(body, top_logprobs(body))
         chat = Chat(
             messages=chat_messages(body.messages),
             tools=[tool_object(tool.function) for tool in body.tools or ()],
@@ -116,49 +117,52 @@ class Service:
         ids, plan, new_parser = await self.prepare_chat(chat, plan, "messages")
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = max_tokens_for(len(ids), getattr(body, field), None, plan, self.client.info, field)
-        shape = ChatShape(model, plan, self._tokenizer, new_parser, body.include_reasoning is not False)
-        return self._answer(request, plan, [ids], [limit], arrival, shape)
+        shape = ChatShape(model, plan, self.tokenizer, new_parser, body.include_reasoning is not False)
+        return self.answer(request, plan, [ids], [limit], arrival, shape)
 
     async def prepare_chat(
         self, chat: Chat, plan: Plan, field: str
     ) -> tuple[list[int], Plan, ParserFactory | None]:
         """The prompt's ids, the plan with what the parsers need, and the parsers. Raises APIError."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise APIError("this server has no tokenizer; use /v1/completions", param=field)
-        text = self._chat_format.prompt(chat)
-        ids = prompt_ids(await self._tokenizer.encode(text, False), self.client.info, field)
-        new_parser = self._chat_format.parser(chat, text)
-        if new_parser is not None and self._tokenizer.has_special_in(self._chat_format.markers()):
+        text = self.chat_format.prompt(chat)
+        ids = prompt_ids(await self.tokenizer.encode(text, False), self.client.info, field)
+        new_parser = self.chat_format.parser(chat, text)
+        if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
             plan = msgspec.structs.replace(plan, skip_special_tokens=False)
         return ids, plan, new_parser
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": self._created,
-                "owned_by": "openinfer",
-                "root": self.client.info.model,
-                "parent": None,
-                "max_model_len": self.client.info.max_model_len,
-            }
-            for name in self._names()
-        ]
-        return _json({"object": "list", "data": data})
+        return json_response({"object": "list", "data": [self._model(name) for name in self._names()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        return json_response(self._model(self._known(request.path_params["name"])))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "openinfer",
+            "root": self.client.info.model,
+            "parent": None,
+            "max_model_len": self.client.info.max_model_len,
+        }
 
     async def health(self, request: Request) -> Response:
         """GET /health: 503 when the engine is dead or hangs."""
         ok, detail = self.client.health()
-        return _json({"status": detail}, 200 if ok else 503)
+        return json_response({"status": detail}, 200 if ok else 503)
 
     async def ready(self, request: Request) -> Response:
         """GET /ready: 503 also while shutting down."""
         ok, detail = self.client.health()
         if self.draining:
             ok, detail = False, "shutting down"
-        return _json({"status": detail}, 200 if ok else 503)
+        return json_response({"status": detail}, 200 if ok else 503)
 
     async def prometheus(self, request: Request) -> Response:
         """GET /metrics."""
@@ -170,25 +174,35 @@ class Service:
             version = importlib.metadata.version("openinfer-frontend")
         except importlib.metadata.PackageNotFoundError:
             version = "not installed, run from a source tree"
-        return _json({"version": version, "contract_version": CONTRACT_VERSION})
+        return json_response({"version": version, "contract_version": CONTRACT_VERSION})
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Options of the chat template; empty without one."""
+        renderer = self.chat_format.renderer
+        return renderer.variables if renderer else frozenset()
 
     def _names(self) -> list[str]:
         return self._model_names or [self.client.info.model]
 
-    def _check(self, body: CommonBody, logprobs: int | None) -> tuple[str, Plan]:
-        """The model's name in the answer, and what to generate."""
-        if self.draining:
-            raise APIError("the server is shutting down", status=503, code="shutting_down")
+    def _known(self, model: str | None) -> str:
         names = self._names()
-        if body.model is not None and body.model not in names:
+        if model is not None and model not in names:
             raise APIError(
-                f"the model {body.model!r} does not exist; this server has {', '.join(names)}",
+                f"the model {model!r} does not exist; this server has {', '.join(names)}",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
-        plan = make_plan(body, logprobs, self._defaults, self.client.info, self._tokenizer is not None)
-        return body.model or names[0], plan
+        return model or names[0]
+
+    def check(self, body: CommonBody, logprobs: int | None) -> tuple[str, Plan]:
+        """The model's name in the answer, and what to generate. Raises APIError naming the field."""
+        if self.draining:
+            raise APIError("the server is shutting down", status=503, code="shutting_down")
+        model = self._known(body.model)
+        plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer)
+        return model, plan
 
     async def _prompts(self, body: CompletionBody) -> list[list[int]]:
         """str | list[str] | list[int] | list[list[int]] to lists of ids."""
@@ -215,14 +229,14 @@ class Service:
         return found
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise APIError(
                 "text prompts need a tokenizer, and this server runs without; send token ids",
                 param="prompt",
             )
-        return await self._tokenizer.encode(text, add_special_tokens)
+        return await self.tokenizer.encode(text, add_special_tokens)
 
-    def _answer(
+    def answer(
         self,
         request: Request,
         plan: Plan,
@@ -234,7 +248,7 @@ class Service:
         self.metrics.n.observe(plan.n)
         generation = Generation(
             self.client,
-            self._tokenizer,
+            self.tokenizer,
             self.metrics,
             plan,
             prompts,
@@ -289,7 +303,7 @@ def tool_choice(body: ChatBody) -> str:
     return body.tool_choice or "auto"
 
 
-async def _read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body, up to the cap. Raises APIError (413)."""
     too_large = APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
     length = request.headers.get("content-length", "0")
@@ -303,5 +317,5 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _json(value: object, status: int = 200) -> Response:
+def json_response(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -23,6 +23,7 @@ __all__ = [
     "error_body",
     "event",
     "has_news",
+    "named_event",
     "stream_end",
     "stream_error",
     "token_text",
@@ -169,6 +170,11 @@ def error_body(error: APIError) -> bytes:
 def stream_error(error: APIError) -> bytes:
     """The same as an event of a stream that had begun, and its end."""
     return b"data: " + error_body(error) + b"\n\n" + DONE_EVENT
+
+
+def named_event(name: str, data: object) -> bytes:
+    """An event that has a name, as the newer APIs write them."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(data) + b"\n\n"
 
 
 def stream_end(last: msgspec.Struct | None) -> bytes:

@@ -76,6 +76,10 @@ class Tokenizer:
         )
         return encoded[0].ids
 
+    def encode_short(self, text: str) -> list[int]:
+        """Ids of a word or so, at once, without special tokens."""
+        return self._core.encode(text, add_special_tokens=False).ids
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Text of a whole sequence."""
         return self._core.decode(token_ids, skip_special_tokens=skip_special_tokens)

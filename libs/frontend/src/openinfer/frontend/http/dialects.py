@@ -1,0 +1,119 @@
+"""The endpoints beside OpenAI's completions: responses, Anthropic's messages, and the tokenizer's."""
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http import messages_body, responses_body
+from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, decode_body
+from openinfer.frontend.http.chat import Chat, chat_messages
+from openinfer.frontend.http.messages_body import MessagesBody, messages_chat, messages_common
+from openinfer.frontend.http.messages_shape import MessagesShape
+from openinfer.frontend.http.params import max_tokens_for, prompt_ids
+from openinfer.frontend.http.responses_body import ResponsesBody, responses_chat, responses_common
+from openinfer.frontend.http.responses_shape import ResponsesShape
+from openinfer.frontend.http.service import Service, json_response, read_body, tool_object
+from openinfer.frontend.http.tokenizer import Tokenizer
+
+__all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: a text, or a chat as its template writes it."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: Annotated[list[ToolSpec], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class Dialects:
+    """The endpoints, over a Service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        arrival, service = time.monotonic(), self._service
+        body = decode_body(await read_body(request), ResponsesBody, responses_body.REFUSED)
+        model, plan = service.check(responses_common(body), None)
+        ids, plan, new_parser = await service.prepare_chat(responses_chat(body), plan, "input")
+        limit = max_tokens_for(
+            len(ids), body.max_output_tokens, None, plan, service.client.info, "max_output_tokens"
+        )
+        shape = ResponsesShape(model, body, plan, self._tokenizer(), new_parser)
+        return service.answer(request, plan, [ids], [limit], arrival, shape)
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages."""
+        arrival, service = time.monotonic(), self._service
+        body = decode_body(await read_body(request), MessagesBody, messages_body.REFUSED)
+        if body.max_tokens is None:
+            raise APIError("max_tokens is missing", param="max_tokens")
+        model, plan = service.check(messages_common(body), None)
+        chat = messages_chat(body, service.template_variables)
+        ids, plan, new_parser = await service.prepare_chat(chat, plan, "messages")
+        limit = max_tokens_for(len(ids), body.max_tokens, None, plan, service.client.info, "max_tokens")
+        shape = MessagesShape(model, new_parser)
+        return service.answer(request, plan, [ids], [limit], arrival, shape)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        body = decode_body(await read_body(request), MessagesBody, messages_body.REFUSED)
+        _, plan = self._service.check(messages_common(body), None)
+        chat = messages_chat(body, self._service.template_variables)
+        ids, _, _ = await self._service.prepare_chat(chat, plan, "messages")
+        return json_response({"input_tokens": len(ids)})
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = decode_body(await read_body(request), TokenizeBody, {})
+        tokenizer = self._tokenizer()
+        if (body.prompt is None) == (body.messages is None):
+            raise APIError("give either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            ids = await tokenizer.encode(body.prompt, body.add_special_tokens)
+        else:
+            chat = Chat(
+                messages=chat_messages(body.messages),
+                tools=[tool_object(tool.function) for tool in body.tools or ()],
+                add_generation_prompt=body.add_generation_prompt,
+                options=body.chat_template_kwargs or {},
+            )
+            ids = await tokenizer.encode(self._service.chat_format.prompt(chat), False)
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": self._service.client.info.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
+        return json_response(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        body = decode_body(await read_body(request), DetokenizeBody, {})
+        ids = prompt_ids(body.tokens, self._service.client.info, "tokens") if body.tokens else []
+        return json_response({"prompt": self._tokenizer().decode(ids, False)})
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._service.tokenizer is None:
+            raise APIError("this server runs without a tokenizer")
+        return self._service.tokenizer

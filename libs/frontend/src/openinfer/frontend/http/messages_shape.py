@@ -1,0 +1,154 @@
+"""/v1/messages as Anthropic words it: an answer is a list of blocks, and a stream tells how each of them grows."""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from openinfer.frontend.chat import Content, Part, Reasoning, ToolCall
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.chat import ParserFactory
+from openinfer.frontend.http.generation import Choice, Usage
+from openinfer.frontend.http.reader import Reader
+from openinfer.frontend.http.shapes import encode, named_event
+
+__all__ = ["MessagesShape", "messages_error"]
+
+_EMPTY: dict[str, tuple[str, Any]] = {
+    "tool_use": ("input", {}),
+    "text": ("text", ""),
+    "thinking": ("thinking", ""),
+}
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class MessagesShape:
+    """A Shape, for one choice."""
+
+    def __init__(self, model: str, new_parser: ParserFactory | None) -> None:
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._model = model
+        self._reader = Reader(new_parser)
+        self._open: type[Part] | None = None
+        self._count = 0  # blocks begun
+        self._called = False
+        self._begun = False
+
+    def events(self, choice: Choice) -> bytes:
+        parts, _, _ = self._reader.take(choice)
+        said = b""
+        if not self._begun:
+            self._begun = True
+            usage = _usage(Usage([choice], 1))
+            message = self._message([], None, None) | {"usage": usage}
+            said = named_event("message_start", {"type": "message_start", "message": message})
+        return said + b"".join([self._grow(part) for part in parts])
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        reason, stop = self._reason(choices[0])
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        last = {"type": "message_delta", "delta": delta, "usage": _usage(usage)}
+        return (
+            self._close()
+            + named_event("message_delta", last)
+            + named_event("message_stop", {"type": "message_stop"})
+        )
+
+    def broken(self, error: APIError) -> bytes:
+        return b"event: error\ndata: " + messages_error(error) + b"\n\n"
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        (choice,) = choices
+        blocks: list[dict[str, Any]] = []
+        kind: type[Part] | None = None
+        for part in self._reader.take(choice)[0]:
+            if type(part) is kind and not isinstance(part, ToolCall):
+                name = "text" if isinstance(part, Content) else "thinking"
+                blocks[-1][name] += part.text
+            else:
+                kind = type(part)
+                self._called = self._called or isinstance(part, ToolCall)
+                blocks.append(_block(part))
+        reason, stop = self._reason(choice)
+        return encode(self._message(blocks, reason, stop) | {"usage": _usage(usage)})
+
+    def refusal(self, error: APIError) -> bytes:
+        return messages_error(error)
+
+    def _grow(self, part: Part) -> bytes:
+        said = b""
+        if type(part) is not self._open or isinstance(part, ToolCall):
+            said = self._close()
+            self._open = type(part)
+            block = _block(part)
+            name, empty = _EMPTY[block["type"]]
+            block[name] = empty
+            begin = {"type": "content_block_start", "index": self._count, "content_block": block}
+            said += named_event("content_block_start", begin)
+            self._count += 1
+        match part:
+            case ToolCall(_, arguments):
+                self._called = True
+                delta = {"type": "input_json_delta", "partial_json": arguments}
+            case Content(text):
+                delta = {"type": "text_delta", "text": text}
+            case Reasoning(text):
+                delta = {"type": "thinking_delta", "thinking": text}
+        grown = {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
+        return said + named_event("content_block_delta", grown)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return named_event("content_block_stop", {"type": "content_block_stop", "index": self._count - 1})
+
+    def _reason(self, choice: Choice) -> tuple[str, str | None]:
+        if choice.finish_reason == "length":
+            return "max_tokens", None
+        if isinstance(choice.stop_reason, str):
+            return "stop_sequence", choice.stop_reason
+        return ("tool_use" if self._called else "end_turn"), None
+
+    def _message(self, blocks: list[dict[str, Any]], reason: str | None, stop: str | None) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            "stop_reason": reason,
+            "stop_sequence": stop,
+        }
+
+
+def messages_error(error: APIError) -> bytes:
+    """Anthropic's error object."""
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return encode({"type": "error", "error": {"type": kind, "message": str(error)}})
+
+
+def _block(part: Part) -> dict[str, Any]:
+    match part:
+        case ToolCall(name, arguments):
+            identity = f"toolu_{uuid.uuid4().hex[:24]}"
+            return {"type": "tool_use", "id": identity, "name": name, "input": json.loads(arguments)}
+        case Content(text):
+            return {"type": "text", "text": text}
+        case Reasoning(text):
+            return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Anthropic counts what came from the cache apart."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+    }

@@ -1,0 +1,131 @@
+"""The body of /v1/responses, and the chat it stands for. Nothing is stored: what refers to a stored one is refused."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
+from openinfer.frontend.http.chat import Chat, chat_messages, text_of
+from openinfer.frontend.http.service import tool_object
+
+__all__ = ["ResponsesBody", "responses_chat", "responses_common"]
+
+_TEXT_KINDS = ("input_text", "output_text", "text")
+
+
+class ResponseTool(FunctionSpec, kw_only=True):
+    """One of `tools`; only functions are."""
+
+    type: Literal["function"]
+
+
+class ChosenTool(msgspec.Struct):
+    """tool_choice, to force one."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class Effort(msgspec.Struct):
+    """reasoning. A summary is never made, so asking for one changes nothing."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    """POST /v1/responses; None is a field that was not given."""
+
+    input: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Effort | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    """Taken, and not done: the answer says store: false."""
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "prompt": (None,),
+    "background": (None, False),
+    "truncation": (None, "disabled"),
+    "top_logprobs": (None, 0),
+    "max_tool_calls": (None,),
+    "text": (None, {}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
+}
+"""Known fields that are not honoured, each with the values that ask for nothing."""
+
+
+def responses_common(body: ResponsesBody) -> CommonBody:
+    """The fields that all endpoints share."""
+    names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "user")
+    return CommonBody(**{name: getattr(body, name) for name in names})
+
+
+def responses_chat(body: ResponsesBody) -> Chat:
+    """Raises APIError (400) naming the item."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    if not items:
+        raise APIError("input must be a text or hold at least one item", param="input")
+    for index, item in enumerate(items):
+        _add(messages, item, f"input[{index}]")
+    choice = body.tool_choice or "auto"
+    return Chat(
+        messages=chat_messages(messages),
+        tools=[tool_object(tool) for tool in body.tools or ()],
+        tool_choice=f"tool {choice.name}" if isinstance(choice, ChosenTool) else choice,
+        parallel_calls=body.parallel_tool_calls is not False,
+        effort=body.reasoning.effort if body.reasoning else None,
+        options=body.chat_template_kwargs or {},
+    )
+
+
+def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Items of one turn (reasoning, text, calls) become one message of the assistant."""
+    match item.get("type", "message"):
+        case "message":
+            text = text_of(item.get("content"), f"{where}.content", _TEXT_KINDS)
+            role = item.get("role")
+            if role == "assistant":
+                turn = _assistant_turn(messages)
+                turn["content"] += text
+            else:
+                messages.append({"role": "system" if role == "developer" else role, "content": text})
+        case "reasoning":
+            content = item.get("content")
+            thought = text_of(content, f"{where}.content", ("reasoning_text",)) if content else ""
+            turn = _assistant_turn(messages)
+            turn["reasoning"] = turn.get("reasoning", "") + thought
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "function": function}
+            _assistant_turn(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            text = text_of(item.get("output"), f"{where}.output", _TEXT_KINDS)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        case kind:
+            raise APIError(f"{where} is of type {kind!r}, which is not supported", param="input")
+
+
+def _assistant_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": "", "reasoning": ""})
+    return messages[-1]

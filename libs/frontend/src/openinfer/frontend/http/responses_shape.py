@@ -1,0 +1,195 @@
+"""/v1/responses as OpenAI words it: an answer is a list of items, and a stream tells how each of them grows."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from openinfer.frontend.chat import Content, Part, Reasoning, ToolCall
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.chat import ParserFactory
+from openinfer.frontend.http.generation import Choice, Usage
+from openinfer.frontend.http.params import Plan
+from openinfer.frontend.http.reader import Reader, new_call_id
+from openinfer.frontend.http.responses_body import ResponsesBody
+from openinfer.frontend.http.shapes import encode, error_body, named_event
+from openinfer.frontend.http.tokenizer import Tokenizer
+
+__all__ = ["ResponsesShape"]
+
+
+class ResponsesShape:
+    """A Shape, for one choice."""
+
+    def __init__(
+        self,
+        model: str,
+        body: ResponsesBody,
+        plan: Plan,
+        tokenizer: Tokenizer,
+        new_parser: ParserFactory | None,
+    ) -> None:
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._body = body
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._reader = Reader(new_parser)
+        self._items: list[dict[str, Any]] = []
+        self._open: type[Part] | None = None
+        self._text: list[str] = []
+        self._sequence = 0
+
+    def events(self, choice: Choice) -> bytes:
+        parts, _, _ = self._reader.take(choice)
+        begun = b""
+        if self._sequence == 0:
+            response = self._response("in_progress", None, None)
+            begun = self._event("response.created", response=response)
+            begun += self._event("response.in_progress", response=response)
+        return begun + b"".join([self._grow(part) for part in parts])
+
+    def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        status = _status(choices[0])
+        closed = self._close()
+        response = self._response(status, choices[0], usage)
+        return closed + self._event(f"response.{status}", response=response)
+
+    def broken(self, error: APIError) -> bytes:
+        return self._event("error", code=error.code, message=str(error), param=error.param)
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        (choice,) = choices
+        for part in self._reader.take(choice)[0]:
+            self._grow(part)
+        self._close()
+        return encode(self._response(_status(choice), choice, usage))
+
+    def refusal(self, error: APIError) -> bytes:
+        return error_body(error)
+
+    def _grow(self, part: Part) -> bytes:
+        """Add a part; the events that say so."""
+        said = b""
+        if type(part) is not self._open or isinstance(part, ToolCall):
+            said = self._close() + self._begin(part)
+        place = self._place()
+        if isinstance(part, ToolCall):
+            return said + self._event("response.function_call_arguments.delta", **place, delta=part.arguments)
+        self._text.append(part.text)
+        if isinstance(part, Content):
+            return said + self._event(
+                "response.output_text.delta", **place, content_index=0, delta=part.text, logprobs=[]
+            )
+        return said + self._event("response.reasoning_text.delta", **place, content_index=0, delta=part.text)
+
+    def _begin(self, part: Part) -> bytes:
+        self._open = type(part)
+        self._text = []
+        item: dict[str, Any]
+        match part:
+            case ToolCall(name, arguments):
+                item = {"type": "function_call", "id": _new("fc"), "call_id": new_call_id(), "name": name}
+                item |= {"arguments": arguments, "status": "completed"}
+                shown = {**item, "arguments": "", "status": "in_progress"}
+            case Content():
+                item = {"type": "message", "id": _new("msg"), "role": "assistant", "content": []}
+                shown = item = {**item, "status": "in_progress"}
+            case Reasoning():
+                item = {"type": "reasoning", "id": _new("rs"), "summary": [], "content": []}
+                shown = item = {**item, "status": "in_progress"}
+        self._items.append(item)
+        said = self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
+        if not isinstance(part, ToolCall):
+            begun = _text_part(part, "")
+            said += self._event("response.content_part.added", **self._place(), content_index=0, part=begun)
+        return said
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        kind, self._open = self._open, None
+        item, place, index = self._items[-1], self._place(), len(self._items) - 1
+        if kind is ToolCall:
+            said = self._event(
+                "response.function_call_arguments.done",
+                **place,
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+            return said + self._event("response.output_item.done", output_index=index, item=item)
+        text = "".join(self._text)
+        done = _text_part(Content(text) if kind is Content else Reasoning(text), text)
+        item["content"], item["status"] = [done], "completed"
+        name = "output_text" if kind is Content else "reasoning_text"
+        extra: dict[str, Any] = {"logprobs": []} if kind is Content else {}
+        said = self._event(f"response.{name}.done", **place, content_index=0, text=text, **extra)
+        said += self._event("response.content_part.done", **place, content_index=0, part=done)
+        return said + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        if not self._plan.stream:
+            return b""
+        said = named_event(kind, {"type": kind, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return said
+
+    def _response(self, status: str, choice: Choice | None, usage: Usage | None) -> dict[str, Any]:
+        body, sampling = self._body, self._plan.sampling
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": self._items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": self._usage(usage) if usage else None,
+            "user": body.user,
+        }
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        thoughts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            # Counted in the text: the model may have cut it into tokens otherwise.
+            "output_tokens_details": {
+                "reasoning_tokens": sum(len(self._tokenizer.encode_short(text)) for text in thoughts)
+            },
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+
+
+def _status(choice: Choice) -> str:
+    return "incomplete" if choice.finish_reason == "length" else "completed"
+
+
+def _text_part(part: Content | Reasoning, text: str) -> dict[str, Any]:
+    if isinstance(part, Content):
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}
+
+
+def _new(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
