@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ from openinfer.cli.bench_record import percentile
 from openinfer.cli.bench_serve import Load, summary
 from openinfer.kernels import H200, Cost, NullPack, Workload
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 SMALL = ["--device", "cpu", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
          "--kv-cache-memory-bytes", "8000000"]  # fmt: skip
@@ -437,6 +439,85 @@ def test_the_made_up_tokenizer_has_every_word(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.decode(bench_fake.WORDS[:2]) == " w300 w301"
     assert tokenizer.get_vocab_size() == bench_fake.VOCAB_SIZE
+
+
+# -- benchmarks/table.py --
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    spec = importlib.util.spec_from_file_location("benchmarks_table", BENCHMARKS / "table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_takes_the_newest_of_each_figure(table: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    (folder / "m").mkdir(parents=True)
+
+    def put(name: str, bench: str, date: str, results: list[dict[str, Any]], **more: Any) -> None:
+        data = {"bench": bench, "date": date, "gpu": "G", "results": results, **more}
+        (folder / "m" / name).write_text(json.dumps(data))
+
+    put("b.json", "step", "2026-01-01", [{"point": "p", "wall_ms": 9.0}, {"point": "q", "wall_ms": 5.0}])
+    put("a.json", "step", "2026-01-02", [{"point": "p", "wall_ms": 4.0}])
+    load = {"request_rate": 4.0, "max_concurrency": 0, "input_len": 7, "ttft_ms": {"p50": 20.0}}
+    put("s.json", "serve", "2026-01-01", [load], server={"pss_bytes": 2e9})
+    targets = [
+        {
+            "table": "m",
+            "what": "P",
+            "bench": "step",
+            "point": "p",
+            "metric": "wall_ms",
+            "floor": 1,
+            "must": 5,
+        },
+        {
+            "table": "m",
+            "what": "Q",
+            "bench": "step",
+            "point": "q",
+            "metric": "wall_ms",
+            "must": 10,
+            "higher": True,
+        },
+        {"table": "m", "what": "T", "bench": "serve", "point": "4 7", "metric": "ttft_ms.p50", "must": 10},
+        {
+            "table": "m",
+            "what": "S",
+            "bench": "serve",
+            "point": "server",
+            "metric": "pss_bytes",
+            "scale": 1e-9,
+        },
+        {"table": "m", "what": "N", "bench": "serve", "point": "9 7", "metric": "ttft_ms.p50", "must": 10},
+    ]
+    rows = {line[2]: line for line in table.tables(targets, folder).splitlines() if line.startswith("| ")}
+    assert rows["P"] == "| P |  | 1 | 5 |  | 4 | 125% | 25% | [G](results/m/a.json) |"
+    assert rows["Q"] == "| Q |  |  | 10 |  | 5 | 50% |  | [G](results/m/b.json) |"
+    assert "| 20 | 50% |" in rows["T"]
+    assert "| 2 |" in rows["S"]
+    assert "not measured" in rows["N"]
+
+
+def test_the_readme_has_the_table_of_the_results(table: Any) -> None:
+    """After adding a result: python benchmarks/table.py --write."""
+    targets = json.loads((BENCHMARKS / "targets.json").read_text())
+    assert table.tables(targets, BENCHMARKS / "results") in (BENCHMARKS / "README.md").read_text()
+
+
+def test_targets_name_points_that_the_yardsticks_measure() -> None:
+    from openinfer.recipes.qwen3.bench import POINTS
+
+    targets = json.loads((BENCHMARKS / "targets.json").read_text())
+    assert {t["point"] for t in targets if t["bench"] == "step"} == set(POINTS)
+    files = (BENCHMARKS / "results" / "host").glob("*.json")
+    measured = {result["what"] for path in files for result in json.loads(path.read_text())["results"]}
+    assert {t["point"] for t in targets if t["bench"] == "host"} <= measured
 
 
 def test_bench_names_its_yardsticks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,106 @@
+"""Targets and what was reached, as the tables of README.md: `python benchmarks/table.py` prints them, --write puts them
+between the README's marks.
+
+Results lie in results/MODEL/*.json as `openinfer bench ... --json` wrote them (results/host/ for `bench host`); of a
+figure that several hold, the newest counts. targets.json has a row a figure: the table, the yardstick, the point, the
+metric, and where known what vLLM needs, the floor, what must be and what is hoped for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+MARKS = re.compile(r"(<!-- table -->\n).*(<!-- end of table -->)", re.DOTALL)
+
+
+def figures(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """By model, yardstick and point: the result, and the file that it came from."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    files = [(json.loads(path.read_text()), path) for path in sorted(folder.glob("*/*.json"))]
+    for data, path in sorted(files, key=lambda item: item[0]["date"]):
+        for result in data["results"]:
+            point = _point(data["bench"], result)
+            found[path.parent.name, data["bench"], point] = {**result, "file": path, "gpu": data["gpu"]}
+        if data.get("server"):
+            found[path.parent.name, data["bench"], "server"] = {
+                **data["server"],
+                "file": path,
+                "gpu": data["gpu"],
+            }
+    return found
+
+
+def _point(bench: str, result: dict[str, Any]) -> str:
+    if bench == "serve":
+        limit = f" x{result['max_concurrency']}" if result["max_concurrency"] else ""
+        rate = result["request_rate"]
+        return f"{rate if rate == 'inf' else format(rate, 'g')}{limit} {result['input_len']}"
+    return str(result.get("point") or result.get("what") or result.get("key"))
+
+
+def reached(result: dict[str, Any] | None, row: dict[str, Any]) -> float:
+    """The figure of a row, NaN where nobody measured it. `metric` may name a figure in a figure: ttft_ms.p50."""
+    value: Any = result
+    for name in row["metric"].split("."):
+        value = value.get(name) if value else None
+    return math.nan if value is None else float(value) * row.get("scale", 1.0)
+
+
+def tables(targets: list[dict[str, Any]], folder: Path) -> str:
+    """Markdown: a table for each name in the targets' "table"."""
+    found = figures(folder)
+    parts: list[str] = []
+    for name in dict.fromkeys(row["table"] for row in targets):
+        parts.append(f"### {name}\n")
+        parts.append(
+            "| what | vLLM 0.26.0 | floor | must | stretch | reached | of the must | of the floor | from |"
+        )
+        parts.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for row in (row for row in targets if row["table"] == name):
+            parts.append(_row(row, found.get((name.split()[0], row["bench"], row["point"])), folder))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _row(row: dict[str, Any], result: dict[str, Any] | None, folder: Path) -> str:
+    value = reached(result, row)
+    known = not math.isnan(value)
+    cells = [row["what"], *(_number(row.get(name)) for name in ("vllm", "floor", "must", "stretch"))]
+    cells.append(_number(value) if known else "not measured")
+    must, floor = row.get("must"), row.get("floor")
+    # Above 100 % is better than the target, whether more or less of the figure is better.
+    cells.append(f"{value / must if row.get('higher') else must / value:.0%}" if known and must else "")
+    cells.append(f"{floor / value:.0%}" if known and floor else "")
+    at = result["file"].relative_to(folder.parent).as_posix() if known and result else ""
+    cells.append(f"[{result['gpu'] or 'CPU'}]({at})" if known and result else "")
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="into README.md")
+    args = parser.parse_args()
+    text = tables(json.loads((HERE / "targets.json").read_text()), HERE / "results")
+    if not args.write:
+        print(text)
+        return
+    readme = HERE / "README.md"
+    readme.write_text(MARKS.sub(lambda m: f"{m[1]}\n{text}\n{m[2]}", readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()
