@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,8 +18,9 @@ from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.chat import ChatFormat
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.messages_shape import messages_error
+from openinfer.frontend.http.openapi import document, endpoints
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.service import ApiKeyGuard, Service
+from openinfer.frontend.http.service import ApiKeyGuard, Service, package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
@@ -61,7 +63,11 @@ def create_app(
         log_requests=log_requests,
     )
 
-    dialects = Dialects(service)
+    table = endpoints(service, Dialects(service))
+    described = msgspec.json.encode(document(table, package_version()))
+
+    async def openapi(request: Request) -> Response:
+        return Response(described, media_type="application/json")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -73,19 +79,8 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", service.completions, methods=["POST"]),
-            Route("/v1/chat/completions", service.chat, methods=["POST"]),
-            Route("/v1/responses", dialects.responses, methods=["POST"]),
-            Route("/v1/messages", dialects.messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", dialects.count_tokens, methods=["POST"]),
-            Route("/tokenize", dialects.tokenize, methods=["POST"]),
-            Route("/detokenize", dialects.detokenize, methods=["POST"]),
-            Route("/v1/models", service.models),
-            Route("/v1/models/{name:path}", service.model),
-            Route("/health", service.health),
-            Route("/ready", service.ready),
-            Route("/metrics", service.prometheus),
-            Route("/version", service.version),
+            *(Route(one.path, one.handler, methods=[one.method]) for one in table),
+            Route("/openapi.json", openapi),
         ],
         middleware=[Middleware(ApiKeyGuard, api_key=api_key)] if api_key else [],
         exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},

@@ -43,7 +43,7 @@ from openinfer.frontend.http.params import (
 from openinfer.frontend.http.shapes import CompletionShape, Shape
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["ApiKeyGuard", "Service", "json_response", "read_body", "tool_object"]
+__all__ = ["ApiKeyGuard", "Service", "json_response", "package_version", "read_body", "tool_object"]
 
 MAX_BODY_BYTES = 32 << 20
 COMPLETION_MAX_TOKENS = 16
@@ -170,11 +170,7 @@ class Service:
 
     async def version(self, request: Request) -> Response:
         """GET /version."""
-        try:
-            version = importlib.metadata.version("openinfer-frontend")
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed, run from a source tree"
-        return json_response({"version": version, "contract_version": CONTRACT_VERSION})
+        return json_response({"version": package_version(), "contract_version": CONTRACT_VERSION})
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -285,6 +281,14 @@ class ApiKeyGuard:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def package_version() -> str:
+    """Of this library."""
+    try:
+        return importlib.metadata.version("openinfer-frontend")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, run from a source tree"
 
 
 def tool_object(function: FunctionSpec) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""The endpoints as one table, and the OpenAPI document made from it and from the types that check the bodies."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from openinfer.frontend.http import messages_body, responses_body
+from openinfer.frontend.http.body import REFUSED, ChatBody, CompletionBody
+from openinfer.frontend.http.chat_shape import ChatResponse
+from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeBody
+from openinfer.frontend.http.messages_body import MessagesBody
+from openinfer.frontend.http.responses_body import ResponsesBody
+from openinfer.frontend.http.service import Service
+from openinfer.frontend.http.shapes import CompletionResponse
+
+__all__ = ["Endpoint", "document", "endpoints"]
+
+_REF = "#/components/schemas/{name}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {"error": {"type": "object", "required": ["message", "type"]}},
+}
+_REFUSALS = {
+    400: "The request cannot be honoured; the message names the field.",
+    401: "The API key is missing or wrong.",
+    404: "The model does not exist.",
+    413: "The body is too large.",
+    500: "The engine failed.",
+    503: "Overloaded, starting, ending or broken; Retry-After says when to come back.",
+}
+
+
+class Endpoint(NamedTuple):
+    """One path. body: what its JSON is checked by; refused: known fields that it does not honour."""
+
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    refused: Mapping[str, tuple[Any, ...]] = {}
+    answer: type[msgspec.Struct] | None = None
+    streams: bool = False
+
+    @property
+    def method(self) -> str:
+        """GET, or POST where there is a body."""
+        return "POST" if self.body else "GET"
+
+
+def endpoints(service: Service, dialects: Dialects) -> list[Endpoint]:
+    """All that a server answers, /openapi.json apart."""
+    messages, refused = MessagesBody, messages_body.REFUSED
+    return [
+        Endpoint(
+            *("/v1/completions", service.completions, "Continue prompts", CompletionBody),
+            *(REFUSED, CompletionResponse, True),
+        ),
+        Endpoint(
+            *("/v1/chat/completions", service.chat, "Answer a chat", ChatBody, REFUSED, ChatResponse, True)
+        ),
+        Endpoint(
+            *("/v1/responses", dialects.responses, "Answer a list of items", ResponsesBody),
+            *(responses_body.REFUSED, None, True),
+        ),
+        Endpoint(
+            "/v1/messages", dialects.messages, "Answer a chat (Anthropic)", messages, refused, None, True
+        ),
+        Endpoint(
+            "/v1/messages/count_tokens", dialects.count_tokens, "Count a chat's tokens", messages, refused
+        ),
+        Endpoint("/tokenize", dialects.tokenize, "Text or chat to token ids", TokenizeBody),
+        Endpoint("/detokenize", dialects.detokenize, "Token ids to text", DetokenizeBody),
+        Endpoint("/v1/models", service.models, "The model's names"),
+        Endpoint("/v1/models/{name:path}", service.model, "One of the model's names"),
+        Endpoint("/health", service.health, "503 when the engine is dead or hangs"),
+        Endpoint("/ready", service.ready, "503 also while shutting down"),
+        Endpoint("/metrics", service.prometheus, "Prometheus"),
+        Endpoint("/version", service.version, "Versions"),
+    ]
+
+
+def document(table: Sequence[Endpoint], version: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    types = {kind for endpoint in table for kind in (endpoint.body, endpoint.answer) if kind is not None}
+    _, schemas = msgspec.json.schema_components(
+        sorted(types, key=lambda kind: kind.__name__), ref_template=_REF
+    )
+    for endpoint in table:
+        if endpoint.body is not None:
+            properties = schemas[endpoint.body.__name__]["properties"]
+            properties |= {name: _only(values) for name, values in endpoint.refused.items()}
+    paths = {
+        one.path.replace("{name:path}", "{name}"): {one.method.lower(): _operation(one)} for one in table
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "openinfer", "version": version},
+        "paths": paths,
+        "components": {"schemas": {**schemas, "Error": _ERROR}},
+    }
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    whole: dict[str, Any] = {} if endpoint.answer is None else _ref(endpoint.answer.__name__)
+    kind = "text/plain" if endpoint.path == "/metrics" else "application/json"
+    content = {kind: {"schema": whole}}
+    if endpoint.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    answers: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
+    # Anthropic's error object has its `error` in the same place; health and readiness have a status.
+    error = {} if endpoint.body is None else {"application/json": {"schema": _ref("Error")}}
+    answers |= {str(status): {"description": text, "content": error} for status, text in _REFUSALS.items()}
+    operation: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
+    if endpoint.body is not None:
+        schema = _ref(endpoint.body.__name__)
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if "{" in endpoint.path:
+        operation["parameters"] = [
+            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    return operation
+
+
+def _only(values: tuple[Any, ...]) -> dict[str, Any]:
+    return {
+        "enum": list(values),
+        "description": "Known, and not supported: only values that ask for nothing.",
+    }
+
+
+def _ref(name: str) -> dict[str, str]:
+    return {"$ref": _REF.format(name=name)}
