@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from openinfer.tensor import Tensor, float32, int32
 
 NO_WINDOW = 2**31 - 1
 """A window that reaches back to the first token from every position."""
+
+SHORT_PAIRS = 64
+"""A row of this many (token, query head) pairs or fewer is split over its keys: what is left to compute of a prompt
+that was found in the prefix cache is a few tokens that look back on very many."""
 
 MERGED_AT_ONCE = 8192
 """Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
@@ -133,11 +138,16 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     Rows of few tokens go to one kernel, which splits their keys; the others to another; a step may have both. The
     tokens after the last row are zeroed by the first launch.
     """
-    if max_q_len * call.group <= choice.short.bm:
-        return [_short_rows(call, choice, short=max_q_len, tokens=call.tokens)]
+    pairs = power_of_two(max_q_len * call.group)
+    if pairs <= SHORT_PAIRS:
+        tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))
+        return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
         return [_long_rows(call, choice.long, short=0)]
-    return [_long_rows(call, choice.long, short=1), _short_rows(call, choice, short=1, tokens=0)]
+    return [
+        _long_rows(call, choice.long, short=1),
+        _short_rows(call, choice, choice.short, short=1, tokens=0),
+    ]
 
 
 def _long_rows(call: Call, tile: Tile, *, short: int) -> Launch:
@@ -154,9 +164,9 @@ def _long_rows(call: Call, tile: Tile, *, short: int) -> Launch:
     )
 
 
-def _short_rows(call: Call, choice: Choice, *, short: int, tokens: int) -> Launch:
+def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: int) -> Launch:
     """Rows of at most `short` tokens, and the tokens from the last row's end to `tokens`."""
-    tile, splits = choice.short, choice.splits
+    splits = choice.splits
     pairs = short * call.group
     merged = power_of_two(pairs)
     heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, pairs)

@@ -115,15 +115,16 @@ def attend_long(
 
 
 @triton.jit
-def _merge(partial, weight, parts, used, D: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr):
-    """The parts' results in one, MERGE of them at a time, in a fixed order: float32 [MR, D]."""
+def _merge(partial, weight, parts, used, live, D: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr):
+    """The parts' results in one, MERGE of them at a time, in a fixed order: float32 [MR, D]. A part has room for `used`
+    pairs, of which `live` were written."""
     pair = tl.arange(0, MR)
     m = tl.full((MR,), LOW, tl.float32)
     l = tl.zeros((MR,), tl.float32)
     acc = tl.zeros((MR, D), tl.float32)
     for s in range(0, parts, MERGE):
         part = s + tl.arange(0, MERGE)
-        inside = (part < parts)[:, None] & (pair < used)[None, :]
+        inside = (part < parts)[:, None] & (pair < live)[None, :]
         place = part[:, None] * used + pair[None, :]
         # .cg: not from this SM's first-level cache
         share = tl.load(weight + place, mask=inside, other=LOW, cache_modifier=".cg")
@@ -209,7 +210,7 @@ def attend_short(
     tl.store(weight + mine, m + tl.log2(l), mask=pair < count * GROUP)
     tl.debug_barrier()  # every thread's part is written before one of them says so
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1:
-        merged = _merge(partial, weight, parts, used, D, MR, MERGE)
+        merged = _merge(partial, weight, parts, used, count * GROUP, D, MR, MERGE)
         to = _pairs(first, head, kv_heads * GROUP, GROUP, D, MR)[:, None] + column
         live = (tl.arange(0, MR) < count * GROUP)[:, None]
         tl.store(out + to, merged.to(out.dtype.element_ty), mask=live)
