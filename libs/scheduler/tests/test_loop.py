@@ -122,6 +122,21 @@ def test_while_the_pool_is_roomy_a_row_gets_blocks_ahead_but_never_past_its_leng
     ]
 
 
+def test_a_long_answer_is_committed_256_tokens_at_a_time():
+    runner = ScriptedRunner()
+    loop, pool = make(runner, blocks=200, max_model_len=600)
+    seq = Seq(1, [1] * 6, 500)
+    loop.submit(seq)
+    found = []
+    for index in range(1, 400):
+        turn(loop)
+        runner.done(index)
+        lease = pool.acquire(seq.tokens)
+        found.append(lease.num_cached)
+        lease.release()
+    assert sorted(set(found)) == [0, 4, 264]
+
+
 def test_a_row_that_ends_on_the_device_is_dead_in_the_step_already_launched():
     runner = ScriptedRunner()
     loop, _pool = make(runner)

@@ -78,6 +78,12 @@ def test_with_a_roomy_pool_rows_get_blocks_ahead_and_the_tokens_are_the_same():
     assert play(range(80), make_pool=roomy)["dry"] == 0
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_commits_on_the_way_do_not_show(tokens, monkeypatch):
+    monkeypatch.setattr("openinfer.scheduler.loop.COMMIT_EVERY", tokens)
+    play(range(100))
+
+
 # Negative controls: each of these breaks one rule, and the schedules must notice.
 
 

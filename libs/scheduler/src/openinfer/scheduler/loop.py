@@ -26,10 +26,9 @@ from .protocols import BlockWrite, Pool, Row, Runner, Step, StepResult
 from .sequence import Clock, FinishReason, Seq, SeqState
 from .stats import Stats
 
-LOOK_AHEAD = 48
-"""Tokens for which a decode row gets room beyond what it needs: fewer, larger requests to the pool. Only while the pool
-has more than ROOMY free blocks a row."""
-ROOMY = 16
+LOOK_AHEAD = 48  # tokens of room beyond what a decode row needs: fewer requests to the pool,
+ROOMY = 16  # as long as it has more than so many free blocks a row
+COMMIT_EVERY = 256  # tokens of a decode row, in one go; the rest when it ends
 
 _NOBODY: frozenset[Seq] = frozenset()
 
@@ -204,8 +203,7 @@ class StepLoop:
         num_decode, now = len(self._rows), self._now()
         step = Step(index, rows, changed, num_decode, self._left, joined, self._blocks, now)
         self._left, self._blocks = [], []
-        self._last_rows = rows
-        self._clock.launched = index
+        self._last_rows, self._clock.launched = rows, index
         self._in_flight.append(step)
         self.stats.steps += 1
         for row in chunks:
@@ -226,11 +224,13 @@ class StepLoop:
             seq, lease = due
             if ahead < 0:
                 ahead = LOOK_AHEAD if self._pool.num_free > ROOMY * self.max_rows else 0
-            grown = lease.reserve(min(seq._base + index - seq._entered + ahead, seq.max_len - 1))
-            if grown is not None:
+            needed = seq._base + index - seq._entered
+            if (grown := lease.reserve(min(needed + ahead, seq.max_len - 1))) is not None:
                 for group, first, blocks in grown:
                     self._blocks.append(BlockWrite(seq, group, first, blocks))
                 self._crossings.schedule(seq)
+                if needed - seq._committed >= COMMIT_EVERY:
+                    self._commit(seq)
             elif self._in_flight:
                 return False
             else:
@@ -328,7 +328,8 @@ class StepLoop:
     def _commit(self, seq: Seq) -> None:
         # The owner may not have appended the newest tokens yet; they are committed next time.
         if seq.lease is not None:
-            seq.lease.commit(seq.tokens, min(seq.confirmed, len(seq.tokens)))
+            seq._committed = min(seq.confirmed, len(seq.tokens))
+            seq.lease.commit(seq.tokens, seq._committed)
 
     def _end(self, seq: Seq, reason: FinishReason, events: list[Event]) -> None:
         """The one terminal of a sequence. Slot and lease stay until no launched step uses them."""

@@ -87,6 +87,7 @@ class Seq:
     _crossing: int = field(init=False, default=0, repr=False)
     _confirmed: int = field(init=False, default=0, repr=False)
     _bound: int = field(init=False, default=0, repr=False)
+    _committed: int = field(init=False, default=0, repr=False)
     _row: Row | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
