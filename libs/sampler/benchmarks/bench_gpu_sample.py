@@ -11,7 +11,8 @@ import inspect
 import numpy as np
 
 from openinfer.kernels import CudaDriver, LaunchPack, NullPack, Store, Target
-from openinfer.sampler.gpu import advance, sample, top_logprobs
+from openinfer.sampler import SamplingParams
+from openinfer.sampler.gpu import adjustment_fields, adjustment_values, advance, sample, top_logprobs
 from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
 
 SETTINGS = {
@@ -24,6 +25,23 @@ SETTINGS = {
     "top_p 0.95": {"temperatures": 0.7, "top_ps": 0.95},
     "top_p 0.95, temperature 1": {"temperatures": 1, "top_ps": 0.95},
     "greedy, 5 logprobs": {"temperatures": 0, "num_logprobs": 5},
+    "greedy, penalties": {
+        "temperatures": 0,
+        "adjust": SamplingParams(repetition_penalty=1.1, presence_penalty=1),
+    },
+    "greedy, 300 biases": {
+        "temperatures": 0,
+        "adjust": SamplingParams(logit_bias=tuple((7 * i, 1.0) for i in range(300))),
+    },
+    "greedy, 128 bad words": {
+        "temperatures": 0,
+        "adjust": SamplingParams(bad_words_token_ids=tuple((i, i + 1, i + 2) for i in range(128))),
+    },
+    "top_k 20, penalties": {
+        "temperatures": 0.7,
+        "top_ks": 20,
+        "adjust": SamplingParams(repetition_penalty=1.1, presence_penalty=1),
+    },
 }
 
 
@@ -58,6 +76,12 @@ def arguments(rows, vocabulary, std, device, settings, peaks=0):
         "values": np.zeros((rows, 20), np.float32),
         "result": np.zeros((rows, 3), np.int32),
     }
+    for field in adjustment_fields(vocabulary):
+        arrays[field.name] = np.zeros((rows + 1, *field.shape), field.dtype)
+    if "adjust" in settings:
+        values = adjustment_values(settings["adjust"], range(50), list(range(50)), vocabulary)
+        for name, value in values.items():
+            arrays[name][1:] = value
     tensors = {}
     for name, array in arrays.items():
         tensors[name] = Tensor.empty(array.shape, array.dtype, device)

@@ -22,8 +22,10 @@ from openinfer.kernels import (
     Store,
     Target,
 )
+from openinfer.sampler.gpu import Adjustment, adjustment_fields, adjustment_values
+from openinfer.sampler.gpu.ops.adjustments import adjust_row
 from openinfer.sampler.noise import gumbel, hash_u32
-from openinfer.sampler.reference import choose
+from openinfer.sampler.reference import choose, without
 from openinfer.tensor import Device, Stream, Tensor, TensorError
 
 Array = np.ndarray[Any, Any]
@@ -100,8 +102,9 @@ def run_gpu(gpu: tuple[Target, CudaDriver, Device, Stream]) -> RunOp:
 def step(request: pytest.FixtureRequest) -> Callable[..., Arrays]:
     """step(logits, **by_row): arguments of `sample` for a step in which row r is the sequence in slot R - r.
 
-    by_row: temperatures, top_ks, ... one value for all rows or one a row; stop_ids [R, W]. Slots that no row uses hold
-    parameters that would show.
+    by_row: temperatures, top_ks, ... one value for all rows or one a row; stop_ids [R, W]. adjustments: of each row
+    None or (params, prompt, output), which also make its position. Slots that no row uses, and what a row does not
+    write, hold values that would show.
     """
     rng = np.random.default_rng(list(request.node.name.encode()))
 
@@ -119,7 +122,7 @@ def step(request: pytest.FixtureRequest) -> Callable[..., Arrays]:
             "min_lens": 0,
             "stop_ids": np.full((rows, 1), -1),
         }
-        emits = by_row.pop("emits", 1)
+        emits, adjustments = by_row.pop("emits", 1), by_row.pop("adjustments", [])
         assert by_row.keys() <= columns.keys()
         args = {
             "tokens": np.full(rows, -7, np.int32),
@@ -136,6 +139,19 @@ def step(request: pytest.FixtureRequest) -> Callable[..., Arrays]:
             by_slot[slots] = value
             args[name] = by_slot
         args["alive"][0] = 0
+        for field in adjustment_fields(logits.shape[1]):
+            words = rng.integers(-(2**31), 2**31, (rows + 2, *field.shape)).astype(np.int32)
+            args[field.name] = words if field.dtype == np.int32 else words.astype(np.float32)
+        args["adjusts"][:] = 15
+        args["adjusts"][slots] = 0
+        for r, adjustment in enumerate(adjustments):
+            if adjustment is not None:
+                params, prompt, output = adjustment
+                values = adjustment_values(params, prompt, output, logits.shape[1])
+                for name, value in values.items():
+                    args[name][slots[r]] = value[0] if args[name].ndim == 1 else value
+                q_len = args["q_starts"][r + 1] - args["q_starts"][r]
+                args["seq_lens"][slots[r]] = len(prompt) + len(output) - q_len
         return args
 
     return make
@@ -148,16 +164,20 @@ def _reference_tokens(args: Arrays, scale: float) -> tuple[Array, Array]:
     temperature, seeds = args["temperatures"][slot], args["seeds"][slot].view(np.uint32)
     stop_ids = args["stop_ids"][slot]
     early = (position < args["min_lens"][slot])[:, None] & (stop_ids < logits.shape[1])
-    forbid = np.where(early, stop_ids, -1)
+    allowed = without(logits, np.where(early, stop_ids, -1))
+    for r in np.flatnonzero((args["adjusts"][slot] != 0) & (args["alive"][slot] != 0)):
+        names = [field.name for field in adjustment_fields(logits.shape[1])[1:]]
+        state = {name: args[name][slot[r]].copy() for name in names}
+        adjust_row(allowed[r], Adjustment(int(args["adjusts"][slot[r]])), position[r], **state)
     top_p = args["top_ps"][slot]
     top_p = np.where(top_p < 1, top_p * np.float32(scale), top_p)
     tokens, unsound = choose(
-        logits, temperature, args["top_ks"][slot], top_p, args["min_ps"][slot], seeds, position, forbid
+        logits, allowed, temperature, args["top_ks"][slot], top_p, args["min_ps"][slot], seeds, position
     )
     columns = [c[:, None].astype(np.uint32) for c in (seeds[:, 0], seeds[:, 1], position)]
     noise = gumbel(hash_u32(*columns, np.arange(logits.shape[1], dtype=np.uint32)[None]))
     tokens = np.where((args["emits"] != 0) & (args["alive"][slot] != 0), np.where(unsound, -2, tokens), -1)
-    return tokens, logits / np.maximum(temperature, np.float32(1e-5))[:, None] + noise
+    return tokens, allowed / np.maximum(temperature, np.float32(1e-5))[:, None] + noise
 
 
 @pytest.fixture

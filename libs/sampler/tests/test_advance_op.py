@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack
-from openinfer.sampler.gpu import RowStatus, advance
+from openinfer.sampler.gpu import Adjustment, RowStatus, advance
 from openinfer.tensor import Tensor
 
 STOP_IDS, STOP_TOKEN, OTHER_TOKEN = (40, 41, -1), 41, 7
 SEQ_LEN = 10
+COUNT_WORDS, RECENT = 25, 4
 
 # alive, tokens in the step, emits, token, limit, min_len; lengths around SEQ_LEN + tokens
 CASES = list(
@@ -48,6 +49,13 @@ def arguments(rng):
         "last_tokens": np.full(size, 99, np.int32),
         "stop_ids": np.tile(np.array(STOP_IDS, np.int32), (size, 1)),
     }
+    counts = rng.integers(0, 2**16, (size, 2 * COUNT_WORDS)).astype(np.uint16)
+    counts[rng.random(size) < 0.1, OTHER_TOKEN] = 0xFFFF
+    state |= {
+        "adjusts": rng.integers(0, 16, size).astype(np.int32),
+        "output_counts": counts.view(np.int32),
+        "recent_tokens": np.full((size, RECENT), -3, np.int32),
+    }
     step = {name: np.zeros(len(rows), np.int32) for name in ("slots", "tokens", "emits")}
     lengths = np.ones(len(rows), int)  # padding rows have tokens too
     for r, case in enumerate(rows):
@@ -75,7 +83,15 @@ def test_every_combination(request, run):
             last,
             alive,
         ), case
-    for name in args.keys() - {"result", "seq_lens", "last_tokens", "alive"}:
+        token, had, has = got["result"][r, 0], *(a["output_counts"].view(np.uint16) for a in (args, got))
+        flags = args["adjusts"][slot] if token >= 0 else 0
+        counts, recent = had[slot].astype(int), np.full(RECENT, -3)
+        counts[token] = min(counts[token] + 1, 0xFFFF) if flags & Adjustment.PENALTIES else counts[token]
+        recent[length % RECENT] = token if flags & Adjustment.BAD_WORDS else -3
+        assert has[slot].tolist() == counts.tolist(), case
+        assert got["recent_tokens"][slot].tolist() == recent.tolist(), case
+    written = {"result", "seq_lens", "last_tokens", "alive", "output_counts", "recent_tokens"}
+    for name in args.keys() - written:
         np.testing.assert_array_equal(got[name], args[name], err_msg=name)
 
 

@@ -15,6 +15,16 @@ from openinfer.sampler import InvalidParams, SamplingParams
         ("top_k", [-2, 1.0, 2**31, True, "4"]),
         ("top_p", [0, 0.0, -0.1, 1.01, math.nan]),
         ("min_p", [-0.01, 1.01, math.nan]),
+        ("frequency_penalty", [-2.01, 2.01, math.nan]),
+        ("presence_penalty", [-2.01, 2.01, "0"]),
+        ("repetition_penalty", [0, 0.009, 100.5, math.inf]),
+        (
+            "logit_bias",
+            [5, "ab", (5,), ((5,),), ((-1, 0),), ((1.0, 0),), ((1, 100.1),), ((1, 2), (1, 3)), {1: 2.0}],
+        ),
+        ("logit_bias", [tuple((i, 0) for i in range(301))]),
+        ("allowed_token_ids", [(-1,), tuple(range(4097)), "12", 5]),
+        ("bad_words_token_ids", [5, "ab", (5,), ((),), ((-1,),), (tuple(range(33)),), ((1,),) * 129]),
         ("seed", [2**63, -(2**63) - 1, 0.5, False]),
         ("min_tokens", [-1, 1.5]),
         ("stop_token_ids", [(-1,), (2**31,), (1.0,), tuple(range(17)), "12", 5]),
@@ -36,6 +46,12 @@ def test_values_outside_the_table_are_refused_by_name(param, refused):
         ("top_k", [0, 1, 2**31 - 1]),
         ("top_p", [1e-9, 1]),
         ("min_p", [0, 1]),
+        ("frequency_penalty", [-2, 2]),
+        ("presence_penalty", [-2, 2]),
+        ("repetition_penalty", [0.01, 100]),
+        ("logit_bias", [(), tuple((i, -100.0) for i in range(300)), ((2**31 - 1, 100.0),)]),
+        ("allowed_token_ids", [(), tuple(range(4096))]),
+        ("bad_words_token_ids", [(), ((1,),) * 128, (tuple(range(32)),)]),
         ("seed", [None, 0, -1, 2**63 - 1, -(2**63)]),
         ("min_tokens", [0, 10**6]),
         ("stop_token_ids", [(), tuple(range(16))]),
@@ -94,3 +110,23 @@ def test_decoding_validates():
     with pytest.raises(msgspec.ValidationError, match="top_p") as caught:
         msgspec.json.decode(b'{"top_p": 0}', type=SamplingParams)
     assert isinstance(caught.value.__cause__, InvalidParams)
+
+
+def test_what_needs_adjusting_and_the_ids_that_are_named():
+    plain = SamplingParams(temperature=0.5, top_k=4, min_tokens=3)
+    assert (plain.adjusts_logits, plain.has_penalties, plain.max_token_id) == (False, False, -1)
+    for given, penalties, largest in [
+        ({"frequency_penalty": -1}, True, -1),
+        ({"presence_penalty": 1}, True, -1),
+        ({"repetition_penalty": 1.1}, True, -1),
+        ({"logit_bias": ((5, 0), (3, 9))}, False, 5),
+        ({"allowed_token_ids": (7, 2)}, False, 7),
+        ({"bad_words_token_ids": ((1,), (8, 2))}, False, 8),
+    ]:
+        params = SamplingParams(**given)
+        assert (params.adjusts_logits, params.has_penalties, params.max_token_id) == (
+            True,
+            penalties,
+            largest,
+        )
+    assert SamplingParams(stop_token_ids=(4,)).max_token_id == 4

@@ -45,7 +45,8 @@ def check(run_cpu, run_interpreter, check_tokens):
         check_tokens(args, got["tokens"])
         same = got["tokens"] == want["tokens"]
         np.testing.assert_allclose(got["logprobs"][same], want["logprobs"][same], atol=1e-4)
-        for name in args.keys() - {"tokens", "logprobs"}:
+        np.testing.assert_array_equal(got["output_counts"], want["output_counts"])
+        for name in args.keys() - {"tokens", "logprobs", "output_counts"}:
             np.testing.assert_array_equal(got[name], args[name], err_msg=name)
         return got
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from openinfer.kernels import NullPack, Store, Target
-from openinfer.sampler.gpu import advance, sample, top_logprobs
+from openinfer.sampler.gpu import adjustment_fields, advance, sample, top_logprobs
 from openinfer.tensor import Arena, Device, float32, int32
 
 ARCHS = (80, 90, 100, 120)
@@ -36,14 +36,19 @@ def plan(arch, vocabularies):
         step = {"slots": i(rows), "emits": i(rows), "alive": i(slots)}
         lengths = {"q_starts": i(rows + 1), "seq_lens": i(slots)}
         stops = {"min_lens": i(slots), "stop_ids": i(slots, 16)}
+        adjustments = {
+            field.name: arena.alloc((slots, *field.shape), field.dtype)
+            for field in adjustment_fields(vocabulary)
+        }
+        kept = {name: adjustments[name] for name in ("adjusts", "output_counts", "recent_tokens")}
         sample(
             pack, tokens=tokens, logprobs=logprobs, logits=logits, temperatures=f(slots), top_ks=i(slots),
-            top_ps=f(slots), min_ps=f(slots), seeds=i(slots, 2), **step, **lengths, **stops,
+            top_ps=f(slots), min_ps=f(slots), seeds=i(slots, 2), **step, **lengths, **stops, **adjustments,
         )  # fmt: skip
         top_logprobs(pack, ids=i(rows, 20), values=f(rows, 20), logits=logits, num_logprobs=i(slots), **step)
         advance(
             pack, result=i(rows, 3), tokens=tokens, logprobs=logprobs, last_tokens=i(slots), limits=i(slots),
-            **step, **lengths, **stops,
+            **step, **lengths, **stops, **kept,
         )  # fmt: skip
     return pack
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import advance, sample, top_logprobs
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +33,39 @@ def test_sample(run_gpu, run_cpu, step, check_tokens, rows):
     again = run_gpu(sample, **args)
     np.testing.assert_array_equal(again["tokens"], got["tokens"])
     np.testing.assert_array_equal(again["logprobs"], got["logprobs"])
+
+
+def test_sample_with_adjustments(run_gpu, run_cpu, step, check_tokens):
+    rng = np.random.default_rng(3)
+    biases = tuple((int(t), float(rng.normal(0, 4))) for t in rng.choice(VOCABULARY, 300, replace=False))
+    words = tuple(tuple(rng.integers(0, 9, n).tolist()) for n in rng.integers(1, 5, 128))
+    penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4}
+    allowed = tuple(rng.integers(0, VOCABULARY, 4000).tolist())
+    asked = [
+        {},
+        penalties,
+        {"logit_bias": biases},
+        {"bad_words_token_ids": words},
+        {"allowed_token_ids": allowed},
+        {"logit_bias": biases, "bad_words_token_ids": words, "allowed_token_ids": allowed, **penalties},
+    ]
+    rows = []
+    for r in range(36):
+        prompt, output = (
+            rng.integers(0, VOCABULARY, 2000).tolist(),
+            rng.integers(0, 9, 100 * (r % 2)).tolist(),
+        )
+        rows.append((SamplingParams(**asked[r % 6]), prompt, output))
+    args = step(
+        rng.normal(0, 2.5, (36, VOCABULARY)).astype(np.float32),
+        adjustments=rows,
+        temperatures=rng.choice([0, 0.7, 1.2], 36),
+        top_ks=rng.choice([0, 0, 40], 36),
+        top_ps=rng.choice([1, 0.9], 36),
+    )
+    want, got = run_cpu(sample, **args), run_gpu(sample, **args)
+    assert check_tokens(args, got["tokens"]) <= 1
+    np.testing.assert_array_equal(got["output_counts"], want["output_counts"])
 
 
 @pytest.mark.parametrize("rows", [1, 64])
@@ -67,6 +101,9 @@ def test_advance(run_gpu, run_cpu):
         "limits": rng.integers(20, 60, rows).astype(np.int32),
         "min_lens": rng.integers(0, 60, rows).astype(np.int32),
         "stop_ids": rng.integers(-1, 30, (rows, 4)).astype(np.int32),
+        "adjusts": rng.integers(0, 16, rows).astype(np.int32),
+        "output_counts": rng.integers(-(2**31), 2**31, (rows, 15)).astype(np.int32),
+        "recent_tokens": rng.integers(0, 30, (rows, 8)).astype(np.int32),
     }
     want, got = run_cpu(advance, **args), run_gpu(advance, **args)
     for name, array in want.items():

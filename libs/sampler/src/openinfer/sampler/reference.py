@@ -1,6 +1,6 @@
 """Logits to tokens in numpy: the definition that a device implementation has to reproduce.
 
-For a row of fp32 logits, with forbidden tokens set to -inf first:
+For a row of fp32 logits, first adjusted as ``openinfer.sampler.adjust`` says, and with forbidden tokens set to -inf:
 
  1. Greedy (temperature < 1e-5 or top_k == 1): the largest logit, the lowest id among equals. Nothing
     below applies.
@@ -16,7 +16,7 @@ For a row of fp32 logits, with forbidden tokens set to -inf first:
 the row's logits, its parameters, seed and position alone. Masses are summed in float64 here; an fp32
 implementation may keep one value more or less where a mass lies within rounding of top_p.
 
-Logprobs are those of the raw logits: before temperature, filters and forbidden tokens.
+Logprobs are those of the raw logits: before temperature, filters, adjustments and forbidden tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer.sampler.adjust import adjusted
 from openinfer.sampler.errors import InvalidLogits
 from openinfer.sampler.noise import fresh_seed, gumbel, hash_u32, seed_words
 from openinfer.sampler.params import GREEDY_TEMPERATURE, SamplingParams
@@ -61,6 +62,8 @@ def sample(
     positions: Sequence[int],
     seeds: Sequence[int] | None = None,
     *,
+    prompts: Sequence[Sequence[int]] | None = None,
+    outputs: Sequence[Sequence[int]] | None = None,
     forbid: Sequence[Sequence[int]] | None = None,
 ) -> Samples:
     """Draw one token a row.
@@ -71,16 +74,19 @@ def sample(
         positions: for each row, the number of tokens in its sequence before the one drawn here.
         seeds: for each row, the int64 seed of its sequence, in place of ``params[i].seed``. Without it a row
             whose params name no seed gets a new one in every call: a fair draw, but not a repeatable one.
+        prompts: for each row, the ids of its prompt; needed where a row has a repetition_penalty.
+        outputs: for each row, the ids generated so far; needed where a row has penalties or bad words.
         forbid: for each row, ids not to be drawn, such as ``params[i].forbidden_ids(...)``.
 
     Raises:
         InvalidLogits: some rows cannot be sampled; ``.rows`` says which.
-        ValueError: lengths, shapes or dtypes do not fit.
+        ValueError: lengths, shapes or dtypes do not fit, ids are not below V, or prompts or outputs are missing.
     """
     if seeds is None:
         seeds = [fresh_seed() if p.seed is None else p.seed for p in params]
-    return sample_arrays(
+    return _sample(
         logits,
+        _adjusted(logits, params, prompts, outputs),
         np.array([p.temperature for p in params], np.float32),
         np.array([p.top_k for p in params], np.int32),
         np.array([p.top_p for p in params], np.float32),
@@ -121,32 +127,67 @@ def sample_arrays(
         InvalidLogits: some rows cannot be sampled; ``.rows`` says which.
         ValueError: shapes or dtypes do not fit, or an id is not below V.
     """
-    _check_columns(logits, temperature, top_k, top_p, min_p, seed, position, num_logprobs)
-    token_ids, unsound = choose(logits, temperature, top_k, top_p, min_p, seed, position, forbid)
+    return _sample(
+        logits, logits, temperature, top_k, top_p, min_p, seed, position, num_logprobs, forbid=forbid
+    )
+
+
+def _sample(
+    logits: F32,
+    candidates: F32,
+    *columns: NDArray[Any],
+    forbid: NDArray[np.bool_] | I32 | None,
+) -> Samples:
+    """``sample_arrays`` that draws from `candidates`, the adjusted logits."""
+    _check_columns(logits, *columns)
+    *choice, num_logprobs = columns
+    allowed = candidates if forbid is None else without(candidates, forbid)
+    token_ids, unsound = choose(logits, allowed, *choice)
     if unsound.any():
         raise InvalidLogits(np.flatnonzero(unsound).tolist())
     return _with_logprobs(logits, token_ids, num_logprobs)
 
 
+def _adjusted(
+    logits: F32,
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]] | None,
+    outputs: Sequence[Sequence[int]] | None,
+) -> F32:
+    """The logits with the rows that ask for it adjusted; the logits themselves if none does."""
+    rows = [r for r, p in enumerate(params) if p.adjusts_logits]
+    if not rows:
+        return logits
+    candidates = logits.copy()
+    for r in rows:
+        candidates[r] = adjusted(
+            logits[r],
+            params[r],
+            None if prompts is None else prompts[r],
+            None if outputs is None else outputs[r],
+        )
+    return candidates
+
+
 def choose(
     logits: F32,
+    allowed: F32,
     temperature: F32,
     top_k: I32,
     top_p: F32,
     min_p: F32,
     seed: U32,
     position: I32,
-    forbid: NDArray[np.bool_] | I32 | None,
 ) -> tuple[I32, NDArray[np.bool_]]:
-    """The tokens of ``sample_arrays``, i32[R], and which rows cannot be sampled, bool[R]; theirs mean nothing."""
-    allowed = logits if forbid is None else _without(logits, forbid)
+    """Draw from `allowed`, which the raw `logits` have become (or are): tokens i32[R], and which rows cannot be
+    sampled, bool[R]; their tokens mean nothing."""
     token_ids = allowed.argmax(axis=1).astype(np.int32)
     greedy = (temperature < GREEDY_TEMPERATURE) | (top_k == 1)
     divisor = np.where(greedy, np.float32(1), temperature)
     with np.errstate(over="ignore"):  # an infinite peak is refused; any other may become -inf
         peaks = np.take_along_axis(allowed, token_ids[:, None], axis=1)[:, 0] / divisor
         unsound = ~np.isfinite(peaks)  # argmax stops at a NaN, so a NaN anywhere shows in the peak
-        if forbid is not None:
+        if allowed is not logits:
             unsound |= ~np.isfinite(logits.max(axis=1))
         for r in np.flatnonzero(~(greedy | unsound)):
             scaled = allowed[r] / divisor[r]
@@ -201,7 +242,7 @@ def most_likely(row: F32, n: int) -> NDArray[np.intp]:
     return near[np.argsort(-row[near], kind="stable")][:n]
 
 
-def _without(logits: F32, forbid: NDArray[np.bool_] | I32) -> F32:
+def without(logits: F32, forbid: NDArray[np.bool_] | I32) -> F32:
     """A copy of the logits with -inf where forbidden."""
     rows, vocabulary = logits.shape
     if forbid.dtype == np.bool_:

@@ -133,10 +133,14 @@ class Qwen3Engine:
                 "(--scheduling-policy priority does)",
                 "unsupported",
             )
-        if any(not 0 <= token < vocab for token in request.prompt_token_ids):
+        ids = request.prompt_token_ids
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
             return Rejected(request.id, f"prompt token ids must be in [0, {vocab})")
-        if any(token >= vocab for token in params.stop_token_ids):
-            return Rejected(request.id, f"stop_token_ids must be in [0, {vocab})")
+        if params.max_token_id >= vocab:
+            return Rejected(
+                request.id,
+                f"the sampling parameters name token {params.max_token_id}; ids must be in [0, {vocab})",
+            )
         if len(params.stop_token_ids) + len(self._config.eos_token_ids) > MAX_STOP_IDS:
             return Rejected(
                 request.id,
@@ -159,7 +163,10 @@ class Qwen3Engine:
         """One turn of the loop."""
         outputs = StepOutputs(updates=self._updates)
         self._updates = []
-        for event in self._loop.step(0.0 if outputs.updates else wait):
+        events = self._loop.step(0.0 if outputs.updates else wait)
+        if self._loop.has_work and not self._loop.live:
+            events += self._loop.drain()  # nobody may step again for long: blocks go back now
+        for event in events:
             match event:
                 case Tokens():
                     self._tokens(event, outputs)

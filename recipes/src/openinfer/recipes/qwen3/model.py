@@ -24,14 +24,14 @@ from openinfer.kernels import (
 )
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.weights import Weights
-from openinfer.sampler.gpu import advance, sample, top_logprobs
+from openinfer.sampler.gpu import adjustment_fields, advance, sample, top_logprobs
 from openinfer.tensor import Arena, Tensor, float32, int32
 
 MAX_STOP_IDS = 20
 MAX_LOGPROBS = 20
 
 
-def row_fields(max_rows: int, max_tokens: int, max_blocks: int) -> list[Field]:
+def row_fields(max_rows: int, max_tokens: int, max_blocks: int, vocab_size: int) -> list[Field]:
     """The batch on the device. By slot (0 is padding): the state of a sequence. By row: the step's sequences. By
     token: the ids that prompt chunks bring (-1: the token sampled last)."""
     slots = max_rows + 1
@@ -48,6 +48,7 @@ def row_fields(max_rows: int, max_tokens: int, max_blocks: int) -> list[Field]:
         Field("min_ps", (slots,), float32),
         Field("seeds", (slots, 2)),
         Field("num_logprobs", (slots,)),
+        *[Field(f.name, (slots, *f.shape), f.dtype, f.device_written) for f in adjustment_fields(vocab_size)],
         Field("block_tables", (slots, max_blocks)),
         Field("slots", (max_rows,)),
         Field("q_starts", (max_rows + 1,)),
@@ -204,6 +205,16 @@ class Model:
             seeds=rows["seeds"],
             min_lens=rows["min_lens"],
             stop_ids=rows["stop_ids"],
+            adjusts=rows["adjusts"],
+            prompt_lens=rows["prompt_lens"],
+            penalties=rows["penalties"],
+            prompt_masks=rows["prompt_masks"],
+            output_counts=rows["output_counts"],
+            recent_tokens=rows["recent_tokens"],
+            allowed_masks=rows["allowed_masks"],
+            bias_ids=rows["bias_ids"],
+            biases=rows["biases"],
+            bad_words=rows["bad_words"],
         )
         top_logprobs(
             pack,
@@ -229,4 +240,7 @@ class Model:
             limits=rows["limits"],
             min_lens=rows["min_lens"],
             stop_ids=rows["stop_ids"],
+            adjusts=rows["adjusts"],
+            output_counts=rows["output_counts"],
+            recent_tokens=rows["recent_tokens"],
         )

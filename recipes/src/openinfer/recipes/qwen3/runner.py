@@ -12,7 +12,7 @@ from openinfer.graph import Readback, StepGraphs, bucket_for
 from openinfer.kernels import Pack, apply_writes
 from openinfer.recipes.qwen3.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
 from openinfer.sampler import SamplingParams, seed_words
-from openinfer.sampler.gpu import RowStatus
+from openinfer.sampler.gpu import RowStatus, adjustment_values
 from openinfer.scheduler import FinishReason, Seq, Step, StepResult
 from openinfer.tensor import Stream
 
@@ -159,6 +159,12 @@ class Runner:
         rows.set("min_ps", slot, p.min_p)
         rows.write("seeds", slot, np.array(seed_words(sampling.seed), np.uint32).view(np.int32))
         rows.set("num_logprobs", slot, p.logprobs or 0)
+        if not p.adjusts_logits:
+            rows.set("adjusts", slot, 0)
+            return
+        prompt, output = seq.tokens[: seq.prompt_len], seq.tokens[seq.prompt_len :]
+        for name, values in adjustment_values(p, prompt, output, self.model.config.vocab_size).items():
+            rows.write(name, slot, values)
 
     def _write_batch(self, step: Step) -> None:
         """The step's rows and its prompt chunks, and the segment that it runs in."""

@@ -184,7 +184,8 @@ def lay_out(config: Config, sizes: Sizes, arena: Arena, stream: Stream, num_page
     cos_sin = arena.alloc((sizes.max_model_len, 2, config.head_dim // 2), float32, "cos_sin")
     if arena.device.kind != "null":
         cos_sin.copy_from(config.rope_table(sizes.max_model_len), stream)
-    rows = Rows(arena, row_fields(sizes.max_rows, sizes.max_tokens, sizes.max_blocks), stream)
+    fields = row_fields(sizes.max_rows, sizes.max_tokens, sizes.max_blocks, config.vocab_size)
+    rows = Rows(arena, fields, stream)
     buffers = Buffers.allocate(config, arena, sizes.dtype, sizes.max_tokens, sizes.max_rows)
     shape = (num_pages, config.num_layers, 2, config.num_kv_heads, sizes.block_size, config.head_dim)
     kv = arena.alloc(shape, sizes.dtype, "kv cache")

@@ -1,8 +1,18 @@
 """openinfer.sampler.gpu: sampling as ops that a step graph captures. They run on every pack of openinfer.kernels."""
 
+from openinfer.sampler.gpu.ops.adjustments import SlotField, adjustment_fields, adjustment_values
 from openinfer.sampler.gpu.ops.advance import advance
-from openinfer.sampler.gpu.ops.rows import RowStatus
+from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
 from openinfer.sampler.gpu.ops.sample import sample
 from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
 
-__all__ = ["RowStatus", "advance", "sample", "top_logprobs"]
+__all__ = [
+    "Adjustment",
+    "RowStatus",
+    "SlotField",
+    "adjustment_fields",
+    "adjustment_values",
+    "advance",
+    "sample",
+    "top_logprobs",
+]

@@ -8,9 +8,9 @@ import triton.language as tl
 @triton.jit
 def advance(
     result, tokens, logprobs, slots, q_starts, emits, alive, seq_lens, last_tokens, limits, min_lens, stop_ids,
-    rows, stop_width,
+    adjusts, output_counts, recent_tokens, rows, stop_width, count_width, recent,
     BLOCK: tl.constexpr, UNSOUND: tl.constexpr, RUNNING: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr,
-    FAILED: tl.constexpr,
+    FAILED: tl.constexpr, PENALTIES: tl.constexpr, BAD_WORDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -31,6 +31,14 @@ def advance(
     ended = tl.where(token == UNSOUND, FAILED, tl.where(stopped, STOP, tl.where(full, LENGTH, RUNNING)))
     status = tl.where(emitting, ended, tl.where(live, RUNNING, 0))
     tl.store(last_tokens + slot, token, mask=emitting & (token != UNSOUND))
+    flags = tl.load(adjusts + slot, mask=emitting & (token != UNSOUND), other=0)
+    counted = (flags & PENALTIES) != 0
+    word = output_counts + slot.to(tl.int64) * count_width + token // 2
+    pair = tl.load(word, mask=counted, other=0)
+    shift = token % 2 * 16
+    room = ((pair >> shift) & 0xFFFF) < 0xFFFF
+    tl.store(word, pair + (1 << shift), mask=counted & room)
+    tl.store(recent_tokens + slot * recent + length % recent, token, mask=(flags & BAD_WORDS) != 0)
     tl.store(alive + slot, 0, mask=status > RUNNING)
     tl.store(result + row * 3, token, mask=inside)
     tl.store(result + row * 3 + 1, status, mask=inside)

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from openinfer.sampler.gpu.device.adjust import adjust
 from openinfer.sampler.gpu.device.filters import (
     LOG2_E,
     LOWEST,
@@ -38,15 +39,18 @@ def is_filtered(top_k, top_p, min_p, vocabulary):
 
 @triton.jit
 def scan(
-    tops, sums, peaks, bests, masses, best_ids, maxima, logits, slots, q_starts, seq_lens, alive, emits,
-    temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, vocabulary, stop_width, groups,
-    GREEDY: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    tops, sums, peaks, bests, masses, best_ids, maxima, adjusted, logits, slots, q_starts, seq_lens, alive, emits,
+    temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, adjusts, vocabulary, stop_width, groups,
+    prompt_lens, penalties, prompt_masks, output_counts, recent_tokens, allowed_masks, bias_ids, biases, bad_words,
+    mask_width, count_width, bias_width, words, word_length,
+    GREEDY: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, BIASES: tl.constexpr, WORDS: tl.constexpr,
+    ALLOWED: tl.constexpr, BAD_WORDS: tl.constexpr, BIAS: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK logits of a row a program; grid (rows, parts).
+    """CHUNK logits of a row a program; grid (rows, parts). Rows that are adjusted leave their logits in `adjusted`.
 
-    Of each part: its largest logit (inf in place of NaN) and the sum of exp(logit - largest); the largest that is not
-    forbidden; and the best candidate, unless the row is filtered: then the maximum of each group of GROUP logits, and
-    the sum of exp((logit - largest) / temperature).
+    Of each part: its largest logit (inf in place of NaN) and the sum of exp(logit - largest); the largest of what may
+    be drawn, adjusted; and the best candidate, unless the row is filtered: then the maximum of each group of GROUP
+    logits, and the sum of exp((logit - largest) / temperature).
     """
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row)
@@ -61,6 +65,16 @@ def scan(
     out = row * tl.num_programs(1) + part
     tl.store(tops + out, top)
     tl.store(sums + out, tl.sum(tl.exp(x - tl.where(tl.abs(top) <= LARGEST, top, 0.0)), 0))
+    flags = tl.load(adjusts + slot)
+    if flags != 0:
+        row_adjusted = adjusted + row.to(tl.int64) * vocabulary
+        adjust(
+            row_adjusted, logits + row.to(tl.int64) * vocabulary, part, flags, position, slot.to(tl.int64),
+            vocabulary, prompt_lens, penalties, prompt_masks, output_counts, recent_tokens, allowed_masks, bias_ids,
+            biases, bad_words, mask_width, count_width, bias_width, words, word_length,
+            CHUNK, min(CHUNK, 512), BIASES, WORDS, ALLOWED, BAD_WORDS, BIAS, PENALTIES,
+        )  # fmt: skip
+        x = tl.load(row_adjusted + token, mask=token < vocabulary, other=float("-inf"))
     early = position < tl.load(min_lens + slot)
     x = without(x, token, stop_ids + slot * stop_width, tl.where(early, stop_width, 0))
     best, best_id = first_maximum(x, token)
@@ -81,9 +95,10 @@ def scan(
 
 @triton.jit
 def draw(
-    tokens, logprobs, tops, sums, peaks, bests, masses, best_ids, maxima, listing, logits, slots, q_starts, seq_lens,
-    alive, emits, temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, vocabulary, stop_width, groups,
-    parts, GREEDY: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+    tokens, logprobs, tops, sums, peaks, bests, masses, best_ids, maxima, adjusted, listing, logits, slots,
+    q_starts, seq_lens, alive, emits, temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, adjusts,
+    vocabulary, stop_width, groups, parts,
+    GREEDY: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
     RADIX: tl.constexpr,
 ):  # fmt: skip
     """The token and logprob of a row from what `scan` found; filtered rows find their bound and draw here."""
@@ -110,20 +125,21 @@ def draw(
     _, token = first_maximum(best, tl.load(best_ids + at, mask=has, other=2147483647))
     top_p, min_p = tl.load(top_ps + slot), tl.load(min_ps + slot)
     greedy = (tl.load(temperatures + slot) < GREEDY) | (top_k == 1)
-    row_logits = logits + row.to(tl.int64) * vocabulary
     if (not greedy) & is_filtered(top_k, top_p, min_p, vocabulary):
         position = position_of(row, slot, q_starts, seq_lens)
         mass = tl.load(masses + at, mask=has, other=0.0) * tl.exp2(
             (part_peaks - peak) * (LOG2_E / temperature)
         )
+        candidates = tl.where(tl.load(adjusts + slot) != 0, adjusted, logits) + row.to(tl.int64) * vocabulary
         token = draw_filtered(
             peak, scaled_peak, tl.sum(mass, 0), temperature, top_k, top_p, min_p, seeds + slot * 2, position,
-            maxima + row * groups, listing + row * GROUPS, row_logits, vocabulary, stop_ids + slot * stop_width,
+            maxima + row * groups, listing + row * GROUPS, candidates, vocabulary, stop_ids + slot * stop_width,
             tl.where(position < tl.load(min_lens + slot), stop_width, 0), groups, GROUP, GROUPS, BLOCK, RADIX,
         )  # fmt: skip
     total = tl.sum(tl.load(sums + at, mask=has, other=0.0) * tl.exp(top - highest), 0)
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, tl.load(row_logits + token) - highest - tl.log(total))
+    logit = tl.load(logits + row.to(tl.int64) * vocabulary + token)
+    tl.store(logprobs + row, logit - highest - tl.log(total))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import numpy as np
 
 from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import expect
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array, RowStatus
+from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
 from openinfer.tensor import Tensor, float32, int32
 
 
@@ -26,6 +26,9 @@ def _contract(
     limits: Tensor,
     min_lens: Tensor,
     stop_ids: Tensor,
+    adjusts: Tensor,
+    output_counts: Tensor,
+    recent_tokens: Tensor,
 ) -> None:
     """Move the state of a step's live rows past it, and write result int32 [R, 3]: token, RowStatus, bits of
     the logprob.
@@ -39,8 +42,10 @@ def _contract(
     If it emits, its token goes to last_tokens[slot], and the row ends (alive[slot] = 0) as FAILED if the
     token is -2 (last_tokens stays), as STOP if the token is in stop_ids[slot] and seq_lens[slot] is not below
     min_lens[slot], as LENGTH if seq_lens[slot] + 1 (the new token included) is limits[slot] or more; else it
-    is RUNNING. The slots of live rows must be distinct; alive of the padding slot 0, which may repeat, must
-    be 0.
+    is RUNNING. Where adjusts[slot] (int32 [S], `Adjustment`) has the bit PENALTIES, the token is counted in
+    output_counts int32 [S, C] (two 16-bit counts a word, up to 65,535); with BAD_WORDS it goes to recent_tokens
+    int32 [S, L], at its index in the sequence modulo L. The slots of live rows must be distinct; alive of the
+    padding slot 0, which may repeat, must be 0.
     """
     rows, size = slots.shape[0], seq_lens.shape[0]
     expect("result", result, (rows, 3), int32)
@@ -54,6 +59,9 @@ def _contract(
     expect("limits", limits, (size,), int32)
     expect("min_lens", min_lens, (size,), int32)
     expect("stop_ids", stop_ids, (size, -1), int32)
+    expect("adjusts", adjusts, (size,), int32)
+    expect("output_counts", output_counts, (size, -1), int32)
+    expect("recent_tokens", recent_tokens, (size, -1), int32)
 
 
 def _reference(
@@ -70,6 +78,9 @@ def _reference(
     limits: Array,
     min_lens: Array,
     stop_ids: Array,
+    adjusts: Array,
+    output_counts: Array,
+    recent_tokens: Array,
 ) -> None:
     result[:] = NO_TOKEN, RowStatus.IDLE, 0
     q_lens = np.diff(q_starts)
@@ -88,6 +99,12 @@ def _reference(
     )
     result[rows] = np.stack([token, status, logprobs[rows].view(np.int32)], axis=1)
     last_tokens[slot] = np.where(token == UNSOUND, last_tokens[slot], token)
+    sound = token != UNSOUND
+    counts, counted = output_counts.view(np.uint16), sound & (adjusts[slot] & Adjustment.PENALTIES != 0)
+    at = slot[counted], token[counted]
+    counts[at] = np.minimum(counts[at], 0xFFFE) + 1
+    kept = sound & (adjusts[slot] & Adjustment.BAD_WORDS != 0)
+    recent_tokens[slot[kept], length[kept] % recent_tokens.shape[1]] = token[kept]
     alive[slot[status != RowStatus.RUNNING]] = 0
 
 
@@ -106,6 +123,9 @@ def _launches(
     limits: Tensor,
     min_lens: Tensor,
     stop_ids: Tensor,
+    adjusts: Tensor,
+    output_counts: Tensor,
+    recent_tokens: Tensor,
 ) -> Iterator[Command]:
     rows, block = slots.shape[0], 128
     yield launch(
@@ -125,19 +145,26 @@ def _launches(
             "limits": limits,
             "min_lens": min_lens,
             "stop_ids": stop_ids,
+            "adjusts": adjusts,
+            "output_counts": output_counts,
+            "recent_tokens": recent_tokens,
             "rows": rows,
             "stop_width": stop_ids.shape[1],
+            "count_width": output_counts.shape[1],
+            "recent": recent_tokens.shape[1],
         },
         {
             "BLOCK": block,
             "UNSOUND": UNSOUND,
             **{s.name: int(s) for s in RowStatus if s is not RowStatus.IDLE},
+            "PENALTIES": int(Adjustment.PENALTIES),
+            "BAD_WORDS": int(Adjustment.BAD_WORDS),
         },
     )
 
 
 def _cost(workload: Workload, *, stop_ids: Tensor, **_: Tensor) -> Cost:
-    return Cost(workload.rows * 4 * (17 + stop_ids.shape[1]), 0)
+    return Cost(workload.rows * 4 * (18 + stop_ids.shape[1]), 0)
 
 
 advance = Op("advance", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
@@ -28,3 +28,12 @@ class RowStatus(IntEnum):
     """Ended: the sequence, its new token included, is as long as it may be."""
     FAILED = 4
     """Ended: no token could be drawn (NaN or +inf among the logits, or nothing left to draw)."""
+
+
+class Adjustment(IntFlag):
+    """What of a row's logits is changed before a token is chosen: the bits of the field `adjusts`."""
+
+    ALLOWED = 1
+    BAD_WORDS = 2
+    BIAS = 4
+    PENALTIES = 8

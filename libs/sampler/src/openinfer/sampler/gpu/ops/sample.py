@@ -8,10 +8,11 @@ import numpy as np
 
 from openinfer.kernels import Aligned, Command, Cost, Op, Scratch, Target, Workload, launch
 from openinfer.kernels.contract import expect
-from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Array
-from openinfer.sampler.gpu.ops.tiles import Tiles
+from openinfer.sampler.gpu.ops.adjustments import adjust_row, count_words, mask_words
+from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array
+from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
 from openinfer.sampler.params import GREEDY_TEMPERATURE
-from openinfer.sampler.reference import choose, log_sum_exp
+from openinfer.sampler.reference import choose, log_sum_exp, without
 from openinfer.tensor import Tensor, float32, int32
 
 BLOCK = 2048
@@ -40,6 +41,16 @@ def _contract(
     seeds: Tensor,
     min_lens: Tensor,
     stop_ids: Tensor,
+    adjusts: Tensor,
+    prompt_lens: Tensor,
+    penalties: Tensor,
+    prompt_masks: Tensor,
+    output_counts: Tensor,
+    recent_tokens: Tensor,
+    allowed_masks: Tensor,
+    bias_ids: Tensor,
+    biases: Tensor,
+    bad_words: Tensor,
 ) -> None:
     """Draw tokens int32 [R] from logits float32 [R, V], with the meaning of
     `openinfer.sampler.sample_arrays`.
@@ -50,6 +61,17 @@ def _contract(
     temperatures, top_ps, min_ps float32 [S]; seeds int32 [S, 2], the bits of the two uint32 words of
     `seed_words`; stop_ids int32 [S, W], -1 = none. The ids in stop_ids[slot] are not drawn while the position
     is below min_lens[slot].
+
+    The bits of adjusts[slot] (int32 [S], `Adjustment`) say which other changes of `openinfer.sampler.adjust` the
+    row gets; what a bit is not set for is not read. ALLOWED: the bits of allowed_masks int32 [S, (V + 31) // 32],
+    lowest first. BAD_WORDS: bad_words int32 [S, N, L], each word at the end of its L ids, -1 before it, all -1 =
+    none; recent_tokens int32 [S, L], in which the token at index i of the output stands at i % L, indices
+    counting from the start of the sequence. BIAS: bias_ids int32 [S, B], -1 = none, no id twice, and biases
+    float32 [S, B]. PENALTIES: penalties float32 [S, 3] (repetition, frequency, presence); prompt_masks int32
+    [S, (V + 31) // 32]; output_counts int32 [S, (V + 1) // 2], two 16-bit counts a word, the lower first. A row
+    at position prompt_lens[slot] (int32 [S]) has no output: its counts are set to zero here, whatever they were.
+    `adjustment_values` makes what a sequence that joins has to write; `advance` keeps output_counts and
+    recent_tokens.
 
     logprobs float32 [R] are the chosen tokens' under the raw logits. A row that does not sample gets token -1
     and logprob 0; one that `sample_arrays` would refuse (NaN, +inf, nothing left to draw) gets token -2 and
@@ -73,6 +95,17 @@ def _contract(
         expect(name, tensor, (size,), float32)
     expect("seeds", seeds, (size, 2), int32)
     expect("stop_ids", stop_ids, (size, -1), int32)
+    for name, tensor in (("adjusts", adjusts), ("prompt_lens", prompt_lens)):
+        expect(name, tensor, (size,), int32)
+    vocabulary = logits.shape[1]
+    expect("penalties", penalties, (size, 3), float32)
+    expect("prompt_masks", prompt_masks, (size, mask_words(vocabulary)), int32)
+    expect("output_counts", output_counts, (size, count_words(vocabulary)), int32)
+    expect("allowed_masks", allowed_masks, (size, mask_words(vocabulary)), int32)
+    expect("bias_ids", bias_ids, (size, -1), int32)
+    expect("biases", biases, bias_ids.shape, float32)
+    expect("bad_words", bad_words, (size, -1, -1), int32)
+    expect("recent_tokens", recent_tokens, (size, bad_words.shape[2]), int32)
 
 
 def _reference(
@@ -92,6 +125,16 @@ def _reference(
     seeds: Array,
     min_lens: Array,
     stop_ids: Array,
+    adjusts: Array,
+    prompt_lens: Array,
+    penalties: Array,
+    prompt_masks: Array,
+    output_counts: Array,
+    recent_tokens: Array,
+    allowed_masks: Array,
+    bias_ids: Array,
+    biases: Array,
+    bad_words: Array,
 ) -> None:
     tokens[:], logprobs[:] = NO_TOKEN, 0
     rows = np.flatnonzero((emits != 0) & (alive[slots] != 0))
@@ -100,15 +143,33 @@ def _reference(
     early = (position < min_lens[slot])[:, None] & (stop_ids[slot] < logits.shape[1])
     forbid = np.where(early, stop_ids[slot], -1)
     raw = logits if len(rows) == len(logits) else logits[rows]
+    early_ids = forbid if (forbid >= 0).any() else None
+    allowed = raw if early_ids is None else without(raw, early_ids)
+    state = {
+        "prompt_lens": prompt_lens,
+        "penalties": penalties,
+        "prompt_masks": prompt_masks,
+        "output_counts": output_counts,
+        "recent_tokens": recent_tokens,
+        "allowed_masks": allowed_masks,
+        "bias_ids": bias_ids,
+        "biases": biases,
+        "bad_words": bad_words,
+    }
+    if (adjusts[slot] != 0).any():
+        allowed = allowed.copy() if allowed is raw else allowed
+        for i in np.flatnonzero(adjusts[slot]):
+            of_row = {name: array[slot[i]] for name, array in state.items()}
+            adjust_row(allowed[i], Adjustment(int(adjusts[slot[i]])), position[i], **of_row)
     chosen, unsound = choose(
         raw,
+        allowed,
         temperatures[slot],
         top_ks[slot],
         top_ps[slot],
         min_ps[slot],
         seeds[slot].view(np.uint32),
         position,
-        forbid if (forbid >= 0).any() else None,
     )
     tokens[rows] = np.where(unsound, UNSOUND, chosen)
     for i in np.flatnonzero(~unsound):
@@ -133,13 +194,40 @@ def _launches(
     seeds: Tensor,
     min_lens: Tensor,
     stop_ids: Tensor,
+    adjusts: Tensor,
+    prompt_lens: Tensor,
+    penalties: Tensor,
+    prompt_masks: Tensor,
+    output_counts: Tensor,
+    recent_tokens: Tensor,
+    allowed_masks: Tensor,
+    bias_ids: Tensor,
+    biases: Tensor,
+    bad_words: Tensor,
 ) -> Iterator[Command]:
     rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
     names = ("tops", "sums", "peaks", "bests", "masses")
     found = {name: Scratch((rows, tiles.parts), float32) for name in names}
     found["best_ids"] = Scratch((rows, tiles.parts), int32)
     found["maxima"] = Scratch((rows, tiles.groups), float32)
+    found["adjusted"] = Scratch(logits.shape, float32)
     listing = Scratch((rows, tiles.groups_padded), int32)
+    adjustments: dict[str, Tensor | Aligned | int] = {
+        "prompt_lens": prompt_lens,
+        "penalties": penalties,
+        "prompt_masks": prompt_masks,
+        "output_counts": output_counts,
+        "recent_tokens": recent_tokens,
+        "allowed_masks": allowed_masks,
+        "bias_ids": bias_ids,
+        "biases": biases,
+        "bad_words": bad_words,
+        "mask_width": prompt_masks.shape[1],
+        "count_width": output_counts.shape[1],
+        "bias_width": bias_ids.shape[1],
+        "words": bad_words.shape[1],
+        "word_length": bad_words.shape[2],
+    }
     step: dict[str, Tensor | Aligned | int] = {
         "logits": logits,
         "slots": slots,
@@ -154,12 +242,25 @@ def _launches(
         "seeds": seeds,
         "min_lens": min_lens,
         "stop_ids": stop_ids,
+        "adjusts": adjusts,
         "vocabulary": tiles.row_length,
         "stop_width": stop_ids.shape[1],
         "groups": tiles.groups,
     }
     greedy = {"GREEDY": GREEDY_TEMPERATURE, "GROUP": tiles.group}
-    yield launch(_MODULE, "scan", (rows, tiles.parts), {**found, **step}, {**greedy, "CHUNK": tiles.chunk})
+    yield launch(
+        _MODULE,
+        "scan",
+        (rows, tiles.parts),
+        {**found, **step, **adjustments},
+        {
+            **greedy,
+            "CHUNK": tiles.chunk,
+            "BIASES": power_of_two(bias_ids.shape[1]),
+            "WORDS": power_of_two(bad_words.shape[1]),
+            **{str(a.name): int(a) for a in Adjustment},
+        },
+    )
     yield launch(
         _MODULE,
         "draw",

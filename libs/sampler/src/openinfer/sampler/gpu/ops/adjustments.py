@@ -1,0 +1,137 @@
+"""Adjustments of logits as state by slot: what a sequence that joins writes, and the reference that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.sampler.adjust import penalise
+from openinfer.sampler.gpu.ops.rows import Adjustment, Array
+from openinfer.sampler.params import MAX_BAD_WORD_LENGTH, MAX_BAD_WORDS, MAX_LOGIT_BIASES, SamplingParams
+from openinfer.tensor import float32, int32
+
+
+def mask_words(vocabulary: int) -> int:
+    """Words of a mask with a bit a token."""
+    return -(-vocabulary // 32)
+
+
+def count_words(vocabulary: int) -> int:
+    """Words of 16-bit counts, one a token."""
+    return -(-vocabulary // 2)
+
+
+class SlotField(NamedTuple):
+    """State by slot: an array of `shape` and `dtype` for each slot. `device_written`: by the ops too."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device_written: bool = False
+
+
+def adjustment_fields(vocabulary: int) -> list[SlotField]:
+    """The state of adjustments, by the names of the arguments of `sample` and `advance`. What SamplingParams allows
+    has room; output_counts is most of it, two bytes a token of the vocabulary."""
+    return [
+        SlotField("adjusts", (), int32),
+        SlotField("prompt_lens", (), int32),
+        SlotField("penalties", (3,), float32),
+        SlotField("prompt_masks", (mask_words(vocabulary),), int32),
+        SlotField("output_counts", (count_words(vocabulary),), int32, device_written=True),
+        SlotField("recent_tokens", (MAX_BAD_WORD_LENGTH,), int32, device_written=True),
+        SlotField("allowed_masks", (mask_words(vocabulary),), int32),
+        SlotField("bias_ids", (MAX_LOGIT_BIASES,), int32),
+        SlotField("biases", (MAX_LOGIT_BIASES,), float32),
+        SlotField("bad_words", (MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), int32),
+    ]
+
+
+def adjustment_values(
+    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], vocabulary: int
+) -> dict[str, Array]:
+    """What to write at the slot of a sequence that joins: arrays by field of `adjustment_fields`, one of [1] for those
+    of no axis.
+
+    prompt: ids of the prompt; output: ids generated before, which a sequence has that was preempted. Ids must be below
+    `vocabulary`. What is not named may stay as it is in the slot.
+    """
+    flags = Adjustment(0)
+    values: dict[str, Array] = {"prompt_lens": np.array([len(prompt)], np.int32)}
+    if params.allowed_token_ids:
+        flags |= Adjustment.ALLOWED
+        values["allowed_masks"] = _mask(params.allowed_token_ids, vocabulary)
+    if params.bad_words_token_ids:
+        flags |= Adjustment.BAD_WORDS
+        values["bad_words"] = words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), -1, np.int32)
+        for row, word in zip(words, params.bad_words_token_ids, strict=False):
+            row[-len(word) :] = word
+        if output:
+            values["recent_tokens"] = recent = np.zeros(MAX_BAD_WORD_LENGTH, np.int32)
+            last = np.array(output[-MAX_BAD_WORD_LENGTH:], np.int32)
+            end = len(prompt) + len(output)
+            recent[np.arange(end - len(last), end) % MAX_BAD_WORD_LENGTH] = last
+    if params.logit_bias:
+        flags |= Adjustment.BIAS
+        values["bias_ids"] = np.full(MAX_LOGIT_BIASES, -1, np.int32)
+        values["biases"] = np.zeros(MAX_LOGIT_BIASES, np.float32)
+        count = len(params.logit_bias)
+        values["bias_ids"][:count], values["biases"][:count] = zip(*params.logit_bias, strict=True)
+    if params.has_penalties:
+        flags |= Adjustment.PENALTIES
+        values["penalties"] = np.array(
+            [params.repetition_penalty, params.frequency_penalty, params.presence_penalty], np.float32
+        )
+        values["prompt_masks"] = _mask(prompt, vocabulary)
+        if output:
+            counts = np.bincount(np.array(output), minlength=2 * count_words(vocabulary))
+            values["output_counts"] = np.minimum(counts, 0xFFFF).astype(np.uint16).view(np.int32)
+    values["adjusts"] = np.array([flags], np.int32)
+    return values
+
+
+def _mask(ids: Sequence[int], vocabulary: int) -> Array:
+    bits = np.zeros(32 * mask_words(vocabulary), np.bool_)
+    bits[np.array(ids, np.int64)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def adjust_row(
+    row: Array,
+    flags: Adjustment,
+    position: int,
+    *,
+    prompt_lens: Array,
+    penalties: Array,
+    prompt_masks: Array,
+    output_counts: Array,
+    recent_tokens: Array,
+    allowed_masks: Array,
+    bias_ids: Array,
+    biases: Array,
+    bad_words: Array,
+) -> None:
+    """Adjust the logits of a row in place, from the state of its slot; clears its counts at the first token."""
+    vocabulary = len(row)
+    if flags & Adjustment.ALLOWED:
+        row[~_bits(allowed_masks, vocabulary)] = -np.inf
+    if flags & Adjustment.BAD_WORDS:
+        length = bad_words.shape[1]
+        at = position - np.arange(length - 1, 0, -1)
+        recent = np.where(at >= prompt_lens, recent_tokens[at % length], -2)
+        matched = ((bad_words[:, :-1] == -1) | (bad_words[:, :-1] == recent)).all(axis=1)
+        last = bad_words[matched, -1]
+        row[last[last >= 0]] = -np.inf
+    if flags & Adjustment.BIAS:
+        row[bias_ids[bias_ids >= 0]] += biases[bias_ids >= 0]
+    if flags & Adjustment.PENALTIES:
+        if position == prompt_lens:
+            output_counts[:] = 0
+        counts = output_counts.view(np.uint16)[:vocabulary]
+        penalise(row, (counts > 0) | _bits(prompt_masks, vocabulary), counts, *penalties)
+
+
+def _bits(mask: Array, vocabulary: int) -> Array:
+    return np.unpackbits(mask.view(np.uint8), count=vocabulary, bitorder="little").view(np.bool_)
