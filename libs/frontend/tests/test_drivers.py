@@ -355,3 +355,15 @@ def test_a_request_sent_to_a_child_that_has_just_died_fails() -> None:
         assert sink.terminals == [Failed(request_id, "the engine process was killed by SIGKILL")]
 
     run(make("process"), use)
+
+
+def test_closing_right_after_the_child_was_killed_does_not_raise() -> None:
+    async def use(driver: Driver) -> None:
+        assert isinstance(driver, ProcessDriver)
+        _, sink = send(driver, [10], 4000, ignore_eos=True)
+        os.kill(driver.pid, signal.SIGKILL)
+        await driver.close()
+        assert len(sink.terminals) == 1
+        await driver.close()
+
+    run(make("process", step_delay_s=0.001), use)

@@ -118,6 +118,38 @@ def test_the_engine_process_does_not_outlive_a_killed_server(
     assert not list(tmp_path.glob("openinfer-*"))
 
 
+def test_a_server_that_restarts_its_engine_stays(model_dir: Path, processes: list[Process]) -> None:
+    server = Process(model_dir, "--restart-engine", "--step-delay", "0.002")
+    processes.append(server)
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(int(children.read_text()), signal.SIGKILL)
+        *_, error, _, done, _ = list(lines)
+    assert "SIGKILL" in error
+    assert done == "data: [DONE]"
+    deadline = time.monotonic() + 10
+    while httpx.get(f"{server.url}/health").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [5], "max_tokens": 2})
+    assert answer.json()["usage"]["completion_tokens"] == 2
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+def test_a_killed_engine_ends_the_server_with_1(model_dir: Path, processes: list[Process]) -> None:
+    server = Process(model_dir)
+    processes.append(server)
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    os.kill(int(children.read_text()), signal.SIGKILL)
+    code, rest = server.end()
+    assert code == 1
+    assert "Traceback" not in rest
+
+
 def run(*args: object) -> tuple[int, str]:
     done = subprocess.run([*SCRIPT, *map(str, args)], capture_output=True, text=True, timeout=20)
     return done.returncode, done.stderr + done.stdout
@@ -152,6 +184,9 @@ def test_wrong_directories_and_flags(model_dir: Path) -> None:
     assert "config.json does not exist" in text
     assert run(model_dir, "--max-model-len", "0")[1].endswith("it must be at least 1\n")
     assert run(model_dir, "--no-such-flag")[0] == 2
+    code, text = run(model_dir, "--restart-engine", "--driver", "thread")
+    assert (code, text.count("\n")) == (1, 1)
+    assert "--driver process" in text
     assert run(model_dir, "--max-model", "5")[0] == 2
     (model_dir / "config.json").write_text('{"model_type": "other"}')
     assert "'other', which the recipe 'fake' does not serve" in run(model_dir)[1]

@@ -218,7 +218,7 @@ class Driver(ABC):
             self._handle(message)
         except Exception as error:
             _log.exception("a message of the engine breaks the contract")
-            self._die(f"the engine breaks its contract: {error}")
+            self.lose(f"the engine breaks its contract: {error}")
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -237,10 +237,10 @@ class Driver(ABC):
                 if self._started is not None and not self._started.done():
                     self._started.set_result(info)
             case StartFailed(text) | Lost(text):
-                self._die(text)
+                self.lose(text)
 
-    def _die(self, message: str) -> None:
-        """The engine is gone, or never came up. Only the first reason counts."""
+    def lose(self, message: str) -> None:
+        """The engine is gone, hangs, or never came up: fail all that is open. Only the first reason counts."""
         if self._dead is not None or self._closing:
             return
         self._dead = message

@@ -101,7 +101,7 @@ class ProcessDriver(Driver):
             try:
                 message = self._decode(frame)
             except msgspec.MsgspecError as error:
-                self._die(f"the engine breaks its contract: {error}")
+                self.lose(f"the engine breaks its contract: {error}")
                 return
             self._receive(message)
         self._schedule()
@@ -111,7 +111,7 @@ class ProcessDriver(Driver):
         while self._socket is not None and self._socket.poll(0):  # its last words
             self._drain()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._die(f"the engine process {how}")
+        self.lose(f"the engine process {how}")
 
     async def _stop(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -23,7 +23,7 @@ from openinfer.frontend.errors import FrontendError, ModelFilesError
 from openinfer.frontend.recipe import Recipe
 
 if TYPE_CHECKING:
-    from openinfer.frontend.client import Driver
+    from openinfer.frontend.client import EngineClient
     from openinfer.frontend.contract import EngineSpec
     from openinfer.frontend.http import Tokenizer
 
@@ -89,6 +89,11 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
         help="requests but no engine step for this long makes /health 503",
     )
     server.add_argument(
+        "--restart-engine",
+        action="store_true",
+        help="start an engine that died or hangs anew, up to 3 times in 10 minutes, instead of leaving",
+    )
+    server.add_argument(
         "--shutdown-timeout",
         type=_seconds,
         default=30.0,
@@ -138,17 +143,17 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
     listener = _bind(args.host, args.port)
     with listener:
-        driver = _driver(args, spec)
+        client = _client(args, spec)
         tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, args))
         try:
-            await asyncio.gather(_start(driver, args), tokens)
+            await asyncio.gather(_start(client, args), tokens)
             tokenizer, template = tokens.result()
             auto = args.generation_config == "auto"
             defaults = SamplingDefaults.load(args.model_dir) if auto else SamplingDefaults()
-            if defaults.repetition_penalty not in (None, 1) and "penalties" not in driver.info.features:
+            if defaults.repetition_penalty not in (None, 1) and "penalties" not in client.info.features:
                 _say("generation_config.json asks for a repetition_penalty, which this engine ignores")
             app = create_app(
-                driver,
+                client,
                 tokenizer=tokenizer,
                 template=template,
                 tool_parser=args.tool_call_parser,
@@ -168,27 +173,36 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
                 app, listener, shutdown_timeout_s=args.shutdown_timeout, on_ready=on_ready
             )
         finally:
-            await driver.close()
+            await client.close()
 
 
-async def _start(driver: "Driver", args: argparse.Namespace) -> None:
+async def _start(client: "EngineClient", args: argparse.Namespace) -> None:
     began = time.monotonic()
-    await driver.start()
-    info = driver.info
+    await client.start()
+    info = client.info
     _say(
         f"engine started in {time.monotonic() - began:.2f} s: {info.model}, context {info.max_model_len}, "
         f"KV cache {info.kv_capacity_tokens} tokens ({info.kv_capacity_tokens / info.max_model_len:.1f} x context)"
     )
 
 
-def _driver(args: argparse.Namespace, spec: "EngineSpec") -> "Driver":
+def _client(args: argparse.Namespace, spec: "EngineSpec") -> "EngineClient":
     if args.driver == "thread":
         from openinfer.frontend.thread_driver import ThreadDriver
 
+        if args.restart_engine:
+            raise ValueError("--restart-engine needs --driver process: a thread cannot be ended from outside")
         return ThreadDriver(spec.build, hang_timeout_s=args.engine_hang_timeout)
     from openinfer.frontend.process_driver import ProcessDriver
 
-    return ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout)
+    def make() -> ProcessDriver:
+        return ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout)
+
+    if not args.restart_engine:
+        return make()
+    from openinfer.frontend.restart import RestartingClient
+
+    return RestartingClient(make)
 
 
 def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:

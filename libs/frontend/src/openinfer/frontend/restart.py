@@ -1,0 +1,129 @@
+"""An engine client that outlives its engine: what dies or hangs is ended and started anew."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from openinfer.frontend.client import Driver, Health, Sink
+from openinfer.frontend.contract import Command, EngineInfo, EngineStats, Request
+from openinfer.frontend.errors import EngineDeadError, EngineStartError
+
+__all__ = ["RestartingClient"]
+
+CHECK_S = 0.5
+"""How often a hang is looked for."""
+MAX_RESTARTS = 3
+WINDOW_S = 600.0
+
+_log = logging.getLogger(__name__)
+
+
+class RestartingClient:
+    """An EngineClient over drivers that can be ended from outside (ProcessDriver).
+
+    Requests that were live fail; until the new engine is up, submit() raises EngineDeadError and health() says why.
+    More than MAX_RESTARTS within WINDOW_S, or an engine that does not start again, is final: died() returns.
+
+    make_driver: a new driver each time.
+    """
+
+    def __init__(self, make_driver: Callable[[], Driver]) -> None:
+        self._make_driver = make_driver
+        self._driver = make_driver()
+        self._ids = itertools.count(
+            1
+        )  # unique over all engines: a request may be made for one, sent to the next
+        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._down: str | None = "the engine is not running"
+        self._info: EngineInfo | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._lost: asyncio.Future[str] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDeadError("the engine has not been started")
+        return self._info
+
+    async def start(self) -> None:
+        self._lost = asyncio.get_running_loop().create_future()
+        await self._begin()
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+        await self._driver.close()
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        if self._down is not None:
+            raise EngineDeadError(self._down)
+        self._driver.submit(request, sink)
+
+    def abort(self, request_id: int) -> None:
+        self._driver.abort(request_id)
+
+    async def control(self, command: Command) -> None:
+        if self._down is not None:
+            raise EngineDeadError(self._down)
+        await self._driver.control(command)
+
+    def stats(self) -> EngineStats:
+        return self._driver.stats()
+
+    def health(self) -> Health:
+        return self._driver.health() if self._down is None else Health(False, self._down)
+
+    async def died(self) -> str:
+        if self._lost is None:
+            raise EngineDeadError("the engine has not been started")
+        return await asyncio.shield(self._lost)
+
+    async def _begin(self) -> None:
+        await self._driver.start()
+        self._info = self._driver.info
+        self._down = None
+
+    async def _keep(self) -> None:
+        """Watch, and restart, until it is final."""
+        assert self._lost is not None
+        while True:
+            reason = await self._broken(self._driver)
+            self._down = f"{reason}; restarting it"
+            self._driver.lose(reason)
+            await self._driver.close()
+            now = time.monotonic()
+            if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < WINDOW_S:
+                self._down = f"{reason}; it was restarted {MAX_RESTARTS} times already"
+                break
+            self._restarts.append(now)
+            _log.error("restarting the engine: %s", reason)
+            self._driver = self._make_driver()
+            try:
+                await self._begin()
+            except (EngineStartError, OSError) as error:
+                self._down = f"{reason}; it does not start again: {error}"
+                break
+            _log.info("the engine runs again after %.1f s", time.monotonic() - now)
+        self._lost.set_result(self._down)
+
+    async def _broken(self, driver: Driver) -> str:
+        """Wait until an engine is dead or hangs; how."""
+        died = asyncio.create_task(driver.died())
+        try:
+            while True:
+                await asyncio.wait([died], timeout=CHECK_S)
+                if died.done():
+                    return died.result()
+                health = driver.health()
+                if not health.ok:
+                    return health.detail
+        finally:
+            died.cancel()

@@ -1,0 +1,111 @@
+"""--restart-engine: the server stays up while its engine dies, hangs and comes back."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from openinfer.frontend import EngineDeadError, EngineSpec, Finished, Request
+from openinfer.frontend import restart as restart_module
+from openinfer.frontend.client import Delta
+from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.restart import RestartingClient
+from openinfer.sampler import SamplingParams
+
+
+def run(use: Callable[[RestartingClient, list[ProcessDriver]], Awaitable[None]], **engine: Any) -> None:
+    drivers: list[ProcessDriver] = []
+
+    def make() -> ProcessDriver:
+        spec = EngineSpec("openinfer.frontend.testing:FakeEngine", {"step_delay_s": 0.002, **engine})
+        drivers.append(ProcessDriver(spec, hang_timeout_s=0.5, close_timeout_s=0.2))
+        return drivers[-1]
+
+    async def main() -> None:
+        client = RestartingClient(make)
+        assert not client.health().ok
+        await client.start()
+        try:
+            await use(client, drivers)
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+async def generate(client: RestartingClient, max_tokens: int) -> list[Delta]:
+    deltas: list[Delta] = []
+    ended = asyncio.Event()
+
+    def sink(delta: Delta) -> None:
+        deltas.append(delta)
+        if delta.terminal is not None:
+            ended.set()
+
+    request = Request(
+        id=client.new_id(),
+        prompt_token_ids=[10],
+        sampling=SamplingParams(ignore_eos=True),
+        max_tokens=max_tokens,
+        arrival=time.monotonic(),
+    )
+    client.submit(request, sink)
+    await ended.wait()
+    return deltas
+
+
+async def up(client: RestartingClient) -> None:
+    while not client.health().ok:
+        await asyncio.sleep(0.02)
+
+
+def test_a_killed_engine_comes_back() -> None:
+    async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
+        long = asyncio.create_task(generate(client, 4000))
+        while client.stats().running == 0:
+            await asyncio.sleep(0.01)
+        os.kill(drivers[0].pid, signal.SIGKILL)
+        assert "SIGKILL" in getattr((await long)[-1].terminal, "message", "")
+        while "restarting" not in client.health().detail:
+            await asyncio.sleep(0.001)
+        assert not client.health().ok
+        with pytest.raises(EngineDeadError, match="restarting"):
+            await generate(client, 1)
+        await up(client)
+        assert isinstance((await generate(client, 3))[-1].terminal, Finished)
+        assert len(drivers) == 2
+        assert client.info.model == "fake"
+
+    run(use)
+
+
+def test_a_hung_engine_is_ended_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart_module, "CHECK_S", 0.05)
+
+    async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
+        terminal = (await generate(client, 50))[-1].terminal
+        assert "hangs" in getattr(terminal, "message", "")
+        await up(client)
+        assert isinstance((await generate(client, 3))[-1].terminal, Finished)
+        assert len(drivers) == 2
+
+    run(use, hang_at_step=10)
+
+
+def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart_module, "CHECK_S", 0.05)
+
+    async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
+        died = asyncio.create_task(client.died())
+        while not died.done():
+            if client.health().ok:
+                await generate(client, 5)
+            await asyncio.sleep(0.02)
+        assert "restarted 3 times already" in await died
+        assert len(drivers) == 4
+
+    run(use, die_at_step=2)
