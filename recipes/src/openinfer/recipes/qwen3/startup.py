@@ -173,7 +173,11 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
 
 def kernel_specs(model_dir: str, target: Target, **flags: Any) -> list[KernelSpec]:
     """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
-    config = Config.load(Path(model_dir))
+    return specs_of(Config.load(Path(model_dir)), target, **flags)
+
+
+def specs_of(config: Config, target: Target, **flags: Any) -> list[KernelSpec]:
+    """kernel_specs, of a model by its config."""
     sizes = decide_sizes(config, Options(**flags), Device("cuda"))
     return make_plan(config, sizes, Buckets.up_to(sizes.max_rows, sizes.max_tokens), target).specs
 

@@ -1,0 +1,53 @@
+"""A wheel with compiled kernels: with it a store without compiler or cache has every kernel of a published size."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from openinfer.kernels import Store, Target
+from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.qwen3.published import SIZES, config_json
+from openinfer.recipes.qwen3.startup import specs_of
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_sizes_have_a_plan(size):
+    config = Config.parse(config_json(size), None)
+    specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"))
+    assert {"gemv", "gemm_small", "attend_short", "attend_long", "advance"} <= {s.function for s in specs}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (ROOT / "hatch_build.py").exists(), reason="the build hook is in the checkout")
+def test_a_wheel_with_cubins(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    env = {**os.environ, "OPENINFER_CUBIN_ARCHS": "90"}
+    env.pop("TRITON_INTERPRET", None)
+    subprocess.run(command, check=True, env=env)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    folder = tmp_path / "site/openinfer/recipes/cubins"
+    store = Store(90, cache=tmp_path / "empty", folders=[folder])
+    for size in SIZES:
+        specs = specs_of(
+            Config.parse(config_json(size), None), Target(90, 132, cublas=True, gpu="NVIDIA H200")
+        )
+        assert store.prepare(specs).compiled == 0
