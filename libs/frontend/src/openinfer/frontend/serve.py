@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ from openinfer.frontend.chat import (
     default_formats,
 )
 from openinfer.frontend.errors import FrontendError, ModelFilesError
+from openinfer.frontend.logs import set_up_logging
 from openinfer.frontend.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -42,7 +44,11 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
-    server.add_argument("--api-key", default=None, help="wanted on all paths but /health and /ready")
+    server.add_argument(
+        "--api-key",
+        default=None,
+        help="wanted on all paths but /health and /ready; OPENINFER_API_KEY in the environment does not show in ps",
+    )
     server.add_argument(
         "--served-model-name",
         nargs="+",
@@ -103,6 +109,9 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     server.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=" "
     )
+    server.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="json: one object a line"
+    )
     server.add_argument("--log-requests", action="store_true", help="log a line for each request")
     recipe.add_arguments(parser)
     return parser
@@ -115,9 +124,8 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     130 or 143 when interrupted or terminated while starting. Errors are one line on stderr.
     """
     args = build_parser(recipe, prog).parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    set_up_logging(args.log_level, args.log_format)
+    args.api_key = args.api_key or os.environ.get("OPENINFER_API_KEY")
     try:
         model_type = _check_checkpoint(recipe, args.model_dir)
         _choose_parsers(args, model_type)

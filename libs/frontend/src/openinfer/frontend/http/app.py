@@ -17,10 +17,11 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.chat import ChatFormat
 from openinfer.frontend.http.dialects import Dialects
+from openinfer.frontend.http.guard import ApiKeyGuard, RequestIds
 from openinfer.frontend.http.messages_shape import messages_error
 from openinfer.frontend.http.openapi import document, endpoints
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.service import ApiKeyGuard, Service, package_version
+from openinfer.frontend.http.service import Service, package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
@@ -77,12 +78,13 @@ def create_app(
         finally:
             await client.close()
 
+    guards = [Middleware(ApiKeyGuard, api_key=api_key)] if api_key else []
     app = Starlette(
         routes=[
             *(Route(one.path, one.handler, methods=[one.method]) for one in table),
             Route("/openapi.json", openapi),
         ],
-        middleware=[Middleware(ApiKeyGuard, api_key=api_key)] if api_key else [],
+        middleware=[Middleware(RequestIds), *guards],
         exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=lifespan,
     )

@@ -1,23 +1,20 @@
 """The endpoints: read, check, generate, answer."""
 
-import hashlib
-import hmac
 import importlib.metadata
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.answer import Answer, error_response
+from openinfer.frontend.http.answer import Answer
 from openinfer.frontend.http.body import (
     REFUSED,
     ChatBody,
@@ -43,7 +40,7 @@ from openinfer.frontend.http.params import (
 from openinfer.frontend.http.shapes import CompletionShape, Shape
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["ApiKeyGuard", "Service", "json_response", "package_version", "read_body", "tool_object"]
+__all__ = ["Service", "json_response", "package_version", "read_body", "tool_object"]
 
 MAX_BODY_BYTES = 32 << 20
 COMPLETION_MAX_TOKENS = 16
@@ -252,35 +249,26 @@ class Service:
             arrival,
             request.headers.get("traceparent"),
         )
-        return Answer(generation, shape, self.active, self._log if self._log_requests else None)
+        log = partial(self._log, request.state.request_id) if self._log_requests else None
+        return Answer(generation, shape, self.active, log)
 
-    def _log(self, generation: Generation, outcome: str) -> None:
+    def _log(self, request_id: str, generation: Generation, outcome: str) -> None:
         usage = generation.usage()
-        seconds = time.monotonic() - generation.choices[0].request.arrival
+        fields = {
+            "request_id": request_id,
+            "outcome": outcome,
+            "sequences": len(generation.choices),
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "seconds": round(time.monotonic() - generation.choices[0].request.arrival, 4),
+        }
         _log.info(
-            "%s: %d sequences, %d prompt tokens (%d cached), %d generated in %.3f s",
-            *(outcome, len(generation.choices), usage.prompt_tokens, usage.cached_tokens),
-            *(usage.completion_tokens, seconds),
+            "%(outcome)s: %(sequences)d sequences, %(prompt_tokens)d prompt tokens (%(cached_tokens)d cached), "
+            "%(completion_tokens)d generated in %(seconds).3f s, id %(request_id)s",
+            fields,
+            extra={"fields": fields},
         )
-
-
-class ApiKeyGuard:
-    """ASGI middleware: all paths but /health and /ready want `Authorization: Bearer KEY`."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._digest = hashlib.sha256(api_key.encode()).digest()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in ("/health", "/ready"):
-            kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            digest = hashlib.sha256(key.encode("latin-1")).digest()  # the bytes as they came
-            # Digests have one length: the comparison's time says nothing about the key.
-            if not (hmac.compare_digest(digest, self._digest) and kind.lower() == "bearer"):
-                error = APIError("the API key is missing or wrong", status=401, code="invalid_api_key")
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 def package_version() -> str:
