@@ -137,5 +137,6 @@ def test_ids_past_the_vocabulary_are_refused(tiny: Any, asked: dict[str, Any]) -
     engine.submit(Request(id=1, prompt_token_ids=[1], sampling=sampling, max_tokens=1, arrival=0.0))
     (update,) = engine.step(0.0).updates
     engine.close()
+    assert {"penalties", "logit_bias", "allowed_token_ids", "bad_words"} <= set(engine.info.features)
     assert isinstance(update, Rejected)
     assert f"token {sampling.max_token_id}; ids must be in [0, 1024)" in update.reason

@@ -52,6 +52,9 @@ REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
     RejectReason.QUEUE_FULL: "queue_full",
 }
 
+FEATURES = ["logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
+"""What every engine of this recipe honours."""
+
 
 class Qwen3Engine:
     """A Qwen3 behind the engine contract. Single-threaded: one thread submits, aborts and steps."""
@@ -86,7 +89,7 @@ class Qwen3Engine:
             eos_token_ids=list(config.eos_token_ids),
             kv_capacity_tokens=pool.capacity_tokens,
             block_size=pool.groups[0].block_size,
-            features=["logprobs"] + ["prefix_cache"] * pool.prefix_cache + ["priority"] * self._uses_priority,
+            features=FEATURES + ["prefix_cache"] * pool.prefix_cache + ["priority"] * self._uses_priority,
         )
 
     def submit(self, request: Request) -> None:
