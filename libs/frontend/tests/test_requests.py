@@ -178,7 +178,7 @@ def test_the_api_key_guards_all_but_the_probes(start: Any) -> None:
         assert guarded.http.get(path).status_code == 200
     for path in ("/v1/models", "/metrics", "/version", "/nope", "//health", "/health/"):
         for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic s"}):
-            refused = guarded.http.get(path, headers=headers)
+            refused = guarded.http.get(f"http://127.0.0.1:{guarded.port}{path}", headers=headers)
             assert refused.status_code == 401, path
             assert refused.json()["error"]["code"] == "invalid_api_key"
     assert guarded.http.get("/v1/models", headers=good).status_code == 200

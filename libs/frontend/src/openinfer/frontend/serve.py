@@ -47,7 +47,7 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     server.add_argument(
         "--api-key",
         default=None,
-        help="wanted on all paths but /health and /ready; OPENINFER_API_KEY in the environment does not show in ps",
+        help="wanted on all paths but /health, /ready and /; OPENINFER_API_KEY in the environment does not show in ps",
     )
     server.add_argument(
         "--served-model-name",

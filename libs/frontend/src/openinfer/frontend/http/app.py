@@ -20,6 +20,7 @@ from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.guard import ApiKeyGuard, RequestIds
 from openinfer.frontend.http.messages_shape import messages_error
 from openinfer.frontend.http.openapi import document, endpoints
+from openinfer.frontend.http.page import Page
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service, package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def create_app(
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
-    (default: the engine's name). api_key: wanted on all paths but /health and /ready.
+    (default: the engine's name). api_key: wanted on all paths but /health, /ready and the page at /.
     log_requests: log one line a request at its end.
     """
     service = Service(
@@ -64,7 +65,7 @@ def create_app(
         log_requests=log_requests,
     )
 
-    table = endpoints(service, Dialects(service))
+    table = endpoints(service, Dialects(service), Page(service))
     described = msgspec.json.encode(document(table, package_version()))
 
     async def openapi(request: Request) -> Response:

@@ -13,18 +13,19 @@ from openinfer.frontend.http.answer import error_response
 
 __all__ = ["ApiKeyGuard", "RequestIds"]
 
+_OPEN = frozenset({"/health", "/ready", "/"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class ApiKeyGuard:
-    """All paths but /health and /ready want `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients."""
+    """All but probes and the static page want `Authorization: Bearer KEY`, or `x-api-key: KEY` (Anthropic's way)."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in ("/health", "/ready"):
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
             headers = Headers(scope=scope)
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer":

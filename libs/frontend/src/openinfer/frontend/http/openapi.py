@@ -12,6 +12,7 @@ from openinfer.frontend.http.body import REFUSED, ChatBody, CompletionBody
 from openinfer.frontend.http.chat_shape import ChatResponse
 from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeBody
 from openinfer.frontend.http.messages_body import MessagesBody
+from openinfer.frontend.http.page import Page
 from openinfer.frontend.http.responses_body import ResponsesBody
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import CompletionResponse
@@ -51,7 +52,7 @@ class Endpoint(NamedTuple):
         return "POST" if self.body else "GET"
 
 
-def endpoints(service: Service, dialects: Dialects) -> list[Endpoint]:
+def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint]:
     """All that a server answers, /openapi.json apart."""
     messages, refused = MessagesBody, messages_body.REFUSED
     return [
@@ -79,6 +80,8 @@ def endpoints(service: Service, dialects: Dialects) -> list[Endpoint]:
         Endpoint("/health", service.health, "503 when the engine is dead or hangs"),
         Endpoint("/ready", service.ready, "503 also while shutting down"),
         Endpoint("/metrics", service.prometheus, "Prometheus"),
+        Endpoint("/", page.page, "A chat and the engine's state, for people"),
+        Endpoint("/state", page.state, "The engine's state in numbers"),
         Endpoint("/version", service.version, "Versions"),
     ]
 
@@ -106,7 +109,7 @@ def document(table: Sequence[Endpoint], version: str) -> dict[str, Any]:
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
     whole: dict[str, Any] = {} if endpoint.answer is None else _ref(endpoint.answer.__name__)
-    kind = "text/plain" if endpoint.path == "/metrics" else "application/json"
+    kind = {"/metrics": "text/plain", "/": "text/html"}.get(endpoint.path, "application/json")
     content = {kind: {"schema": whole}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

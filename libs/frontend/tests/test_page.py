@@ -1,0 +1,50 @@
+"""The page at `/` and the numbers under it."""
+
+import base64
+import hashlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def test_the_page_is_whole_and_asks_nobody_else(start: Any) -> None:
+    live = start(app={"api_key": "s3cret"})
+    answer = live.http.get("/")  # without a key: it holds nothing
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert not re.findall(r"https?://|innerHTML|\bsrc=|\bhref=", answer.text)
+    (script,) = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in answer.headers["content-security-policy"]
+    assert live.http.get("/state").status_code == 401
+
+
+def test_the_state_is_the_engines(start: Any) -> None:
+    live = start({"max_running": 4})
+    before = live.http.get("/state").json()
+    assert (before["model"], before["healthy"], before["detail"]) == ("fake", True, "ok")
+    assert (before["running"], before["waiting"], before["kv_capacity_tokens"]) == (0, 0, 4 * 4096)
+    live.post("/v1/completions", prompt=[5], max_tokens=7)
+    after = live.http.get("/state").json()
+    assert after["generation_tokens"] - before["generation_tokens"] == 7
+    assert after["prompt_tokens"] - before["prompt_tokens"] == 1
+    assert after["time"] > before["time"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser here")
+def test_a_browser_runs_it(start: Any, tmp_path: Path) -> None:
+    assert BROWSER is not None
+    live = start()
+    url = f"http://127.0.0.1:{live.port}/"
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom")
+    command = [BROWSER, *flags, f"--user-data-dir={tmp_path}", url]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert '<h1 id="model">fake</h1>' in shown
+    assert '<dd id="waiting">0</dd>' in shown
