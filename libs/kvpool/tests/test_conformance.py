@@ -140,8 +140,8 @@ class NoSalt(Pool):
 class NothingLeft(Pool):
     """Caches the whole prompt."""
 
-    def _match(self, tokens, root, hashes, limit):
-        return super()._match(tokens, root, hashes, len(tokens))
+    def _match(self, tokens, chain, limit):
+        return super()._match(tokens, chain, len(tokens))
 
 
 class CommitsAhead(Altered):

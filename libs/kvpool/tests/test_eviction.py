@@ -19,8 +19,7 @@ def left(pool, *prompts):
     """How much of each is cached, without a trace."""
     found = []
     for tokens in prompts:
-        _, names = pool._chain([*tokens, 0], b"", None)
-        end, _, _ = pool._match([*tokens, 0], pool._chain([], b"", None)[0], names, len(tokens))
+        end, _, _ = pool._match([*tokens, 0], pool._chain([*tokens, 0], b"", None), len(tokens))
         found.append(end)
     return found
 

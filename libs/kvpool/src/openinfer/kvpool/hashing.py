@@ -26,21 +26,36 @@ def root_hash(block_size: int, salt: bytes = b"") -> bytes:
     return hashlib.sha256(b"openinfer.kvpool/1:" + struct.pack("<Q", block_size) + salt).digest()
 
 
-def extend_hashes(
-    hashes: list[bytes], root: bytes, tokens: Sequence[int], num_blocks: int, block_size: int
-) -> None:
-    """Append to `hashes` until it names the first `num_blocks` whole blocks of `tokens`."""
-    parent = hashes[-1] if hashes else root
-    pack = _packer(block_size)
-    for start in range(len(hashes) * block_size, num_blocks * block_size, block_size):
-        try:
-            data = pack(*tokens[start : start + block_size])
-        except struct.error as error:
-            raise InvalidTokens(
-                f"token ids are integers in 0..2**32-1, given otherwise near {start}: {error}"
-            ) from None
-        parent = hashlib.sha256(parent + data).digest()
-        hashes.append(parent)
+class Chain:
+    """The names of a sequence's blocks of `block_size` tokens, made as far as they are needed.
+
+    names: those that are known already; the list is kept, not copied. enabled=False: a chain that nobody uses.
+    """
+
+    def __init__(
+        self, block_size: int, salt: bytes = b"", names: list[bytes] | None = None, *, enabled: bool = True
+    ) -> None:
+        self.names = [] if names is None else names
+        self.root = root_hash(block_size, salt) if enabled else b""
+        self.enabled = enabled
+        self._block_size = block_size
+
+    def extend(self, tokens: Sequence[int], num_blocks: int) -> None:
+        """Name the first `num_blocks` whole blocks of `tokens`, of which the first ones are as before."""
+        names, block_size = self.names, self._block_size
+        if len(names) >= num_blocks:
+            return
+        parent = names[-1] if names else self.root
+        pack, sha256 = _packer(block_size), hashlib.sha256
+        for start in range(len(names) * block_size, num_blocks * block_size, block_size):
+            try:
+                data = pack(*tokens[start : start + block_size])
+            except struct.error as error:
+                raise InvalidTokens(
+                    f"token ids are integers in 0..2**32-1, given otherwise near {start}: {error}"
+                ) from None
+            parent = sha256(parent + data).digest()
+            names.append(parent)
 
 
 def hash_blocks(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> list[bytes]:
@@ -49,6 +64,6 @@ def hash_blocks(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> li
     A frontend may compute them where it tokenizes and hand them to `Pool.acquire(..., hashes=...)`, with
     `block_size = pool.hash_block_size` and the salt that it gives to `acquire`. Raises InvalidTokens.
     """
-    hashes: list[bytes] = []
-    extend_hashes(hashes, root_hash(block_size, salt), tokens, len(tokens) // block_size, block_size)
-    return hashes
+    chain = Chain(block_size, salt)
+    chain.extend(tokens, len(tokens) // block_size)
+    return chain.names

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from .errors import InvalidTokens, LeaseReleased
-from .hashing import extend_hashes
+from .hashing import Chain
 from .parts import Copy, Pages, Snapshots
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Lease:
     num_cached: int
     """Tokens found in the prefix cache by acquire: the first ones, already computed."""
     num_tokens: int
-    """Tokens that fit the blocks held now, in every group."""
+    """Tokens that fit the blocks held now, in every group; sys.maxsize where there are no pages to fill."""
     hashes: list[bytes]
     """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read
     only."""
@@ -32,37 +32,29 @@ class Lease:
     """To be carried out before anything is computed: set by the first reserve that grows, where the cached prefix
     ends in a snapshot or inside a page."""
 
-    def __init__(
-        self, pool: Pool, parts: list[Pages | Snapshots], root: bytes, hashes: list[bytes], num_queried: int
-    ) -> None:
+    def __init__(self, pool: Pool, parts: list[Pages | Snapshots], chain: Chain, num_queried: int) -> None:
         self.num_cached = 0
         self.num_tokens = 0
-        self.hashes = hashes
+        self.hashes = chain.names
         self.copies = []
         self._pool = pool
         self._parts = parts
-        self._root = root
+        self._chain = chain
         self._num_queried: int | None = num_queried
         self._num_committed = 0
-        self._copies_due = False
+        self._has_sources = False  # until the first commit that goes further
+        self._copies_due = False  # until the first reserve that grows
         self._released = False
 
     def _attach(self, num_cached: int, tables: Sequence[list[int]], sources: Sequence[int]) -> None:
         self.num_cached = self._num_committed = num_cached
-        self._copies_due = any(sources)
+        self._has_sources = self._copies_due = any(sources)
         for part, table, source in zip(self._parts, tables, sources, strict=True):
             if isinstance(part, Pages):
                 part.attach(table, source)
             elif source:
-                part.attach(source)
-        self.num_tokens = self._room(num_cached)
-
-    def _room(self, num_tokens: int) -> int:
-        """Tokens that fit; num_tokens where no page limits them."""
-        rooms = [
-            len(part.table) * part.ledger.group.block_size for part in self._parts if isinstance(part, Pages)
-        ]
-        return min(rooms, default=num_tokens)
+                part.attach(num_cached, source)
+        self.num_tokens = min([part.num_tokens for part in self._parts])
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         """Block ids of a group, in the order of the tokens; 0, the padding block, where the window has moved on.
@@ -80,20 +72,16 @@ class Lease:
             self._count_query()
             return []
         wanted = []
-        for part in self._parts:
+        for group, part in enumerate(self._parts):
             count = part.missing(num_tokens)
-            if count > part.ledger.room(0 if self.copies else part.source):
-                return None
-            wanted.append(count)
-        grown = []
-        for group, count in enumerate(wanted):
             if count > 0:
-                part = self._parts[group]
-                first = len(part.table)
-                grown.append((group, first, part.grow(count)))
+                if count > part.ledger.room(part.source if self._copies_due else 0):
+                    return None
+                wanted.append((group, part, count))
+        grown = [(group, len(part.table), part.grow(count)) for group, part, count in wanted]
         if self._copies_due:
             self._note_copies()
-        self.num_tokens = self._room(num_tokens)
+        self.num_tokens = min([part.num_tokens for part in self._parts])
         self._count_query()
         return grown
 
@@ -145,7 +133,7 @@ class Lease:
         is hashed once in a lease's life. Raises LeaseReleased, InvalidTokens.
         """
         self._check_live()
-        if num_confirmed > len(tokens) or num_confirmed > max(self.num_tokens, self.num_cached):
+        if num_confirmed > len(tokens) or self.num_cached < num_confirmed > self.num_tokens:
             raise InvalidTokens(
                 f"cannot commit {num_confirmed} tokens: {len(tokens)} given, "
                 f"room reserved for {self.num_tokens}"
@@ -153,15 +141,13 @@ class Lease:
         if num_confirmed < self._num_committed:
             return
         self._num_committed = num_confirmed
-        hashes, root, unit = self.hashes, self._root, self._pool.hash_block_size
-        for part in self._parts:
-            if num_confirmed > self.num_cached:
+        if self._has_sources and num_confirmed > self.num_cached:
+            self._has_sources = False
+            for part in self._parts:
                 part.drop_source()
-            if self._pool.prefix_cache:
-                extend_hashes(hashes, root, tokens, part.num_hashes(num_confirmed), unit)
-                part.register(hashes, root, tokens, num_confirmed)
-            if isinstance(part, Pages):
-                part.slide(num_confirmed)
+        for part in self._parts:
+            if num_confirmed >= part.due:
+                part.commit(self._chain, tokens, num_confirmed)
 
     def release(self) -> None:
         """Give all blocks back: registered ones stay cached, the others are free. Idempotent."""
@@ -170,7 +156,7 @@ class Lease:
         self._released = True
         for part in self._parts:
             if isinstance(part, Pages):
-                part.keep_tail(self.hashes, self._root)
+                part.keep_tail(self._chain)
             part.release()
         self.num_tokens = 0
         self.copies.clear()

@@ -106,22 +106,23 @@ class Ledger:
 
     def room(self, spare: int = 0) -> int:
         """What allocate(..., spare) could hand out."""
-        return self.num_free + (1 if spare and self._users[spare] == 1 else 0)
+        room = len(self._free) + len(self._policy)
+        return room + 1 if spare and self._users[spare] == 1 else room
 
     def allocate(self, count: int, spare: int = 0) -> list[int]:
         """Hand out `count` private blocks, at most room(spare): free ones first, then by eviction.
 
         If that is one too few, the first is `spare`, a registered block that only the caller uses.
         """
-        needs_spare = count > self.num_free
+        needs_spare = spare and count > self.num_free
         if needs_spare:
             self.release([spare], 0)  # to get it back below: all that is left is handed out
-        fresh = min(count, len(self._free))
-        blocks = self._free[len(self._free) - fresh :]
-        blocks.reverse()
-        del self._free[len(self._free) - fresh :]
+        free, users = self._free, self._users
+        fresh = count if count <= len(free) else len(free)
+        blocks = free[: -fresh - 1 : -1]
+        del free[len(free) - fresh :]
         for block in blocks:
-            self._users[block] = 1
+            users[block] = 1
         if count > fresh:
             blocks += self._evict(count - fresh)
         if needs_spare:
@@ -162,35 +163,35 @@ class Ledger:
         names: Sequence[bytes],
         parent: bytes | None,
         tokens: Sequence[int] | None,
-    ) -> int:
-        """Name private blocks, each the child of the one before it, the first of `parent`; say how many are new.
+    ) -> None:
+        """Name private blocks, each the child of the one before it, the first of `parent`.
 
         Held already by somebody: ours waits as a duplicate. `tokens`: theirs, for events (None: routers
         are not told of these).
         """
-        index, fresh, size, before = self._index, [], self.group.block_size, [parent, *names]
-        for position, (block, name) in enumerate(zip(blocks, names, strict=True)):
+        index, fresh, before = self._index, [], parent
+        for position, name in enumerate(names):
+            block = blocks[position]
             self._name[block] = name
-            self._parent[block] = before[position] if self._lineage else None
+            if self._lineage:
+                self._parent[block], before = before, name
             other = index.get(name)
-            if other is not None and self._users[other]:
+            if other is None:
+                index[name] = block
+                fresh.append(position)
+            elif self._users[other]:
                 self._duplicates.setdefault(name, {})[block] = None
-                continue
-            index[name] = block
-            if other is not None:  # cached and unused: ours is as good, theirs is room
+            else:  # cached and unused: ours is as good, theirs is room
+                index[name] = block
                 self._policy.use(name)
                 self._name[other] = None
                 self._free.append(other)
-            else:
-                fresh.append(position)
         self._stats.registered += len(fresh)
         if self._events is not None and tokens is not None:
+            size, parents = self.group.block_size, [parent, *names]
             for first, last in _runs(fresh):
-                run = list(names[first:last])
-                self._events.stored(
-                    self._group_index, before[first], run, tokens[first * size : last * size], size
-                )
-        return len(fresh)
+                run = tokens[first * size : last * size]
+                self._events.stored(self._group_index, parents[first], list(names[first:last]), run, size)
 
     def release(self, blocks: Iterable[int], priority: int) -> None:
         """Take one user from each of these blocks, children first."""

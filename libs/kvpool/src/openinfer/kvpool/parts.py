@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .hashing import Chain
 from .ledger import Ledger
 from .tails import tail_name
 
@@ -29,6 +31,8 @@ class Pages:
         self.ledger = ledger
         self._priority = priority
         self.table: list[int] = []
+        self.num_tokens = 0  # that fit
+        self.due = 0  # commit() has something to do from so many confirmed tokens on
         self.source = 0  # begins as our first new block does: to be copied into it
         self._scale = scale  # hashes a block
         self._block_size = ledger.group.block_size
@@ -40,6 +44,7 @@ class Pages:
     def attach(self, blocks: list[int], source: int) -> None:
         """Start from these complete blocks, 0 for those not needed."""
         self.table = blocks
+        self.num_tokens = len(blocks) * self._block_size
         self._num_committed = len(blocks)
         if self._window is not None:
             self._first = blocks.count(0)
@@ -64,40 +69,39 @@ class Pages:
         if blocks[0] == self.source:
             self.source = 0
         self.table.extend(blocks)
+        self.num_tokens = len(self.table) * self._block_size
         return blocks
 
-    def num_hashes(self, num_confirmed: int) -> int:
-        """Hashes that register() needs: 0 if it has nothing to do."""
-        last = num_confirmed // self._block_size
-        return last * self._scale if last > self._num_committed else 0
-
-    def register(self, hashes: list[bytes], root: bytes, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Name the blocks that the confirmed tokens fill."""
-        size, scale = self._block_size, self._scale
-        first, last = self._num_committed, num_confirmed // size
-        tails = self.ledger.tails
-        if last > first:
-            names = hashes[(first + 1) * scale - 1 : last * scale : scale]
-            parent = hashes[first * scale - 1] if first else None
-            own = tokens[first * size : last * size]
-            self.ledger.register(self.table[first:last], names, parent, own)
-            self._num_committed = last
+    def commit(self, chain: Chain, tokens: Sequence[int], num_confirmed: int) -> None:
+        """Name the blocks that the confirmed tokens fill; give back what the tokens after them do not need."""
+        size, tails = self._block_size, self.ledger.tails
+        last = num_confirmed // size
+        if chain.enabled:
+            if last > self._num_committed:
+                self._register(chain, tokens, last)
             if tails is not None:
-                for index, name in enumerate(names):
-                    tails.add(parent or root, name, own[index * size : (index + 1) * size])
-                    parent = name
-        if tails is not None:
-            self._tail = tokens[last * size : num_confirmed]
+                self._tail = tokens[last * size : num_confirmed]
+        self.due = (last + 1) * size if tails is None else 0
+        if self._window is not None:
+            first = max(num_confirmed - self._window, 0) // size
+            if first > self._first:
+                self.ledger.release(self.table[self._first : first], self._priority)
+                self.table[self._first : first] = [0] * (first - self._first)
+                self._first = first
+            self.due = min(self.due, (first + 1) * size + self._window)
 
-    def slide(self, num_confirmed: int) -> None:
-        """Give back what the tokens after the confirmed ones do not need."""
-        if self._window is None:
-            return
-        first = max(num_confirmed - self._window, 0) // self._block_size
-        if first > self._first:
-            self.ledger.release(self.table[self._first : first], self._priority)
-            self.table[self._first : first] = [0] * (first - self._first)
-            self._first = first
+    def _register(self, chain: Chain, tokens: Sequence[int], last: int) -> None:
+        size, scale, first = self._block_size, self._scale, self._num_committed
+        chain.extend(tokens, last * scale)
+        names = chain.names[(first + 1) * scale - 1 : last * scale : scale]
+        parent = chain.names[first * scale - 1] if first else None
+        own = tokens[first * size : last * size]
+        self.ledger.register(self.table[first:last], names, parent, own)
+        self._num_committed = last
+        if self.ledger.tails is not None:
+            for index, name in enumerate(names):
+                self.ledger.tails.add(parent or chain.root, name, own[index * size : (index + 1) * size])
+                parent = name
 
     def drop_source(self) -> None:
         """The copy was carried out, or will not be."""
@@ -105,15 +109,15 @@ class Pages:
             self.ledger.release([self.source], self._priority)
             self.source = 0
 
-    def keep_tail(self, hashes: list[bytes], root: bytes) -> None:
+    def keep_tail(self, chain: Chain) -> None:
         """Make the last, unfinished block findable, before a release."""
         tails, index = self.ledger.tails, self._num_committed
         if tails is None or len(self._tail) < tails.min_tokens:
             return
-        parent = hashes[index - 1] if index else None
-        name = tail_name(parent or root, self._tail)
+        parent = chain.names[index - 1] if index else None
+        name = tail_name(parent or chain.root, self._tail)
         self.ledger.register(self.table[index : index + 1], [name], parent, None)
-        tails.add(parent or root, name, self._tail)
+        tails.add(parent or chain.root, name, self._tail)
 
     def release(self) -> None:
         """Give everything back."""
@@ -130,14 +134,17 @@ class Snapshots:
         self.ledger = ledger
         self._priority = priority
         self.table: list[int] = []
+        self.num_tokens = 0  # that fit: no end of them, once there is a live block
+        self.due = sys.maxsize  # commit() has something to do from so many confirmed tokens on
         self.source = 0  # the state to begin with: to be copied into the live block
         self._unit = ledger.group.block_size // scale
         self._pending: dict[int, int] = {}  # tokens seen -> block
 
-    def attach(self, source: int) -> None:
-        """Start from this snapshot."""
+    def attach(self, num_tokens: int, source: int) -> None:
+        """Start from this snapshot of the state after num_tokens tokens."""
         self.ledger.share([source])
         self.source = source
+        self.num_tokens = num_tokens
 
     def held(self) -> Iterator[int]:
         """Blocks in use, for audits."""
@@ -155,6 +162,7 @@ class Snapshots:
         self.table = self.ledger.allocate(count, self.source)
         if self.table[0] == self.source:
             self.source = 0
+        self.num_tokens = sys.maxsize
         return list(self.table)
 
     def has_room(self, boundary: int) -> bool:
@@ -165,18 +173,17 @@ class Snapshots:
         """A block to copy the live one into when it has seen `boundary` tokens. There must be room."""
         if boundary not in self._pending:
             (self._pending[boundary],) = self.ledger.allocate(1)
+            self.due = min(self._pending)
         return self._pending[boundary]
 
-    def num_hashes(self, num_confirmed: int) -> int:
-        """Hashes that register() needs: 0 if it has nothing to do."""
-        return max((end for end in self._pending if end <= num_confirmed), default=0) // self._unit
-
-    def register(self, hashes: list[bytes], root: bytes, tokens: Sequence[int], num_confirmed: int) -> None:
+    def commit(self, chain: Chain, tokens: Sequence[int], num_confirmed: int) -> None:
         """Name the snapshots that confirmed tokens led to, and let go of them: they are in the cache now."""
         for end in sorted(end for end in self._pending if end <= num_confirmed):
             block = self._pending.pop(end)
-            self.ledger.register([block], [hashes[end // self._unit - 1]], None, ())
+            chain.extend(tokens, end // self._unit)
+            self.ledger.register([block], [chain.names[end // self._unit - 1]], None, ())
             self.ledger.release([block], self._priority)
+        self.due = min(self._pending, default=sys.maxsize)
 
     def drop_source(self) -> None:
         """The copy was carried out, or will not be."""

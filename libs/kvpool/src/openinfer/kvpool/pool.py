@@ -12,7 +12,7 @@ from .errors import IntegrityError, InvalidGroup, InvalidTokens
 from .events import EventBatch, EventLog
 from .eviction import POLICIES, Eviction
 from .group import BlockState, Group
-from .hashing import extend_hashes, root_hash
+from .hashing import Chain
 from .hold import Hold, with_ancestors
 from .lease import Lease
 from .ledger import Ledger
@@ -122,14 +122,13 @@ class Pool:
         salt) or its beginning, where the caller has them already. `priority` is for eviction, after the
         release. The caller owns the lease. Raises InvalidTokens when there are more hashes than whole blocks.
         """
-        unit = self.hash_block_size
-        root, names = self._chain(tokens, salt, hashes)
-        lease = Lease(self, self._new_parts(priority), root, names, len(tokens))
+        chain = self._chain(tokens, salt, hashes)
+        lease = Lease(self, self._new_parts(priority), chain, len(tokens))
         self._leases.add(lease)
         if self.prefix_cache and len(tokens) > 1:
-            end, tables, sources = self._match(tokens, root, names, len(tokens) - 1)
+            end, tables, sources = self._match(tokens, chain, len(tokens) - 1)
             if self._ledgers[0].tails is not None:
-                end += self._match_tails(tokens, end, names[end // unit - 1] if end else root, sources)
+                end += self._match_tails(tokens, end, chain, sources)
             lease._attach(end, tables, sources)
         return lease
 
@@ -141,25 +140,24 @@ class Pool:
             for ledger in self._ledgers
         ]
 
-    def _chain(
-        self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None
-    ) -> tuple[bytes, list[bytes]]:
+    def _chain(self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None) -> Chain:
         unit = self.hash_block_size
         if hashes is not None and len(hashes) * unit > len(tokens):
             raise InvalidTokens(
                 f"{len(hashes)} hashes of {unit} tokens each do not fit {len(tokens)} tokens; "
                 f"give hash_blocks(tokens, {unit}, salt)"
             )
-        return root_hash(unit, salt) if self.prefix_cache else b"", list(hashes or ())
+        return Chain(unit, salt, list(hashes or ()), enabled=self.prefix_cache)
 
     def _match(
-        self, tokens: Sequence[int], root: bytes, hashes: list[bytes], limit: int
+        self, tokens: Sequence[int], chain: Chain, limit: int
     ) -> tuple[int, list[list[int]], list[int]]:
         """Longest cached prefix in whole blocks, at most `limit` tokens; its pages and its snapshot, by group."""
         unit, step = self.hash_block_size, self.boundary_size
         end = limit // step * step
         # All at once, though a miss may come early: commit() needs the names of the computed blocks anyway.
-        extend_hashes(hashes, root, tokens, end // unit, unit)
+        chain.extend(tokens, end // unit)
+        hashes = chain.names
         tables: list[list[int]] = [[] for _ in self.groups]
         for index, ledger in enumerate(self._ledgers):
             if ledger.group.window is None and not ledger.group.snapshots:
@@ -204,8 +202,9 @@ class Pool:
             end -= step
         return end
 
-    def _match_tails(self, tokens: Sequence[int], end: int, prefix: bytes, sources: list[int]) -> int:
+    def _match_tails(self, tokens: Sequence[int], end: int, chain: Chain, sources: list[int]) -> int:
         """Tokens found in a block that begins as tokens[end:] do, the same number in every group."""
+        prefix = chain.names[end // self.hash_block_size - 1] if end else chain.root
         tokens = tokens[end : min(end + self.boundary_size, len(tokens) - 1)]
         count = len(tokens)
         for index, ledger in enumerate(self._ledgers):
@@ -227,10 +226,10 @@ class Pool:
 
     def pin(self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None) -> Hold:
         """Keep the longest cached prefix of `tokens` (all of it, if whole blocks) until released."""
-        root, names = self._chain(tokens, salt, hashes)
+        chain = self._chain(tokens, salt, hashes)
         if not self.prefix_cache:
             return self._keep(Hold([]))
-        end, tables, sources = self._match(tokens, root, names, len(tokens))
+        end, tables, sources = self._match(tokens, chain, len(tokens))
         blocks = [
             [block for block in (*table, source) if block]
             for table, source in zip(tables, sources, strict=True)

@@ -124,7 +124,7 @@ class History:
         groups = range(len(self.groups))
         before = [list(seq.lease.block_table(group)) for group in groups]
         free = self.pool.num_free
-        wanted = max(len(seq.tokens), seq.lease.num_tokens) + self.random.randint(0, 3)
+        wanted = len(seq.tokens) + self.random.randint(0, 5)
         grown = seq.lease.reserve(wanted)
         after = [list(seq.lease.block_table(group)) for group in groups]
         if grown is None:
