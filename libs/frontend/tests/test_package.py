@@ -47,6 +47,7 @@ def test_importing_is_quick() -> None:
     [
         ("starlette", "openinfer.frontend.http", "http"),
         ("prometheus_client", "openinfer.frontend.http", "http"),
+        ("opentelemetry", "openinfer.frontend.http.tracing", "otel"),
         ("zmq", "openinfer.frontend.process_driver", "process"),
     ],
 )

@@ -110,6 +110,12 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=" "
     )
     server.add_argument(
+        "--otlp-traces-endpoint",
+        default=None,
+        metavar="URL",
+        help="send a span a sequence there, such as http://localhost:4318/v1/traces; needs [otel]",
+    )
+    server.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="json: one object a line"
     )
     server.add_argument("--log-requests", action="store_true", help="log a line for each request")
@@ -152,6 +158,7 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
     listener = _bind(args.host, args.port)
     with listener:
         client = _client(args, spec)
+        tracing = None
         tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, args))
         try:
             await asyncio.gather(_start(client, args), tokens)
@@ -160,6 +167,10 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
             defaults = SamplingDefaults.load(args.model_dir) if auto else SamplingDefaults()
             if defaults.repetition_penalty not in (None, 1) and "penalties" not in client.info.features:
                 _say("generation_config.json asks for a repetition_penalty, which this engine ignores")
+            if args.otlp_traces_endpoint is not None:
+                from openinfer.frontend.http.tracing import Tracing
+
+                tracing = Tracing.to(args.otlp_traces_endpoint, client.info.model)
             app = create_app(
                 client,
                 tokenizer=tokenizer,
@@ -170,6 +181,7 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
                 model_names=args.served_model_name,
                 api_key=args.api_key,
                 log_requests=args.log_requests,
+                tracing=tracing,
             )
 
             def on_ready() -> None:
@@ -182,6 +194,8 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
             )
         finally:
             await client.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
 
 async def _start(client: "EngineClient", args: argparse.Namespace) -> None:

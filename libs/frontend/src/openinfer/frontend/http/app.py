@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,6 +26,9 @@ from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service, package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from openinfer.frontend.http.tracing import Tracing
+
 __all__ = ["create_app"]
 
 
@@ -39,6 +43,7 @@ def create_app(
     model_names: Sequence[str] = (),
     api_key: str | None = None,
     log_requests: bool = False,
+    tracing: "Tracing | None" = None,
 ) -> Starlette:
     """OpenAI's endpoints over an engine; `app.state.service` is the Service.
 
@@ -50,7 +55,7 @@ def create_app(
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
     (default: the engine's name). api_key: wanted on all paths but /health, /ready and the page at /.
-    log_requests: log one line a request at its end.
+    log_requests: log one line a request at its end. tracing: where spans go; closed by its owner.
     """
     service = Service(
         client,
@@ -63,6 +68,7 @@ def create_app(
         defaults=defaults or SamplingDefaults(),
         model_names=model_names,
         log_requests=log_requests,
+        tracing=tracing,
     )
 
     table = endpoints(service, Dialects(service), Page(service))

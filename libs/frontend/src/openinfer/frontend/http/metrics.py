@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -10,6 +11,9 @@ from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import Failed, Rejected, Request
+
+if TYPE_CHECKING:
+    from openinfer.frontend.http.tracing import Tracing
 
 __all__ = ["Histogram", "Metrics"]
 
@@ -59,7 +63,10 @@ class Histogram:
 class Metrics:
     """All metrics of one server. A prometheus collector; observe from the event loop's thread."""
 
-    def __init__(self, client: EngineClient, model_name: str | None) -> None:
+    def __init__(
+        self, client: EngineClient, model_name: str | None, tracing: "Tracing | None" = None
+    ) -> None:
+        self.tracing = tracing
         self._client = client
         self._model_name = model_name
         self._successes: Counter[str] = Counter()
@@ -97,6 +104,8 @@ class Metrics:
         self, request: Request, reason: str, tokens: int, scheduled: float, first: float, last: float
     ) -> None:
         """A sequence ended in order. Times are time.monotonic() seconds, 0.0 for what did not happen."""
+        if self.tracing is not None:
+            self.tracing.finished(request, reason, tokens, scheduled, first, last)
         self._successes[reason] += 1
         self._prompt.observe(len(request.prompt_token_ids))
         self._generation.observe(tokens)

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -40,6 +40,9 @@ from openinfer.frontend.http.params import (
 from openinfer.frontend.http.shapes import CompletionShape, Shape
 from openinfer.frontend.http.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from openinfer.frontend.http.tracing import Tracing
+
 __all__ = ["Service", "json_response", "package_version", "read_body", "tool_object"]
 
 MAX_BODY_BYTES = 32 << 20
@@ -65,9 +68,10 @@ class Service:
         defaults: SamplingDefaults,
         model_names: Sequence[str],
         log_requests: bool,
+        tracing: "Tracing | None",
     ) -> None:
         self.client = client
-        self.metrics = Metrics(client, model_names[0] if model_names else None)
+        self.metrics = Metrics(client, model_names[0] if model_names else None, tracing)
         self.draining = False
         self.active: set[Generation] = set()
         self.tokenizer = tokenizer
