@@ -1,13 +1,25 @@
 """openinfer.sampler: what a request asks of the sampler, and logits -> token ids and logprobs."""
 
-from openinfer.sampler.errors import InvalidLogits, InvalidParams, SamplerError
+from openinfer.sampler.errors import (
+    GrammarFailed,
+    GrammarTimeout,
+    InvalidGrammar,
+    InvalidLogits,
+    InvalidParams,
+    MissingExtra,
+    SamplerError,
+)
 from openinfer.sampler.noise import fresh_seed, gumbel, hash_u32, seed_words
 from openinfer.sampler.params import SamplingParams
 from openinfer.sampler.reference import Samples, sample, sample_arrays
 
 __all__ = [
+    "GrammarFailed",
+    "GrammarTimeout",
+    "InvalidGrammar",
     "InvalidLogits",
     "InvalidParams",
+    "MissingExtra",
     "SamplerError",
     "Samples",
     "SamplingParams",

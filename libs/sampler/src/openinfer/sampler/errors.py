@@ -1,8 +1,12 @@
 """What this library raises.
 
 SamplerError
-├── InvalidParams (ValueError)   a sampling parameter is outside what is allowed; ``.param`` names it
-└── InvalidLogits (ValueError)   rows that no token can be drawn from; ``.rows`` lists them
+├── InvalidParams (ValueError)    a sampling parameter is outside what is allowed; ``.param`` names it
+├── InvalidLogits (ValueError)    rows that no token can be drawn from; ``.rows`` lists them
+├── InvalidGrammar (ValueError)   a grammar that is malformed or asks for what is not supported
+├── GrammarTimeout (TimeoutError) a grammar that took too long to compile
+├── GrammarFailed (RuntimeError)  a token that the grammar does not allow, or a grammar beyond its limits at run time
+└── MissingExtra (ImportError)    an extra of this library is not installed
 
 Array arguments of the wrong shape or dtype are a caller's bug, not a request's, and raise plain ValueError.
 """
@@ -43,3 +47,19 @@ class InvalidLogits(SamplerError, ValueError):
             " when divided by the temperature (no NaN, no +inf, and a token left that is not forbidden);"
             " fail these requests and sample the other rows again"
         )
+
+
+class InvalidGrammar(SamplerError, ValueError):
+    """A grammar is malformed, or uses what is not supported; the message names it."""
+
+
+class GrammarTimeout(SamplerError, TimeoutError):
+    """A grammar was not compiled by its deadline."""
+
+
+class GrammarFailed(SamplerError, RuntimeError):
+    """A sequence cannot go on under its grammar: fail this request."""
+
+
+class MissingExtra(SamplerError, ImportError):
+    """A part of the library needs an extra that is not installed; the message has the command."""

@@ -1,0 +1,256 @@
+"""Structured output: a grammar compiled against a vocabulary, and for every step the mask of tokens that may come next.
+
+Importing this needs numpy only, and `Grammar` is plain data; a `Compiler` needs the extra [grammar] (llguidance).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer.sampler.errors import GrammarFailed, GrammarTimeout, InvalidGrammar, MissingExtra
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+MAX_GRAMMAR_CHARS = 1 << 16
+MAX_NESTING = 64
+
+# Whitespace in JSON is optional and bounded: a model that likes it could go on forever.
+JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n]{1,24}", "lenient": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output has to be. Immutable, hashable, checked for size and shape when made.
+
+    Attributes:
+        kind: "json_schema", "json_object" (any JSON object), "regex" (Rust's syntax, for the whole output), "choice"
+            (one of some strings) or "lark" (llguidance's dialect).
+        text: the schema as JSON, nothing, the expression, the strings as a JSON list, the grammar. At most 65,536
+            characters, JSON at most 64 levels deep.
+
+    Raises:
+        InvalidGrammar: a ValueError. What only a compiler can see, it says later.
+    """
+
+    kind: Kind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise InvalidGrammar(
+                f"the kind of a grammar is one of {', '.join(get_args(Kind))}, not {self.kind!r}"
+            )
+        if not isinstance(self.text, str) or len(self.text) > MAX_GRAMMAR_CHARS or "\0" in self.text:
+            raise InvalidGrammar(
+                f"a grammar is a text of at most {MAX_GRAMMAR_CHARS} characters, none of them NUL"
+            )
+        if bool(self.text.strip()) != (self.kind != "json_object"):
+            raise InvalidGrammar(f"{self.kind} {'takes no text' if self.text.strip() else 'is empty'}")
+        if self.kind in ("json_schema", "choice"):
+            self._check_json()
+
+    def _check_json(self) -> None:
+        try:
+            value = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidGrammar(f"{self.kind} is not JSON: {error}") from error
+        if _depth(value) > MAX_NESTING:
+            raise InvalidGrammar(f"{self.kind} is nested more than {MAX_NESTING} levels deep")
+        if self.kind == "json_schema" and not isinstance(value, dict):
+            raise InvalidGrammar("json_schema must be a JSON object")
+        if self.kind == "choice" and not (
+            isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
+        ):
+            raise InvalidGrammar("choice must be a JSON list of strings, at least one and none empty")
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects."""
+    level, depth = [value], 0
+    while level := [
+        child
+        for node in level
+        if isinstance(node, dict | list)
+        for child in (*(node.values() if isinstance(node, dict) else node), None)
+    ]:
+        depth += 1
+    return depth
+
+
+class Matcher:
+    """The state of one sequence's grammar. Belongs to one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """Write which tokens may come next into int32[(V + 31) // 32], contiguous: bit t % 32 of word t // 32. The
+        model's EOS is among them where the output may end, and alone where it must.
+
+        Raises GrammarFailed where the grammar got too complex for its limits.
+        """
+        words = -(-self._vocabulary // 32)
+        if mask.dtype != np.int32 or mask.shape != (words,) or not mask.flags.c_contiguous:
+            raise ValueError(f"mask is {mask.dtype}{list(mask.shape)}: it must be contiguous int32[{words}]")
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._check()
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """The mask as new bool[V]; ``~allowed()`` is a row of `forbid` for ``sample_arrays``."""
+        mask = np.zeros(-(-self._vocabulary // 32), np.int32)
+        self.fill(mask)
+        return np.unpackbits(mask.view(np.uint8), count=self._vocabulary, bitorder="little").view(np.bool_)
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that was drawn under the mask (EOS ends the grammar).
+
+        Raises GrammarFailed if the grammar does not allow it; the matcher is of no use then.
+        """
+        if not self._matcher.consume_token(token):
+            self._check()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what came so far is a whole output."""
+        return bool(self._matcher.is_accepting())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarFailed(_first_line(self._matcher.get_error()))
+
+
+class Compilation:
+    """A grammar that a worker compiles."""
+
+    def __init__(self, future: Future[LLMatcher], deadline: float, vocabulary: int) -> None:
+        self._future, self._deadline, self._vocabulary = future, deadline, vocabulary
+
+    def poll(self) -> Matcher | None:
+        """A new matcher, or None while the worker is at it. Never blocks.
+
+        Raises InvalidGrammar with the reason, or GrammarTimeout once the deadline has passed.
+        """
+        if not self._future.done():
+            if time.monotonic() < self._deadline:
+                return None
+            raise GrammarTimeout("the grammar took too long to compile; make it smaller or simpler")
+        return Matcher(self._future.result().deep_copy(), self._vocabulary)
+
+    def wait(self) -> Matcher:
+        """Like `poll`, but waits for the worker."""
+        try:
+            self._future.exception(max(0.0, self._deadline - time.monotonic()))
+        except TimeoutError:
+            pass  # poll says so
+        found = self.poll()
+        return self.wait() if found is None else found
+
+
+class Compiler:
+    """Grammars to matchers for one vocabulary, in worker threads that do not hold the GIL.
+
+    tokens: the bytes of token 0, 1, ...; special_ids: those that no text can be; eos_ids: those that end an output;
+    vocabulary: the model's, where it is larger than the tokens. deadline_s: seconds a grammar may take, waiting for a
+    worker included; a worker itself is stopped by llguidance's limits only. The last `cached` grammars are kept.
+
+    Raises MissingExtra without llguidance.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special_ids: Sequence[int],
+        eos_ids: Sequence[int],
+        *,
+        vocabulary: int | None = None,
+        workers: int = 2,
+        deadline_s: float = 5.0,
+        cached: int = 64,
+    ) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise MissingExtra(
+                "grammars need llguidance: pip install 'openinfer-sampler[grammar]'"
+            ) from error
+        self._ll = llguidance
+        self._vocabulary = len(tokens) if vocabulary is None else vocabulary
+        padded = [*tokens, *[b""] * (self._vocabulary - len(tokens))]  # a token of no bytes is never allowed
+        wrapper = llguidance.TokenizerWrapper(_Tokens(padded, special_ids, eos_ids[0]))
+        self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(eos_ids))
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        self._deadline_s, self._cached = deadline_s, cached
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+
+    def start(self, grammar: Grammar) -> Compilation:
+        """Have a worker compile the grammar, or find it compiled. Never blocks."""
+        future = self._compiled.get(grammar)
+        if future is None or (future.done() and future.exception() is not None):
+            future = self._compiled[grammar] = self._workers.submit(self._compile, grammar)
+            if len(self._compiled) > self._cached:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return Compilation(future, time.monotonic() + self._deadline_s, self._vocabulary)
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A new matcher for the grammar. Raises InvalidGrammar or GrammarTimeout."""
+        return self.start(grammar).wait()
+
+    def close(self) -> None:
+        """Stop the workers; what waits for one is dropped."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        matcher = self._ll.LLMatcher(
+            self._tokenizer, self._translated(grammar), log_level=0, limits=self._limits
+        )
+        if matcher.is_error():
+            raise InvalidGrammar(f"{grammar.kind}: {matcher.get_error().strip()}")
+        return matcher
+
+    def _translated(self, grammar: Grammar) -> str:
+        make = self._ll.LLMatcher
+        match grammar.kind:
+            case "json_schema":
+                schema = json.loads(grammar.text)
+                schema.pop("x-guidance", None)  # options of the compiler are not the user's
+                return make.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+            case "json_object":
+                return make.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
+            case "regex":
+                return make.grammar_from_regex(grammar.text)
+            case "choice":
+                texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+                return make.grammar_from_lark("start: " + " | ".join(texts))
+            case "lark":
+                return make.grammar_from_lark(grammar.text)
+
+
+class _Tokens:
+    """A vocabulary as llguidance asks for it. Text is cut into single bytes where it asks for tokens: they are right
+    wherever masks are concerned, which look at the bytes only."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], eos_id: int) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = list(tokens), list(special_ids), eos_id
+        self._of_byte = {token: i for i, token in reversed(list(enumerate(tokens))) if len(token) == 1}
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._of_byte[text[i : i + 1]] for i in range(len(text)) if text[i : i + 1] in self._of_byte]
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
