@@ -90,7 +90,7 @@ def test_advance(run_gpu, run_cpu):
     slots = rng.permutation(rows).astype(np.int32)
     args = {
         "result": np.full((rows, 3), -9, np.int32),
-        "tokens": rng.integers(-2, 30, rows).astype(np.int32),
+        "tokens": np.where(rng.random(rows) < 0.1, -2, rng.integers(0, 30, rows)).astype(np.int32),
         "logprobs": -rng.random(rows).astype(np.float32),
         "slots": slots,
         "q_starts": np.append(0, rng.integers(0, 3, rows).cumsum()).astype(np.int32),
