@@ -47,6 +47,8 @@ class Server:
         start = time.perf_counter()
         connection.request("POST", "/v1/completions", payload, {"Content-Type": "application/json"})
         response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(response.read().decode())
         times, usage = [], {}
         for line in response:
             if line.startswith(b"data: {"):

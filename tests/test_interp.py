@@ -53,14 +53,14 @@ def two_steps(
     rows.write("slots", 0, [1, 2, 3, 0])
     rows.write("q_starts", 0, np.cumsum([0, *lengths, 0]))
     rows.write("emits", 0, [1, 1, 1, 0])
-    rows.write("prompt", 0, np.append(rng.integers(3, 600, sum(lengths)), [-1] * (32 - sum(lengths))))
+    rows.write("prompt", 0, np.append(rng.integers(3, 600, sum(lengths)), [-1] * (64 - sum(lengths))))
     write(model, pack)
-    model.forward(pack, 32, 4, 32)
+    model.forward(pack, 64, 4, 64)
     first = model.buffers.logits[:4].numpy().copy()
     model.sample(pack, 4)
     assert model.buffers.result[:4].numpy()[:, 1].tolist() == [1, 0, 1, 0]
     rows.write("q_starts", 0, [0, 1, 2, 3, 3])
-    rows.write("prompt", 0, [-1] * 32)
+    rows.write("prompt", 0, [-1] * 64)
     write(model, pack)
     model.forward(pack, 4, 4, 1)
     second = model.buffers.logits[:4].numpy().copy()
@@ -70,9 +70,9 @@ def two_steps(
 
 @pytest.mark.parametrize("arch", [80, 90])
 def test_a_whole_forward(tiny, arch):
-    sizes = Sizes(64, 4, 32, 16, np.dtype(bfloat16))
+    sizes = Sizes(64, 4, 64, 16, np.dtype(bfloat16))
     target = Target(arch=arch, num_sms=4)
-    plan = make_plan(Config.load(tiny.path), sizes, Buckets((4,), (32,), (4,)), target)
+    plan = make_plan(Config.load(tiny.path), sizes, Buckets((4,), (64,), (4,)), target)
 
     def region(nbytes: int) -> Tensor | None:
         return Tensor.from_numpy(np.zeros(nbytes, uint8)) if nbytes else None
@@ -80,7 +80,10 @@ def test_a_whole_forward(tiny, arch):
     driver = InterpDriver()
     pack = LaunchPack(target, driver, region(plan.scratch_bytes), region(plan.zeroed_bytes))
     ours, expected = two_steps(tiny, sizes, pack), two_steps(tiny, sizes, CpuPack())
-    assert set(driver.launched) == {str(spec) for spec in plan.specs}, "the plan is what runs"
+    assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
+    assert {"gemm_small", "attend_short", "attend_long", "qk_norm_rope_write", "advance"} <= {
+        name.partition(".")[2].partition("[")[0] for name in driver.launched
+    }
     for a, b in zip(ours[:2], expected[:2], strict=True):
         assert np.isfinite(a).all()
         error = np.linalg.norm(a - b) / np.linalg.norm(b)

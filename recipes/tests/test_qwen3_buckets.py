@@ -25,5 +25,6 @@ def test_padding_is_bounded():
     buckets = Buckets.up_to(256, 2048)
     for rows in range(8, 257):
         assert buckets.choose(rows, rows)[0] - rows < 8
-    for tokens in range(300, 2049):
-        assert buckets.choose(tokens, 1)[0] <= 1.5 * tokens
+    for tokens in range(256, 2049):
+        assert buckets.choose(tokens, 1)[0] <= 1.25 * tokens
+    assert buckets.choose(1024 + 64, 65)[0] == 1152
