@@ -54,10 +54,10 @@ def test_a_request_is_logged_with_its_id(start: Any, caplog: pytest.LogCaptureFi
         live.http.post(
             "/v1/completions", json={"prompt": [5], "max_tokens": 2}, headers={"x-request-id": "id-7"}
         )
-    deadline = time.monotonic() + 5
-    while live.service.active or not any(hasattr(one, "fields") for one in caplog.records):
-        assert time.monotonic() < deadline  # the line comes after the answer
-        time.sleep(0.005)
+        deadline = time.monotonic() + 5
+        while live.service.active or not any(hasattr(one, "fields") for one in caplog.records):
+            assert time.monotonic() < deadline  # the line comes after the answer
+            time.sleep(0.005)
     (record,) = [one for one in caplog.records if hasattr(one, "fields")]
     assert record.fields["request_id"] == "id-7"
     assert record.fields["completion_tokens"] == 2
