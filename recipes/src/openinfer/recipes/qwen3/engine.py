@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from openinfer.frontend.contract import (
     Command,
@@ -56,6 +56,32 @@ FEATURES = ["logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_wor
 """What every engine of this recipe honours."""
 
 
+class Batch(NamedTuple):
+    """Who gets a token in a step, kept while the batch does not change: a steady step has no work a row but `appends`,
+    which put the tokens where the scheduler finds them."""
+
+    rows: Sequence[Row]
+    positions: list[int]
+    ids: list[int]
+    appends: list[Callable[[int], None]]
+    wants_logprobs: bool
+
+    @classmethod
+    def of(cls, event: Tokens) -> Batch:
+        emitting = list(event.emitting())
+        seqs = [seq for _, seq in emitting]
+        return cls(
+            event.rows,
+            [position for position, _ in emitting],
+            [seq.id for seq in seqs],
+            [seq.tokens.append for seq in seqs],  # type: ignore[attr-defined]
+            any(_params(seq).params.logprobs is not None for seq in seqs),
+        )
+
+
+NOBODY = Batch((), [], [], [], False)
+
+
 class Qwen3Engine:
     """A Qwen3 behind the engine contract. Single-threaded: one thread submits, aborts and steps."""
 
@@ -81,7 +107,7 @@ class Qwen3Engine:
         self._seqs: dict[int, Seq] = {}
         self._updates: list[Update] = []
         self._stats = EngineStats()
-        self._emitting: tuple[Sequence[Row], list[int]] = ((), [])  # the ids of a batch that did not change
+        self._batch = NOBODY
         self.info = EngineInfo(
             model=name,
             max_model_len=max_model_len,
@@ -184,31 +210,25 @@ class Qwen3Engine:
         payload = event.payload
         if not isinstance(payload, Payload):
             raise TypeError(f"a step's payload is {type(payload).__name__}")
-        if event.rows is self._emitting[0] and not event.dead:
-            ids = self._emitting[1]
-            token_ids = payload.token_ids.tolist()
-            for row, token in zip(event.rows, token_ids, strict=True):
-                row.seq.tokens.append(token)  # type: ignore[attr-defined]
-        else:
-            positions, seqs = (
-                zip(*event.emitting(), strict=True) if any(True for _ in event.emitting()) else ((), ())
-            )
-            token_ids = payload.token_ids[list(positions)].tolist()
-            ids = [seq.id for seq in seqs]
-            for seq, token in zip(seqs, token_ids, strict=True):
-                seq.tokens.append(token)
-            self._emitting = (event.rows, ids) if len(ids) == len(event.rows) else ((), [])
-            ids = list(ids)
-        outputs.request_ids += ids
+        batch = self._batch
+        if event.rows is not batch.rows or event.dead:
+            batch = Batch.of(event)
+            self._batch = batch if len(batch.ids) == len(event.rows) else NOBODY
+        token_ids = payload.token_ids.tolist()
+        if len(batch.ids) != len(event.rows):
+            token_ids = [token_ids[position] for position in batch.positions]
+        for append, token in zip(batch.appends, token_ids, strict=True):
+            append(token)
+        outputs.request_ids += batch.ids
         outputs.token_ids += token_ids
-        self._stats.generation_tokens += len(ids)
-        self._logprobs(event, payload, outputs)
+        self._stats.generation_tokens += len(token_ids)
+        if batch.wants_logprobs:
+            self._logprobs(event, payload, outputs)
+        elif outputs.logprobs is not None:
+            outputs.logprobs += [None] * len(token_ids)
 
     def _logprobs(self, event: Tokens, payload: Payload, outputs: StepOutputs) -> None:
         """One entry a token where a request of the step asked; None for those that did not."""
-        wanted = [(i, seq) for i, seq in event.emitting() if _params(seq).params.logprobs is not None]
-        if not wanted:
-            return
         entries: list[TokenLogprobs | None] = []
         for position, seq in event.emitting():
             count = _params(seq).params.logprobs
