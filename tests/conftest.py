@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -136,3 +143,74 @@ def session() -> Iterator[Callable[..., Session]]:
         engine._pool.check_integrity()
         assert engine._pool.num_free == engine._pool.num_total, "blocks were not given back"
         engine.close()
+
+
+class Server:
+    """`openinfer serve` in a process of its own, on a free port; SIGTERM and exit code 0 at the end."""
+
+    FLAGS = ("--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(64 << 20))
+    START_LIMIT_S = 60
+
+    def __init__(self, model_dir: Path, *flags: str) -> None:
+        command = [sys.executable, "-m", "openinfer.cli", "serve", str(model_dir), *self.FLAGS, *flags]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self.url = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        if not self._ready.wait(self.START_LIMIT_S) or not self.url:
+            self.stop()
+            raise AssertionError("the server did not get ready:\n" + "".join(self.log))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if ready := re.search(r"ready on (http://\S+)", line):
+                self.url = ready[1]
+                self._ready.set()
+        self._ready.set()
+
+    def settled(self) -> dict[str, float]:
+        """Running, waiting and cache use, once all are zero or five seconds have passed: it takes a moment to notice
+        who has left."""
+        deadline = time.monotonic() + 5
+        while True:
+            text = httpx.get(f"{self.url}/metrics").text
+            found = re.findall(
+                r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{.*\} (\S+)$",
+                text,
+                re.M,
+            )
+            gauges = {name: float(value) for name, value in found}
+            if not any(gauges.values()) or time.monotonic() > deadline:
+                return gauges
+            time.sleep(0.05)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[..., Server]]:
+    """Start servers, each kind once; all are stopped at the end."""
+    servers: dict[tuple[Any, ...], Server] = {}
+
+    def start(model_dir: Path, *flags: str) -> Server:
+        key = (model_dir, *flags)
+        if key not in servers:
+            servers[key] = Server(model_dir, *flags)
+        return servers[key]
+
+    yield start
+    assert [server.stop() for server in servers.values()] == [0] * len(servers)

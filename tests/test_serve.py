@@ -5,15 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import re
 import shutil
-import signal
 import struct
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,60 +17,7 @@ import httpx
 import pytest
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
-START_LIMIT_S = 60
 FLAGS = ("--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(64 << 20))
-
-
-class Server:
-    """`openinfer serve` in a process of its own, on a free port; SIGTERM and exit code 0 at the end."""
-
-    def __init__(self, model_dir: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "openinfer.cli", "serve", str(model_dir), *FLAGS, *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.log: list[str] = []
-        self.url = ""
-        self._ready = threading.Event()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        if not self._ready.wait(START_LIMIT_S) or not self.url:
-            self.stop()
-            raise AssertionError("the server did not get ready:\n" + "".join(self.log))
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if ready := re.search(r"ready on (http://\S+)", line):
-                self.url = ready[1]
-                self._ready.set()
-        self._ready.set()
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            code = self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        self._reader.join()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        return code
-
-
-@pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Server]]:
-    """Start servers, each kind once; all are stopped at the end."""
-    servers: dict[tuple[Any, ...], Server] = {}
-
-    def start(model_dir: Path, *flags: str) -> Server:
-        key = (model_dir, *flags)
-        if key not in servers:
-            servers[key] = Server(model_dir, *flags)
-        return servers[key]
-
-    yield start
-    assert [server.stop() for server in servers.values()] == [0] * len(servers)
 
 
 def body(prompt: list[int] | list[list[int]], **options: Any) -> dict[str, Any]:
@@ -82,7 +25,7 @@ def body(prompt: list[int] | list[list[int]], **options: Any) -> dict[str, Any]:
     return {"prompt": prompt, **defaults, **options}
 
 
-def test_greedy_tokens_are_the_goldens(golden: Any, start: Callable[..., Server]) -> None:
+def test_greedy_tokens_are_the_goldens(golden: Any, start: Callable[..., Any]) -> None:
     url = start(golden.path).url
     prompts = [golden.prompt(index) for index in range(golden.num_prompts)]
     answer = httpx.post(f"{url}/v1/completions", json=body(prompts), timeout=120)
@@ -94,7 +37,7 @@ def test_greedy_tokens_are_the_goldens(golden: Any, start: Callable[..., Server]
         assert choice["finish_reason"] == "length"
 
 
-def test_text_chat_and_a_batch_of_prompts(tiny: Any, start: Callable[..., Server]) -> None:
+def test_text_chat_and_a_batch_of_prompts(tiny: Any, start: Callable[..., Any]) -> None:
     url = start(tiny.path).url
     with httpx.Client(base_url=url, timeout=60) as client:
         (model,) = client.get("/v1/models").json()["data"]
@@ -143,8 +86,9 @@ def some_requests(tiny: Any, rng: random.Random) -> list[dict[str, Any]]:
     return requests
 
 
-def test_64_streams_at_once_give_what_each_gives_alone(tiny: Any, start: Callable[..., Server]) -> None:
-    url = start(tiny.path, "--max-num-seqs", "24", "--max-num-batched-tokens", "96").url
+def test_64_streams_at_once_give_what_each_gives_alone(tiny: Any, start: Callable[..., Any]) -> None:
+    server = start(tiny.path, "--max-num-seqs", "24", "--max-num-batched-tokens", "96")
+    url = server.url
     rng = random.Random(7)
     requests = some_requests(tiny, rng)
     jobs = [(n % len(requests), rng.choice([None, None, None, 1, 3, 10])) for n in range(64)]
@@ -166,21 +110,11 @@ def test_64_streams_at_once_give_what_each_gives_alone(tiny: Any, start: Callabl
         else:
             assert tokens == alone[n][: len(tokens)]
             assert len(tokens) >= min(drop, len(alone[n]))
-    assert settled(url) == {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
-
-
-def settled(url: str) -> dict[str, float]:
-    """The gauges, once they are all zero or five seconds have passed: dropped requests take a moment to be noticed."""
-    deadline = time.monotonic() + 5
-    while True:
-        text = httpx.get(f"{url}/metrics").text
-        found = re.findall(
-            r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)\{.*\} (\S+)$", text, re.M
-        )
-        gauges = {name: float(value) for name, value in found}
-        if not any(gauges.values()) or time.monotonic() > deadline:
-            return gauges
-        time.sleep(0.05)
+    assert server.settled() == {
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+    }
 
 
 def truncate(folder: Path) -> None:
@@ -253,7 +187,7 @@ def test_bad_input_ends_in_one_line_that_names_it(
     shutil.copytree(TINY, folder)
     spoil(folder)
     command = [sys.executable, "-m", "openinfer.cli", "serve", str(folder), *FLAGS, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_LIMIT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode in (1, 2), done.stderr
     assert "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]

@@ -183,7 +183,7 @@ def decode_body(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, 
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise APIError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise APIError("the body is nested too deeply") from error

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from openinfer.frontend.client import EngineClient
@@ -300,16 +300,19 @@ def tool_choice(body: ChatBody) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, up to the cap. Raises APIError (413)."""
+    """The body, up to the cap. Raises APIError (413; 400 when the client leaves before it has sent all)."""
     too_large = APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise too_large
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                raise too_large
+    except ClientDisconnect as error:
+        raise APIError("the connection ended before the body did") from error
     return bytes(body)
 
 
