@@ -210,7 +210,7 @@ def test_traceparent_is_passed_on(live: Any) -> None:
 
 
 def test_metrics_carry_the_names_dashboards_read(start: Any) -> None:
-    live = start()
+    live = start({"step_delay_s": 0.01})
     live.post("/v1/completions", prompt=list(range(300, 340)), max_tokens=3)
     live.post("/v1/completions", prompt=list(range(300, 340)), max_tokens=3, stream=True)
     live.post("/v1/completions", prompt=[5], priority=1)
@@ -232,7 +232,6 @@ def test_metrics_carry_the_names_dashboards_read(start: Any) -> None:
     assert found("openinfer:compiles_after_ready_total") == 0
     for histogram, count in (
         ("time_to_first_token_seconds", 2),
-        ("inter_token_latency_seconds", 4),
         ("e2e_request_latency_seconds", 2),
         ("request_queue_time_seconds", 2),
         ("request_prefill_time_seconds", 2),
@@ -243,6 +242,8 @@ def test_metrics_carry_the_names_dashboards_read(start: Any) -> None:
         ("request_params_n", 3),
     ):
         assert found(f"vllm:{histogram}_count") == count, histogram
+    # Deliveries, not tokens: a late frontend reads several steps together.
+    assert 2 <= found("vllm:inter_token_latency_seconds_count") <= 4
     assert any(
         name.startswith("vllm:request_success_total") and 'finished_reason="length"' in name and value == 2
         for name, value in values.items()

@@ -5,7 +5,7 @@ import itertools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -38,14 +38,14 @@ from openinfer.frontend.wire import (
 
 __all__ = ["Delta", "Driver", "EngineClient", "Health", "Sink"]
 
-MESSAGES_A_TURN = 4
-"""Steps routed before the responses get to write: enough that a late frontend catches up in larger pieces."""
+MESSAGES_A_TURN = 32
+"""Steps routed at once, before the responses get to write: a late frontend catches up in larger pieces."""
 
 _log = logging.getLogger(__name__)
 
 
 class Delta(msgspec.Struct):
-    """What one step did to one request. Owned by the sink that receives it."""
+    """What one step, or several that were read together, did to one request. Owned by the sink that receives it."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
@@ -57,7 +57,7 @@ class Delta(msgspec.Struct):
 
 
 Sink = Callable[[Delta], None]
-"""Called in the event loop's thread, once a step at most; must not block."""
+"""Called in the event loop's thread; must not block."""
 
 
 class Health(NamedTuple):
@@ -211,20 +211,26 @@ class Driver(ABC):
             raise EngineDeadError("the engine has not been started")
         return await asyncio.shield(self._lost)
 
-    def _receive(self, message: FromEngine) -> None:
-        """Take one message of the engine loop (in the event loop's thread). Never raises."""
+    def _receive(self, messages: Sequence[FromEngine]) -> None:
+        """Take what the engine loop has said (in the event loop's thread). Never raises."""
         self._last_sign = time.monotonic()
+        deltas: dict[int, Delta] = {}
         try:
-            self._handle(message)
+            for message in messages:
+                if isinstance(message, Stepped):
+                    self._stats = message.stats
+                    _gather(message.outputs, deltas)
+                else:
+                    self._handle(message)
         except Exception as error:
             _log.exception("a message of the engine breaks the contract")
+            self._route(deltas)
             self.lose(f"the engine breaks its contract: {error}")
+        else:
+            self._route(deltas)
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case Stepped(outputs, stats):
-                self._stats = stats
-                self._route(outputs)
             case ControlDone(serial, error):
                 future = self._controls.pop(serial, None)
                 if future is None or future.done():  # whoever waited has left
@@ -260,31 +266,37 @@ class Driver(ABC):
             if not future.done():
                 future.set_exception(EngineDeadError(message))
 
-    def _route(self, outputs: StepOutputs) -> None:
-        deltas: dict[int, Delta] = {}
-        for position, request_id in enumerate(outputs.request_ids):
-            delta = deltas.get(request_id)
-            if delta is None:
-                delta = deltas[request_id] = Delta([])
-            delta.token_ids.append(outputs.token_ids[position])
-            if outputs.logprobs is not None:
-                if delta.logprobs is None:
-                    delta.logprobs = []
-                delta.logprobs.append(outputs.logprobs[position])
-        for update in outputs.updates:
-            delta = deltas.get(update.id)
-            if delta is None:
-                delta = deltas[update.id] = Delta([])
-            if isinstance(update, Scheduled):
-                delta.scheduled = update
-            else:
-                delta.terminal = update
+    def _route(self, deltas: dict[int, Delta]) -> None:
         for request_id, delta in deltas.items():
             sink = (
                 self._sinks.get(request_id) if delta.terminal is None else self._sinks.pop(request_id, None)
             )
             if sink is not None:
                 _call(sink, delta)
+
+
+def _gather(outputs: StepOutputs, deltas: dict[int, Delta]) -> None:
+    """Add one step to what is to be routed."""
+    logprobs, token_ids = outputs.logprobs, outputs.token_ids
+    for position, request_id in enumerate(outputs.request_ids):
+        delta = deltas.get(request_id)
+        if delta is None:
+            delta = deltas[request_id] = Delta([])
+        delta.token_ids.append(token_ids[position])
+        if logprobs is not None:
+            if delta.logprobs is None:
+                delta.logprobs = [None] * (len(delta.token_ids) - 1)
+            delta.logprobs.append(logprobs[position])
+        elif delta.logprobs is not None:
+            delta.logprobs.append(None)
+    for update in outputs.updates:
+        delta = deltas.get(update.id)
+        if delta is None:
+            delta = deltas[update.id] = Delta([])
+        if isinstance(update, Scheduled):
+            delta.scheduled = update
+        else:
+            delta.terminal = update
 
 
 def _call(sink: Sink, delta: Delta) -> None:

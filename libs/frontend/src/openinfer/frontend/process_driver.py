@@ -91,20 +91,23 @@ class ProcessDriver(Driver):
     def _drain(self) -> None:
         assert self._socket is not None
         self._scheduled = False
-        for _ in range(MESSAGES_A_TURN):
-            if self._socket.closed:
-                return
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                message = self._decode(frame)
-            except msgspec.MsgspecError as error:
-                self.lose(f"the engine breaks its contract: {error}")
-                return
-            self._receive(message)
-        self._schedule()
+        if self._socket.closed:
+            return
+        messages: list[FromEngine] = []
+        fault = None
+        try:
+            while len(messages) < MESSAGES_A_TURN:
+                messages.append(self._decode(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            pass
+        except msgspec.MsgspecError as error:
+            fault = error
+        else:
+            self._schedule()
+        if messages:
+            self._receive(messages)
+        if fault is not None:
+            self.lose(f"the engine breaks its contract: {fault}")
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()

@@ -89,10 +89,10 @@ class ThreadDriver(Driver):
 
     def _drain(self) -> None:
         assert self._loop is not None
-        for _ in range(MESSAGES_A_TURN):
-            if not self._outbox:
-                return
-            self._receive(self._outbox[0])
+        # The first stays until the others are read: _post wakes the loop when there is none.
+        count = min(len(self._outbox), MESSAGES_A_TURN)
+        self._receive([self._outbox[position] for position in range(count)])
+        for _ in range(count):
             self._outbox.popleft()
         if self._outbox:
             self._loop.call_soon(self._drain)

@@ -1,8 +1,8 @@
 """One HTTP request at work: its choices, fed by the engine, read by the response.
 
-Everything happens in the event loop's thread. The engine side (Choice.push) turns tokens into text at once,
-so that a stop string ends the sequence even when nobody reads; the response side takes what has gathered, all
-at once, so that a slow reader gets fewer, larger pieces.
+Everything happens in the event loop's thread. The engine side (Choice.push) looks for stop strings at once, so that
+they end the sequence even when nobody reads; the response side takes what has gathered, all at once, so that a slow
+reader gets fewer, larger pieces. An answer that is not streamed is only woken at its end.
 """
 
 import asyncio
@@ -22,13 +22,14 @@ __all__ = ["Choice", "Generation", "Usage"]
 _STATUS = {"queue_full": 503}
 _CODE = {"too_long": "context_length_exceeded"}
 RETRY_AFTER_S = 1
+DECODE_AT_LEAST = 256
 
 
 class Choice:
     """One sequence of a request: what came out of the engine and has not been taken yet.
 
-    The response takes text (in pieces), token_ids and logprobs (parallel to token_ids, if asked for), and reads
-    finish_reason, stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens, cached_tokens.
+    The response takes text, token_ids and logprobs (parallel to token_ids, if asked for), and reads finish_reason,
+    stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens, cached_tokens.
     """
 
     __slots__ = (
@@ -40,6 +41,9 @@ class Choice:
         "_metrics",
         "_scheduled_time",
         "_stops",
+        "_stream",
+        "_text",
+        "_undecoded",
         "_wake",
         "cached_tokens",
         "error",
@@ -50,7 +54,6 @@ class Choice:
         "request",
         "started",
         "stop_reason",
-        "text",
         "token_ids",
     )
 
@@ -70,10 +73,12 @@ class Choice:
         self._detokenizer = tokenizer.detokenizer(plan.skip_special_tokens) if tokenizer else None
         self._stops = StopStrings(plan.stop, plan.include_stop) if plan.stop else None
         self._metrics = metrics
+        self._stream = plan.stream
         self._wake = wake
         self._abort = abort
         self._scheduled_time = self._first_time = self._last_time = 0.0
-        self.text: list[str] = []
+        self._text: list[str] = []
+        self._undecoded: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: str | None = None
@@ -106,12 +111,19 @@ class Choice:
             else:
                 self.error = terminal
                 self._metrics.rejected(terminal)
-        self._wake()
+        if self._stream or self.done:
+            self._wake()
+
+    def has_text(self) -> bool:
+        """Whether take() would give text."""
+        self._decode()
+        return bool(self._text)
 
     def take(self) -> tuple[str, list[int], list[TokenLogprobs | None]]:
         """text, token_ids and logprobs since the last call; they are the caller's now."""
-        taken = "".join(self.text), self.token_ids, self.logprobs
-        self.text, self.token_ids, self.logprobs = [], [], []
+        self._decode()
+        taken = "".join(self._text), self.token_ids, self.logprobs
+        self._text, self.token_ids, self.logprobs = [], [], []
         return taken
 
     def cancel(self, error: Failed) -> None:
@@ -134,7 +146,9 @@ class Choice:
         if ids[-1] == ending and not self._include_stop:
             ids = ids[:-1]
         if self._stops is None:
-            self._say(self._detokenizer.push(ids))
+            self._undecoded += ids
+            if len(self._undecoded) >= DECODE_AT_LEAST:  # nobody reads; all at once would hold up the others
+                self._decode()
             return
         before = self.num_tokens - len(delta.token_ids)
         for position, token_id in enumerate(ids):
@@ -147,9 +161,15 @@ class Choice:
                 self._observe_end()
                 return
 
+    def _decode(self) -> None:
+        if self._undecoded:
+            assert self._detokenizer is not None
+            self._say(self._detokenizer.push(self._undecoded))
+            self._undecoded = []
+
     def _say(self, text: str) -> None:
         if text:
-            self.text.append(text)
+            self._text.append(text)
 
     def _matches(self, stops: StopStrings, text: str) -> bool:
         shown, matched = stops.push(text)
@@ -169,6 +189,7 @@ class Choice:
 
     def _finish(self, terminal: Finished) -> None:
         if self._detokenizer is not None:
+            self._decode()
             rest = self._detokenizer.flush()
             if self._stops is None:
                 self._say(rest)

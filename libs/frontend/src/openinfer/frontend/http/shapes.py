@@ -184,7 +184,7 @@ def stream_end(last: msgspec.Struct | None) -> bytes:
 
 def has_news(choice: Choice, plan: Plan) -> bool:
     ids = choice.token_ids if plan.return_token_ids else choice.logprobs
-    return bool(choice.text or ids) or choice.finish_reason is not None
+    return bool(ids) or choice.finish_reason is not None or choice.has_text()
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
