@@ -337,7 +337,8 @@ def test_frames_that_cannot_be_read_end_the_engine() -> None:
     async def use(driver: Driver) -> None:
         assert isinstance(driver, ProcessDriver)
         _, sink = send(driver, [10])
-        driver._decode = msgspec.msgpack.Decoder(int).decode  # type: ignore[assignment]
+        assert driver._link is not None
+        driver._link._decode = msgspec.msgpack.Decoder(int).decode  # type: ignore[assignment]
         assert "breaks its contract" in await driver.died()
         assert [type(terminal) for terminal in sink.terminals] == [Failed]
 

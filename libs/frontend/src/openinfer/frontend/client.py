@@ -108,13 +108,14 @@ class EngineClient(Protocol):
 class Driver(ABC):
     """What both drivers share: who waits for what, health, and the reading of the engine's messages."""
 
-    def __init__(self, hang_timeout_s: float) -> None:
+    def __init__(self, hang_timeout_s: float, first_id: int = 1) -> None:
         self._hang_timeout_s = hang_timeout_s
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(first_id)
         self._serials = itertools.count(1)
         self._sinks: dict[int, Sink] = {}
         self._controls: dict[int, asyncio.Future[None]] = {}
         self._stats = EngineStats()
+        self._live = 0  # requests of all the engine's clients, as last heard
         self._info: EngineInfo | None = None
         self._dead: str | None = None
         self._closing = False
@@ -174,7 +175,7 @@ class Driver(ABC):
     def submit(self, request: Request, sink: Sink) -> None:
         if self._dead is not None or self._closing:
             raise EngineDeadError(self._dead or "the engine was shut down")
-        if not self._sinks:
+        if not self._sinks and not self._live:
             self._last_sign = time.monotonic()
         self._sinks[request.id] = sink
         self._send(Submit(request))
@@ -200,10 +201,9 @@ class Driver(ABC):
         if self._info is None or self._closing:
             return Health(False, "the engine is not running")
         silent_s = time.monotonic() - self._last_sign
-        if self._sinks and silent_s > self._hang_timeout_s:
-            return Health(
-                False, f"the engine hangs: {len(self._sinks)} requests but no step for {silent_s:.0f} s"
-            )
+        live = max(self._live, len(self._sinks))
+        if live and silent_s > self._hang_timeout_s:
+            return Health(False, f"the engine hangs: {live} requests but no step for {silent_s:.0f} s")
         return Health(True, "ok")
 
     async def died(self) -> str:
@@ -218,7 +218,7 @@ class Driver(ABC):
         try:
             for message in messages:
                 if isinstance(message, Stepped):
-                    self._stats = message.stats
+                    self._stats, self._live = message.stats, message.live
                     _gather(message.outputs, deltas)
                 else:
                     self._handle(message)

@@ -2,11 +2,25 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from openinfer.frontend.contract import TERMINALS, Engine, Failed, Request, StepOutputs
 from openinfer.frontend.errors import Unsupported
-from openinfer.frontend.wire import Abort, Close, Control, ControlDone, FromEngine, Stepped, Submit, ToEngine
+from openinfer.frontend.wire import (
+    Abort,
+    Close,
+    Control,
+    ControlDone,
+    FromEngine,
+    Gone,
+    Hello,
+    Lost,
+    Ready,
+    Stepped,
+    Submit,
+    ToEngine,
+    owner,
+)
 
 __all__ = ["is_users_error", "one_line", "run_engine"]
 
@@ -18,53 +32,119 @@ _log = logging.getLogger(__name__)
 
 
 def run_engine(
-    engine: Engine, receive: Callable[[bool], list[ToEngine]], send: Callable[[FromEngine], None]
+    engine: Engine,
+    receive: Callable[[bool], Sequence[tuple[int, ToEngine]]],
+    send: Callable[[int, FromEngine], None],
 ) -> None:
-    """Drive `engine` until a Close message; whatever step() raises comes out of here.
+    """Drive `engine` until a Close message; tells every client Lost and raises whatever step() raises.
 
-    receive(block) returns the messages that are waiting, in order; with block=True at least one.
-    send(message) must not block.
+    receive(block) returns the messages that are waiting, each with its client, in order; with block=True at least one.
+    send(client, message) must not block.
     """
-    live: set[int] = set()
-    last_sent = 0.0
-    while True:
-        for message in receive(not live):
-            match message:
-                case Submit(request):
-                    _submit(engine, request, live, send)
-                case Abort(request_id):
-                    engine.abort(request_id)
-                case Control():
-                    send(_control(engine, message))
-                case Close():
+    desk = _Desk(engine, send)
+    try:
+        while True:
+            for client, message in receive(not desk.live):
+                if isinstance(message, Close):
                     return
-        if not live:
-            continue
-        outputs = engine.step(STEP_WAIT_S)
-        live.difference_update(update.id for update in outputs.updates if isinstance(update, TERMINALS))
+                desk.take(client, message)
+            if desk.live:
+                desk.step()
+    except Exception as error:
+        desk.tell_all(Lost(f"the engine failed: {one_line(error)}"))
+        raise
+
+
+class _Desk:
+    """Whose requests are live, and who hears of them."""
+
+    def __init__(self, engine: Engine, send: Callable[[int, FromEngine], None]) -> None:
+        self.live: set[int] = set()
+        self._engine = engine
+        self._send = send
+        self._heard: dict[int, float] = {}  # client -> when it was last sent something
+        self._gone: set[int] = set()
+        self._busy = False  # as the clients know it
+
+    def take(self, client: int, message: ToEngine) -> None:
+        if client not in self._heard and not isinstance(message, Hello):
+            return  # what a client that is gone had sent before
+        match message:
+            case Hello() if client not in self._gone:
+                self._heard[client] = 0.0
+                self._send(client, Ready(self._engine.info))
+            case Submit(request):
+                self._submit(client, request)
+            case Abort(request_id) if owner(request_id) == client:
+                self._engine.abort(request_id)
+            case Control():
+                self._send(client, self._control(message))
+            case Gone(other):
+                self._heard.pop(other, None)
+                self._gone.add(other)
+                for request_id in self.live:
+                    if owner(request_id) == other:
+                        self._engine.abort(request_id)
+
+    def step(self) -> None:
+        if not self._busy:
+            # Before the step: one that hangs in it must not look idle to those who sent nothing.
+            self._busy = True
+            if len(self._heard) > 1:
+                self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
+        outputs = self._engine.step(STEP_WAIT_S)
+        self.live.difference_update(update.id for update in outputs.updates if isinstance(update, TERMINALS))
+        self._busy = bool(self.live)
+        parts = dict.fromkeys(self._heard, outputs) if len(self._heard) == 1 else _split(outputs)
         now = time.monotonic()
-        if outputs.token_ids or outputs.updates or now - last_sent > SIGN_OF_LIFE_S:
-            send(Stepped(outputs, engine.stats()))
-            last_sent = now
+        stats = None
+        for client, last in self._heard.items():
+            part = parts.get(client) or StepOutputs()
+            due = now - last > SIGN_OF_LIFE_S or not self._busy
+            if due or part.token_ids or part.updates:
+                stats = stats or self._engine.stats()
+                self._send(client, Stepped(part, stats, len(self.live)))
+                self._heard[client] = now
+
+    def tell_all(self, message: FromEngine) -> None:
+        for client in self._heard:
+            self._send(client, message)
+
+    def _submit(self, client: int, request: Request) -> None:
+        try:
+            if owner(request.id) != client:
+                raise ValueError(f"id {request.id} is not one of client {client}'s")
+            self._engine.submit(request)
+        except Exception as error:  # one request's fault must not take the others along
+            _log.exception("the engine raised on submit")
+            failed = Failed(request.id, f"the engine did not take the request: {one_line(error)}")
+            outputs = StepOutputs(updates=[failed])
+            self._send(client, Stepped(outputs, self._engine.stats(), len(self.live)))
+        else:
+            self.live.add(request.id)
+
+    def _control(self, message: Control) -> ControlDone:
+        try:
+            self._engine.control(message.command)
+        except Unsupported as error:
+            return ControlDone(message.serial, one_line(error))
+        return ControlDone(message.serial, None)
 
 
-def _submit(engine: Engine, request: Request, live: set[int], send: Callable[[FromEngine], None]) -> None:
-    try:
-        engine.submit(request)
-    except Exception as error:  # one request's fault must not take the others along
-        _log.exception("the engine raised on submit")
-        failed = Failed(request.id, f"the engine did not take the request: {one_line(error)}")
-        send(Stepped(StepOutputs(updates=[failed]), engine.stats()))
-    else:
-        live.add(request.id)
-
-
-def _control(engine: Engine, message: Control) -> ControlDone:
-    try:
-        engine.control(message.command)
-    except Unsupported as error:
-        return ControlDone(message.serial, one_line(error))
-    return ControlDone(message.serial, None)
+def _split(outputs: StepOutputs) -> dict[int, StepOutputs]:
+    """A step's columns by client."""
+    parts: dict[int, StepOutputs] = {}
+    for position, request_id in enumerate(outputs.request_ids):
+        part = parts.get(owner(request_id))
+        if part is None:
+            part = parts[owner(request_id)] = StepOutputs(logprobs=None if outputs.logprobs is None else [])
+        part.request_ids.append(request_id)
+        part.token_ids.append(outputs.token_ids[position])
+        if part.logprobs is not None and outputs.logprobs is not None:
+            part.logprobs.append(outputs.logprobs[position])
+    for update in outputs.updates:
+        parts.setdefault(owner(update.id), StepOutputs()).updates.append(update)
+    return parts
 
 
 def is_users_error(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
-from openinfer.frontend.wire import Boot, FromEngine, Lost, Ready, StartFailed, ToEngine
+from openinfer.frontend.wire import Boot, FromEngine, StartFailed, ToEngine
 
 __all__ = ["main"]
 
@@ -32,9 +32,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=boot.log_level, format="%(levelname)s %(name)s: %(message)s")
     context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
+    socket = context.socket(zmq.ROUTER)
     socket.set_hwm(0)
-    socket.connect(boot.address)
+    socket.bind(boot.address_in(boot.directory))
     try:
         return _serve(boot, socket)
     finally:
@@ -46,16 +46,17 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(ToEngine).decode
 
-    def send(message: FromEngine) -> None:
-        socket.send(encode(message))
+    def send(client: int, message: FromEngine) -> None:
+        socket.send_multipart((b"%d" % client, encode(message)))  # dropped, if the client is gone
 
-    def receive(block: bool) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        if block:
-            messages.append(decode(socket.recv()))
+    def receive(block: bool) -> list[tuple[int, ToEngine]]:
+        messages: list[tuple[int, ToEngine]] = []
+        flags = 0 if block else zmq.NOBLOCK
         try:
             while True:
-                messages.append(decode(socket.recv(zmq.NOBLOCK)))
+                client, frame = socket.recv_multipart(flags)
+                messages.append((int(client), decode(frame)))
+                flags = zmq.NOBLOCK
         except zmq.Again:
             return messages
 
@@ -64,14 +65,14 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
     except Exception as error:
         if not is_users_error(error):
             traceback.print_exc()
-        send(StartFailed(one_line(error)))
+        while not any(client == 0 for client, _ in receive(True)):  # the parent must have joined to hear it
+            pass
+        send(0, StartFailed(one_line(error)))
         return 1
-    send(Ready(engine.info))
     try:
         run_engine(engine, receive, send)
-    except Exception as error:
+    except Exception:
         traceback.print_exc()
-        send(Lost(f"the engine failed: {one_line(error)}"))
         return 1
     finally:
         engine.close()

@@ -1,11 +1,11 @@
 """An engine in a process of its own: neither side waits for the other's GIL, and either may die alone.
 
-The two talk msgpack over a ZeroMQ pair on a Unix socket in a directory that only this user can enter. The child's
-standard input is a pipe: its first line says what to build, and its end tells the child that the parent is gone.
+The two talk msgpack over ZeroMQ on a Unix socket in a directory that only this user can enter; the frontends of a
+larger server join on the same socket (attached_driver). The child's standard input is a pipe: its first line says what
+to build, and its end tells the child that the parent is gone.
 """
 
 import asyncio
-import contextlib
 import logging
 import shutil
 import signal
@@ -14,19 +14,12 @@ import tempfile
 
 import msgspec
 
-from openinfer.frontend.client import MESSAGES_A_TURN, Driver
+from openinfer.frontend.client import Driver
 from openinfer.frontend.contract import EngineSpec
-from openinfer.frontend.errors import MissingExtraError
-from openinfer.frontend.wire import Boot, Close, FromEngine, ToEngine
-
-try:
-    import zmq
-except ImportError as error:
-    raise MissingExtraError("the engine process", "process") from error
+from openinfer.frontend.link import Link
+from openinfer.frontend.wire import Boot, Close, Gone, ToEngine
 
 __all__ = ["ProcessDriver"]
-
-_log = logging.getLogger(__name__)
 
 
 class ProcessDriver(Driver):
@@ -43,14 +36,10 @@ class ProcessDriver(Driver):
         super().__init__(hang_timeout_s)
         self._spec = spec
         self._close_timeout_s = close_timeout_s
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
+        self._link: Link | None = None
         self._directory: str | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._scheduled = False  # a _drain is on its way
 
     @property
     def pid(self) -> int:
@@ -59,60 +48,37 @@ class ProcessDriver(Driver):
             raise ProcessLookupError("the engine process has not been started")
         return self._process.pid
 
+    @property
+    def address(self) -> str:
+        """Where an AttachedDriver joins. Raises ProcessLookupError before start()."""
+        if self._directory is None:
+            raise ProcessLookupError("the engine process has not been started")
+        return Boot.address_in(self._directory)
+
+    def forget(self, client: int) -> None:
+        """Another client of the engine has died: its requests are aborted."""
+        self._send(Gone(client))
+
     async def _launch(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
         log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
         boot = Boot(self._directory, self._spec, log_level)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)  # never drop, never block: what is in flight is bounded by the requests
-        self._socket.bind(boot.address)
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._schedule)
+        self._link = Link(self.address, 0, self._receive, self.lose)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "openinfer.frontend.engine_process", stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
-        self._watcher = asyncio.create_task(self._watch(self._process))
+        self._watcher = asyncio.create_task(self._watch(self._process, self._link))
 
     def _send(self, message: ToEngine) -> None:
-        assert self._socket is not None
         # The child may have gone without our knowing yet: then _watch is about to fail what was sent.
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(self._encode(message), zmq.NOBLOCK)
-        # ZeroMQ signals its descriptor on edges, and sending may swallow one.
-        self._schedule()
+        assert self._link is not None
+        self._link.send(message)
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._drain)
-
-    def _drain(self) -> None:
-        assert self._socket is not None
-        self._scheduled = False
-        if self._socket.closed:
-            return
-        messages: list[FromEngine] = []
-        fault = None
-        try:
-            while len(messages) < MESSAGES_A_TURN:
-                messages.append(self._decode(self._socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            pass
-        except msgspec.MsgspecError as error:
-            fault = error
-        else:
-            self._schedule()
-        if messages:
-            self._receive(messages)
-        if fault is not None:
-            self.lose(f"the engine breaks its contract: {fault}")
-
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process, link: Link) -> None:
         code = await process.wait()
-        while self._socket is not None and self._socket.poll(0):  # its last words
-            self._drain()
+        link.read_rest()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         self.lose(f"the engine process {how}")
 
@@ -126,9 +92,7 @@ class ProcessDriver(Driver):
             await self._process.wait()
         if self._watcher is not None:
             await self._watcher
-        if self._socket is not None and self._context is not None:
-            asyncio.get_running_loop().remove_reader(self._socket.fileno())
-            self._socket.close(linger=0)
-            self._context.term()
+        if self._link is not None:
+            self._link.close()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)

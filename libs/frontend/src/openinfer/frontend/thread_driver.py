@@ -10,7 +10,7 @@ from collections.abc import Callable
 from openinfer.frontend.client import MESSAGES_A_TURN, Driver
 from openinfer.frontend.contract import Engine
 from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
-from openinfer.frontend.wire import Close, FromEngine, Lost, Ready, StartFailed, ToEngine
+from openinfer.frontend.wire import Close, FromEngine, Hello, StartFailed, ToEngine
 
 __all__ = ["ThreadDriver"]
 
@@ -38,6 +38,7 @@ class ThreadDriver(Driver):
 
     async def _launch(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._inbox.put(Hello())
         self._thread.start()
 
     def _send(self, message: ToEngine) -> None:
@@ -59,21 +60,19 @@ class ThreadDriver(Driver):
                 _log.exception("the engine did not start")
             self._post(StartFailed(one_line(error)))
             return
-        self._post(Ready(engine.info))
         try:
-            run_engine(engine, self._take, self._post)
-        except Exception as error:
+            run_engine(engine, self._take, lambda _, message: self._post(message))
+        except Exception:
             _log.exception("the engine raised")
-            self._post(Lost(f"the engine failed: {one_line(error)}"))
         finally:
             engine.close()
 
-    def _take(self, block: bool) -> list[ToEngine]:
-        messages: list[ToEngine] = []
+    def _take(self, block: bool) -> list[tuple[int, ToEngine]]:
+        messages: list[tuple[int, ToEngine]] = []
         try:
-            messages.append(self._inbox.get(block))
+            messages.append((0, self._inbox.get(block)))
             while True:
-                messages.append(self._inbox.get_nowait())
+                messages.append((0, self._inbox.get_nowait()))
         except queue.Empty:
             return messages
 

@@ -1,4 +1,8 @@
-"""What passes between the asyncio side and the engine loop: objects in a thread, msgpack between processes."""
+"""What passes between the asyncio side and the engine loop: objects in a thread, msgpack between processes.
+
+One engine may have several clients (the frontends of a server), known by number. A client's request ids begin at
+`first_id(client)`, so that an id alone says whose it is; 0 is the client that started the engine.
+"""
 
 import msgspec
 
@@ -11,13 +15,39 @@ __all__ = [
     "Control",
     "ControlDone",
     "FromEngine",
+    "Gone",
+    "Hello",
     "Lost",
     "Ready",
     "StartFailed",
     "Stepped",
     "Submit",
     "ToEngine",
+    "first_id",
+    "owner",
 ]
+
+_CLIENT_BITS = 40
+
+
+def first_id(client: int) -> int:
+    """The first request id of a client."""
+    return (client << _CLIENT_BITS) + 1
+
+
+def owner(request_id: int) -> int:
+    """The client whose request it is."""
+    return request_id >> _CLIENT_BITS
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
+    """A client's first message, answered with Ready once the engine is up."""
+
+
+class Gone(msgspec.Struct, frozen=True, array_like=True, tag="g"):
+    """Another client has died: its requests are aborted, and nothing more is taken from it."""
+
+    client: int
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -56,10 +86,14 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="b"):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="o"):
-    """A step ended. Sent for each step that says something, and now and then as a sign of life."""
+    """A step ended. Sent to the clients that it says something to; to all now and then as a sign of life, and when
+    the engine begins and ends to be busy."""
 
     outputs: StepOutputs
+    """The client's own part."""
     stats: EngineStats
+    live: int
+    """Requests of all clients that have not ended."""
 
 
 class ControlDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
@@ -75,7 +109,7 @@ class Lost(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     message: str
 
 
-ToEngine = Submit | Abort | Control | Close
+ToEngine = Hello | Submit | Abort | Control | Gone | Close
 FromEngine = Ready | StartFailed | Stepped | ControlDone | Lost
 
 
@@ -83,11 +117,11 @@ class Boot(msgspec.Struct, frozen=True):
     """The first line on an engine process's standard input, as JSON."""
 
     directory: str
-    """Private to this pair of processes; `address` lies in it."""
+    """Private to the server's processes; the engine's socket lies in it."""
     spec: EngineSpec
     log_level: str
 
-    @property
-    def address(self) -> str:
-        """The ZeroMQ endpoint."""
-        return f"ipc://{self.directory}/engine"
+    @staticmethod
+    def address_in(directory: str) -> str:
+        """The ZeroMQ endpoint of the engine whose directory it is."""
+        return f"ipc://{directory}/engine"

@@ -1,0 +1,38 @@
+"""A further client of an engine process that somebody else started, watches and ends."""
+
+from collections.abc import Awaitable, Callable
+
+from openinfer.frontend.client import Driver
+from openinfer.frontend.link import Link
+from openinfer.frontend.wire import ToEngine, first_id
+
+__all__ = ["AttachedDriver"]
+
+
+class AttachedDriver(Driver):
+    """Speaks to the engine behind a ProcessDriver in another process. An EngineClient.
+
+    Whoever watches the engine calls lose() when it has died, and the ProcessDriver's forget() when we have.
+
+    address: waits for the ProcessDriver's address. client: our number, never used before with this engine.
+    hang_timeout_s: requests without a step for longer make health() say that the engine hangs.
+    """
+
+    def __init__(
+        self, address: Callable[[], Awaitable[str]], client: int, *, hang_timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(hang_timeout_s, first_id(client))
+        self._address = address
+        self._client = client
+        self._link: Link | None = None
+
+    async def _launch(self) -> None:
+        self._link = Link(await self._address(), self._client, self._receive, self.lose)
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._link is not None
+        self._link.send(message)
+
+    async def _stop(self) -> None:
+        if self._link is not None:
+            self._link.close()
