@@ -158,3 +158,29 @@ def test_on_gpu(check_op_gpu, rng, normal, tokens, page_size):
         check_written(
             check_op_gpu, step(rng, normal, tokens, heads, 8, 128, page_size, layers=2, context=700)
         )
+
+
+def test_output_gates_are_passed_over_and_part_of_a_head_is_rotated(rng, normal):
+    """The same numbers, laid out with gates, give the same bits; what lies past the rotated part is only normalised."""
+    plain = step(rng, normal, 9, 4, 2, 64, 16)
+    plain["cos_sin"] = np.ascontiguousarray(plain["cos_sin"][:, :, :8])
+    heads = plain["qkv"].reshape(9, 8, 64)
+    queries = np.stack([heads[:, :4], np.full((9, 4, 64), np.nan, bfloat16)], axis=2).reshape(9, 8, 64)
+    gated = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in plain.items()}
+    gated["qkv"] = np.concatenate([queries, heads[:, 4:]], axis=1).reshape(9, -1)
+    for args in (plain, gated):
+        args["kv"][...] = 7
+        qk_norm_rope_write(
+            CpuPack(),
+            **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()},
+        )
+    np.testing.assert_array_equal(gated["q"], plain["q"])
+    np.testing.assert_array_equal(gated["kv"], plain["kv"])
+    wide = heads[:, :4].astype(float32)
+    unit = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6)).astype(bfloat16).astype(float32)
+    normed = (unit * plain["q_norm"].astype(float32)).astype(bfloat16).astype(float32)
+    np.testing.assert_allclose(plain["q"][..., 16:].astype(float32), normed[..., 16:], rtol=BF16)
+    cos, sin = plain["cos_sin"][plain["positions"]][:, None].transpose(2, 0, 1, 3)
+    first = normed[..., :8] * cos - normed[..., 8:16] * sin
+    np.testing.assert_allclose(plain["q"][..., :8].astype(float32), first, rtol=2 * BF16, atol=1e-2)
+    assert np.abs(plain["q"][..., :8].astype(float32) - normed[..., :8]).max() > 0.1

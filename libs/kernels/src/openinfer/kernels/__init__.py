@@ -16,6 +16,7 @@ from openinfer.kernels.ops.apply_writes import apply_writes
 from openinfer.kernels.ops.attend import attend
 from openinfer.kernels.ops.embed import embed
 from openinfer.kernels.ops.expand_rows import expand_rows
+from openinfer.kernels.ops.experts_add import experts_add
 from openinfer.kernels.ops.gate_up_silu import gate_up_silu
 from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import norm_linear
@@ -63,6 +64,7 @@ __all__ = [
     "cublas_available",
     "embed",
     "expand_rows",
+    "experts_add",
     "gate_up_silu",
     "launch",
     "linear_add",

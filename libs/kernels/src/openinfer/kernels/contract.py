@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.tensor import Tensor, bfloat16, float32
+from openinfer.kernels.reference import SCALE_BLOCK
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
 
 FLOATS = (bfloat16, float32)
 """Dtypes of activations and weights: bf16 on a GPU, either on a CPU."""
@@ -35,3 +36,28 @@ def require(condition: bool, message: str) -> None:
     """Raise ContractError with `message` unless `condition` holds."""
     if not condition:
         raise ContractError(message)
+
+
+def expect_weight(
+    name: str,
+    weight: Tensor,
+    scales: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    *,
+    parts: int = 1,
+) -> None:
+    """Raise ContractError unless `weight` [..., N, K] has this shape (-1 = any) and either `dtype` and no scales, or
+    float8_e4m3fn and scales.
+
+    Scales are float32 [..., parts * ceil(N / parts / 128), ceil(K / 128)]: the value of a weight is its e4m3 number
+    times the scale of the block of 128 x 128 that it is in. `parts`: projections that are stacked in N; blocks begin
+    anew at each.
+    """
+    if scales is None:
+        expect(name, weight, shape, dtype)
+        return
+    expect(name, weight, shape, float8_e4m3fn)
+    n, k = weight.shape[-2:]
+    blocks = (parts * -(-n // parts // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+    expect(f"scales of {name}", scales, (*weight.shape[:-2], *blocks), float32)

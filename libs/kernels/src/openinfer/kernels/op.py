@@ -64,8 +64,8 @@ class Pack(Protocol):
 
 
 class Op(Generic[P]):
-    """An op. Its contract is a keyword-only function without defaults: its signature types the call, its docstring is
-    the op's, and its body raises ContractError where the arguments are wrong.
+    """An op. Its contract is a keyword-only function, whose defaults are None if it has any: its signature types the
+    call, its docstring is the op's, and its body raises ContractError where the arguments are wrong.
 
     `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place, in float32 arithmetic,
     rounding to the tensors' dtype where the published models do. `launches(target, **args)` gives what a GPU runs.

@@ -10,6 +10,9 @@ Array = np.ndarray[Any, Any]
 
 ROW_TILE = 8
 
+SCALE_BLOCK = 128
+"""Rows and columns of a weight that share one scale."""
+
 
 def f32(x: Array) -> Array:
     """`x` in float32 (itself if it is already)."""
@@ -37,11 +40,37 @@ def matmul_nt(x: Array, weight: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """weight * round(x / rms(x)) over the last axis, rounded again; x of any float dtype, result in float32 values of
-    x's dtype."""
+    """weight * x / rms(x) over the last axis, in float32 values of x's dtype; x of any float dtype.
+
+    A float32 weight multiplies before the one rounding; a weight of x's dtype multiplies x / rms(x) rounded, and the
+    product is rounded again. (Of a float32 x nothing is rounded.)
+    """
     wide = f32(x)
     scale = np.float32(1.0) / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
-    return rounded(rounded(wide * scale, x.dtype) * f32(weight), x.dtype)
+    unit = wide * scale if weight.dtype == np.float32 else rounded(wide * scale, x.dtype)
+    return rounded(unit * f32(weight), x.dtype)
+
+
+def dequantized(weight: Array, scales: Array | None) -> Array:
+    """A weight [..., N, K] as float32: itself, or its values times the scales of their blocks
+    (contract.expect_weight)."""
+    if scales is None:
+        return f32(weight)
+    n, k = weight.shape[-2:]
+    wide = np.repeat(np.repeat(scales, SCALE_BLOCK, axis=-2), SCALE_BLOCK, axis=-1)
+    return np.asarray(f32(weight) * wide[..., :n, :k])
+
+
+def halves(weight: Array, scales: Array | None) -> tuple[Array, Array]:
+    """The gate's and the up projection's half of a weight [..., 2 I, H], each as float32 [..., I, H]."""
+    inter = weight.shape[-2] // 2
+    if scales is None:
+        return f32(weight[..., :inter, :]), f32(weight[..., inter:, :])
+    blocks = scales.shape[-2] // 2
+    return (
+        dequantized(weight[..., :inter, :], scales[..., :blocks, :]),
+        dequantized(weight[..., inter:, :], scales[..., blocks:, :]),
+    )
 
 
 def silu(x: Array) -> Array:

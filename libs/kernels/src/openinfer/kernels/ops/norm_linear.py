@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import normed_product
-from openinfer.kernels.reference import Array, matmul_nt, rms_norm
+from openinfer.kernels.reference import Array, dequantized, matmul_nt, rms_norm
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
 
 
-def _contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float) -> None:
+def _contract(
+    *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, scales: Tensor | None = None
+) -> None:
     """out = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
-    rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; the product accumulates in
-    float32 and is rounded once. H and N are multiples of 16.
+    rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; a norm_weight of float32
+    multiplies before the one rounding. The product accumulates in float32 and is rounded once. H and N are multiples
+    of 16. With `scales` the weight is float8_e4m3fn (contract.expect_weight); x is not quantised.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
-    expect("norm_weight", norm_weight, (hidden,), x.dtype)
-    expect("weight", weight, (-1, hidden), x.dtype)
+    expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
+    expect_weight("weight", weight, scales, (-1, hidden), x.dtype)
     expect("out", out, (tokens, weight.shape[0]), x.dtype, float32)
     require(
         hidden % 16 == 0 and weight.shape[0] % 16 == 0,
@@ -32,25 +35,41 @@ def _contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, ep
     require(eps > 0, f"eps is {eps}; it must be positive")
 
 
-def _reference(*, out: Array, x: Array, norm_weight: Array, weight: Array, eps: float) -> None:
-    out[:] = matmul_nt(rms_norm(x, norm_weight, eps), weight)
+def _reference(
+    *, out: Array, x: Array, norm_weight: Array, weight: Array, eps: float, scales: Array | None = None
+) -> None:
+    out[:] = matmul_nt(rms_norm(x, norm_weight, eps), dequantized(weight, scales))
 
 
 def _launches(
-    target: Target, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
+    target: Target,
+    *,
+    out: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    scales: Tensor | None = None,
 ) -> Iterator[Command]:
+    require(scales is None, "weight is float8_e4m3fn; on a GPU it is bfloat16 (block scales: the cpu pack)")
     op = "norm_linear" if out.dtype == x.dtype else "logits"
     yield from normed_product(target, op, out, x, norm_weight, eps, weight)
 
 
 def _cost(
-    workload: Workload, *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float
+    workload: Workload,
+    *,
+    out: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    scales: Tensor | None = None,
 ) -> Cost:
     n, h = weight.shape
     tokens = workload.tokens if out.dtype == x.dtype else workload.rows
-    return Cost(
-        weight.nbytes + norm_weight.nbytes + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h
-    )
+    weights = weight.nbytes + norm_weight.nbytes + (scales.nbytes if scales else 0)
+    return Cost(weights + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h)
 
 
 norm_linear = Op("norm_linear", _contract, reference=_reference, launches=_launches, cost=_cost)

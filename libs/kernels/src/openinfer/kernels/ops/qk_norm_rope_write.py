@@ -30,10 +30,12 @@ def _contract(
     """Split qkv into heads; normalise q and k per head (rms_norm with q_norm, k_norm); rotate both; write q, and k
     and v to the cache.
 
-    qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads. q out [T, A, d]. kv out
+    qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads; or [T, (2 A + 2 G) d]: each query head is followed
+    by d columns of its output gate, which are not read here. q out [T, A, d]. kv out
     [pages, 2, G, page_size, d]: one layer of the cache (K, then V), dense within a page, pages at any stride. q_norm,
-    k_norm [d]. All of one float dtype. cos_sin float32 [P, 2, d/2]: cosines and sines by position, P > every position;
-    element i pairs with i + d/2. positions, token_slots int32 [T]; block_tables int32 [S, B]: the page of position p of
+    k_norm [d]. All of one float dtype; q_norm and k_norm may both be float32 (as in norm_linear). cos_sin float32
+    [P, 2, r/2]: cosines and sines by position, P > every position; of each head the first r <= d elements are rotated,
+    element i with i + r/2. positions, token_slots int32 [T]; block_tables int32 [S, B]: the page of position p of
     slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the padding page, whose content nobody
     reads: tokens of slot 0 may write there or not at all. d is a multiple of 16.
     """
@@ -42,22 +44,25 @@ def _contract(
     expect("kv", kv, (-1, 2, -1, -1, dim), q.dtype, dense=False)
     kv_heads, page_size = kv.shape[2:4]
     expect("kv[0]", kv[0], kv.shape[1:])
-    expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), q.dtype)
-    expect("q_norm", q_norm, (dim,), q.dtype)
-    expect("k_norm", k_norm, (dim,), q.dtype)
-    expect("cos_sin", cos_sin, (-1, 2, dim // 2), float32)
+    gated = qkv.shape[-1] == 2 * (heads + kv_heads) * dim
+    expect("qkv", qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), q.dtype)
+    expect("q_norm", q_norm, (dim,), q.dtype, float32)
+    expect("k_norm", k_norm, (dim,), q_norm.dtype)
+    expect("cos_sin", cos_sin, (-1, 2, -1), float32)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
     expect("block_tables", block_tables, (-1, -1), int32)
     require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} key heads evenly")
     require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
+    rotary = 2 * cos_sin.shape[2]
+    require(rotary <= dim, f"cos_sin rotates {rotary} elements of heads of {dim}")
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
 
 
 def _rope(x: Array, cos: Array, sin: Array) -> Array:
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def _reference(
@@ -75,15 +80,17 @@ def _reference(
 ) -> None:
     tokens, heads, dim = q.shape
     kv_heads, page_size = kv.shape[2:4]
-    split = qkv.reshape(tokens, heads + 2 * kv_heads, dim)
+    split = qkv.reshape(tokens, -1, dim)
+    step = 2 if split.shape[1] == 2 * (heads + kv_heads) else 1
+    first = step * heads  # of the key heads
     cos, sin = cos_sin[positions, 0][:, None], cos_sin[positions, 1][:, None]
-    q[:] = _rope(f32(rms_norm(split[:, :heads], q_norm, eps)), cos, sin)
+    q[:] = _rope(f32(rms_norm(split[:, :first:step], q_norm, eps)), cos, sin)
     live = np.flatnonzero(token_slots)
     position = positions[live]
     page = block_tables[token_slots[live], position // page_size]
-    key = _rope(f32(rms_norm(split[:, heads : heads + kv_heads], k_norm, eps)), cos, sin)
+    key = _rope(f32(rms_norm(split[:, first : first + kv_heads], k_norm, eps)), cos, sin)
     kv[page, 0, :, position % page_size] = key[live].astype(kv.dtype)
-    kv[page, 1, :, position % page_size] = split[live, heads + kv_heads :]
+    kv[page, 1, :, position % page_size] = split[live, first + kv_heads :]
 
 
 def _launches(
@@ -103,6 +110,8 @@ def _launches(
     tokens, heads, dim = q.shape
     kv_heads, page_size = kv.shape[2:4]
     require(q.dtype == bfloat16, f"q is {q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    plain = 2 * cos_sin.shape[2] == dim and qkv.shape[1] == (heads + 2 * kv_heads) * dim
+    require(plain, "on a GPU heads are rotated whole and have no output gates (others: the cpu pack)")
     block = (
         4 if tokens <= 128 else 16
     )  # heads a program: many small programs hide latency, large ones cost less

@@ -1,0 +1,110 @@
+"""experts_add: a mixture of gated MLPs, each token through the experts that it was routed to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
+from openinfer.kernels.errors import ContractError
+from openinfer.kernels.launch import Command
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.reference import Array, dequantized, f32, halves, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, float32, int32
+
+
+def _contract(
+    *,
+    x: Tensor,
+    norm_weight: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    eps: float,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+) -> None:
+    """x[t] += sum over j of expert_weights[t, j] * MLP_e(rms_norm(x[t]; norm_weight, eps)), in place, where e is
+    expert_ids[t, j] and MLP_e(h) = (silu(h Wg_e^T) * (h Wu_e^T)) Wd_e^T.
+
+    x [T, H], expert_weights [T, K] of one float dtype; norm_weight [H] of that dtype or float32 (as in norm_linear).
+    expert_ids int32 [T, K], each in [-1, E): -1 is no expert, and adds nothing. gate_up [E, 2 I, H] (the gate's rows,
+    then the up projection's) and down [E, H, I] of x's dtype, or float8_e4m3fn with scales (contract.expect_weight;
+    gate_up has parts=2). The outputs of both projections are rounded, so are silu(g) and its product with u; the
+    weighted sum over the experts is in float32 and rounded, and added. H and I are multiples of 16. How many rows an
+    expert gets is data: an implementation sorts them on the device.
+    """
+    expect("x", x, (-1, -1), *FLOATS)
+    tokens, hidden = x.shape
+    expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
+    expect("expert_ids", expert_ids, (tokens, -1), int32)
+    expect("expert_weights", expert_weights, expert_ids.shape, x.dtype)
+    require(len(down.shape) == 3, f"down has shape {down.shape}; it must be [experts, {hidden}, any]")
+    experts, inter = down.shape[0], down.shape[2]
+    expect_weight("gate_up", gate_up, gate_up_scales, (experts, 2 * inter, hidden), x.dtype, parts=2)
+    expect_weight("down", down, down_scales, (experts, hidden, inter), x.dtype)
+    require(hidden % 16 == 0 and inter % 16 == 0, f"down is {down.shape}; its sizes must be multiples of 16")
+    require(eps > 0, f"eps is {eps}; it must be positive")
+
+
+def _reference(
+    *,
+    x: Array,
+    norm_weight: Array,
+    expert_ids: Array,
+    expert_weights: Array,
+    gate_up: Array,
+    down: Array,
+    eps: float,
+    gate_up_scales: Array | None = None,
+    down_scales: Array | None = None,
+) -> None:
+    normed = rms_norm(x, norm_weight, eps)
+    results = np.zeros((*expert_ids.shape, x.shape[1]), np.float32)
+    for expert in np.unique(expert_ids[expert_ids >= 0]):
+        token, choice = np.nonzero(expert_ids == expert)
+        scales = None if gate_up_scales is None else gate_up_scales[expert]
+        gate, up = (
+            rounded(matmul_nt(normed[token], half), x.dtype) for half in halves(gate_up[expert], scales)
+        )
+        hidden = rounded(rounded(silu(gate), x.dtype) * up, x.dtype)
+        weight = dequantized(down[expert], None if down_scales is None else down_scales[expert])
+        results[token, choice] = rounded(matmul_nt(hidden, weight), x.dtype)
+    # One choice after the other: the sum must not depend on what numpy does with the other tokens.
+    total = np.zeros(x.shape, np.float32)
+    for j in range(expert_ids.shape[1]):
+        total += f32(expert_weights[:, j])[:, None] * results[:, j]
+    x[:] = f32(x) + rounded(total, x.dtype)
+
+
+def _launches(target: Target, **args: object) -> Iterator[Command]:
+    raise ContractError("experts_add has no kernels yet; it runs in the cpu pack")
+
+
+def _cost(
+    workload: Workload,
+    *,
+    x: Tensor,
+    norm_weight: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    eps: float,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+) -> Cost:
+    """Expert weights count once for each expert that is hit, which are so many as evenly random routing hits."""
+    experts, hidden, inter = down.shape
+    tokens, chosen = workload.tokens, expert_ids.shape[1]
+    hit = experts * (1 - (1 - chosen / experts) ** tokens)
+    tensors = (gate_up, down, gate_up_scales, down_scales)
+    weights = int(sum(t.nbytes for t in tensors if t is not None) * hit / experts)
+    activations = tokens * (2 * hidden * x.itemsize + chosen * (x.itemsize + 4))
+    return Cost(weights + norm_weight.nbytes + activations, 6 * tokens * chosen * hidden * inter)
+
+
+experts_add = Op("experts_add", _contract, reference=_reference, launches=_launches, cost=_cost)

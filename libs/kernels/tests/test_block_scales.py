@@ -1,0 +1,179 @@
+"""Weights of float8_e4m3fn with a scale a block of 128 x 128, and norm weights of float32: the references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    ContractError,
+    CpuPack,
+    Op,
+    Workload,
+    experts_add,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+)
+from openinfer.tensor import Tensor, bfloat16
+
+Array = np.ndarray[Any, Any]
+F8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def run(op: Op[Any], **args: Any) -> None:
+    op(CpuPack(), **{k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
+
+
+def quantized(weight: Array) -> tuple[Array, Array, Array]:
+    """A float32 weight [N, K] as e4m3 values, their scales, and what the two mean; each block by itself."""
+    n, k = weight.shape
+    scales = np.zeros((-(-n // 128), -(-k // 128)), np.float32)
+    values, meant = np.zeros((n, k), F8), np.zeros((n, k), np.float32)
+    for i, j in np.ndindex(*scales.shape):
+        block = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+        scales[i, j] = np.abs(weight[block]).max() / 448
+        values[block] = (weight[block] / scales[i, j]).astype(F8)
+        meant[block] = values[block].astype(np.float32) * scales[i, j]
+    return values, scales, meant
+
+
+def stacked(*weights: Array) -> list[Array]:
+    """quantized() of projections that are stacked, each with blocks of its own."""
+    return [np.concatenate(parts) for parts in zip(*(quantized(w) for w in weights), strict=True)]
+
+
+@pytest.fixture
+def numbers(rng: np.random.Generator) -> Any:
+    # Blocks differ in size by much, so that a wrong block's scale shows.
+    return lambda *shape: (rng.standard_normal(shape) * 4.0 ** rng.integers(-3, 4, shape)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (336, 208), (16, 400)])
+def test_products_are_those_of_the_meant_weight(numbers: Any, n: int, k: int) -> None:
+    values, scales, meant = quantized(numbers(n, k))
+    x, norm_weight, h = numbers(3, k), numbers(k), numbers(3, k)
+    got, want = np.zeros((2, 3, n), np.float32)
+    run(norm_linear, out=got, x=x, norm_weight=norm_weight, weight=values, scales=scales, eps=1e-6)
+    run(norm_linear, out=want, x=x, norm_weight=norm_weight, weight=meant, eps=1e-6)
+    np.testing.assert_array_equal(got, want)
+    run(linear_add, x=got, h=h, weight=values, scales=scales)
+    run(linear_add, x=want, h=h, weight=meant)
+    np.testing.assert_array_equal(got, want)
+    swapped = scales[::-1, ::-1]
+    if scales.size > 1:  # negative control
+        run(linear_add, x=got, h=h, weight=values, scales=np.ascontiguousarray(swapped))
+        run(linear_add, x=want, h=h, weight=meant)
+        assert (got != want).any()
+
+
+@pytest.mark.parametrize("inter", [128, 208])
+def test_the_halves_of_a_gated_product_have_blocks_of_their_own(numbers: Any, inter: int) -> None:
+    values, scales, meant = stacked(numbers(inter, 160), numbers(inter, 160))
+    x, norm_weight = numbers(3, 160), numbers(160)
+    got, want = np.zeros((2, 3, inter), np.float32)
+    run(gate_up_silu, out=got, x=x, norm_weight=norm_weight, weight=values, scales=scales, eps=1e-6)
+    run(gate_up_silu, out=want, x=x, norm_weight=norm_weight, weight=meant, eps=1e-6)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_what_is_refused(numbers: Any) -> None:
+    values, scales, meant = quantized(numbers(256, 256))
+    out, x, norm_weight = np.zeros((1, 256), np.float32), numbers(1, 256), numbers(256)
+    args = {"out": out, "x": x, "norm_weight": norm_weight, "eps": 1e-6}
+    with pytest.raises(ContractError, match="weight is float8_e4m3fn; it must be float32"):
+        run(norm_linear, weight=values, **args)
+    with pytest.raises(ContractError, match="weight is float32; it must be float8_e4m3fn"):
+        run(norm_linear, weight=meant, scales=scales, **args)
+    with pytest.raises(ContractError, match=r"scales of weight has shape \(2, 1\)"):
+        run(norm_linear, weight=values, scales=scales[:, :1].copy(), **args)
+
+
+def test_a_float32_norm_weight_is_rounded_once(normal: Any) -> None:
+    x, weight = normal(4, 64, scale=3.0), normal(32, 64)
+    gain = (1 + normal(64).astype(np.float32)).astype(np.float32)
+    out = np.zeros((4, 32), np.float32)
+    run(norm_linear, out=out, x=x, norm_weight=gain, weight=weight, eps=1e-6)
+    wide = x.astype(np.float64)
+    normed = (wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-6) * gain).astype(bfloat16)
+    want = normed.astype(np.float64) @ weight.astype(np.float64).T
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
+    run(norm_linear, out=out, x=x, norm_weight=gain.astype(bfloat16), weight=weight, eps=1e-6)
+    assert np.abs(out - want).max() > 1e-2  # negative control: a bf16 weight is another result
+
+
+def mixture(
+    numbers: Any, experts: int, chosen: int, hidden: int, inter: int, tokens: int, rng: Any
+) -> dict[str, Any]:
+    ids = np.stack([rng.permutation(experts)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    return {
+        "x": numbers(tokens, hidden),
+        "norm_weight": numbers(hidden),
+        "expert_ids": ids,
+        "expert_weights": rng.random((tokens, chosen)).astype(np.float32),
+        "gate_up": rng.standard_normal((experts, 2 * inter, hidden)).astype(np.float32) / 8,
+        "down": rng.standard_normal((experts, hidden, inter)).astype(np.float32) / 8,
+        "eps": 1e-6,
+    }
+
+
+def test_experts_one_by_one(numbers: Any, rng: np.random.Generator) -> None:
+    args = mixture(numbers, 5, 2, 64, 48, 7, rng)
+    args["expert_ids"][3] = -1  # padding
+    args["expert_ids"][4, 1] = -1
+    before = args["x"].copy()
+    run(experts_add, **args)
+    for token in range(7):
+        wide = before[token].astype(np.float64)
+        h = wide / np.sqrt((wide**2).mean() + 1e-6) * args["norm_weight"]
+        want = wide
+        for expert, weight in zip(args["expert_ids"][token], args["expert_weights"][token], strict=True):
+            if expert >= 0:
+                gate, up = np.split(args["gate_up"][expert].astype(np.float64) @ h, 2)
+                want = want + weight * (
+                    args["down"][expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up)
+                )
+        np.testing.assert_allclose(args["x"][token], want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(args["x"][3], before[3])
+
+
+def test_experts_do_not_see_the_other_tokens(numbers: Any, rng: np.random.Generator) -> None:
+    args = mixture(numbers, 4, 3, 32, 16, 19, rng)
+    alone = []
+    for token in range(19):
+        one = {
+            k: v[token : token + 1].copy() if k in ("x", "expert_ids", "expert_weights") else v
+            for k, v in args.items()
+        }
+        run(experts_add, **one)
+        alone.append(one["x"])
+    run(experts_add, **args)
+    np.testing.assert_array_equal(args["x"], np.concatenate(alone))
+
+
+def test_experts_with_scales(numbers: Any, rng: np.random.Generator) -> None:
+    args = mixture(numbers, 3, 2, 160, 208, 4, rng)
+    ups = [stacked(*np.split(w, 2)) for w in args["gate_up"]]
+    downs = [quantized(w) for w in args["down"]]
+    scaled = {**args, "x": args["x"].copy()}
+    scaled["gate_up"], scaled["gate_up_scales"], args["gate_up"] = (
+        np.stack(p) for p in zip(*ups, strict=True)
+    )
+    scaled["down"], scaled["down_scales"], args["down"] = (np.stack(p) for p in zip(*downs, strict=True))
+    run(experts_add, **scaled)
+    run(experts_add, **args)
+    np.testing.assert_array_equal(scaled["x"], args["x"])
+
+
+def test_experts_cost_what_is_hit(numbers: Any, rng: np.random.Generator) -> None:
+    args = mixture(numbers, 8, 2, 64, 32, 64, rng)
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    whole = tensors["gate_up"].nbytes + tensors["down"].nbytes
+    one = experts_add.cost(Workload.decode(1, 10), **tensors)
+    many = experts_add.cost(Workload.prefill(64), **tensors)
+    assert whole / 4 < one.bytes < whole / 3.5  # two of eight
+    assert many.bytes > whole
+    assert many.flops == 64 * one.flops

@@ -1,0 +1,1 @@
+"""Qwen3.5 (dense and mixture of experts)."""

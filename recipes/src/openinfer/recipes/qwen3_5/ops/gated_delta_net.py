@@ -1,0 +1,245 @@
+"""gated_delta_net: linear attention between its projections: causal convolution, gated delta rule, gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer.kernels import Command, ContractError, Cost, Op, Target, Workload
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.reference import Array, f32, rounded, silu
+from openinfer.tensor import Tensor, float32, int32
+
+STATE_CHUNK = 64
+"""Snapshots are taken after multiples of so many tokens: where kernels for long rows have the state at hand."""
+
+L2_EPS = 1e-6
+"""Inside the square root of the key and query norms; a constant of the published model."""
+
+
+class Sizes(NamedTuple):
+    """What the shapes of a call say."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def _sizes(qkv: Tensor | Array, state: Tensor | Array) -> Sizes:
+    value_heads, key_dim, value_dim = state.shape[1:]
+    key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+    return Sizes(key_heads, value_heads, key_dim, value_dim)
+
+
+def _contract(
+    *,
+    out: Tensor,
+    qkv: Tensor,
+    z: Tensor,
+    ba: Tensor,
+    conv_weight: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    state_from: Tensor,
+    state_to: Tensor,
+    snapshot_ends: Tensor,
+    snapshot_blocks: Tensor,
+    eps: float,
+    max_q_len: int,
+) -> None:
+    """out[t] = gated norm of the delta rule's output for token t, whose state is carried from token to token of a row.
+
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows. With m = qkv[t] of a row's tokens in order:
+
+        c = silu(sum over j of conv_weight[:, j] * m at position p - (K - 1) + j)    rounded; zeros before position 0
+        q, k, v = c split into Hk heads of dk, Hk heads of dk and Hv heads of dv; all below in float32:
+        q = q / sqrt(sum(q^2) + 1e-6) / sqrt(dk);  k = k / sqrt(sum(k^2) + 1e-6)
+        each value head h has q and k of key head h // (Hv / Hk), and S [dk, dv] of its own:
+        beta = sigmoid(b), rounded;  g = decay * softplus(a + dt_bias)
+        S = exp(g) * S;  u = beta * (v - S^T k);  S = S + k u^T;  o = S^T q, rounded
+        out = norm_weight * (o / rms(o)) rounded, * silu(z), rounded                 rms over dv, with eps
+
+    qkv [T, 2 Hk dk + Hv dv], z [T, Hv dv], ba [T, 2 Hv] (b of all heads, then a): one float dtype, rows at any stride.
+    out [T, Hv dv] and conv_weight [2 Hk dk + Hv dv, K] of that dtype. decay, dt_bias float32 [Hv], norm_weight float32
+    [dv].
+
+    State of a sequence is kept in blocks: state float32 [B, Hv, dk, dv] is S; conv_state [B, K, 2 Hk dk + Hv dv] is a
+    ring, m of position p at p % K, that holds the last K positions. Blocks may be at any stride, and further apart than
+    2^31 elements. A row reads the block state_from[slot], unless seq_lens[slot] == 0: then both states are zeros,
+    whatever memory holds. What it leaves goes to the block state_to[slot]; the two may be equal or differ (both int32
+    [S]).
+
+    snapshot_ends, snapshot_blocks int32 [R, M]: when row r has seen snapshot_ends[r, i] tokens in all, its two states
+    also go to the block snapshot_blocks[r, i]. An end is 0 (none) or a multiple of STATE_CHUNK that the row reaches in
+    this step. With max_q_len == 1 they are not looked at.
+
+    Dead rows and tokens past q_starts[R] change no state but block 0's, which nobody reads; what is written to `out`
+    for them is finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).
+    """
+    expect("state", state, (-1, -1, -1, -1), float32, dense=False)
+    expect("state[0]", state[0], state.shape[1:])
+    _, heads, key_dim, value_dim = state.shape
+    expect("qkv", qkv, (-1, -1), *FLOATS, dense=False)
+    tokens, width = qkv.shape
+    dtype = qkv.dtype
+    key_width = width - heads * value_dim
+    require(
+        key_width > 0 and key_width % (2 * key_dim) == 0 and heads % (key_width // (2 * key_dim)) == 0,
+        f"qkv has {width} columns: {heads} value heads of {value_dim} leave {key_width} for queries and keys, which "
+        f"must be heads of {key_dim} that divide the value heads",
+    )
+    expect("z", z, (tokens, heads * value_dim), dtype, dense=False)
+    expect("ba", ba, (tokens, 2 * heads), dtype, dense=False)
+    for name, tensor in (("qkv", qkv), ("z", z), ("ba", ba)):
+        require(tokens <= 1 or tensor.strides[1] == 1, f"the columns of {name} must be next to each other")
+    expect("out", out, (tokens, heads * value_dim), dtype)
+    expect("conv_weight", conv_weight, (width, -1), dtype)
+    expect("decay", decay, (heads,), float32)
+    expect("dt_bias", dt_bias, (heads,), float32)
+    expect("norm_weight", norm_weight, (value_dim,), float32)
+    expect("conv_state", conv_state, (state.shape[0], conv_weight.shape[1], width), dtype, dense=False)
+    expect("conv_state[0]", conv_state[0], conv_state.shape[1:])
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    by_slot = {"seq_lens": seq_lens, "alive": alive, "state_from": state_from, "state_to": state_to}
+    for name, tensor in by_slot.items():
+        expect(name, tensor, (size,), int32)
+    expect("snapshot_ends", snapshot_ends, (rows, -1), int32)
+    expect("snapshot_blocks", snapshot_blocks, snapshot_ends.shape, int32)
+    require(eps > 0, f"eps is {eps}; it must be positive")
+    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
+    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+
+
+def causal_conv1d(m: Array, ring: Array, weight: Array, start: int) -> Array:
+    """The convolution and its silu for tokens m [n, C] at positions start, start + 1, ...; `ring` [K, C] holds the K
+    positions before them and is moved on. Float32 values of m's dtype."""
+    taps = weight.shape[1]
+    before = np.zeros((taps - 1, m.shape[1]), np.float32)
+    for back in range(1, min(taps - 1, start) + 1):
+        before[-back] = f32(ring[(start - back) % taps])
+    padded = np.concatenate([before, f32(m)])
+    total = np.zeros(m.shape, np.float32)
+    for j in range(taps):
+        total += f32(weight[:, j]) * padded[j : j + len(m)]
+    for position in range(max(start, start + len(m) - taps), start + len(m)):
+        ring[position % taps] = m[position - start]
+    return rounded(silu(total), m.dtype)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)) in float32."""
+    return np.asarray(np.float32(0.5) * (np.float32(1) + np.tanh(x * np.float32(0.5))), np.float32)
+
+
+def delta_rule(q: Array, k: Array, v: Array, beta: Array, g: Array, state: Array) -> Array:
+    """One token of all heads, in float32: q, k [H, dk], v [H, dv], beta, g [H]; moves state [H, dk, dv] on and returns
+    o [H, dv]."""
+    state *= np.exp(g)[:, None, None]
+    u = beta[:, None] * (v - np.matmul(k[:, None, :], state)[:, 0])
+    state += k[:, :, None] * u[:, None, :]
+    return np.asarray(np.matmul(q[:, None, :], state)[:, 0])
+
+
+def gated_norm(o: Array, z: Array, weight: Array, eps: float, dtype: np.dtype[np.generic]) -> Array:
+    """RMS norm of o over its last axis, times silu(z); rounded to `dtype` after the norm, after its weight
+    and at the end."""
+    scale = np.float32(1) / np.sqrt(np.mean(o * o, axis=-1, keepdims=True) + np.float32(eps))
+    normed = rounded(weight * rounded(o * scale, dtype), dtype)
+    return rounded(normed * silu(f32(z)), dtype)
+
+
+def _unit(x: Array) -> Array:
+    return np.asarray(x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + np.float32(L2_EPS)))
+
+
+def _reference(
+    *,
+    out: Array,
+    qkv: Array,
+    z: Array,
+    ba: Array,
+    conv_weight: Array,
+    decay: Array,
+    dt_bias: Array,
+    norm_weight: Array,
+    conv_state: Array,
+    state: Array,
+    slots: Array,
+    q_starts: Array,
+    seq_lens: Array,
+    alive: Array,
+    state_from: Array,
+    state_to: Array,
+    snapshot_ends: Array,
+    snapshot_blocks: Array,
+    eps: float,
+    max_q_len: int,
+) -> None:
+    dtype, (key_heads, heads, dk, dv) = qkv.dtype, _sizes(qkv, state)
+    a = f32(ba[:, heads:]) + dt_bias
+    g = decay * (np.maximum(a, 0) + np.log1p(np.exp(-np.abs(a))))
+    beta = rounded(sigmoid(f32(ba[:, :heads])), dtype)
+    out[:] = 0
+    for row, slot in enumerate(slots):
+        first, last = int(q_starts[row]), int(q_starts[row + 1])
+        if first == last or not alive[slot]:
+            continue
+        start, source, target = int(seq_lens[slot]), int(state_from[slot]), int(state_to[slot])
+        ends = {}
+        if max_q_len > 1:
+            ends = {
+                int(e): int(b) for e, b in zip(snapshot_ends[row], snapshot_blocks[row], strict=True) if e
+            }
+        live = state[source].copy() if start else np.zeros(state.shape[1:], np.float32)
+        ring = conv_state[source].copy() if start else np.zeros(conv_state.shape[1:], dtype)
+        # In pieces that end where a snapshot is due; within one, one token after the other: the result does not depend
+        # on how a row is cut into steps.
+        cuts = sorted({*(end - start for end in ends), last - first})
+        for low, high in zip([0, *cuts], cuts, strict=False):
+            piece = slice(first + low, first + high)
+            c = causal_conv1d(qkv[piece], ring, conv_weight, start + low)
+            q, k = (np.repeat(_unit(part.reshape(-1, key_heads, dk)), heads // key_heads, axis=1)
+                    for part in (c[:, : key_heads * dk], c[:, key_heads * dk : 2 * key_heads * dk]))  # fmt: skip
+            q = q * np.float32(dk**-0.5)
+            v = c[:, 2 * key_heads * dk :].reshape(-1, heads, dv)
+            o = np.stack([
+                delta_rule(q[i], k[i], v[i], beta[first + low + i], g[first + low + i], live) for i in range(high - low)
+            ])  # fmt: skip
+            gate = z[piece].reshape(-1, heads, dv)
+            out[piece] = gated_norm(rounded(o, dtype), gate, norm_weight, eps, dtype).reshape(high - low, -1)
+            if start + high in ends:
+                block = ends[start + high]
+                state[block], conv_state[block] = live, ring
+        state[target], conv_state[target] = live, ring
+
+
+def _launches(target: Target, **args: object) -> Iterator[Command]:
+    raise ContractError("gated_delta_net has no kernels yet; it runs in the cpu pack")
+
+
+def _cost(
+    workload: Workload, *, out: Tensor, qkv: Tensor, state: Tensor, conv_state: Tensor, **rest: object
+) -> Cost:
+    """The state of each row is read and written once; a token costs 8 dk dv FLOPs a head."""
+    heads, key_dim, value_dim = state.shape[1:]
+    states = 4 * heads * key_dim * value_dim + conv_state.shape[1] * conv_state.shape[2] * conv_state.itemsize
+    columns = qkv.shape[1] + 2 * heads * value_dim + 2 * heads
+    flops = heads * 8 * key_dim * value_dim + qkv.shape[1] * 2 * conv_state.shape[1]
+    return Cost(
+        2 * workload.rows * states + workload.tokens * columns * out.itemsize, workload.tokens * flops
+    )
+
+
+gated_delta_net = Op("gated_delta_net", _contract, reference=_reference, launches=_launches, cost=_cost)

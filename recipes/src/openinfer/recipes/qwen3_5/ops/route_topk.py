@@ -1,0 +1,51 @@
+"""route_topk: router logits to the experts of each token and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from openinfer.kernels import Command, ContractError, Cost, Op, Target, Workload
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.reference import Array, f32
+from openinfer.tensor import Tensor, int32
+
+
+def _contract(*, expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, token_slots: Tensor) -> None:
+    """The K experts with the largest softmax(logits[t]), and those probabilities divided by their sum.
+
+    logits [T, E], rows at any stride, and expert_weights [T, K] of one float dtype; expert_ids int32 [T, K]; K <= E.
+    Softmax and quotient in float32, the weights rounded. Of equal logits the lower index comes first. A token of slot 0
+    (token_slots int32 [T]) is padding: its ids are -1, and its weights 0.
+    """
+    expect("logits", logits, (-1, -1), *FLOATS, dense=False)
+    tokens, experts = logits.shape
+    require(tokens <= 1 or logits.strides[1] == 1, "the columns of logits must be next to each other")
+    expect("expert_ids", expert_ids, (tokens, -1), int32)
+    expect("expert_weights", expert_weights, expert_ids.shape, logits.dtype)
+    expect("token_slots", token_slots, (tokens,), int32)
+    chosen = expert_ids.shape[1]
+    require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
+
+
+def _reference(*, expert_ids: Array, expert_weights: Array, logits: Array, token_slots: Array) -> None:
+    wide, live = f32(logits), token_slots[:, None] != 0
+    chosen = np.argsort(-wide, axis=1, kind="stable")[:, : expert_ids.shape[1]]
+    # The softmax's denominator cancels in the quotient.
+    best = np.exp(np.take_along_axis(wide, chosen, 1) - wide.max(axis=1, keepdims=True))
+    expert_ids[:] = np.where(live, chosen, -1)
+    expert_weights[:] = np.where(live, best / best.sum(axis=1, keepdims=True), 0)
+
+
+def _launches(target: Target, **args: object) -> Iterator[Command]:
+    raise ContractError("route_topk has no kernels yet; it runs in the cpu pack")
+
+
+def _cost(workload: Workload, *, logits: Tensor, expert_ids: Tensor, **rest: object) -> Cost:
+    experts, chosen = logits.shape[1], expert_ids.shape[1]
+    bytes_per_token = experts * logits.itemsize + chosen * (4 + logits.itemsize)
+    return Cost(workload.tokens * bytes_per_token, workload.tokens * 4 * experts)
+
+
+route_topk = Op("route_topk", _contract, reference=_reference, launches=_launches, cost=_cost)
