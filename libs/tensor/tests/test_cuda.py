@@ -5,7 +5,19 @@ from typing import Any
 
 import pytest
 
-from openinfer.tensor import CudaError, Device, DriverNotFound, check, cuda, driver
+from openinfer.tensor import (
+    CudaError,
+    Device,
+    DriverNotFound,
+    Event,
+    OutOfMemory,
+    PinnedBuffer,
+    Stream,
+    check,
+    cuda,
+    driver,
+)
+from openinfer.tensor.memory import Memory
 
 
 def _import_gives(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
@@ -88,3 +100,20 @@ def test_context_is_retained_once_and_made_current_in_each_thread(fake: Any) -> 
     assert fake.count("cuCtxSetCurrent") == 4
     with pytest.raises(CudaError, match="INVALID_CONTEXT"):  # this thread activated nothing
         check(driver().cuCtxSynchronize(), "cuCtxSynchronize")
+
+
+def test_calls_that_take_memory_or_may_wait_are_counted(fake: Any) -> None:
+    device = Device("cuda", 0)
+    start = cuda.DriverCounts.now()
+    stream, event, memory = Stream(device), Event(device), Memory(device, 64)
+    stream.memset_async(memory.ptr, 0, 64)
+    event.record(stream)
+    assert not event.query()
+    assert cuda.DriverCounts.now() == (start.allocations + 1, start.waits)  # asking is not waiting
+    event.synchronize()
+    stream.close()
+    assert cuda.DriverCounts.now() == (start.allocations + 1, start.waits + 2)
+    fake.fail["cuMemHostAlloc"] = 2
+    with pytest.raises(OutOfMemory):
+        PinnedBuffer(device, 64)
+    assert cuda.DriverCounts.now().allocations == start.allocations + 2  # a refused call was a call

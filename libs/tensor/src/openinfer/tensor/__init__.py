@@ -1,9 +1,10 @@
 """Device memory, streams, events, tensors and safetensors loading, without PyTorch."""
 
 from openinfer.tensor import dtypes
+from openinfer.tensor.activity import Activity, ActivityRecorder
 from openinfer.tensor.arena import Arena
 from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
-from openinfer.tensor.cuda import check, driver
+from openinfer.tensor.cuda import DriverCounts, check, driver
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import (
     bfloat16,
@@ -24,6 +25,7 @@ from openinfer.tensor.dtypes import (
     uint64,
 )
 from openinfer.tensor.errors import (
+    ActivityNotAvailable,
     CheckpointError,
     ClosedError,
     CudaError,
@@ -42,6 +44,9 @@ from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
 __all__ = [
+    "Activity",
+    "ActivityNotAvailable",
+    "ActivityRecorder",
     "Arena",
     "Checkpoint",
     "CheckpointError",
@@ -50,6 +55,7 @@ __all__ = [
     "DTypeError",
     "Device",
     "DeviceError",
+    "DriverCounts",
     "DriverNotFound",
     "Event",
     "IndexRangeError",

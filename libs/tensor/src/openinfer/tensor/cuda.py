@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from openinfer.tensor.errors import CudaError, DriverNotFound
 
@@ -13,6 +13,24 @@ from openinfer.tensor.errors import CudaError, DriverNotFound
 _driver: Any = None
 _contexts: dict[int, Any] = {}
 _lock = threading.Lock()
+
+# Calls that take memory, and calls in which the host may wait for a device: none of them belongs in a steady step.
+_ALLOCATE = ("cuMemAlloc", "cuMemHostAlloc", "cuModuleLoadData", "cuGraphInstantiate")
+_WAIT = ("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize", "cuMemFree", "cuMemFreeHost")
+_counts = dict.fromkeys((*_ALLOCATE, *_WAIT), 0)
+
+
+class DriverCounts(NamedTuple):
+    """How often this process has called the driver so far to take memory (page-locked memory, kernels and graphs count
+    too), and in a way that may make the host wait for a device."""
+
+    allocations: int
+    waits: int
+
+    @classmethod
+    def now(cls) -> DriverCounts:
+        """All calls that went through check()."""
+        return cls(sum(_counts[call] for call in _ALLOCATE), sum(_counts[call] for call in _WAIT))
 
 
 def driver() -> Any:
@@ -43,8 +61,11 @@ def driver() -> Any:
 def check(result: tuple[Any, ...], call: str) -> Any:
     """Unpack what a driver function returned: `(status,)`, `(status, value)` or `(status, v1, v2, ...)`.
 
+    `call` is the function's name, which DriverCounts goes by; more may follow it for a message.
     Returns None, the value, or the tuple of values. Raises CudaError naming `call` if status is not success.
     """
+    if call in _counts:
+        _counts[call] += 1
     if result[0]:
         _check(driver(), result, call)
     if len(result) == 2:

@@ -9,7 +9,8 @@ TensorError(Exception)
 ├── OutOfMemory(MemoryError)       an arena or the device is full
 ├── CheckpointError(ValueError)    a damaged, hostile or unexpected checkpoint
 ├── DriverNotFound(OSError)        no libcuda, or no cuda-bindings to call it with
-└── CudaError(RuntimeError)        the driver refused a call
+├── CudaError(RuntimeError)        the driver refused a call
+└── ActivityNotAvailable(RuntimeError)   no CUPTI, or the driver does not let it work
 """
 
 from __future__ import annotations
@@ -67,3 +68,7 @@ class CudaError(TensorError, RuntimeError):
         self.call = call
         self.code = code
         self.text = text
+
+
+class ActivityNotAvailable(TensorError, RuntimeError):
+    """What the device does cannot be recorded: CUPTI is not installed, or it refused."""

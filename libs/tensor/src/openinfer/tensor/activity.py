@@ -1,0 +1,164 @@
+"""What the device did and when: kernels, copies and memsets as CUPTI times them, inside graphs too.
+
+CUPTI is opened at run time, from the package nvidia-cuda-cupti or from a CUDA toolkit. It has to be opened before the
+first context is made, and makes a launch somewhat dearer, so nothing here runs unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openinfer.tensor.errors import ActivityNotAvailable
+
+_KINDS = {1: "copy", 2: "memset", 10: "kernel"}  # CUPTI_ACTIVITY_KIND_MEMCPY, _MEMSET, _CONCURRENT_KERNEL
+_COPIES = {1: "copy to device", 2: "copy to host", 8: "copy on device"}  # CUpti_ActivityMemcpyKind
+
+# Fields of the records that CUPTI 12 and 13 write (CUpti_ActivityKernel9, _Memcpy5, _Memset4 and what followed them,
+# each of which only added at the end).
+_TIMES = struct.Struct("<16xQQ")  # start, end: ns
+_KERNEL = struct.Struct("<48xI40xI8xQ")  # stream, correlation, address of the name
+_OTHER = struct.Struct("<4xB35xII")  # kind of a copy, stream, correlation
+
+_kept: list[Any] = []  # CUPTI may call from threads of its own until the process ends
+
+BUFFER_BYTES = 1 << 20
+"""Of one buffer that CUPTI fills: about 4,800 kernels."""
+
+_REQUESTED = ctypes.CFUNCTYPE(
+    None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
+)
+_COMPLETED = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+)
+
+
+class Activity(NamedTuple):
+    """One thing that the device did. Times are time.perf_counter_ns(); what one launch brought (all of a graph) has one
+    `correlation`."""
+
+    kind: str
+    """kernel, copy or memset."""
+    name: str
+    start_ns: int
+    end_ns: int
+    stream: int
+    correlation: int
+
+
+class ActivityRecorder:
+    """Records what the devices of this process do, from now until `close`; the last `keep_bytes` of it are kept.
+
+    One at a time in a process, opened before any context is made. Raises ActivityNotAvailable where there is no CUPTI
+    or the driver does not let it work.
+    """
+
+    def __init__(self, keep_bytes: int = 64 << 20, *, library: Any = None) -> None:
+        self._cupti = library if library is not None else _library()
+        self._lent: dict[int, Any] = {}  # buffers that CUPTI has, by address
+        self._full: deque[tuple[Any, int]] = deque(maxlen=max(1, keep_bytes // BUFFER_BYTES))
+        callbacks = _REQUESTED(self._requested), _COMPLETED(self._completed)
+        _kept.append(callbacks)
+        self._call("cuptiActivityRegisterCallbacks", *callbacks)
+        self._enabled: list[int] = []
+        try:
+            self.resume()
+        except ActivityNotAvailable:
+            self.pause()
+            raise
+
+    def resume(self) -> None:
+        """Go on recording after `pause`."""
+        for kind in _KINDS:
+            if kind not in self._enabled:
+                self._call("cuptiActivityEnable", kind)
+                self._enabled.append(kind)
+
+    def pause(self) -> None:
+        """Record nothing until `resume`; what was recorded stays."""
+        while self._enabled:
+            self._call("cuptiActivityDisable", self._enabled.pop())
+
+    def read(self) -> list[Activity]:
+        """What was recorded and is done, in the order of start; the next call gives only what is newer. Wait for the
+        device first to have all."""
+        self._call("cuptiActivityFlushAll", 1)
+        now, stamp = time.perf_counter_ns(), ctypes.c_uint64()
+        self._call("cuptiGetTimestamp", ctypes.byref(stamp))
+        offset = (now + time.perf_counter_ns()) // 2 - stamp.value
+        found = []
+        while self._full:
+            found += self._records(*self._full.popleft(), offset)
+        return sorted(found, key=lambda a: a.start_ns)
+
+    def close(self) -> None:
+        """Stop recording, and take back what CUPTI holds."""
+        self.pause()
+        self._call("cuptiActivityFlushAll", 1)
+        self._full.clear()
+
+    def _requested(self, buffer: Any, size: Any, most: Any) -> None:
+        memory = ctypes.create_string_buffer(BUFFER_BYTES + 8)
+        address = -(-ctypes.addressof(memory) // 8) * 8
+        self._lent[address] = memory
+        buffer[0], size[0], most[0] = address, BUFFER_BYTES, 0
+
+    def _completed(self, context: Any, stream: int, buffer: int, size: int, valid: int) -> None:
+        memory = self._lent.pop(buffer)
+        if valid:
+            self._full.append((memory, valid))
+
+    def _records(self, memory: Any, valid: int, offset: int) -> Iterator[Activity]:
+        buffer = -(-ctypes.addressof(memory) // 8) * 8
+        record = ctypes.c_void_p()
+        following = self._cupti.cuptiActivityGetNextRecord
+        while not following(ctypes.c_void_p(buffer), ctypes.c_size_t(valid), ctypes.byref(record)):
+            address = record.value or 0
+            kind = ctypes.c_int32.from_address(address).value
+            if kind in _KINDS:
+                activity = _activity(
+                    kind, ctypes.string_at(address, _KERNEL.size if kind == 10 else _OTHER.size), offset
+                )
+                if activity.end_ns > activity.start_ns:  # not done yet: no times
+                    yield activity
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._cupti, name)(*args)
+        if status:
+            text = ctypes.c_char_p()
+            self._cupti.cuptiGetResultString(status, ctypes.byref(text))
+            raise ActivityNotAvailable(f"{name} failed: {(text.value or b'').decode()} ({status})")
+
+
+def _activity(kind: int, record: bytes, offset: int) -> Activity:
+    start, end = (t + offset if t else 0 for t in _TIMES.unpack_from(record))
+    if kind == 10:
+        stream, correlation, address = _KERNEL.unpack_from(record)
+        name = ctypes.string_at(address).decode() if address else "?"
+    else:
+        copied, stream, correlation = _OTHER.unpack_from(record)
+        name = _COPIES.get(copied, "copy") if kind == 1 else "memset"
+    return Activity(_KINDS[kind], name, start, end, stream, correlation)
+
+
+def _library() -> Any:
+    """libcupti: the newest of the installed packages, else what the loader or CUDA_HOME has."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
+    found = [str(file) for folder in folders for file in folder.glob("*/lib/libcupti.so.*")]
+    found.sort(key=lambda file: int(file.rpartition(".")[2]), reverse=True)
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    problems = []
+    for name in (*found, "libcupti.so", str(toolkit / "extras/CUPTI/lib64/libcupti.so")):
+        try:
+            return ctypes.CDLL(name)
+        except OSError as error:
+            problems.append(str(error))
+    raise ActivityNotAvailable(f"no libcupti ({problems[-1]}); run: pip install 'openinfer-tensor[cupti]'")
