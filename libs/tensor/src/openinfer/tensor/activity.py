@@ -93,7 +93,7 @@ class ActivityRecorder:
         now, stamp = time.perf_counter_ns(), ctypes.c_uint64()
         self._call("cuptiGetTimestamp", ctypes.byref(stamp))
         offset = (now + time.perf_counter_ns()) // 2 - stamp.value
-        found = []
+        found: list[Activity] = []
         while self._full:
             found += self._records(*self._full.popleft(), offset)
         return sorted(found, key=lambda a: a.start_ns)
