@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,25 @@ def test_a_full_ring_and_a_large_result_are_refused() -> None:
     assert readback.take(wait=True) is not None
     readback.enqueue(stream, tensors(1))
     assert issubclass(RingFull, GraphError)
+    readback.close()
+
+
+def test_the_time_from_begin_to_the_result_is_the_steps() -> None:
+    device = Device("cpu")
+    stream, readback = Stream(device), Readback(device, 256, depth=2)
+    readback.begin(stream)
+    time.sleep(0.002)
+    readback.enqueue(stream, tensors(0))
+    readback.enqueue(stream, tensors(1))  # without begin: not timed
+    time.sleep(0.02)
+    assert readback.take(wait=True) is not None
+    assert readback.seconds is not None
+    assert 0.002 <= readback.seconds < 0.02
+    assert readback.take(wait=True) is not None
+    assert readback.seconds is None
+    assert readback.waits == 2
+    assert readback.take(wait=True) is None
+    assert readback.waits == 2
     readback.close()
 
 

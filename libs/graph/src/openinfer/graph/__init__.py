@@ -4,6 +4,7 @@ from openinfer.graph.errors import FieldError, GraphError, RingFull, UnknownStep
 from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.steps import StepGraphs, bucket_for
+from openinfer.graph.trace import StepTrace
 
 __all__ = [
     "Field",
@@ -13,6 +14,7 @@ __all__ = [
     "RingFull",
     "Rows",
     "StepGraphs",
+    "StepTrace",
     "UnknownStep",
     "bucket_for",
 ]

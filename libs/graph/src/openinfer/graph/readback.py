@@ -14,19 +14,31 @@ from openinfer.tensor import Device, Event, PinnedBuffer, Stream, Tensor
 class Readback:
     """A ring of `depth` page-locked buffers of `nbytes`, in the order of the steps.
 
-    `enqueue` puts the copy of a step's results on the stream and returns at once; `take` gives the oldest step's
-    results when they have arrived.
+    `begin` marks where a step starts on the stream, `enqueue` puts the copy of its results there and returns at once;
+    `take` gives the oldest step's results when they have arrived. `seconds` is then the device's time between the two;
+    `waits` counts how often the host asked to be woken, which is once a step.
     """
 
     def __init__(self, device: Device, nbytes: int, depth: int) -> None:
-        self._ring = [(PinnedBuffer(device, nbytes), Event(device)) for _ in range(depth)]
+        self._ring = [
+            (PinnedBuffer(device, nbytes), Event(device, timing=True), Event(device, timing=True))
+            for _ in range(depth)
+        ]
+        self.seconds: float | None = None
+        self.waits = 0
+        self._begun = False
         self._nbytes = nbytes
-        self._pending: list[tuple[int, list[tuple[int, tuple[int, ...], np.dtype[Any]]]]] = []
+        self._pending: list[tuple[int, bool, list[tuple[int, tuple[int, ...], np.dtype[Any]]]]] = []
         self._next = 0
 
     def __len__(self) -> int:
         """Steps whose results were not taken yet."""
         return len(self._pending)
+
+    def begin(self, stream: Stream) -> None:
+        """The work put on the stream from now on is the next step's, until its `enqueue`."""
+        self._ring[self._next][1].record(stream)
+        self._begun = True
 
     def enqueue(self, stream: Stream, tensors: Sequence[Tensor]) -> None:
         """Copy contiguous tensors to the host once the work now on `stream` is done. Raises RingFull."""
@@ -34,7 +46,7 @@ class Readback:
             raise RingFull(
                 f"{len(self._ring)} results are under way, as many as the ring holds; take one first"
             )
-        buffer, done = self._ring[self._next]
+        buffer, _, done = self._ring[self._next]
         places, end = [], 0
         for tensor in tensors:
             if end + tensor.nbytes > self._nbytes:
@@ -43,25 +55,29 @@ class Readback:
             places.append((end, tensor.shape, tensor.dtype))
             end += -(-tensor.nbytes // 64) * 64
         done.record(stream)
-        self._pending.append((self._next, places))
+        self._pending.append((self._next, self._begun, places))
+        self._begun = False
         self._next = (self._next + 1) % len(self._ring)
 
     def take(self, *, wait: bool) -> list[np.ndarray[Any, Any]] | None:
         """The oldest step's results as new arrays, or None if there is none or, without `wait`, if it is not here."""
         if not self._pending:
             return None
-        index, places = self._pending[0]
-        buffer, done = self._ring[index]
+        index, timed, places = self._pending[0]
+        buffer, begun, done = self._ring[index]
         if not wait and not done.query():
             return None
         done.synchronize()
+        self.waits += 1
+        self.seconds = done.elapsed_s(begun) if timed else None
         self._pending.pop(0)
         return [_read(buffer.array, start, shape, dtype) for start, shape, dtype in places]
 
     def close(self) -> None:
         """Wait for the copies under way and let go of the buffers."""
-        for buffer, done in self._ring:
+        for buffer, begun, done in self._ring:
             done.synchronize()
+            begun.close()
             done.close()
             buffer.close()
         self._ring = []

@@ -130,7 +130,8 @@ class Rows:
     def _send(self, index: Words, values: Words, stream: Stream) -> None:
         buffer, copied = self._staging[self._next]
         self._next = (self._next + 1) % len(self._staging)
-        copied.synchronize()
+        if not copied.query():
+            copied.synchronize()
         staged = buffer.array.view(np.int32)
         count, split = len(index), 1 + self._capacity
         staged[0] = count

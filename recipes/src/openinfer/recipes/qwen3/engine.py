@@ -190,11 +190,16 @@ class Qwen3Engine:
 
     def step(self, wait: float) -> StepOutputs:
         """One turn of the loop."""
+        trace = self.runner.trace
+        if trace is not None:
+            trace.mark("plan")
         outputs = StepOutputs(updates=self._updates)
         self._updates = []
         events = self._loop.step(0.0 if outputs.updates else wait)
         if self._loop.has_work and not self._loop.live:
             events += self._loop.drain()  # nobody may step again for long: blocks go back now
+        if trace is not None:
+            trace.mark("outputs")
         for event in events:
             match event:
                 case Tokens():
@@ -204,6 +209,8 @@ class Qwen3Engine:
                     outputs.updates.append(Scheduled(seq.id, num_cached, time.monotonic()))
                 case SeqFinished(seq, reason):
                     outputs.updates.append(self._finished(seq, reason))
+        if trace is not None:
+            trace.mark("")
         return outputs
 
     def _tokens(self, event: Tokens, outputs: StepOutputs) -> None:

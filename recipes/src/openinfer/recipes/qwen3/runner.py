@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.graph import Readback, StepGraphs, bucket_for
+from openinfer.graph import Readback, StepGraphs, StepTrace, bucket_for
 from openinfer.kernels import Pack, apply_writes
 from openinfer.recipes.qwen3.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
 from openinfer.sampler import SamplingParams, seed_words
@@ -105,6 +105,7 @@ class Runner:
     graphs: StepGraphs
     buckets: Buckets
     readback: Readback
+    trace: StepTrace | None = None
     _launched: list[Step] = field(default_factory=list)
     _shape: tuple[int, int, int] = (0, 0, 0)
     _wants_logprobs: bool = False
@@ -124,7 +125,9 @@ class Runner:
 
     def launch(self, step: Step) -> None:
         """Write what changed, then put both segments and the read-back on the stream."""
-        rows = self.model.rows
+        rows, trace = self.model.rows, self.trace
+        if trace is not None:
+            trace.mark("write rows")
         for slot in step.left:
             rows.set("alive", slot, 0)
         for seq in step.joined:
@@ -133,9 +136,15 @@ class Runner:
             rows.write("block_tables", write.seq.slot, write.blocks, offset=write.first)
         if step.changed:
             self._write_batch(step)
+        if trace is not None:
+            trace.mark("upload")
         for _ in rows.uploads(self.stream):
             apply_writes(self.pack, words=rows.words, writes=rows.writes)
         tokens, num_rows, longest = self._shape
+        if trace is not None:
+            trace.launch(step.index, bucket=f"{tokens} tokens, {num_rows} rows", rows=len(step.rows))
+            trace.mark("launch")
+        self.readback.begin(self.stream)
         self.graphs.launch(("forward", tokens, num_rows, longest))
         self.graphs.launch(("sample", num_rows))
         b, n = self.model.buffers, len(step.rows)
@@ -145,15 +154,23 @@ class Runner:
 
     def collect(self, wait_s: float | None) -> StepResult | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
+        trace = self.trace
+        if trace is not None:
+            trace.mark("read back")
         arrays = self.readback.take(wait=wait_s is None or wait_s > 0)
+        if trace is not None:
+            trace.mark("reconcile")
         if arrays is None:
             return None
+        seconds = self.readback.seconds
+        if trace is not None:
+            trace.result(seconds or 0.0)
         step = self._launched.pop(0)
         result, *tops = arrays
         ended = np.flatnonzero(result[:, 1] > RowStatus.RUNNING)
         finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
         payload = Payload(result[:, 0], result[:, 2].view(np.float32), *(tops or (None, None)))
-        return StepResult(step.index, finished, payload)
+        return StepResult(step.index, finished, payload, seconds=seconds)
 
     def _join(self, seq: Seq) -> None:
         """The state of a sequence that got a slot."""
@@ -207,6 +224,8 @@ class Runner:
     def close(self) -> None:
         """Wait for what is under way and give everything back but the memory."""
         self.stream.synchronize()
+        if self.trace is not None:
+            self.trace.close()
         self.graphs.close()
         self.readback.close()
         self.model.rows.close()

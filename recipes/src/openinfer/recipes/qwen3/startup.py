@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph import Readback, Rows, StepGraphs
+from openinfer.graph import Readback, Rows, StepGraphs, StepTrace
 from openinfer.kernels import (
     CpuPack,
     CublasLt,
@@ -78,6 +78,7 @@ class Options:
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     scheduling_policy: str | Policy = "fcfs"
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,9 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
     Raises UnsupportedModel, CheckpointError or SetupError (all ValueErrors) for what the user can mend.
     """
     options, path = Options(**flags), Path(model_dir)
+    trace = StepTrace(Path(options.trace)) if options.trace else None  # before there is a context
+    if trace is not None:
+        log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
     with _phase("configuration and checkpoint header"):
         config = Config.load(path)
         device = _device(options.device)
@@ -149,7 +153,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
     pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
     readback = Readback(device, sizes.max_rows * READBACK_BYTES_PER_ROW + 256, STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets, readback)
+    runner = Runner(model, pack, stream, graphs, buckets, readback, trace)
     with _phase("steps"):
         warm_up(runner)
         runner.record()
