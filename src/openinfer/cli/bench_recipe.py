@@ -14,6 +14,7 @@ from openinfer.cli import recipes
 from openinfer.frontend.contract import EngineSpec
 from openinfer.frontend.recipe import Recipe
 from openinfer.kernels import KernelsError
+from openinfer.tensor import TensorError
 
 Flags = Callable[[argparse.ArgumentParser], None]
 Body = Callable[[argparse.Namespace, ModuleType, EngineSpec], int]
@@ -42,7 +43,7 @@ def run(argv: list[str], command: str, module: str, text: str | None, add: Flags
         if importlib.util.find_spec(name) is None:
             raise BadFlags(f"recipe {recipe.name!r} cannot do this: it has no {name}")
         return body(args, importlib.import_module(name), spec)
-    except (ValueError, OSError, KernelsError) as error:
+    except (ValueError, OSError, KernelsError, TensorError) as error:
         print(f"openinfer {command}: error: {error}", file=sys.stderr)
         return 1
 

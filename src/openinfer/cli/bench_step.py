@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from types import ModuleType
 
-from openinfer.cli import bench_recipe
+from openinfer.cli import bench_gaps, bench_recipe
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.frontend.contract import EngineSpec
 
@@ -31,6 +31,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--records", type=Path, metavar="FILE",
         help="write the steps' times by what was in them, for the scheduler's simulator; "
         "the default points are then more")  # fmt: skip
+    add("--gaps", action="store_true",
+        help="instead: the gaps between the kernels of decode points (default: decode:1,1024), through CUPTI; "
+        "exit code 1 if one is longer than 5 us")  # fmt: skip
     add_arguments(parser)
 
 
@@ -41,6 +44,8 @@ def _measure(args: argparse.Namespace, bench: ModuleType, spec: EngineSpec) -> i
     if args.repeats < 1:
         raise bench_recipe.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    if args.gaps:
+        return bench_gaps.measure(args, bench, spec)
     spec.kwargs["enable_prefix_caching"] = False
     engine = spec.build()
     results = []

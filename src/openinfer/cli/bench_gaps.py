@@ -1,0 +1,125 @@
+"""`openinfer bench step --gaps`: what the device does between the kernels of a decode step, which should be nothing.
+
+CUPTI times every kernel inside the graphs. A gap is the time from the end of all that ran so far to the start of what
+comes next; kernels that overlap have none between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from openinfer.cli.bench_record import percentile, progress, record, write
+from openinfer.frontend.contract import EngineSpec
+from openinfer.tensor import Activity, ActivityRecorder
+
+LIMIT_US = 5.0
+"""A longer gap is one too long."""
+LISTED = 10
+
+Step = Sequence[Activity]
+
+
+def measure(args: argparse.Namespace, bench: ModuleType, spec: EngineSpec) -> int:
+    """Profile the decode points; returns 0, 1 if a gap is too long. Raises ActivityNotAvailable without CUPTI."""
+    points = args.points or ["decode:1,1024"]
+    parsed = [bench.parse(point) for point in points]
+    for text, (kind, _) in zip(points, parsed, strict=True):
+        if kind != "decode":
+            raise ValueError(f"--gaps of {text}: only decode steps are profiled")
+    if spec.kwargs.get("trace"):
+        raise ValueError("--gaps and --trace both record through CUPTI: give one of them")
+    recorder = ActivityRecorder()  # before there is a context
+    spec.kwargs["enable_prefix_caching"] = False
+    engine: Any = spec.build()
+    results = []
+    try:
+        profiler = bench.StepBench(engine, args.repeats)
+        for text, point in zip(points, parsed, strict=True):
+            profiler.check(point)
+            recorder.pause()
+            plain = profiler.decode(*point[1])["device_ms"]
+            recorder.resume()
+            for how, steps in (
+                ("replayed alone", profiler.replays(recorder, *point[1])),
+                ("through the engine", profiler.served(recorder, *point[1])),
+            ):
+                progress(f"{text}, {how}")
+                results.append({"point": text, "how": how, "device_ms": plain, **summary(steps)})
+                print(table(results[-1]), flush=True)
+    finally:
+        recorder.close()
+        engine.close()
+        if args.json:
+            write(args.json, record("gaps", args, results, model=engine.info.model))
+    return 1 if any(result["over_limit"] for result in results) else 0
+
+
+def gaps(step: Step) -> list[float]:
+    """Microseconds of idle time before each activity but the first; 0 where it overlaps what ran before."""
+    found, end = [], step[0].end_ns
+    for activity in step[1:]:
+        found.append(max(0, activity.start_ns - end) / 1e3)
+        end = max(end, activity.end_ns)
+    return found
+
+
+def alike(steps: Sequence[Step]) -> list[Step]:
+    """The steps whose activities are those of most."""
+    if not steps:
+        return []
+    names = [tuple(a.name for a in step) for step in steps]
+    ((most, _),) = Counter(names).most_common(1)
+    return [step for step, name in zip(steps, names, strict=True) if name == most]
+
+
+def summary(steps: Sequence[Step]) -> dict[str, Any]:
+    """Of steps of the same activities, place by place: the median of each gap over the steps. `repeats` has every
+    step's sum and longest gap. Raises ValueError if nothing was recorded."""
+    steps = [step for step in alike(steps) if len(step) > 1]
+    if not steps:
+        raise ValueError("CUPTI recorded no kernels: a profile cannot be made here")
+    columns = list(zip(*map(gaps, steps), strict=True))
+    medians = [statistics.median(column) for column in columns]
+    names = list(itertools.pairwise(a.name for a in steps[0]))
+    longest = sorted(range(len(medians)), key=lambda at: -medians[at])[:LISTED]
+    return {
+        "steps": len(steps),
+        "activities_a_step": len(steps[0]),
+        "kernels_a_step": sum(a.kind == "kernel" for a in steps[0]),
+        "span_us": statistics.median((max(a.end_ns for a in s) - s[0].start_ns) / 1e3 for s in steps),
+        "idle_us": sum(medians),
+        "longest_gap_us": max(medians),
+        "over_limit": sum(gap > LIMIT_US for gap in medians),
+        "overlapped": sum(gap == 0 for gap in medians),
+        "gap_p50_us": percentile(medians, 50),
+        "gap_p99_us": percentile(medians, 99),
+        "longest": [
+            {"after": names[at][0], "before": names[at][1], "p50_us": medians[at], "max_us": max(columns[at])}
+            for at in longest
+        ],
+        "repeats": {
+            "idle_us": [sum(gaps(step)) for step in steps],
+            "longest_gap_us": [max(gaps(step)) for step in steps],
+        },
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A result as text."""
+    head = (
+        f"{result['point']} {result['how']}: {result['kernels_a_step']} kernels in {result['span_us']:.0f} us "
+        f"({result['device_ms'] * 1e3:.0f} us when nothing is recorded), {result['idle_us']:.1f} us idle, "
+        f"{result['overlapped']} of {result['activities_a_step'] - 1} starts overlap, longest gap "
+        f"{result['longest_gap_us']:.2f} us, {result['over_limit']} over {LIMIT_US:g} us"
+    )
+    lines = [
+        f"  {gap['p50_us']:8.2f} us (at most {gap['max_us']:.2f}) after {gap['after'][:48]} before {gap['before'][:48]}"
+        for gap in result["longest"]
+    ]
+    return "\n".join([head, *lines])

@@ -1,0 +1,132 @@
+"""What looks into the engine while it runs: the trace of steps, the profile of gaps, counters of driver calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer.cli import bench_gaps, bench_step
+from openinfer.tensor import Activity, ActivityNotAvailable
+
+TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+SMALL = ["--device", "cpu", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
+         "--kv-cache-memory-bytes", "8000000"]  # fmt: skip
+
+
+# -- the profile of gaps --
+
+
+def step(*spans: tuple[float, float], name: str = "k") -> list[Activity]:
+    """Kernels of these microseconds."""
+    return [
+        Activity("kernel", f"{name}{n}", round(1e3 * start), round(1e3 * end), 7, 1)
+        for n, (start, end) in enumerate(spans)
+    ]
+
+
+def test_a_gap_is_time_in_which_nothing_runs() -> None:
+    # The second overlaps the first and ends before it, so the third starts 3 us after the first.
+    assert bench_gaps.gaps(step((0, 10), (8, 9), (13, 14), (14, 15))) == [0.0, 3.0, 0.0]
+
+
+def test_the_profile_is_of_the_median_step_and_names_the_longest_gaps() -> None:
+    steady = step((0, 10), (11, 20), (26, 30))
+    disturbed = step((0, 10), (50, 60), (66, 70))  # 40 us once is not the kernels' doing
+    other = step((0, 1), (2, 3), name="prefill")
+    found = bench_gaps.summary([steady, other, steady, disturbed])
+    assert (found["steps"], found["kernels_a_step"]) == (3, 3)
+    assert found["idle_us"] == 7.0
+    assert (found["longest_gap_us"], found["over_limit"]) == (6.0, 1)
+    assert found["longest"][0] == {"after": "k1", "before": "k2", "p50_us": 6.0, "max_us": 6.0}
+    assert found["longest"][1]["max_us"] == 40.0
+    assert found["repeats"]["longest_gap_us"] == [6.0, 6.0, 40.0]
+    assert "after k1" in bench_gaps.table({"point": "p", "how": "h", "device_ms": 0.03, **found})
+
+
+def test_without_kernels_there_is_no_profile() -> None:
+    with pytest.raises(ValueError, match="CUPTI recorded no kernels"):
+        bench_gaps.summary([[], []])
+
+
+class FakeRecorder:
+    """A device that is busy but for `gap_us` in every step, whatever it is asked to do."""
+
+    gap_us = 1.0
+
+    def __init__(self) -> None:
+        self.recording = True
+
+    def pause(self) -> None:
+        self.recording = False
+
+    def resume(self) -> None:
+        self.recording = True
+
+    def read(self) -> list[Activity]:
+        assert self.recording
+        a = step((0, 100), (100 + self.gap_us, 200))
+        return [activity for _ in range(8) for activity in (*a, Activity("copy", "copy to host", 0, 0, 7, 1))]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("gap_us", "code"), [(1.0, 0), (6.0, 1)])
+def test_bench_step_profiles_gaps_and_fails_on_a_long_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    gap_us: float,
+    code: int,
+) -> None:
+    monkeypatch.setattr(bench_gaps, "ActivityRecorder", FakeRecorder)
+    monkeypatch.setattr(FakeRecorder, "gap_us", gap_us)
+    path = tmp_path / "gaps.json"
+    flags = ["--gaps", "--points", "decode:2,16", "--repeats", "2", "--json", str(path), "--commit", "abc"]
+    assert bench_step.main([str(TINY), *SMALL, *flags]) == code
+    data = json.loads(path.read_text())
+    assert (data["bench"], data["commit"]) == ("gaps", "abc")
+    assert [r["how"] for r in data["results"]] == ["replayed alone", "through the engine"]
+    assert all(r["device_ms"] > 0 and r["longest_gap_us"] == gap_us for r in data["results"])
+    assert "longest gap" in capsys.readouterr().out
+
+
+def test_gaps_need_cupti_and_decode_points(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> Any:
+        raise ActivityNotAvailable("no libcupti; run: pip install 'openinfer-tensor[cupti]'")
+
+    monkeypatch.setattr(bench_gaps, "ActivityRecorder", missing)
+    assert bench_step.main([str(TINY), *SMALL, "--gaps"]) == 1
+    assert "pip install 'openinfer-tensor[cupti]'" in capsys.readouterr().err
+    assert bench_step.main([str(TINY), *SMALL, "--gaps", "--points", "prefill:8"]) == 1
+    assert "only decode steps" in capsys.readouterr().err
+    assert bench_step.main([str(TINY), *SMALL, "--gaps", "--trace", "x.json"]) == 1
+    assert "give one of them" in capsys.readouterr().err
+
+
+# -- the trace --
+
+
+def test_bench_step_traces_the_steps_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert (
+        bench_step.main(
+            [str(TINY), *SMALL, "--points", "decode:2,16", "--repeats", "2", "--trace", str(path)]
+        )
+        == 0
+    )
+    data = json.loads(path.read_text())
+    assert data["otherData"]["device"].startswith("events around each step")
+    bars = [e for e in data["traceEvents"] if e["ph"] == "X"]
+    host = {e["name"] for e in bars if e["pid"] == 0}
+    assert host == {"plan", "write rows", "upload", "launch", "read back", "reconcile", "outputs"}
+    steps = [e for e in bars if e["pid"] == 1]
+    assert {e["args"]["rows"] for e in steps} == {2}
+    device = [e for e in bars if e["pid"] == 2]
+    assert [e["name"] for e in device] == [e["name"] for e in steps]
+    assert all(e["dur"] > 0 for e in device)
