@@ -21,6 +21,7 @@ import pytest
 
 from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
 from openinfer.sampler import SamplingParams
+from openinfer.sampler.grammar import Grammar
 from openinfer.tensor import Checkpoint
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers do without it
@@ -84,13 +85,20 @@ class Session:
         self.engine = engine
         self.outcomes: dict[int, Outcome] = {}
 
-    def submit(self, prompt: list[int], max_tokens: int, **sampling: Any) -> int:
+    def submit(
+        self, prompt: list[int], max_tokens: int, *, grammar: Grammar | None = None, **sampling: Any
+    ) -> int:
         request_id = len(self.outcomes)
         self.outcomes[request_id] = Outcome([], [], [])
         params = SamplingParams(**{"temperature": 0.0, **sampling})
         self.engine.submit(
             Request(
-                id=request_id, prompt_token_ids=prompt, sampling=params, max_tokens=max_tokens, arrival=0.0
+                id=request_id,
+                prompt_token_ids=prompt,
+                sampling=params,
+                max_tokens=max_tokens,
+                arrival=0.0,
+                grammar=grammar,
             )
         )
         return request_id

@@ -20,6 +20,7 @@ import msgspec
 
 from openinfer.frontend.errors import EngineSpecError
 from openinfer.sampler import SamplingParams
+from openinfer.sampler.grammar import Grammar
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -38,6 +39,7 @@ __all__ = [
     "StepOutputs",
     "Terminal",
     "TokenLogprobs",
+    "TokenTable",
     "Update",
 ]
 
@@ -66,6 +68,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Requests share cached prefixes only under the same salt."""
     trace_parent: str | None = None
     """W3C traceparent of the caller, passed through for tracing."""
+    grammar: Grammar | None = None
+    """What the output has to be; EOS is drawn only where it may end. Needs the feature "grammar" and a TokenTable."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -153,7 +157,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a KV block holds."""
     features: list[str] = []
     """What this engine honours beyond the bare contract: "logprobs", "prefix_cache", "priority", and of SamplingParams
-    "penalties" (all three), "logit_bias", "allowed_token_ids", "bad_words". The frontend refuses the rest by name."""
+    "penalties" (all three), "logit_bias", "allowed_token_ids", "bad_words"; "grammar", once it was sent a TokenTable.
+    The frontend refuses the rest by name."""
     contract_version: int = CONTRACT_VERSION
 
 
@@ -181,8 +186,17 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_
     """Forget every cached prefix that no live request holds."""
 
 
-Command = ResetPrefixCache
-"""Union of the commands of Engine.control; it has one member so far."""
+class TokenTable(msgspec.Struct, frozen=True, array_like=True, tag="token_table"):
+    """What the token ids stand for, which grammars need: sent at start to engines with the feature "grammar"."""
+
+    tokens: list[bytes]
+    """The bytes of token 0, 1, ...; empty where an id stands for nothing."""
+    special_ids: list[int]
+    """Those that no text can be, such as the end of a turn; markers that count as text are not among them."""
+
+
+Command = ResetPrefixCache | TokenTable
+"""Union of the commands of Engine.control."""
 
 
 @runtime_checkable

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from openinfer.frontend.client import Driver, Health, Sink
-from openinfer.frontend.contract import Command, EngineInfo, EngineStats, Request
-from openinfer.frontend.errors import EngineDeadError, EngineStartError
+from openinfer.frontend.contract import Command, EngineInfo, EngineStats, Request, TokenTable
+from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported
 
 __all__ = ["RestartingClient"]
 
@@ -41,6 +41,7 @@ class RestartingClient:
         self._info: EngineInfo | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
+        self._token_table: TokenTable | None = None  # the next engine needs it too
 
     @property
     def info(self) -> EngineInfo:
@@ -74,6 +75,8 @@ class RestartingClient:
         if self._down is not None:
             raise EngineDeadError(self._down)
         await self._driver.control(command)
+        if isinstance(command, TokenTable):
+            self._token_table = command
 
     def stats(self) -> EngineStats:
         return self._driver.stats()
@@ -88,6 +91,8 @@ class RestartingClient:
 
     async def _begin(self) -> None:
         await self._driver.start()
+        if self._token_table is not None:
+            await self._driver.control(self._token_table)
         self._info = self._driver.info
         self._down = None
 
@@ -108,7 +113,7 @@ class RestartingClient:
             self._driver = self._make_driver()
             try:
                 await self._begin()
-            except (EngineStartError, OSError) as error:
+            except (EngineStartError, EngineDeadError, Unsupported, OSError) as error:
                 self._down = f"{reason}; it does not start again: {error}"
                 break
             _log.info("the engine runs again after %.1f s", time.monotonic() - now)

@@ -13,6 +13,7 @@ from openinfer.frontend.contract import (
     Finished,
     Rejected,
     Request,
+    ResetPrefixCache,
     Scheduled,
     StepOutputs,
     TokenLogprobs,
@@ -112,7 +113,8 @@ class FakeEngine:
         self._ready.updates.append(Finished(request_id, "abort"))
 
     def control(self, command: Command) -> None:
-        self._seen_prompts.clear()  # ResetPrefixCache is the only command there is
+        if isinstance(command, ResetPrefixCache):
+            self._seen_prompts.clear()
 
     def step(self, wait: float) -> StepOutputs:
         self._stats.steps += 1

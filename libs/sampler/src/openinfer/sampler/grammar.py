@@ -6,10 +6,12 @@ Importing this needs numpy only, and `Grammar` is plain data; a `Compiler` needs
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,7 +23,7 @@ from openinfer.sampler.errors import GrammarFailed, GrammarTimeout, InvalidGramm
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_NESTING = 64
 
@@ -35,9 +37,10 @@ class Grammar:
 
     Attributes:
         kind: "json_schema", "json_object" (any JSON object), "regex" (Rust's syntax, for the whole output), "choice"
-            (one of some strings) or "lark" (llguidance's dialect).
+            (one of some strings), "lark" (llguidance's dialect) or "gbnf" (llama.cpp's, as in `root ::= "a" | "b"`).
         text: the schema as JSON, nothing, the expression, the strings as a JSON list, the grammar. At most 65,536
             characters, JSON at most 64 levels deep.
+        content: a grammar that a Lark text calls as `@content`, so that one grammar can be set into another.
 
     Raises:
         InvalidGrammar: a ValueError. What only a compiler can see, it says later.
@@ -45,6 +48,7 @@ class Grammar:
 
     kind: Kind
     text: str = ""
+    content: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -57,6 +61,10 @@ class Grammar:
             )
         if bool(self.text.strip()) != (self.kind != "json_object"):
             raise InvalidGrammar(f"{self.kind} {'takes no text' if self.text.strip() else 'is empty'}")
+        if self.kind == "lark" and self.text.lstrip().startswith("{"):
+            raise InvalidGrammar("a lark grammar begins with a rule, not with a brace")
+        if self.content is not None and (self.kind != "lark" or self.content.content is not None):
+            raise InvalidGrammar("only a lark grammar has a content, and that has none of its own")
         if self.kind in ("json_schema", "choice"):
             self._check_json()
 
@@ -89,10 +97,10 @@ def _depth(value: Any) -> int:
 
 
 class Matcher:
-    """The state of one sequence's grammar. Belongs to one thread at a time."""
+    """The state of one sequence's grammar. Belongs to one thread at a time. `inner` is llguidance's, for `Masks`."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+        self.inner, self._vocabulary = matcher, vocabulary
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Write which tokens may come next into int32[(V + 31) // 32], contiguous: bit t % 32 of word t // 32. The
@@ -103,7 +111,7 @@ class Matcher:
         words = -(-self._vocabulary // 32)
         if mask.dtype != np.int32 or mask.shape != (words,) or not mask.flags.c_contiguous:
             raise ValueError(f"mask is {mask.dtype}{list(mask.shape)}: it must be contiguous int32[{words}]")
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
 
     def allowed(self) -> NDArray[np.bool_]:
@@ -117,17 +125,27 @@ class Matcher:
 
         Raises GrammarFailed if the grammar does not allow it; the matcher is of no use then.
         """
-        if not self._matcher.consume_token(token):
+        if not self.inner.consume_token(token):
             self._check()
 
     @property
     def may_end(self) -> bool:
         """Whether what came so far is a whole output."""
-        return bool(self._matcher.is_accepting())
+        return bool(self.inner.is_accepting())
+
+    @property
+    def must_end(self) -> bool:
+        """Whether what came so far is a whole output that nothing but EOS can follow."""
+        return self.may_end and bool(self.inner.is_stopped())
+
+    @property
+    def failure(self) -> str:
+        """Why the matcher is of no use any more; empty as long as it is."""
+        return _first_line(self.inner.get_error()) if self.inner.is_error() else ""
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarFailed(_first_line(self._matcher.get_error()))
+        if failure := self.failure:
+            raise GrammarFailed(failure)
 
 
 class Compilation:
@@ -136,25 +154,24 @@ class Compilation:
     def __init__(self, future: Future[LLMatcher], deadline: float, vocabulary: int) -> None:
         self._future, self._deadline, self._vocabulary = future, deadline, vocabulary
 
-    def poll(self) -> Matcher | None:
-        """A new matcher, or None while the worker is at it. Never blocks.
+    def poll(self, wait_s: float = 0.0) -> Matcher | None:
+        """A new matcher, or None if the worker is still at it after `wait_s` seconds.
 
         Raises InvalidGrammar with the reason, or GrammarTimeout once the deadline has passed.
         """
-        if not self._future.done():
-            if time.monotonic() < self._deadline:
+        left = self._deadline - time.monotonic()
+        try:
+            return Matcher(self._future.result(max(0.0, min(wait_s, left))).deep_copy(), self._vocabulary)
+        except FutureTimeout:
+            if wait_s < left:
                 return None
-            raise GrammarTimeout("the grammar took too long to compile; make it smaller or simpler")
-        return Matcher(self._future.result().deep_copy(), self._vocabulary)
+            raise GrammarTimeout("the grammar took too long to compile; make it smaller or simpler") from None
 
     def wait(self) -> Matcher:
         """Like `poll`, but waits for the worker."""
-        try:
-            self._future.exception(max(0.0, self._deadline - time.monotonic()))
-        except TimeoutError:
-            pass  # poll says so
-        found = self.poll()
-        return self.wait() if found is None else found
+        found = self.poll(float("inf"))
+        assert found is not None
+        return found
 
 
 class Compiler:
@@ -217,10 +234,19 @@ class Compiler:
             self._tokenizer, self._translated(grammar), log_level=0, limits=self._limits
         )
         if matcher.is_error():
-            raise InvalidGrammar(f"{grammar.kind}: {matcher.get_error().strip()}")
+            raise InvalidGrammar(f"{grammar.kind}: {_without_source(matcher.get_error())}")
         return matcher
 
     def _translated(self, grammar: Grammar) -> str:
+        text = self._alone(grammar)
+        if grammar.content is None:
+            return text
+        content = self._alone(grammar.content)
+        # What makes a grammar answers with a list of one, or with Lark as it is.
+        inner = json.loads(content)["grammars"][0] if content.startswith("{") else {"lark_grammar": content}
+        return json.dumps({"grammars": [{"lark_grammar": text}, {**inner, "name": "content"}]})
+
+    def _alone(self, grammar: Grammar) -> str:
         make = self._ll.LLMatcher
         match grammar.kind:
             case "json_schema":
@@ -236,6 +262,8 @@ class Compiler:
                 return make.grammar_from_lark("start: " + " | ".join(texts))
             case "lark":
                 return make.grammar_from_lark(grammar.text)
+            case "gbnf":
+                return make.grammar_from_lark(_lark_of_gbnf(grammar.text))
 
 
 class _Tokens:
@@ -250,6 +278,21 @@ class _Tokens:
 
     def __call__(self, text: bytes) -> list[int]:
         return [self._of_byte[text[i : i + 1]] for i in range(len(text)) if text[i : i + 1] in self._of_byte]
+
+
+def _lark_of_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # it raises plain Exceptions and stumbles over what it does not expect
+        raise InvalidGrammar(f"gbnf: {error}") from error
+
+
+def _without_source(text: str) -> str:
+    """An error without the lines of the grammar that it quotes: a Lark text is often not the user's own."""
+    lines = [line for line in text.strip().splitlines() if not re.match(r"\s*(\d+ \||\^\s*$)", line)]
+    return "\n".join(lines)
 
 
 def _first_line(text: str) -> str:

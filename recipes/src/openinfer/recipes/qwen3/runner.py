@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from openinfer.graph import Readback, StepGraphs, StepTrace, bucket_for
 from openinfer.kernels import Pack, apply_writes
 from openinfer.recipes.qwen3.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
 from openinfer.sampler import SamplingParams, seed_words
-from openinfer.sampler.gpu import RowStatus, adjustment_values
+from openinfer.sampler.constraint import Constraint, Masks
+from openinfer.sampler.gpu import Adjustment, RowStatus, adjustment_values
 from openinfer.scheduler import FinishReason, Seq, Step, StepResult
 from openinfer.tensor import Stream
 
@@ -30,6 +31,11 @@ class Sampling:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]  # eos included unless ignored
+    constraint: Constraint | None = None
+
+
+Constrained = Sequence[tuple[int, Seq, Constraint]]
+"""The rows of a step that get a token under a grammar: position in the step, sequence, constraint."""
 
 
 class Payload(NamedTuple):
@@ -106,9 +112,14 @@ class Runner:
     buckets: Buckets
     readback: Readback
     trace: StepTrace | None = None
-    _launched: list[Step] = field(default_factory=list)
+    masks: Masks | None = None
+    """Needed for sequences with a constraint."""
+    _launched: list[tuple[Step, Constrained]] = field(default_factory=list)
     _shape: tuple[int, int, int] = (0, 0, 0)
     _wants_logprobs: bool = False
+    _constrained: Constrained = ()
+    _waiting: tuple[Step, Constrained] | None = None
+    """The last launched step, if its `sample` waits for the result of the step before."""
 
     def record(self) -> None:
         """Record every segment of the buckets."""
@@ -124,7 +135,11 @@ class Runner:
         return lambda: self.model.sample(self.pack, rows)
 
     def launch(self, step: Step) -> None:
-        """Write what changed, then put both segments and the read-back on the stream."""
+        """Write what changed, then put both segments and the read-back on the stream.
+
+        Rows with a constraint need a mask that depends on their last token: while that is under way only `forward` is
+        launched here, and `sample` as soon as the token has been collected.
+        """
         rows, trace = self.model.rows, self.trace
         if trace is not None:
             trace.mark("write rows")
@@ -136,21 +151,47 @@ class Runner:
             rows.write("block_tables", write.seq.slot, write.blocks, offset=write.first)
         if step.changed:
             self._write_batch(step)
+        waits = bool(self._constrained and self._launched)
+        if not waits:
+            self._write_masks(self._constrained)
         if trace is not None:
             trace.mark("upload")
-        for _ in rows.uploads(self.stream):
-            apply_writes(self.pack, words=rows.words, writes=rows.writes)
+        self._upload()
         tokens, num_rows, longest = self._shape
         if trace is not None:
             trace.launch(step.index, bucket=f"{tokens} tokens, {num_rows} rows", rows=len(step.rows))
             trace.mark("launch")
         self.readback.begin(self.stream)
         self.graphs.launch(("forward", tokens, num_rows, longest))
-        self.graphs.launch(("sample", num_rows))
+        self._launched.append((step, self._constrained))
+        if waits:
+            self._waiting = self._launched[-1]
+        else:
+            self._sample_now(step)
+
+    def _upload(self) -> None:
+        rows = self.model.rows
+        for _ in rows.uploads(self.stream):
+            apply_writes(self.pack, words=rows.words, writes=rows.writes)
+
+    def _sample_now(self, step: Step) -> None:
+        """The second half of a launch; the shape and the rows are still the step's."""
+        self.graphs.launch(("sample", self._shape[1]))
         b, n = self.model.buffers, len(step.rows)
         tops = [b.top_ids[:n], b.top_values[:n]] if self._wants_logprobs else []
         self.readback.enqueue(self.stream, [b.result[:n], *tops])
-        self._launched.append(step)
+
+    def _write_masks(self, constrained: Constrained) -> None:
+        if not constrained:
+            return
+        if self.masks is None:
+            raise TypeError("a sequence has a constraint, and the runner no masks")
+        rows = self.model.rows
+        masks, complete = self.masks.fill([constraint for _, _, constraint in constrained])
+        for (_, seq, _), mask, ends in zip(constrained, masks, complete, strict=True):
+            rows.write("allowed_masks", seq.slot, mask)
+            if ends:
+                rows.set("min_lens", seq.slot, 0)  # a complete output ends, however short it is
 
     def collect(self, wait_s: float | None) -> StepResult | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
@@ -165,12 +206,30 @@ class Runner:
         seconds = self.readback.seconds
         if trace is not None:
             trace.result(seconds or 0.0)
-        step = self._launched.pop(0)
-        result, *tops = arrays
+        (step, constrained), result, tops = self._launched.pop(0), arrays[0], arrays[1:]
+        if constrained:
+            self._accept(constrained, result)
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            if trace is not None:
+                trace.mark("masks")
+            # Rows that have ended get no mask; the device skips them.
+            self._write_masks([one for one in waiting[1] if not one[2].ended])
+            self._upload()
+            self._sample_now(waiting[0])
         ended = np.flatnonzero(result[:, 1] > RowStatus.RUNNING)
         finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
         payload = Payload(result[:, 0], result[:, 2].view(np.float32), *(tops or (None, None)))
         return StepResult(step.index, finished, payload, seconds=seconds)
+
+    def _accept(self, constrained: Constrained, result: np.ndarray[Any, Any]) -> None:
+        """Move constraints past the tokens of a step."""
+        for position, _, constraint in constrained:
+            match result[position, 1]:
+                case RowStatus.RUNNING:
+                    constraint.accept(int(result[position, 0]))
+                case RowStatus.STOP | RowStatus.LENGTH | RowStatus.FAILED:
+                    constraint.ended = True
 
     def _join(self, seq: Seq) -> None:
         """The state of a sequence that got a slot."""
@@ -190,12 +249,16 @@ class Runner:
         rows.set("min_ps", slot, p.min_p)
         rows.write("seeds", slot, np.array(seed_words(sampling.seed), np.uint32).view(np.int32))
         rows.set("num_logprobs", slot, p.logprobs or 0)
-        if not p.adjusts_logits:
+        if not p.adjusts_logits and sampling.constraint is None:
             rows.set("adjusts", slot, 0)
             return
         prompt, output = seq.tokens[: seq.prompt_len], seq.tokens[seq.prompt_len :]
-        for name, values in adjustment_values(p, prompt, output, self.model.config.vocab_size).items():
-            rows.write(name, slot, values)
+        values = adjustment_values(p, prompt, output, self.model.config.vocab_size)
+        if sampling.constraint is not None:
+            values["adjusts"] |= Adjustment.ALLOWED
+            values.pop("allowed_masks", None)  # written for each token
+        for name, array in values.items():
+            rows.write(name, slot, array)
 
     def _write_batch(self, step: Step) -> None:
         """The step's rows and its prompt chunks, and the segment that it runs in."""
@@ -203,6 +266,11 @@ class Runner:
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         self._shape = num_tokens, num_rows, _ = self.buckets.choose(int(starts[-1]), len(step.rows))
         self._wants_logprobs = any(_asks_logprobs(row.seq) for row in step.rows)
+        self._constrained = [
+            (position, row.seq, constraint)
+            for position, row in enumerate(step.rows)
+            if row.emits and (constraint := _constraint(row.seq)) is not None
+        ]
         slots = np.zeros(num_rows, np.int32)
         slots[: len(step.rows)] = [row.seq.slot for row in step.rows]
         emits = np.zeros(num_rows, np.int32)
@@ -229,6 +297,10 @@ class Runner:
         self.graphs.close()
         self.readback.close()
         self.model.rows.close()
+
+
+def _constraint(seq: Seq) -> Constraint | None:
+    return seq.owner.constraint if isinstance(seq.owner, Sampling) else None
 
 
 def _asks_logprobs(seq: Seq) -> bool:

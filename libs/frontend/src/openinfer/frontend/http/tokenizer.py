@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
+from openinfer.frontend.contract import TokenTable
 from openinfer.frontend.errors import ModelFilesError
 from openinfer.frontend.http.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
 
@@ -99,6 +100,15 @@ class Tokenizer:
         if self._tables is not None and token_id < len(self._tables[0]):
             return self._tables[0][token_id]
         return self.token_text(token_id).encode()
+
+    def token_table(self, markers: str) -> TokenTable | None:
+        """What an engine needs for grammars; None where a token's bytes depend on its neighbours. `markers`: special
+        tokens written in this text are text to a grammar, as they are to the parsers."""
+        if self._tables is None:
+            return None
+        added = self._core.get_added_tokens_decoder()
+        special = sorted(token_id for token_id in self._special_ids if added[token_id].content not in markers)
+        return TokenTable(self._tables[0], special)
 
     def _byte_tables(self, size: int) -> tuple[list[bytes], list[bytes]]:
         """id -> bytes; with the special tokens, and without them (indexed by skip_special_tokens)."""

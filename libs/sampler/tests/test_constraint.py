@@ -1,0 +1,209 @@
+"""Grammars as engines use them: made of parts, compiled while others run, masks of several sequences at once."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from openinfer.sampler import InvalidGrammar
+from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
+from openinfer.sampler.grammar import Compiler, Grammar
+from openinfer.sampler.lark import Lark
+
+EOS = 0
+TOKENS = [b"<eos>", *(bytes([i]) for i in range(256)), b"</think>", b"abc", b'{"']
+V = len(TOKENS) + 5
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    compiler = Compiler(TOKENS, [EOS], [EOS], vocabulary=V)
+    yield compiler
+    compiler.close()
+
+
+def fed(compiler, grammar, text):
+    """A matcher past the text, a byte a token; None where the text does not fit."""
+    matcher = compiler.compile(grammar)
+    for byte in text.encode():
+        if not matcher.allowed()[1 + byte]:
+            return None
+        matcher.accept(1 + byte)
+    return matcher
+
+
+def whole(compiler, grammar, text):
+    matcher = fed(compiler, grammar, text)
+    return matcher is not None and matcher.may_end
+
+
+# -- Lark: grammars of parts --
+
+
+@pytest.mark.parametrize("marker", ["</think>", "</p>", "｜end｜", "*/."])
+def test_text_until_a_marker_ends_at_the_first(compiler, marker):
+    lark = Lark()
+    grammar = lark.grammar(f"{lark.until(marker)} {lark.text('!')}")
+    assert whole(compiler, grammar, f"so<</{marker[:-1]} \n{marker}!")
+    assert whole(compiler, grammar, f"{marker}!")
+    assert not whole(compiler, grammar, "so!")
+    assert fed(compiler, grammar, f"{marker}so{marker}!") is None
+
+
+def test_text_until_a_marker_has_a_length_and_an_end(compiler):
+    lark = Lark()
+    grammar = lark.grammar(lark.until("</p>", before="\n", least=2, most=4))
+    texts = ["a\n</p>", "ab\n</p>", "é\n日本\n</p>", "abcde\n</p>", "ab</p>", "a</p>b\n</p>"]
+    assert [whole(compiler, grammar, text) for text in texts] == [False, True, True, False, False, False]
+
+
+def test_text_without_a_marker(compiler):
+    lark = Lark()
+    grammar = lark.grammar(lark.without("<t>"))
+    assert whole(compiler, grammar, "a < t > <t")
+    assert fed(compiler, grammar, "a<t>") is None
+
+
+def test_a_schema_in_a_grammar_keeps_its_references_and_rules(compiler):
+    lark = Lark()
+    schema = {
+        "$defs": {"n": {"type": "integer"}},
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/n"}},
+    }
+    start = lark.text('q"\\\n')
+    grammar = lark.grammar(f"{start} {lark.json({**schema, 'additionalProperties': False})}+")
+    assert whole(compiler, grammar, 'q"\\\n{"a": 1}{}')
+    assert fed(compiler, grammar, 'q"\\\n{"a": "') is None
+    assert fed(compiler, grammar, 'q"\\\n{"b') is None
+    bad = Lark()
+    with pytest.raises(InvalidGrammar, match=r'Unimplemented keys: \["not"\]$'):
+        compiler.compile(bad.grammar(bad.json({"type": "object", "not": {}})))
+    with pytest.raises(InvalidGrammar, match="nested more than 64"):
+        lark.json(json.loads('{"a":' * 64 + "{}" + "}" * 64))
+
+
+@pytest.mark.parametrize(
+    ("content", "good", "bad"),
+    [
+        (Grammar("json_schema", '{"type": "integer"}'), "12", "a"),
+        (Grammar("json_object"), "{}", "[]"),
+        (Grammar("regex", "a/+"), "a//", "b"),
+        (Grammar("choice", '["start: x", "b"]'), "start: x", "c"),
+        (Grammar("lark", 'start: r0 "b"\nr0: "a"+'), "aab", "c"),
+        (Grammar("gbnf", 'root ::= "a" [b-d]+'), "abd", "c"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Grammar) else "",
+)
+def test_any_grammar_can_follow_thoughts(compiler, content, good, bad):
+    lark = Lark()
+    thoughts = lark.rule(f"{lark.text('<think>')} {lark.until('</think>')} /\\n{{0,2}}/")
+    grammar = lark.grammar(f"{thoughts}? {lark.content(content)}")
+    for before in ("", "<think></think>", "<think>hm\n<think></think>\n\n"):
+        assert whole(compiler, grammar, before + good), before
+        assert fed(compiler, grammar, before + bad) is None, before
+    with pytest.raises(ValueError, match="one content"):
+        lark.content(Grammar("regex", "another"))
+
+
+def test_contents_are_of_lark_grammars_and_alone():
+    one = Grammar("regex", "a")
+    with pytest.raises(InvalidGrammar, match="only a lark grammar"):
+        Grammar("regex", "b", one)
+    with pytest.raises(InvalidGrammar, match="only a lark grammar"):
+        Grammar("lark", "start: @content", Grammar("lark", "start: @content", one))
+    with pytest.raises(InvalidGrammar, match="brace"):
+        Grammar("lark", ' {"grammars": []}')
+
+
+@pytest.mark.parametrize("text", ['root ::= "a', "root ::= nothing", "root = a", "((((" * 4000])
+def test_broken_gbnf_is_refused(compiler, text):
+    with pytest.raises(InvalidGrammar):
+        compiler.compile(Grammar("gbnf", text))
+
+
+# -- running sequences --
+
+
+def bits(mask):
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=V, bitorder="little")).tolist()
+
+
+def test_masks_of_many_are_those_of_each(compiler):
+    grammars = [Grammar("regex", "[a-c]+"), Grammar("json_object"), Grammar("choice", '["x", "yy"]')]
+    masks = Masks(5, V)
+    for count in (1, 3, 5):
+        matchers = [compiler.compile(grammars[i % 3]) for i in range(count)]
+        filled, complete = masks.fill([Constraint(matcher, (), V) for matcher in matchers])
+        assert [bits(mask) for mask in filled] == [np.flatnonzero(m.allowed()).tolist() for m in matchers]
+        assert complete == [False] * count
+
+
+def test_allowed_ids_and_the_end(compiler):
+    masks, a, b = Masks(2, V), 1 + ord("a"), 1 + ord("b")
+    one = Constraint(compiler.compile(Grammar("regex", "[ab]c?")), (a, EOS, 1 + ord("z")), V)
+    filled, complete = masks.fill([one])
+    assert (bits(filled[0]), complete) == ([a], [False])
+    one.accept(a)
+    filled, complete = masks.fill([one])
+    assert (bits(filled[0]), complete, one.problem) == (
+        [EOS],
+        [False],
+        "",
+    )  # c is not allowed, but it would fit
+    two = Constraint(compiler.compile(Grammar("regex", "b")), (b, EOS), V)
+    two.accept(b)
+    filled, complete = masks.fill([two, one])
+    assert ([bits(mask) for mask in filled], complete) == ([[EOS], [EOS]], [True, False])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_dead_end_or_a_wrong_token_leaves_nothing_and_says_why(compiler, beside):
+    masks = Masks(3, V)
+    dead = Constraint(compiler.compile(Grammar("regex", "ab")), (1 + ord("z"),), V)
+    wrong = Constraint(compiler.compile(Grammar("regex", "ab")), (), V)
+    wrong.accept(1 + ord("b"))
+    sound = [Constraint(compiler.compile(Grammar("regex", "ab")), (), V)] * beside
+    for one, reason in ((dead, "no token"), (wrong, "satisfy the grammar")):
+        filled, _ = masks.fill([*sound, one])
+        assert bits(filled[-1]) == []
+        assert reason in one.problem
+        assert not sound or bits(filled[0]) == [1 + ord("a"), TOKENS.index(b"abc")][:1]
+
+
+# -- waiting for a grammar --
+
+
+def test_requests_wait_for_their_grammars(compiler):
+    pending = PendingGrammars(compiler)
+    pending.start(1, "one", Grammar("regex", "pending[0-9]{3,40}"))
+    pending.start(2, "two", Grammar("json_schema", '{"not": {}}'))
+    pending.start(3, "three", Grammar("regex", "never"))
+    assert len(pending) == 3
+    assert pending.drop(3)
+    assert not pending.drop(3)
+    found, until = [], time.monotonic() + 5
+    while pending and time.monotonic() < until:
+        found += pending.ready(0.5)
+    assert [(ready.id, ready.item) for ready in sorted(found)] == [(1, "one"), (2, "two")]
+    matchers = {ready.id: ready.matcher for ready in found}
+    assert matchers[2] is None
+    assert matchers[1].allowed()[1 + ord("p")]
+    assert {ready.problem for ready in found} == {"", 'json_schema: Unimplemented keys: ["not"]'}
+
+
+def test_waiting_does_not_block_and_the_deadline_is_told(monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(Compiler, "_compile", lambda self, grammar: release.wait(10))
+    slow = Compiler(TOKENS, [EOS], [EOS], deadline_s=0.3)
+    pending = PendingGrammars(slow)
+    pending.start(7, None, Grammar("regex", "a"))
+    began = time.monotonic()
+    assert pending.ready(0.0) == []
+    (late,) = pending.ready(5.0)
+    assert "too long" in late.problem
+    assert time.monotonic() - began < 4
+    release.set()
+    pending.close()
