@@ -71,7 +71,7 @@ def two_steps(
 @pytest.mark.parametrize("arch", [80, 90])
 def test_a_whole_forward(tiny, arch):
     sizes = Sizes(64, 4, 64, 16, np.dtype(bfloat16))
-    target = Target(arch=arch, num_sms=4)
+    target = Target(arch=arch, num_sms=4, interpreted=True)
     plan = make_plan(Config.load(tiny.path), sizes, Buckets((4,), (64,), (4,)), target)
 
     def region(nbytes: int) -> Tensor | None:

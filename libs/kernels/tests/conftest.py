@@ -118,7 +118,7 @@ def _run_interp(op: Op[Any], args: dict[str, Any], target: Target) -> dict[str, 
 @pytest.fixture
 def check_op() -> CheckOp:
     """Compare kernels in the interpreter with the reference; see `_check`. Target: sm_90 without cuBLASLt."""
-    return _check(_run_interp, Target(arch=90, num_sms=4))
+    return _check(_run_interp, Target(arch=90, num_sms=4, interpreted=True))
 
 
 @pytest.fixture

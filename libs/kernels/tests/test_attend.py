@@ -88,19 +88,19 @@ def test_decode_with_any_group(check_op, rng, normal, page_size, heads, kv_heads
 @pytest.mark.parametrize("sms", [4, 16])
 def test_decode_of_one_row_is_split(check_op, rng, normal, context, sms):
     args = step(rng, normal, [1], [context], page_size=32)
-    check(check_op, args, target=Target(90, sms))
+    check(check_op, args, target=Target(90, sms, interpreted=True))
 
 
 def test_parts_are_merged_a_few_at_a_time(check_op, rng, normal, monkeypatch):
     monkeypatch.setattr(attention, "MERGED_AT_ONCE", 4 * 64 * 2)
     args = step(rng, normal, [1], [600], page_size=64)
-    check(check_op, args, target=Target(90, 16))
+    check(check_op, args, target=Target(90, 16, interpreted=True))
 
 
 def test_rows_that_fill_the_gpu_are_split_when_they_can_be_long(check_op, rng, normal):
     args = step(rng, normal, [1] * 3, [1200, 511, 512], kv_heads=2, dim=16)
     args["block_tables"] = np.pad(args["block_tables"], ((0, 0), (0, 3000)))
-    check(check_op, args, target=Target(90, 1))
+    check(check_op, args, target=Target(90, 1, interpreted=True))
 
 
 def test_decode_with_empty_and_dead_rows(check_op, rng, normal):

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, launch
+from openinfer.kernels.launch import INT32_MAX, Aligned, Arg, Launch, Scratch, TensorMap, launch
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Tensor, float32, int32
@@ -23,6 +24,7 @@ MERGED_AT_ONCE = 8192
 """Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
 
 _DEVICE = "openinfer.kernels.device.attention"
+_HOPPER = "openinfer.kernels.device.attention_hopper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,20 @@ class Tile:
     bn: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTile:
+    """A program's share in the kernel for Hopper: two warpgroups of 64 pairs each against `bn` keys at a time, `stages`
+    blocks of them in shared memory. `in_turn`: one warpgroup multiplies while the other one works on its softmax.
+    `resident`: as many programs as the GPU has SMs, each with one tile after another; else a program a tile."""
+
+    bn: int
+    stages: int
+    in_turn: bool
+    resident: bool
+
+    bm: ClassVar[int] = 128
 
 
 def short_tile(target: Target, group: int, dim: int) -> Tile:
@@ -46,6 +62,22 @@ def long_tile(target: Target, group: int, dim: int) -> Tile:
         return Tile(max(128, power_of_two(group)), 64, 8, 5)
     warps = 4 if dim <= 128 else 8
     return Tile(max(64, power_of_two(group)), _keys(target, dim), warps, _stages(target, dim))
+
+
+def hopper_tile(target: Target, call: Call) -> HopperTile | None:
+    """The tile for rows of many tokens where the kernel for Hopper takes the call, else None."""
+    page_stride = call.kv.strides[0]
+    if (
+        target.arch != 90
+        or target.interpreted
+        or call.dim not in (64, 128)
+        or call.group > HopperTile.bm
+        or call.page_size < 8
+        or page_stride % call.dim
+        or call.kv.shape[0] * page_stride // call.dim > INT32_MAX
+    ):
+        return None
+    return HopperTile(128, 2, in_turn=False, resident=True)
 
 
 MOST_PARTS = 16
@@ -88,6 +120,7 @@ class Call:
     head; `table_tokens`: the longest context."""
 
     args: Mapping[str, Arg]
+    kv: Tensor
     tokens: int
     rows: int
     kv_heads: int
@@ -109,9 +142,9 @@ class Call:
             "scale": scale * math.log2(math.e),
         }
         rows, group = tensors["slots"].shape[0], heads // kv_heads
-        return cls(args, tokens, rows, kv_heads, group, dim, page_size, table_width * page_size)
+        return cls(args, kv, tokens, rows, kv_heads, group, dim, page_size, table_width * page_size)
 
-    def constants(self, tile: Tile) -> dict[str, int]:
+    def constants(self, tile: Tile | HopperTile) -> dict[str, int]:
         return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}
 
 
@@ -120,16 +153,18 @@ class Choice:
     """How a call is cut up: the tiles of both kernels, and what `split` answers."""
 
     short: Tile
-    long: Tile
+    long: Tile | HopperTile
     splits: int
     part_size: int
+    num_sms: int
 
 
 def choose(target: Target, call: Call) -> Choice:
     """The choice for a call. It depends on what is static, never on lengths."""
     short = short_tile(target, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
-    return Choice(short, long_tile(target, call.group, call.dim), *parts)
+    long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
+    return Choice(short, long, *parts, target.num_sms)
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -143,16 +178,19 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
         tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))
         return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
-        return [_long_rows(call, choice.long, short=0)]
+        return [_long_rows(call, choice, short=0)]
     return [
-        _long_rows(call, choice.long, short=1),
+        _long_rows(call, choice, short=1),
         _short_rows(call, choice, choice.short, short=1, tokens=0),
     ]
 
 
-def _long_rows(call: Call, tile: Tile, *, short: int) -> Launch:
+def _long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
     """Rows of more than `short` tokens, and the tokens after the last row."""
+    tile = choice.long
     tiles = call.tokens // (tile.bm // call.group) + call.rows + 1
+    if isinstance(tile, HopperTile):
+        return _long_rows_hopper(call, tile, tiles, choice.num_sms, short)
     return launch(
         _DEVICE,
         "attend_long",
@@ -161,6 +199,34 @@ def _long_rows(call: Call, tile: Tile, *, short: int) -> Launch:
         call.constants(tile),
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def _long_rows_hopper(call: Call, tile: HopperTile, tiles: int, num_sms: int, short: int) -> Launch:
+    items = call.kv_heads * tiles
+    page_rows = call.kv.strides[0] // call.dim
+    # The layer's pages lie in a matrix of `dim` columns with other layers' rows between them.
+    shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)
+    matrix = Tensor(call.kv.ptr, shape, call.kv.dtype, call.kv.device, (call.dim, 1), call.kv)
+    named = ("out", "q", "kv", "slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width")
+    return launch(
+        _HOPPER,
+        "attend_prompt",
+        (min(items, num_sms) if tile.resident else items,),
+        {
+            **{name: call.args[name] for name in named},
+            "kv": TensorMap(matrix, (min(call.page_size, tile.bn), 64)),
+            "page_rows": page_rows,
+            "window": call.args["window"],
+            "scale": call.args["scale"],
+            "rows": call.rows,
+            "tokens": call.tokens,
+            "short": short,
+            "kv_heads": call.kv_heads,
+            "items": items,
+        },
+        {**call.constants(tile), "STAGES": tile.stages, "IN_TURN": tile.in_turn},
+        num_warps=4,
     )
 
 

@@ -21,17 +21,21 @@ def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function = getattr(importlib.import_module(spec["module"]), spec["function"])
     types, constants = dict(spec["signature"]), dict(spec["constants"])
     runtime = [n for n in function.arg_names if n not in constants]
     if runtime != list(types):
         raise TypeError(f"launch gives {list(types)}, the kernel takes {runtime}")
+    if function.is_gluon():
+        types = {n: _with_layout(kind) for n, kind in types.items()}
     signature = {n: "constexpr" if n in constants else types[n] for n in function.arg_names}
     attrs = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in spec["divisible"]}
     options = {"num_warps": spec["num_warps"], "num_stages": spec["num_stages"], "enable_fp_fusion": True}
+    source = GluonASTSource if function.is_gluon() else ASTSource
     compiled = triton.compile(
-        ASTSource(function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
+        source(function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options
     )
     meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
@@ -43,6 +47,18 @@ def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
         "num_ctas": meta.num_ctas,
         "tensor_maps": [dict(m) for m in (meta.tensordesc_meta or [])],
     }
+
+
+def _with_layout(kind: str) -> str:
+    """A tensor map's type as Gluon wants it, which asks how the tile lies in shared memory; other types as they are."""
+    from triton.experimental.gluon import language as gl
+
+    if not kind.startswith("tensordesc<"):
+        return kind
+    element, _, block = kind[len("tensordesc<") : -len("]>")].partition("[")
+    dtype = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp8e4nv": gl.float8e4nv, "fp32": gl.float32}[element]
+    layout = gl.NVMMASharedLayout.get_default_for([int(n) for n in block.split(",")], dtype)
+    return f"{kind[:-1]},{layout!r}>"
 
 
 def main() -> None:

@@ -10,12 +10,14 @@ from openinfer.tensor import Device
 @dataclass(frozen=True, slots=True)
 class Target:
     """A kind of GPU. `arch` is the compute capability as an int (90); `cublas` says whether matrix products may go to
-    cuBLASLt; `gpu` is the name that the measured tables are looked up by ("" = the generic choice)."""
+    cuBLASLt; `gpu` is the name that the measured tables are looked up by ("" = the generic choice); `interpreted` says
+    that launches are for Triton's interpreter, which has no Gluon."""
 
     arch: int
     num_sms: int
     cublas: bool = False
     gpu: str = ""
+    interpreted: bool = False
 
     @classmethod
     def of(cls, device: Device, *, cublas: bool) -> Target:
