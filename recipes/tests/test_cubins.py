@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 def test_published_sizes_have_a_plan(size):
     config = Config.parse(config_json(size), None)
     specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"))
-    assert {"gemv", "gemm_small", "attend_short", "attend_long", "advance"} <= {s.function for s in specs}
+    assert {"gemv", "gemm_small", "attend_short", "attend_prompt", "advance"} <= {s.function for s in specs}
 
 
 @pytest.mark.slow

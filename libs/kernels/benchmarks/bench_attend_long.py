@@ -189,7 +189,8 @@ def main() -> None:
     parser.add_argument("--child", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        return child(options.child)
+        child(options.child)
+        return
     prepare(options.variant)
     results = [run(name, options.limit) for name in options.variant]
     if options.json:

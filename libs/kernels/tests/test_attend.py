@@ -1,5 +1,7 @@
 """attend: the kernels in the interpreter, and on a GPU, against the reference."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -211,7 +213,29 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
         (512, 512, 64),
     ]:
         attend(pack, **call(arena, tokens, rows, 32, longest))
-    assert [s.function for s in pack.specs()] == ["attend_short", "attend_long"]
+    assert [s.function for s in pack.specs()] == ["attend_short", "attend_prompt"]
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "function"),
+    [
+        (H200, {}, "attend_prompt"),
+        (H200, {"dim": 64, "page_size": 8}, "attend_prompt"),
+        (H200, {"page_size": 4}, "attend_long"),
+        (H200, {"dim": 32}, "attend_long"),
+        (Target(100, 148), {}, "attend_long"),
+        (Target(90, 132, interpreted=True), {}, "attend_long"),
+    ],
+)
+def test_prompts_have_a_kernel_for_hopper(arena, plan, target, change, function):
+    assert plan(attend, target=target, **call(arena, 64, 1, 32, 64, **change)).specs()[0].function == function
+
+
+def test_pages_that_are_no_rows_of_a_matrix_take_the_other_kernel(arena, plan):
+    args = call(arena, 64, 1, 32, 64)
+    kv = args["kv"]
+    kv = Tensor(kv.ptr, kv.shape, kv.dtype, kv.device, (kv.strides[0] + 16, *kv.strides[1:]), kv)
+    assert plan(attend, **{**args, "kv": kv}).specs()[0].function == "attend_long"
 
 
 def test_one_row_fills_the_gpu_once(arena, plan):
@@ -301,6 +325,28 @@ def test_mixed_steps_on_gpu(check_op_gpu, rng, normal, heads, page_size, window)
         "layers": 2,
     }
     check(check_op_gpu, step(rng, normal, lengths, before, dead=(3, 6), tokens=500, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("page_size", [8, 16, 64, 256])
+@pytest.mark.parametrize("window", [0, 1, 100, 300])
+def test_prompts_of_any_shape_on_gpu(check_op_gpu, gpu, rng, normal, page_size, window, interpreted):
+    """The kernel for this GPU, and the one that the interpreter can run too."""
+    lengths, before = [127, 1, 300, 0, 33, 1040, 64], [0, 300, 129, 40, 1500, 0, 64]
+    args = step(
+        rng, normal, lengths, before, heads=16, kv_heads=4, dim=128, page_size=page_size, window=window,
+        dead=(4,), tokens=sum(lengths) + 200, layers=2,
+    )  # fmt: skip
+    check(check_op_gpu, args, target=dataclasses.replace(gpu[0], interpreted=interpreted))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 300])
+def test_more_tiles_than_programs_on_gpu(check_op_gpu, rng, normal, rows):
+    lengths = [6000] if rows == 1 else [int(n) for n in rng.integers(0, 40, rows)]
+    before = [0] if rows == 1 else [int(n) for n in rng.integers(0, 200, rows)]
+    check(check_op_gpu, step(rng, normal, lengths, before, heads=8, kv_heads=8, dim=128))
 
 
 @pytest.mark.gpu

@@ -1,9 +1,9 @@
 """Causal attention of prompts over the paged cache for Hopper, in Gluon.
 
-What is computed, and how rows are cut into tiles, is as in `attend_long` of attention.py. A program has three parts that
-run side by side: one warp copies pages into shared memory by bulk tensor copies, two warpgroups of BM // 2 (token, query
-head) pairs each multiply. Keys are visited from the last block down, so that the blocks that need a mask come first. The
-scores of a block are multiplied while the softmax of the block before waits for its values.
+What is computed, and how rows are cut into tiles, is as in `attend_long` of attention.py. A program has three parts
+that run side by side: one warp copies pages into shared memory by bulk tensor copies, two warpgroups multiply, BM // 2
+(token, query head) pairs each. Keys are visited from the last block down, so that the blocks that need a mask come
+first. The softmax of a block runs while the tensor cores multiply the weights of the block before with its values.
 """
 
 # mypy: ignore-errors
@@ -71,29 +71,29 @@ def _range(position, count, window, BN: gl.constexpr):
 
 @gluon.jit
 def _produce(kv, kbuf, vbuf, kfull, kempty, vfull, vempty, slots, q_starts, seq_lens, alive, block_tables,
-             table_width, page_rows, window, rows, tokens, short, kv_heads, items, GROUP: gl.constexpr,
-             D: gl.constexpr, PAGE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+             table_width, page_rows, window, rows, tokens, short, kv_heads, items, GROUP: gl.constexpr, D: gl.constexpr,
+             PAGE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp that copies keys and values, page by page, 64 columns at a time."""
     CHUNK: gl.constexpr = kv.block_type.shape[0]
     CHUNKS: gl.constexpr = BN // CHUNK
     HALVES: gl.constexpr = D // 64
     done = 0
-    for turn in range(0, gl.cdiv(items, gl.num_programs(0))):
-        head, begin, count, slot, position, end, seen = _tile(
+    for turn in range(gl.cdiv(items, gl.num_programs(0))):
+        head, _, count, slot, position, end, seen = _tile(
             turn, q_starts, slots, seq_lens, alive, rows, tokens, short, kv_heads, items, GROUP, BM
         )
         if seen:
-            low, inner, whole, last = _range(position, count, window, BN)
+            low, _, _, last = _range(position, count, window, BN)
             table = block_tables + slot.to(gl.int64) * table_width
             key = head * PAGE
             value = key + kv_heads * PAGE
-            for j in range(0, last - low + 1):
+            for j in range(last - low + 1):
                 n = (last - j) * BN
                 pages = ()
                 for c in gl.static_range(CHUNKS):
                     at = n + c * CHUNK
                     page = gl.load(table + at // PAGE, mask=at < end, other=0)
-                    pages = pages + (page * page_rows + at % PAGE,)
+                    pages += (page * page_rows + at % PAGE,)
                 stage = done % STAGES
                 phase = ((done // STAGES) & 1) ^ 1
                 mbarrier.wait(kempty.index(stage), phase)
@@ -118,7 +118,7 @@ def _clear(vbuf, stage, n, end, CHUNKS: gl.constexpr, HALVES: gl.constexpr):
     """Zeros in place of the values from `end` on: what was never written may be NaN."""
     CHUNK: gl.constexpr = vbuf.shape[1]
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    for c in range(0, CHUNKS):
+    for c in range(CHUNKS):
         if n + (c + 1) * CHUNK > end:
             for h in gl.static_range(HALVES):
                 part = vbuf.index((stage * HALVES + h) * CHUNKS + c)
@@ -161,10 +161,10 @@ def _unpack(p, LAYOUT: gl.constexpr):
 def _blocks(first, until, last, done, query, k, v, kfull, kempty, vfull, vempty, turns, rounds, p, m, l, acc, position,
             window, scale, BN: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SIDE: gl.constexpr,
             IN_TURN: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):  # fmt: skip
-    """Blocks first, first - 1 ... until. On entry and exit the values of one block, with weights p, are yet to be added.
-    `done`: blocks that the pipeline had seen before the tile."""
+    """Blocks first, first - 1 ... until. On entry and exit the values of one block, with weights p, are yet to be
+    added. `done`: blocks that the pipeline had seen before the tile."""
     ROWS: gl.constexpr = query.shape[0]
-    for block in range(0, first - until + 1):
+    for block in range(first - until + 1):
         b = first - block
         i = done + last - b
         stage = i % STAGES
@@ -188,7 +188,7 @@ def _blocks(first, until, last, done, query, k, v, kfull, kempty, vfull, vempty,
         l = l * decay + gl.sum(weight, 1)
         m = top
         following = _pack(weight)
-        # Waiting here and not where the values are used keeps the assembler from moving the softmax behind the next wait.
+        # Waiting for the values here, a block early, keeps the assembler from moving the softmax behind the next line.
         mbarrier.wait(vfull.index(stage), (i // STAGES) & 1)
         acc, a = warpgroup_mma_wait(0, deps=(acc, a))
         mbarrier.arrive(vempty.index(before), count=1)
@@ -218,8 +218,8 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
     mine = SIDE * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     done = 0
     rounds = 0
-    for turn in range(0, gl.cdiv(items, gl.num_programs(0))):
-        head, begin, count, slot, place, end, seen = _tile(
+    for turn in range(gl.cdiv(items, gl.num_programs(0))):
+        head, begin, count, _, place, end, seen = _tile(
             turn, q_starts, slots, seq_lens, alive, rows, tokens, short, kv_heads, items, GROUP, BM
         )
         where = ((begin + pair // GROUP).to(gl.int64) * heads + head * GROUP + pair % GROUP)[
