@@ -149,20 +149,6 @@ def test_an_engine_that_dies_is_an_error_event(start: Any) -> None:
     assert "step failed" in last["error"]["message"]
 
 
-@pytest.mark.slow
-def test_the_official_client(speak: Any) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    client = anthropic.Anthropic(base_url=f"http://127.0.0.1:{speak(TEXT).port}", api_key="x", max_retries=0)
-    assert [block.type for block in client.messages.create(**ASK, tools=[TOOL]).content] == [
-        "thinking", "text", "tool_use",
-    ]  # fmt: skip
-    with client.messages.stream(**ASK, tools=[TOOL]) as stream:
-        final = stream.get_final_message()
-    assert final.content[1].text == "I look."
-    assert final.content[2].input == {"city": "Bonn"}
-    assert client.messages.count_tokens(model="fake", messages=ASK["messages"]).input_tokens > 0
-
-
 def test_tokenize_and_back(start: Any, tokenizer: Any) -> None:
     live = start()
     text = "Köln 🙂 2+2"

@@ -57,3 +57,9 @@ def test_answers_have_the_documented_fields(live: Any, document: Any) -> None:
     answer = live.post("/v1/completions", prompt=[5], max_tokens=1).json()
     schema = document["components"]["schemas"]["CompletionResponse"]
     assert set(schema["required"]) <= set(answer) <= set(schema["properties"])
+
+
+def test_a_wrong_method_is_told_the_right_one(live: Any) -> None:
+    refused = live.http.put("/v1/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["error"]["type"] == "invalid_request_error"

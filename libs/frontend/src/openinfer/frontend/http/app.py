@@ -106,9 +106,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _refuse(
-        request, APIError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code)
-    )
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    answer = _refuse(request, APIError(text, status=error.status_code))
+    answer.headers.update(error.headers or {})  # 405 says what is allowed
+    return answer
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
