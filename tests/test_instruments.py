@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from openinfer.cli import bench_gaps, bench_step
-from openinfer.tensor import Activity, ActivityNotAvailable
+from openinfer.cli import bench_gaps, bench_serve, bench_step
+from openinfer.cli.bench_server import free_port
+from openinfer.recipes.qwen3.bench_host import HostEngine
+from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, cuda
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 SMALL = ["--device", "cpu", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
@@ -130,3 +133,57 @@ def test_bench_step_traces_the_steps_it_runs(tmp_path: Path) -> None:
     device = [e for e in bars if e["pid"] == 2]
     assert [e["name"] for e in device] == [e["name"] for e in steps]
     assert all(e["dur"] > 0 for e in device)
+
+
+# -- counters of what a step must not do --
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The driver that libs/tensor tests with, as the process's."""
+    path = Path(__file__).parents[1] / "libs/tensor/tests/fake_driver.py"
+    spec = importlib.util.spec_from_file_location("fake_driver_of_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    driver = module.FakeDriver()
+    monkeypatch.setattr(cuda, "_driver", driver)
+    monkeypatch.setattr(cuda, "_contexts", {})
+    return driver
+
+
+def test_a_serving_engine_allocates_nothing_and_waits_for_its_results_only(fake: Any) -> None:
+    device = Device("cuda", 0)
+    host = HostEngine(4, device)
+    host.submit(8)
+    host.fill()
+    host.changes_us(12)  # rows leave, rows join, block tables grow
+    steps, stats = fake.count("cuEventSynchronize"), host.engine.stats()
+    assert stats.steps >= 20
+    assert steps >= stats.steps - 2  # the driver was waited for, once a step
+    assert (stats.allocations_after_ready, stats.host_waits_after_ready) == (0, 0)
+
+    buffer = PinnedBuffer(device, 64)  # the counters count
+    host.engine.runner.stream.synchronize()
+    stats = host.engine.stats()
+    assert (stats.allocations_after_ready, stats.host_waits_after_ready) == (1, 1)
+    buffer.close()
+    host.close()
+
+
+def test_bench_serve_runs_for_seconds_and_says_what_the_counters_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "serve.json"
+    flags = ["--rates", "20", "--seconds", "0.2", "--random-input-len", "8", "--random-output-len", "3"]
+    assert bench_serve.main([str(TINY), *flags, "--num-warmups", "1", "--json", str(path), "--", *SMALL]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    assert result["num_prompts"] == 4
+    found = result["counters"]
+    assert found.pop("steps") > 0
+    assert found == {"compiles_after_ready": 0, "allocations_after_ready": 0, "host_waits_after_ready": 0}
+    assert "allocations_after_ready +0" in capsys.readouterr().out
+    assert bench_serve.main([str(TINY), "--seconds", "5"]) == 1
+    assert "needs finite rates" in capsys.readouterr().err
+    assert bench_serve.counters(f"http://127.0.0.1:{free_port()}") == {}  # nobody counts there

@@ -230,6 +230,8 @@ def test_metrics_carry_the_names_dashboards_read(start: Any) -> None:
     assert found("vllm:generation_tokens_total") == 6
     assert found("vllm:prefix_cache_hits_total") == 32
     assert found("openinfer:compiles_after_ready_total") == 0
+    assert found("openinfer:allocations_after_ready_total") == 0
+    assert found("openinfer:host_waits_after_ready_total") == 0
     for histogram, count in (
         ("time_to_first_token_seconds", 2),
         ("e2e_request_latency_seconds", 2),

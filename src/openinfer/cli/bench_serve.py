@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import random
+import re
 import sys
 import tempfile
 import urllib.request
@@ -107,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"requests ({one}); default: 200",
     )
+    add(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="requests for so long at the rate, instead of --num-prompts",
+    )
     add("--max-concurrency", type=int, nargs="+", default=[0], metavar="N",
         help=f"at once ({one}); 0 (default): no limit")  # fmt: skip
     add("--random-input-len", type=int, nargs="+", default=[1024], metavar="N", help=f"prompt tokens ({one})")
@@ -136,8 +143,17 @@ def _loads(args: argparse.Namespace) -> list[Load]:
             name = "--" + flag.replace("_", "-")
             raise ValueError(f"{name} has {len(values)} values for {count} rates: give one, or one for each")
         columns.append(values * count if len(values) == 1 else values)
+    if args.seconds is not None and (math.inf in args.request_rate or args.seconds <= 0):
+        raise ValueError(f"--seconds {args.seconds:g}: it must be above 0, and needs finite rates")
     loads = [
-        Load(rate, prompts, limit, inputs, outputs, args.seed + n)
+        Load(
+            rate,
+            prompts if args.seconds is None else max(1, round(rate * args.seconds)),
+            limit,
+            inputs,
+            outputs,
+            args.seed + n,
+        )
         for n, (rate, prompts, limit, inputs, outputs) in enumerate(zip(*columns, strict=True))
     ]
     for load in loads:
@@ -182,12 +198,14 @@ def _measure(
         results = []
         for load in loads:
             progress(str(load))
-            rng = random.Random(load.seed)
+            rng, before = random.Random(load.seed), counters(url)
             times = arrivals(load.num_prompts, load.request_rate, rng)
             run = await run_load(
                 client, list(messages(load, load.num_prompts, rng)), times, load.max_concurrency
             )
-            results.append(summary(load, run, goodput))
+            after = counters(url)
+            change = {name: after[name] - before.get(name, 0.0) for name in after}
+            results.append({**summary(load, run, goodput), "counters": change})
         client.close()
         return results
 
@@ -197,6 +215,17 @@ def _measure(
 def _first_model(url: str) -> str:
     with urllib.request.urlopen(url.removesuffix("/v1") + "/v1/models", timeout=30) as response:
         return str(json.load(response)["data"][0]["id"])
+
+
+def counters(url: str) -> dict[str, float]:
+    """What the server's /metrics counts of steps, and of what a step must not do; nothing of a server without them."""
+    try:
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=30) as response:
+            text = response.read().decode()
+    except OSError:
+        return {}
+    found = re.findall(r"^openinfer:(steps|\w+_after_ready)_total(?:\{.*\})? (\S+)$", text, re.M)
+    return {name: float(value) for name, value in found}
 
 
 def _vocab_size(model_dir: Path | None) -> int:
@@ -268,4 +297,6 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
             f"{r['output_tokens_per_s']:8.0f} {columns}  {r['client']['cpu_share']:.0%}"
         )
         lines += [f"    {count} x {error}" for error, count in r["errors"].items()]
+        if r.get("counters"):
+            lines.append("    " + ", ".join(f"{name} +{value:g}" for name, value in r["counters"].items()))
     return "\n".join(lines)

@@ -180,6 +180,11 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     steps: int = 0
     compiles_after_ready: int = 0
     """Kernels compiled while serving; anything but 0 is a bug."""
+    allocations_after_ready: int = 0
+    """Driver calls that took memory (on the device or page-locked, for kernels, for graphs) while serving; likewise."""
+    host_waits_after_ready: int = 0
+    """Driver calls in which the host may have waited for the device while serving, but for the one a step that reads
+    its results; likewise."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefix_cache"):

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from openinfer.frontend.contract import Request
 from openinfer.graph import Readback, StepGraphs
 from openinfer.kernels import Op
@@ -26,6 +28,7 @@ CONFIG = {
     "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
 """What the host does for a step does not depend on the model's size."""
+CPU = Device("cpu")
 PROMPT_LENS = range(64, 80)
 """Of one request after the other, so that a sixteenth of the rows gets a block in every step."""
 
@@ -42,13 +45,14 @@ class HostEngine:
     nothing: a row's token is always the same, and it runs on until `end_first` ends the oldest. Driver calls, which a
     GPU adds, are not in its times."""
 
-    def __init__(self, rows: int) -> None:
-        device = Device("cpu")
+    def __init__(self, rows: int, device: Device = CPU) -> None:
         stream, sizes = Stream(device), Sizes(8192, rows, 2048, 16, float32)
         pages = rows * sizes.max_blocks // 4
         config = Config.parse(CONFIG, None)
         self._rows, self._next = rows, 0
-        self._model = lay_out(config, sizes, Arena(device, 1 << 30), stream, 2)
+        null = Arena(Device("null"), None)
+        lay_out(config, sizes, null, Stream(null.device), 2)
+        self._model = lay_out(config, sizes, Arena(device, null.used + (1 << 20)), stream, 2)
         buckets, graphs = Buckets.up_to(rows, sizes.max_tokens), StepGraphs(device, stream, capture=False)
         for segment in buckets.segments():
             graphs.record(("forward", *segment), _nothing)
@@ -61,8 +65,13 @@ class HostEngine:
             config, runner, pool, FirstCome(sizes.max_tokens), None,
             name="host", max_rows=rows, max_model_len=8192, max_queued=4096,
         )  # fmt: skip
-        self._result = self._model.buffers.result.numpy()
-        self._result[:] = (7, RowStatus.RUNNING, 0)
+        self._stream, self._result = stream, np.full((rows, 3), (7, RowStatus.RUNNING, 0), np.int32)
+        self.end_first(False)
+
+    def end_first(self, ends: bool) -> None:
+        """Whether the first row of every step from now on ends in it."""
+        self._result[0, 1] = RowStatus.LENGTH if ends else RowStatus.RUNNING
+        self._model.buffers.result.copy_from(self._result, self._stream)
 
     def submit(self, count: int) -> None:
         """Queue requests that would run for 4,000 tokens."""
@@ -81,7 +90,7 @@ class HostEngine:
 
     def fill(self) -> None:
         """Run until every row decodes."""
-        while len(self.engine.step(0.0).request_ids) < self._rows:
+        while len(self.engine.step(1.0).request_ids) < self._rows:
             pass
 
     def steps_us(self, count: int) -> list[float]:
@@ -93,9 +102,9 @@ class HostEngine:
         that left is submitted again, outside the time."""
         times = []
         for _ in range(count):
-            self._result[0, 1] = RowStatus.LENGTH
+            self.end_first(True)
             first = self._step_us()
-            self._result[0, 1] = RowStatus.RUNNING
+            self.end_first(False)
             times.append(first + self._step_us())
             self.submit(1)
         return times
@@ -104,13 +113,13 @@ class HostEngine:
         """End all requests and let go of what they hold."""
         for request_id in range(1, self._next + 1):
             self.engine.abort(request_id)
-        while self.engine.stats().running or self.engine.step(0.0).updates:
+        while self.engine.stats().running or self.engine.step(1.0).updates:
             pass
         self.engine.close()
 
     def _step_us(self) -> float:
         start = time.perf_counter_ns()
-        self.engine.step(0.0)
+        self.engine.step(1.0)
         return (time.perf_counter_ns() - start) / 1e3
 
 

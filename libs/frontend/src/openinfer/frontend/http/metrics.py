@@ -177,6 +177,16 @@ class Metrics:
             ("vllm:num_preemptions", "Preemptions.", stats.preemptions),
             ("openinfer:steps", "Engine steps.", stats.steps),
             ("openinfer:compiles_after_ready", "Kernels compiled while serving.", stats.compiles_after_ready),
+            (
+                "openinfer:allocations_after_ready",
+                "Driver calls that took memory while serving.",
+                stats.allocations_after_ready,
+            ),
+            (
+                "openinfer:host_waits_after_ready",
+                "Times the host waited for the device, other than to read a step's results.",
+                stats.host_waits_after_ready,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, float(value))
