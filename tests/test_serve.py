@@ -86,8 +86,12 @@ def some_requests(tiny: Any, rng: random.Random) -> list[dict[str, Any]]:
     return requests
 
 
-def test_64_streams_at_once_give_what_each_gives_alone(tiny: Any, start: Callable[..., Any]) -> None:
-    server = start(tiny.path, "--max-num-seqs", "24", "--max-num-batched-tokens", "96")
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_64_streams_at_once_give_what_each_gives_alone(
+    tiny: Any, start: Callable[..., Any], processes: str
+) -> None:
+    flags = ("--max-num-seqs", "24", "--max-num-batched-tokens", "96", "--frontends", processes)
+    server = start(tiny.path, *flags)
     url = server.url
     rng = random.Random(7)
     requests = some_requests(tiny, rng)

@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+import re
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,3 +109,54 @@ def start(tokenizer: Tokenizer) -> Iterator[Factory]:
         live.begin_stop()
     for live in servers:
         live.close()
+
+
+SCRIPT = [sys.executable, str(Path(__file__).parent / "fake_recipe.py")]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    shutil.copytree(Path(__file__).parent / "data", path)
+    (path / "config.json").write_text('{"model_type": "fake"}')
+    return path
+
+
+class Process:
+    """A server process; `url` once it is ready."""
+
+    def __init__(self, *args: object) -> None:
+        self.process = subprocess.Popen(
+            [*SCRIPT, "--port", "0", *map(str, args)], stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        assert self.process.stderr is not None
+        self.url = ""
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+            found = re.search(r"ready on (http://\S+) in ", line)
+            if found:
+                self.url = found[1]
+                return
+        self.end()
+        raise AssertionError(self.lines)
+
+    def end(self) -> tuple[int, str]:
+        _, rest = self.process.communicate(timeout=10)
+        return self.process.returncode, rest
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Process]]:
+    """launch(model_dir, *flags): the command line as a Process that is ready; killed at the end if it still runs."""
+    started: list[Process] = []
+
+    def start(*args: object) -> Process:
+        started.append(Process(*args))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()

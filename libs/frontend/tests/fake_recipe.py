@@ -1,6 +1,7 @@
 """A recipe for the FakeEngine, as a third party would write one; runs as a script too."""
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,9 @@ class FakeRecipe:
         group.add_argument("--step-delay", type=float, default=0.0, help="seconds a step")
         group.add_argument("--start-delay", type=float, default=0.0, help="seconds to start")
         group.add_argument("--start-error", default=None, help="do not start")
+        group.add_argument(
+            "--engine", type=json.loads, default={}, help="further arguments of FakeEngine, in JSON"
+        )
 
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
         if args.max_model_len < 1:
@@ -31,6 +35,7 @@ class FakeRecipe:
             "start_delay_s": args.start_delay,
             "step_delay_s": args.step_delay,
             "start_error": args.start_error,
+            **args.engine,
         }
         return EngineSpec("openinfer.frontend.testing:FakeEngine", kwargs)
 

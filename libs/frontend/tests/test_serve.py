@@ -3,65 +3,25 @@
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 HERE = Path(__file__).parent
+Launch = Callable[..., Any]
 SCRIPT = [sys.executable, str(HERE / "fake_recipe.py")]
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny"
-    shutil.copytree(HERE / "data", path)
-    (path / "config.json").write_text('{"model_type": "fake"}')
-    return path
-
-
-class Process:
-    """A server process; `url` once it is ready."""
-
-    def __init__(self, *args: object) -> None:
-        self.process = subprocess.Popen(
-            [*SCRIPT, *map(str, args), "--port", "0"], stderr=subprocess.PIPE, text=True
-        )
-        self.lines: list[str] = []
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.rstrip())
-            found = re.search(r"ready on (http://\S+) in ", line)
-            if found:
-                self.url = found[1]
-                return
-        raise AssertionError(self.lines)
-
-    def end(self) -> tuple[int, str]:
-        _, rest = self.process.communicate(timeout=10)
-        return self.process.returncode, rest
-
-
-@pytest.fixture
-def processes() -> Iterator[list[Process]]:
-    started: list[Process] = []
-    yield started
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.communicate()
-
-
 @pytest.mark.parametrize("driver", ["process", "thread"])
-def test_start_serve_and_stop(model_dir: Path, processes: list[Process], driver: str) -> None:
-    server = Process(model_dir, "--driver", driver, "--served-model-name", "a", "b", "--log-requests")
-    processes.append(server)
+def test_start_serve_and_stop(model_dir: Path, launch: Launch, driver: str) -> None:
+    server = launch(model_dir, "--driver", driver, "--served-model-name", "a", "b", "--log-requests")
     assert any(
         re.fullmatch(r"openinfer: tokenizer loaded in \S+ s, with chat template", x) for x in server.lines
     )
@@ -77,9 +37,8 @@ def test_start_serve_and_stop(model_dir: Path, processes: list[Process], driver:
     assert "Traceback" not in rest
 
 
-def test_sigterm_drains_and_a_second_one_does_not_wait(model_dir: Path, processes: list[Process]) -> None:
-    server = Process(model_dir, "--step-delay", "0.01", "--shutdown-timeout", "60")
-    processes.append(server)
+def test_sigterm_drains_and_a_second_one_does_not_wait(model_dir: Path, launch: Launch) -> None:
+    server = launch(model_dir, "--step-delay", "0.01", "--shutdown-timeout", "60")
     body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
         lines = response.iter_lines()
@@ -98,11 +57,10 @@ def test_sigterm_drains_and_a_second_one_does_not_wait(model_dir: Path, processe
 
 
 def test_the_engine_process_does_not_outlive_a_killed_server(
-    model_dir: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model_dir: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    server = Process(model_dir)
-    processes.append(server)
+    server = launch(model_dir)
     assert len(list(tmp_path.glob("openinfer-*"))) == 1
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
     assert len(children) == 1
@@ -118,9 +76,8 @@ def test_the_engine_process_does_not_outlive_a_killed_server(
     assert not list(tmp_path.glob("openinfer-*"))
 
 
-def test_a_server_that_restarts_its_engine_stays(model_dir: Path, processes: list[Process]) -> None:
-    server = Process(model_dir, "--restart-engine", "--step-delay", "0.002")
-    processes.append(server)
+def test_a_server_that_restarts_its_engine_stays(model_dir: Path, launch: Launch) -> None:
+    server = launch(model_dir, "--restart-engine", "--step-delay", "0.002")
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
@@ -140,9 +97,8 @@ def test_a_server_that_restarts_its_engine_stays(model_dir: Path, processes: lis
     assert server.end()[0] == 0
 
 
-def test_a_killed_engine_ends_the_server_with_1(model_dir: Path, processes: list[Process]) -> None:
-    server = Process(model_dir)
-    processes.append(server)
+def test_a_killed_engine_ends_the_server_with_1(model_dir: Path, launch: Launch) -> None:
+    server = launch(model_dir)
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
     os.kill(int(children.read_text()), signal.SIGKILL)
     code, rest = server.end()
@@ -192,21 +148,21 @@ def test_wrong_directories_and_flags(model_dir: Path) -> None:
     assert "'other', which the recipe 'fake' does not serve" in run(model_dir)[1]
 
 
-def test_a_missing_tokenizer_is_an_error_unless_skipped(model_dir: Path, processes: list[Process]) -> None:
+def test_a_missing_tokenizer_is_an_error_unless_skipped(model_dir: Path, launch: Launch) -> None:
     (model_dir / "tokenizer.json").unlink()
     code, text = run(model_dir, "--port", "0")
     assert code == 1
     assert "tokenizer.json does not exist" in text
     assert "Traceback" not in text
-    processes.append(Process(model_dir, "--skip-tokenizer-init"))
+    server = launch(model_dir, "--skip-tokenizer-init")
     body = {"prompt": [5], "max_tokens": 2, "return_token_ids": True}
-    answer = httpx.post(f"{processes[0].url}/v1/completions", json=body).json()
+    answer = httpx.post(f"{server.url}/v1/completions", json=body).json()
     assert answer["choices"][0]["token_ids"] == [6, 7]
 
 
-def test_a_port_in_use_is_said(model_dir: Path, processes: list[Process]) -> None:
-    processes.append(Process(model_dir))
-    port = processes[0].url.rsplit(":", 1)[1]
+def test_a_port_in_use_is_said(model_dir: Path, launch: Launch) -> None:
+    server = launch(model_dir)
+    port = server.url.rsplit(":", 1)[1]
     code, text = run(model_dir, "--port", port)
     assert code == 1
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in text

@@ -9,17 +9,18 @@ import shutil
 import signal
 import sys
 import threading
-import traceback
 
 import msgspec
 import zmq
 
 from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
+from openinfer.frontend.logs import set_up_logging
 from openinfer.frontend.wire import Boot, FromEngine, StartFailed, ToEngine
 
 __all__ = ["main"]
 
 LINGER_MS = 2000
+_log = logging.getLogger("openinfer.frontend.engine_process")  # __name__ is __main__
 
 
 def main() -> int:
@@ -30,7 +31,7 @@ def main() -> int:
     # Ctrl-C and a supervisor's SIGTERM reach the whole group; the parent drains first and then says Close.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(level=boot.log_level, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(boot.log_level, boot.log_format)
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.set_hwm(0)
@@ -64,7 +65,7 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
         engine = boot.spec.build()
     except Exception as error:
         if not is_users_error(error):
-            traceback.print_exc()
+            _log.exception("the engine did not start")
         while not any(client == 0 for client, _ in receive(True)):  # the parent must have joined to hear it
             pass
         send(0, StartFailed(one_line(error)))
@@ -72,7 +73,7 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
     try:
         run_engine(engine, receive, send)
     except Exception:
-        traceback.print_exc()
+        _log.exception("the engine raised")
         return 1
     finally:
         engine.close()

@@ -1,42 +1,106 @@
 """Log lines: text for people, or one JSON object a line for collectors. Neither lets a client forge a line."""
 
+import contextvars
 import json
 import logging
 import sys
 import time
+from collections.abc import Sequence
 
-__all__ = ["set_up_logging"]
+__all__ = ["REQUEST_ID", "log_settings", "say", "set_up_logging"]
+
+REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
+"""Set while a request is handled; its log lines name it."""
+HIDDEN = "***"
+MIN_SECRET = 6
+"""Shorter ones would be found in innocent words."""
 
 
 class _Json(logging.Formatter):
-    """time, level, logger, message, and the fields of `extra={"fields": {...}}`."""
+    """time, level, logger, message, request_id where there is one, and the fields of `extra={"fields": {...}}`."""
+
+    def __init__(self, secrets: Sequence[str]) -> None:
+        super().__init__()
+        self._secrets = [json.dumps(secret)[1:-1] for secret in secrets]
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        request_id = REQUEST_ID.get(None)
         entry = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **({"request_id": request_id} if request_id else {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
+        return _hide(json.dumps(entry, default=str), self._secrets)
 
 
 class _Text(logging.Formatter):
-    """Control characters that came in from outside are escaped; a traceback keeps its lines."""
+    """Control characters that came in from outside are escaped; a traceback keeps its lines, set in so that none of
+    them passes for a line of the log."""
+
+    def __init__(self, secrets: Sequence[str]) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+        self._secrets = secrets
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, the standard library names it
+        request_id = REQUEST_ID.get(None)
         line = super().formatMessage(record)
-        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+        return _printable(line if not request_id or request_id in line else f"{line}, id {request_id}")
+
+    def formatException(self, ei: object) -> str:  # noqa: N802
+        lines = super().formatException(ei).splitlines()  # type: ignore[arg-type]
+        return "\n".join("  " + _printable(line) for line in lines)
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another handler's, unescaped
+        return _hide(super().format(record), self._secrets)
 
 
-def set_up_logging(level: str, form: str) -> None:
-    """Log to stderr from `level` (debug, info, ...) on, as `form`: text or json."""
+def set_up_logging(level: str, form: str, secrets: Sequence[str] = ()) -> None:
+    """Log to stderr from `level` (debug, info, ...) on, as `form`: text or json.
+
+    secrets: texts of at least MIN_SECRET characters that must not be seen, whoever brought them into a line.
+    """
+    secrets = [secret for secret in secrets if len(secret) >= MIN_SECRET]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Json(secrets) if form == "json" else _Text(secrets))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+
+
+def log_settings() -> tuple[str, str]:
+    """Level and form in force, for a child process to log alike."""
+    level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
+    return level, "json" if isinstance(_formatter(), _Json) else "text"
+
+
+def say(line: str) -> None:
+    """A line for whoever started the server, at any log level."""
+    formatter = _formatter()
+    if isinstance(formatter, _Json):
+        line = formatter.format(logging.LogRecord("openinfer", logging.INFO, "", 0, line, None, None))
+    else:
+        line = f"openinfer: {line}"
+    sys.stderr.write(f"{line}\n")  # one write: two threads may speak at once
+    sys.stderr.flush()
+
+
+def _formatter() -> logging.Formatter | None:
+    handlers = logging.getLogger().handlers
+    return handlers[0].formatter if handlers else None
+
+
+def _printable(line: str) -> str:
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+
+
+def _hide(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, HIDDEN)
+    return text

@@ -6,7 +6,6 @@ to build, and its end tells the child that the parent is gone.
 """
 
 import asyncio
-import logging
 import shutil
 import signal
 import sys
@@ -17,6 +16,7 @@ import msgspec
 from openinfer.frontend.client import Driver
 from openinfer.frontend.contract import EngineSpec
 from openinfer.frontend.link import Link
+from openinfer.frontend.logs import log_settings
 from openinfer.frontend.wire import Boot, Close, Gone, ToEngine
 
 __all__ = ["ProcessDriver"]
@@ -61,8 +61,7 @@ class ProcessDriver(Driver):
 
     async def _launch(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="openinfer-")  # mode 0700
-        log_level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
-        boot = Boot(self._directory, self._spec, log_level)
+        boot = Boot(self._directory, self._spec, *log_settings())
         self._link = Link(self.address, 0, self._receive, self.lose)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "openinfer.frontend.engine_process", stdin=asyncio.subprocess.PIPE

@@ -11,7 +11,7 @@ from openinfer.frontend.client import Driver, Health, Sink
 from openinfer.frontend.contract import Command, EngineInfo, EngineStats, Request, TokenTable
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported
 
-__all__ = ["RestartingClient"]
+__all__ = ["MAX_RESTARTS", "WINDOW_S", "Budget", "RestartingClient", "broken"]
 
 CHECK_S = 0.5
 """How often a hang is looked for."""
@@ -28,15 +28,18 @@ class RestartingClient:
     More than MAX_RESTARTS within WINDOW_S, or an engine that does not start again, is final: died() returns.
 
     make_driver: a new driver each time.
+    first_id: of the requests. Ids are unique over all engines: a request may be made for one, sent to the next.
+    watch_hangs: end an engine that hangs; False where somebody else does.
     """
 
-    def __init__(self, make_driver: Callable[[], Driver]) -> None:
+    def __init__(
+        self, make_driver: Callable[[], Driver], *, first_id: int = 1, watch_hangs: bool = True
+    ) -> None:
         self._make_driver = make_driver
         self._driver = make_driver()
-        self._ids = itertools.count(
-            1
-        )  # unique over all engines: a request may be made for one, sent to the next
-        self._restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
+        self._ids = itertools.count(first_id)
+        self._watch_hangs = watch_hangs
+        self._budget = Budget()
         self._down: str | None = "the engine is not running"
         self._info: EngineInfo | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -100,15 +103,14 @@ class RestartingClient:
         """Watch, and restart, until it is final."""
         assert self._lost is not None
         while True:
-            reason = await self._broken(self._driver)
+            reason = await broken(self._driver, self._watch_hangs)
             self._down = f"{reason}; restarting it"
             self._driver.lose(reason)
             await self._driver.close()
             now = time.monotonic()
-            if len(self._restarts) == MAX_RESTARTS and now - self._restarts[0] < WINDOW_S:
+            if not self._budget.take():
                 self._down = f"{reason}; it was restarted {MAX_RESTARTS} times already"
                 break
-            self._restarts.append(now)
             _log.error("restarting the engine: %s", reason)
             self._driver = self._make_driver()
             try:
@@ -119,16 +121,32 @@ class RestartingClient:
             _log.info("the engine runs again after %.1f s", time.monotonic() - now)
         self._lost.set_result(self._down)
 
-    async def _broken(self, driver: Driver) -> str:
-        """Wait until an engine is dead or hangs; how."""
-        died = asyncio.create_task(driver.died())
-        try:
-            while True:
-                await asyncio.wait([died], timeout=CHECK_S)
-                if died.done():
-                    return died.result()
-                health = driver.health()
-                if not health.ok:
-                    return health.detail
-        finally:
-            died.cancel()
+
+class Budget:
+    """How often something may be started anew: MAX_RESTARTS times within WINDOW_S."""
+
+    def __init__(self) -> None:
+        self._taken: deque[float] = deque(maxlen=MAX_RESTARTS)
+
+    def take(self) -> bool:
+        """Count one restart; False if it is one too many."""
+        now = time.monotonic()
+        if len(self._taken) == MAX_RESTARTS and now - self._taken[0] < WINDOW_S:
+            return False
+        self._taken.append(now)
+        return True
+
+
+async def broken(driver: Driver, watch_hangs: bool) -> str:
+    """Wait until an engine is dead or, if those are watched for, hangs; how."""
+    died = asyncio.create_task(driver.died())
+    try:
+        while True:
+            await asyncio.wait([died], timeout=CHECK_S)
+            if died.done():
+                return died.result()
+            health = driver.health()
+            if watch_hangs and not health.ok:
+                return health.detail
+    finally:
+        died.cancel()

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -9,27 +10,25 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openinfer.frontend.chat import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    DeepSeekV4Renderer,
-    Renderer,
-    default_formats,
-)
+import msgspec
+
+from openinfer.frontend.chat import REASONING_FORMATS, TOOL_FORMATS, default_formats
 from openinfer.frontend.errors import FrontendError, ModelFilesError
-from openinfer.frontend.logs import set_up_logging
+from openinfer.frontend.logs import say, set_up_logging
 from openinfer.frontend.recipe import Recipe
+from openinfer.frontend.web import WebOptions, run_loop, serve_web
 
 if TYPE_CHECKING:
     from openinfer.frontend.client import EngineClient
     from openinfer.frontend.contract import EngineSpec
-    from openinfer.frontend.http import Tokenizer
 
 __all__ = ["Recipe", "build_parser", "serve"]
+
+MAX_FRONTENDS = 64
 
 
 def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
@@ -88,6 +87,13 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
         "--driver", choices=("process", "thread"), default="process", help="where the engine runs"
     )
     server.add_argument(
+        "--frontends",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="HTTP processes on the one port, over the one engine",
+    )
+    server.add_argument(
         "--engine-hang-timeout",
         type=_seconds,
         default=60.0,
@@ -130,13 +136,13 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     130 or 143 when interrupted or terminated while starting. Errors are one line on stderr.
     """
     args = build_parser(recipe, prog).parse_args(argv)
-    set_up_logging(args.log_level, args.log_format)
     args.api_key = args.api_key or os.environ.get("OPENINFER_API_KEY")
+    set_up_logging(args.log_level, args.log_format, [args.api_key] if args.api_key else [])
     try:
         model_type = _check_checkpoint(recipe, args.model_dir)
         _choose_parsers(args, model_type)
         spec = recipe.engine_spec(args.model_dir, args)
-        return asyncio.run(_serve(args, spec))
+        return run_loop(_serve(args, spec))
     except (FrontendError, ValueError, OSError) as error:
         logging.getLogger(__name__).debug("start-up failed", exc_info=True)
         print(f"{prog}: error: {error}", file=sys.stderr)
@@ -148,64 +154,60 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
 
 
 async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
-    from openinfer.frontend.http import SamplingDefaults, create_app, run_server
-
-    began = time.monotonic()
     main_task = asyncio.current_task()
     assert main_task is not None
-    # Until run_server takes over, SIGTERM ends the start-up in order; asyncio does so for SIGINT.
+    # Until the server takes over, SIGTERM ends the start-up in order; asyncio does so for SIGINT.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
-    listener = _bind(args.host, args.port)
-    with listener:
-        client = _client(args, spec)
-        tracing = None
-        tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, args))
-        try:
-            await asyncio.gather(_start(client, args), tokens)
-            tokenizer, template = tokens.result()
-            auto = args.generation_config == "auto"
-            defaults = SamplingDefaults.load(args.model_dir) if auto else SamplingDefaults()
-            if defaults.repetition_penalty not in (None, 1) and "penalties" not in client.info.features:
-                _say("generation_config.json asks for a repetition_penalty, which this engine ignores")
-            if args.otlp_traces_endpoint is not None:
-                from openinfer.frontend.http.tracing import Tracing
-
-                tracing = Tracing.to(args.otlp_traces_endpoint, client.info.model)
-            app = create_app(
-                client,
-                tokenizer=tokenizer,
-                template=template,
-                tool_parser=args.tool_call_parser,
-                reasoning_parser=args.reasoning_parser,
-                defaults=defaults,
-                model_names=args.served_model_name,
-                api_key=args.api_key,
-                log_requests=args.log_requests,
-                tracing=tracing,
-            )
-
-            def on_ready() -> None:
-                host, port = listener.getsockname()[:2]
-                shown = f"[{host}]" if ":" in host else host
-                _say(f"ready on http://{shown}:{port} in {time.monotonic() - began:.1f} s")
-
-            return await run_server(
-                app, listener, shutdown_timeout_s=args.shutdown_timeout, on_ready=on_ready
-            )
-        finally:
-            await client.close()
-            if tracing is not None:
-                await asyncio.to_thread(tracing.close)
-
-
-async def _start(client: "EngineClient", args: argparse.Namespace) -> None:
     began = time.monotonic()
-    await client.start()
-    info = client.info
-    _say(
-        f"engine started in {time.monotonic() - began:.2f} s: {info.model}, context {info.max_model_len}, "
-        f"KV cache {info.kv_capacity_tokens} tokens ({info.kv_capacity_tokens / info.max_model_len:.1f} x context)"
-    )
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(one) for one in _bind(args.host, args.port, args.frontends)]
+
+        def on_engine(client: "EngineClient") -> None:
+            info = client.info
+            say(
+                f"engine started in {time.monotonic() - began:.2f} s: {info.model}, context {info.max_model_len}, KV "
+                f"cache {info.kv_capacity_tokens} tokens ({info.kv_capacity_tokens / info.max_model_len:.1f} x context)"
+            )
+
+        def on_ready() -> None:
+            host, port = listeners[0].getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            processes = f" ({args.frontends} HTTP processes)" if args.frontends > 1 else ""
+            say(f"ready on http://{shown}:{port} in {time.monotonic() - began:.1f} s{processes}")
+
+        if args.frontends > 1:
+            return await _serve_several(args, spec, listeners, on_engine, on_ready)
+        client = _client(args, spec)
+        return await serve_web(
+            _web_options(args), client, listeners[0], on_engine=on_engine, on_ready=on_ready
+        )
+
+
+async def _serve_several(
+    args: argparse.Namespace,
+    spec: "EngineSpec",
+    listeners: list[socket.socket],
+    on_engine: Callable[["EngineClient"], None],
+    on_ready: Callable[[], None],
+) -> int:
+    from openinfer.frontend.frontends import Frontends
+    from openinfer.frontend.process_driver import ProcessDriver
+
+    if args.driver != "process":
+        raise ValueError("--frontends needs --driver process: a thread serves the process that it is in")
+    return await Frontends(
+        _web_options(args),
+        lambda: ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout),
+        listeners,
+        restart_engine=args.restart_engine,
+        engine_hang_timeout=args.engine_hang_timeout,
+    ).run(on_engine, on_ready)
+
+
+def _web_options(args: argparse.Namespace) -> WebOptions:
+    values = {name: getattr(args, name) for name in WebOptions.__struct_fields__}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return msgspec.convert(plain, WebOptions)
 
 
 def _client(args: argparse.Namespace, spec: "EngineSpec") -> "EngineClient":
@@ -239,27 +241,6 @@ def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
     args.coded_template = model_type.startswith("deepseek_v4")
 
 
-def _load_tokenizer(args: argparse.Namespace) -> "tuple[Tokenizer | None, Renderer | None]":
-    from openinfer.frontend.http import ChatTemplate, Tokenizer, find_template
-
-    if args.skip_tokenizer_init:
-        return None, None
-    began = time.monotonic()
-    tokenizer = Tokenizer.load(args.model_dir)
-    if args.chat_template is not None:
-        source: str | None = args.chat_template.read_text(encoding="utf-8")
-    else:
-        source = find_template(args.model_dir, tokenizer.config)
-    template: Renderer | None = None
-    if source is not None:
-        template = ChatTemplate(source, tokenizer.special_tokens)
-    elif args.coded_template:
-        template = DeepSeekV4Renderer()
-    chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
-    _say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")
-    return tokenizer, template
-
-
 def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
     """The model_type of a checkpoint that the recipe serves."""
     path = model_dir / "config.json"
@@ -277,19 +258,34 @@ def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
     return str(config.get("model_type"))
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """Bound but not listening: clients are refused, not left hanging, until the engine is ready."""
+def _bind(host: str, port: int, count: int) -> list[socket.socket]:
+    """Bound but not listening: clients are refused, not left hanging, until the engine is ready.
+
+    Several sockets share the port; that nobody else has it is found out before, as sharing is open to all.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    listener = socket.socket(family, kind, protocol)
+    listeners: list[socket.socket] = []
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
+        first = socket.socket(family, kind, protocol)
+        listeners.append(first)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(address)
+        if count > 1:
+            address = first.getsockname()
+            first.close()
+            listeners.clear()
+            for _ in range(count):
+                listeners.append(socket.socket(family, kind, protocol))
+                listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listeners[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                listeners[-1].bind(address)
     except OSError as error:
-        listener.close()
+        for listener in listeners:
+            listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
+    return listeners
 
 
 def _seconds(text: str) -> float:
@@ -299,6 +295,8 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _say(line: str) -> None:
-    sys.stderr.write(f"openinfer: {line}\n")  # one write: two threads may speak at once
-    sys.stderr.flush()
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MAX_FRONTENDS:
+        raise argparse.ArgumentTypeError(f"{value} is not a number from 1 to {MAX_FRONTENDS}")
+    return value

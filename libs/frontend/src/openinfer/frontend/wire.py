@@ -120,6 +120,7 @@ class Boot(msgspec.Struct, frozen=True):
     """Private to the server's processes; the engine's socket lies in it."""
     spec: EngineSpec
     log_level: str
+    log_format: str
 
     @staticmethod
     def address_in(directory: str) -> str:

@@ -16,6 +16,7 @@ from openinfer.frontend.chat import TOOL_FORMATS, Renderer
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
+from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.chat import ChatFormat
 from openinfer.frontend.http.dialects import Dialects
 from openinfer.frontend.http.guard import ApiKeyGuard, RequestIds
@@ -44,6 +45,7 @@ def create_app(
     api_key: str | None = None,
     log_requests: bool = False,
     tracing: "Tracing | None" = None,
+    board: Board | None = None,
 ) -> Starlette:
     """OpenAI's endpoints over an engine; `app.state.service` is the Service.
 
@@ -56,6 +58,7 @@ def create_app(
     defaults: sampling values for requests that give none. model_names: what requests may call the model
     (default: the engine's name). api_key: wanted on all paths but /health, /ready and the page at /.
     log_requests: log one line a request at its end. tracing: where spans go; closed by its owner.
+    board: where /metrics counts, one for all processes of a server.
     """
     service = Service(
         client,
@@ -69,6 +72,7 @@ def create_app(
         model_names=model_names,
         log_requests=log_requests,
         tracing=tracing,
+        board=board,
     )
 
     table = endpoints(service, Dialects(service), Page(service))

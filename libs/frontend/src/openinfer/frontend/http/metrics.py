@@ -1,7 +1,10 @@
-"""Prometheus metrics under the names that vLLM's dashboards read, with finer buckets for inter-token latency."""
+"""Prometheus metrics under the names that vLLM's dashboards read, with finer buckets for inter-token latency.
+
+Where a server has several HTTP processes, each of them shows the sums over all: what the engine counts comes from the
+engine, the rest from a Board.
+"""
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import Failed, Rejected, Request
+from openinfer.frontend.http.board import Board
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.tracing import Tracing
@@ -34,29 +38,34 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 128.0)
 
 
+_REASONS = ("stop", "length", "abort", "error")
+_REFUSALS = ("invalid", "too_long", "queue_full", "unsupported")
+
+
 class Histogram:
     """Counts by bucket. The client library's own takes a lock and walks its buckets, which a token cannot afford."""
 
-    __slots__ = ("_bounds", "_counts", "_help", "_name", "_sum")
+    __slots__ = ("_bounds", "_cells", "_help", "_name", "_own")
 
-    def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
+    def __init__(self, board: Board, name: str, help_text: str, bounds: Sequence[float]) -> None:
         self._name, self._help, self._bounds = name, help_text, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._cells = board.claim(len(bounds) + 2)  # the last two: above all bounds, and the sum
+        self._own = self._cells.own
 
     def observe(self, value: float) -> None:
         """Count one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self._own[bisect_left(self._bounds, value)] += 1
+        self._own[-1] += value
 
     def collect(self, labels: Sequence[str]) -> Metric:
         """The family in Prometheus' cumulative form."""
-        total, buckets = 0, []
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+        total, buckets = 0.0, []
+        *counts, total_value = self._cells.sums()
+        for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
             total += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
         family = HistogramMetricFamily(self._name, self._help, labels=_LABELS)
-        family.add_metric(labels, buckets, self._sum)
+        family.add_metric(labels, buckets, total_value)
         return family
 
 
@@ -64,39 +73,40 @@ class Metrics:
     """All metrics of one server. A prometheus collector; observe from the event loop's thread."""
 
     def __init__(
-        self, client: EngineClient, model_name: str | None, tracing: "Tracing | None" = None
+        self,
+        client: EngineClient,
+        model_name: str | None,
+        tracing: "Tracing | None" = None,
+        board: Board | None = None,
     ) -> None:
         self.tracing = tracing
         self._client = client
         self._model_name = model_name
-        self._successes: Counter[str] = Counter()
-        self._rejections: Counter[str] = Counter()
-        self.time_to_first_token = Histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", _TTFT
+        board = board or Board()
+        self._successes = board.claim(len(_REASONS))
+        self._rejections = board.claim(len(_REFUSALS))
+
+        def new(name: str, text: str, bounds: Sequence[float]) -> Histogram:
+            return Histogram(board, f"vllm:{name}", text, bounds)
+
+        self.time_to_first_token = new(
+            "time_to_first_token_seconds", "From arrival to the first token.", _TTFT
         )
-        self.inter_token_latency = Histogram(
-            "vllm:inter_token_latency_seconds", "Between two deliveries of tokens of a sequence.", _ITL
+        self.inter_token_latency = new(
+            "inter_token_latency_seconds", "Between two deliveries of tokens of a sequence.", _ITL
         )
-        self._per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "Mean time of a sequence's tokens but the first.",
-            _ITL,
+        self._per_token = new(
+            "request_time_per_output_token_seconds", "Mean time of a sequence's tokens but the first.", _ITL
         )
-        self._e2e = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", _E2E)
-        self._queue = Histogram(
-            "vllm:request_queue_time_seconds", "From arrival to the first schedule.", _E2E
-        )
-        self._prefill = Histogram("vllm:request_prefill_time_seconds", "First schedule to first token.", _E2E)
-        self._decode = Histogram("vllm:request_decode_time_seconds", "From first to last token.", _E2E)
-        self._inference = Histogram(
-            "vllm:request_inference_time_seconds", "First schedule to last token.", _E2E
-        )
-        self._prompt = Histogram("vllm:request_prompt_tokens", "Prompt tokens a sequence.", _TOKENS)
-        self._generation = Histogram(
-            "vllm:request_generation_tokens", "Tokens generated a sequence.", _TOKENS
-        )
-        self._max_tokens = Histogram("vllm:request_params_max_tokens", "max_tokens a sequence.", _TOKENS)
-        self.n = Histogram("vllm:request_params_n", "n a request.", _COUNTS)
+        self._e2e = new("e2e_request_latency_seconds", "From arrival to the last token.", _E2E)
+        self._queue = new("request_queue_time_seconds", "From arrival to the first schedule.", _E2E)
+        self._prefill = new("request_prefill_time_seconds", "First schedule to first token.", _E2E)
+        self._decode = new("request_decode_time_seconds", "From first to last token.", _E2E)
+        self._inference = new("request_inference_time_seconds", "First schedule to last token.", _E2E)
+        self._prompt = new("request_prompt_tokens", "Prompt tokens a sequence.", _TOKENS)
+        self._generation = new("request_generation_tokens", "Tokens generated a sequence.", _TOKENS)
+        self._max_tokens = new("request_params_max_tokens", "max_tokens a sequence.", _TOKENS)
+        self.n = new("request_params_n", "n a request.", _COUNTS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -106,7 +116,7 @@ class Metrics:
         """A sequence ended in order. Times are time.monotonic() seconds, 0.0 for what did not happen."""
         if self.tracing is not None:
             self.tracing.finished(request, reason, tokens, scheduled, first, last)
-        self._successes[reason] += 1
+        self._successes.own[_REASONS.index(reason)] += 1
         self._prompt.observe(len(request.prompt_token_ids))
         self._generation.observe(tokens)
         self._max_tokens.observe(request.max_tokens)
@@ -122,14 +132,14 @@ class Metrics:
 
     def finished_early(self) -> None:
         """A sequence was aborted by us."""
-        self._successes["abort"] += 1
+        self._successes.own[_REASONS.index("abort")] += 1
 
     def rejected(self, terminal: Rejected | Failed) -> None:
         """The engine refused or failed a sequence."""
         if isinstance(terminal, Rejected):
-            self._rejections[terminal.code] += 1
+            self._rejections.own[_REFUSALS.index(terminal.code)] += 1
         else:
-            self._successes["error"] += 1
+            self._successes.own[_REASONS.index("error")] += 1
 
     def render(self) -> bytes:
         """The exposition, text format."""
@@ -191,11 +201,12 @@ class Metrics:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, float(value))
             yield counter
-        for name, text, label, counts in (
-            ("vllm:request_success", "Sequences that ended.", "finished_reason", self._successes),
-            ("vllm:admission_rejections", "Sequences the engine refused.", "reason", self._rejections),
+        ended, refused = "Sequences that ended.", "Sequences the engine refused."
+        for name, text, label, reasons, cells in (
+            ("vllm:request_success", ended, "finished_reason", _REASONS, self._successes),
+            ("vllm:admission_rejections", refused, "reason", _REFUSALS, self._rejections),
         ):
             counter = CounterMetricFamily(name, text, labels=[*_LABELS, label])
-            for reason, count in counts.items():
-                counter.add_metric([*labels, reason], float(count))
+            for reason, count in zip(reasons, cells.sums(), strict=True):
+                counter.add_metric([*labels, reason], count)
             yield counter

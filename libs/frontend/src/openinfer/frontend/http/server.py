@@ -44,11 +44,13 @@ async def run_server(
     shutdown_timeout_s: float,
     on_ready: Callable[[], None],
     stop: asyncio.Event | None = None,
+    now: asyncio.Event | None = None,
 ) -> int:
     """Serve an app of create_app whose client is started, until a signal or the engine's death.
 
     listener: a bound socket, closed at the end. on_ready: called once requests are accepted.
-    stop: set it to end as SIGTERM does (for servers outside the main thread, where signals do not arrive).
+    stop, now: to be set where signals do not arrive (outside the main thread) or must not count (in a process whose
+    parent drains it): as the first and the second signal. Signals are left alone where `now` is given.
     The first SIGTERM or SIGINT makes /ready and new work 503 and lets running requests finish for
     shutdown_timeout_s; then, or at the second signal, they are aborted.
     Returns the exit code: 0, or 1 when the engine was lost.
@@ -67,15 +69,10 @@ async def run_server(
     if listener.family in (socket.AF_INET, socket.AF_INET6):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
     server = _Server(config, on_ready)
-    stop, now = stop or asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        (now if stop.is_set() else stop).set()
-
-    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller has `stop`
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
+    stop = stop or asyncio.Event()
+    if now is None:
+        now = asyncio.Event()
+        on_signals(stop, now)
     serving = asyncio.create_task(server.serve([listener]))
     died = asyncio.create_task(service.client.died())
     stopped = asyncio.create_task(stop.wait())
@@ -90,6 +87,18 @@ async def run_server(
         task.cancel()
     await serving
     return code
+
+
+def on_signals(stop: asyncio.Event, now: asyncio.Event) -> None:
+    """Set `stop` at the first SIGTERM or SIGINT, `now` at the second."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        (now if stop.is_set() else stop).set()
+
+    with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller has `stop`
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
 
 
 async def _drain(service: Service, now: asyncio.Event, died: "asyncio.Task[str]", timeout_s: float) -> None:

@@ -15,6 +15,7 @@ from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import CONTRACT_VERSION
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import Answer
+from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.body import (
     REFUSED,
     ChatBody,
@@ -69,9 +70,10 @@ class Service:
         model_names: Sequence[str],
         log_requests: bool,
         tracing: "Tracing | None",
+        board: Board | None,
     ) -> None:
         self.client = client
-        self.metrics = Metrics(client, model_names[0] if model_names else None, tracing)
+        self.metrics = Metrics(client, model_names[0] if model_names else None, tracing, board)
         self.draining = False
         self.active: set[Generation] = set()
         self.tokenizer = tokenizer

@@ -1,0 +1,221 @@
+"""Several HTTP processes on one port over one engine process: this is their parent, which serves nothing itself.
+
+Each child listens on a socket of its own (SO_REUSEPORT): the kernel deals new connections out evenly, which one shared
+socket would not, as whoever wakes first takes all that wait. The parent makes the sockets and keeps them open, so that
+connections which wait on a child that dies are served by its successor.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from openinfer.frontend.errors import EngineStartError, FrontendError
+from openinfer.frontend.frontend_process import Engine, FrontendBoot, Lost, Order, Report, Stop
+from openinfer.frontend.http.board import Board
+from openinfer.frontend.http.server import on_signals
+from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.restart import MAX_RESTARTS, Budget, broken
+from openinfer.frontend.web import WebOptions
+
+__all__ = ["Frontends"]
+
+KILL_AFTER_S = 10.0
+"""Beyond the time that children give their requests."""
+
+_log = logging.getLogger(__name__)
+
+
+class Frontends:
+    """The children and the engine; run() once.
+
+    options: of each child. make_engine: a driver of a new engine. listeners: bound sockets, one a child.
+    restart_engine: start an engine anew that died or hangs. engine_hang_timeout: for the children's health.
+    """
+
+    def __init__(
+        self,
+        options: WebOptions,
+        make_engine: Callable[[], ProcessDriver],
+        listeners: list[socket.socket],
+        *,
+        restart_engine: bool,
+        engine_hang_timeout: float,
+    ) -> None:
+        self._options, self._make_engine, self._listeners = options, make_engine, listeners
+        self._restart_engine = restart_engine
+        self._hang_timeout_s = engine_hang_timeout
+        self._engine: ProcessDriver | None = None
+        self._address: str | None = None
+        self._clients = 0
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._budget = Budget()
+        self._ending = False
+        self._failed = asyncio.Event()  # for good
+
+    async def run(self, on_engine: Callable[[ProcessDriver], None], on_ready: Callable[[], None]) -> int:
+        """Start all, serve until a signal or a loss that is final; returns the exit code, 0 or 1.
+
+        Raises FrontendError or OSError with one line for the user when something does not start.
+        """
+        keepers: list[asyncio.Task[None]] = []
+        directory = Path(tempfile.mkdtemp(prefix="openinfer-"))
+        try:
+            boards = [directory / f"board-{index}" for index in range(len(self._listeners))]
+            for board in boards:
+                Board.create(board)
+            ready = [asyncio.get_running_loop().create_future() for _ in boards]
+            for index in range(len(boards)):
+                mine_first = [str(boards[index]), *(str(b) for b in boards if b != boards[index])]
+                keepers.append(asyncio.create_task(self._keep_child(index, mine_first, ready[index])))
+            self._engine = self._make_engine()
+            started = asyncio.create_task(self._start_engine())
+            keepers.append(started)
+            await asyncio.gather(started, *ready)
+            on_engine(self._engine)
+            stop, now = asyncio.Event(), asyncio.Event()
+            on_signals(stop, now)
+            on_ready()
+            keepers.append(asyncio.create_task(self._keep_engine()))
+            stopped = asyncio.create_task(_wait(stop))
+            keepers.append(stopped)
+            failed = asyncio.create_task(_wait(self._failed))
+            keepers.append(failed)
+            await asyncio.wait([stopped, failed], return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done():
+                self._tell(Stop())
+            self._ending = True
+            await self._drain(now)
+            return 1 if self._failed.is_set() else 0
+        finally:
+            self._ending = True
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.gather(*keepers, return_exceptions=True)
+            for child in self._children.values():
+                with contextlib.suppress(ProcessLookupError):
+                    child.kill()
+                await child.wait()
+            if self._engine is not None:
+                await self._engine.close()
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _tell(self, order: Order) -> None:
+        for child in self._children.values():
+            _write(child, order)
+
+    async def _drain(self, now: asyncio.Event) -> None:
+        """Wait for the children, who end by themselves; at a second signal, or when it takes too long, they hurry."""
+        ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(_wait(now))
+        limit = self._options.shutdown_timeout + KILL_AFTER_S
+        await asyncio.wait([ended, hurry], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        self._tell(Stop())
+        await asyncio.wait([ended], timeout=KILL_AFTER_S)
+        for task in (ended, hurry):
+            task.cancel()
+
+    async def _all_ended(self) -> None:
+        for child in list(self._children.values()):
+            await child.wait()
+
+    async def _start_engine(self) -> None:
+        assert self._engine is not None
+        await self._engine.start()
+        self._address = self._engine.address
+        self._tell(Engine(self._address))
+
+    async def _keep_engine(self) -> None:
+        """Watch the engine, and start it anew if that is wanted."""
+        assert self._engine is not None
+        budget = Budget()
+        while True:
+            reason = await broken(self._engine, self._restart_engine)
+            again = self._restart_engine and budget.take()
+            if self._restart_engine and not again:
+                reason = f"{reason}; it was restarted {MAX_RESTARTS} times already"
+            self._address = None
+            self._ending = not again
+            self._tell(Lost(reason, final=not again))
+            self._engine.lose(reason)
+            await self._engine.close()
+            if again:
+                _log.error("restarting the engine: %s", reason)
+                self._engine = self._make_engine()
+                try:
+                    await self._start_engine()
+                    continue
+                except (EngineStartError, OSError) as error:
+                    self._ending = True
+                    self._tell(Lost(f"{reason}; it does not start again: {error}", final=True))
+            self._failed.set()
+            return
+
+    async def _keep_child(self, index: int, boards: list[str], ready: "asyncio.Future[None]") -> None:
+        """Run one child, and another when it dies; one that never got ready fails the start."""
+        while True:
+            self._clients += 1
+            client = self._clients
+            child = await self._spawn(index, client, boards)
+            try:
+                assert child.stdout is not None
+                line = await child.stdout.readline()
+                report = msgspec.json.decode(line, type=Report) if line else Report("it ended while starting")
+                if not ready.done():
+                    if report.error is None:
+                        ready.set_result(None)
+                    else:
+                        ready.set_exception(FrontendError(report.error))
+                code = await child.wait()
+            finally:
+                if child.returncode is not None:
+                    self._children.pop(index, None)
+            if self._ending:
+                return
+            how = (
+                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            )
+            if self._address is not None and self._engine is not None:
+                self._engine.forget(client)
+            if report.error is not None or not self._budget.take():
+                _log.error("HTTP process %d %s, and is not started again", index, how)
+                self._tell(Stop())
+                self._failed.set()
+                return
+            _log.error("HTTP process %d %s; its connections are lost, starting another", index, how)
+
+    async def _spawn(self, index: int, client: int, boards: list[str]) -> asyncio.subprocess.Process:
+        listener = self._listeners[index].fileno()
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "openinfer.frontend.frontend_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=[listener],
+        )
+        self._children[index] = child
+        boot = FrontendBoot(
+            self._options, listener, client, boards, self._hang_timeout_s, self._restart_engine
+        )
+        _write(child, boot)
+        if self._address is not None:
+            _write(child, Engine(self._address))
+        return child
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def _write(child: asyncio.subprocess.Process, message: FrontendBoot | Order) -> None:
+    assert child.stdin is not None
+    if not child.stdin.is_closing():  # it may have died without our knowing yet
+        child.stdin.write(msgspec.json.encode(message) + b"\n")

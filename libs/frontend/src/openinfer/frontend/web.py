@@ -1,0 +1,143 @@
+"""One HTTP process of a server: tokenizer, application and uvicorn over an engine client."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from openinfer.frontend.chat import DeepSeekV4Renderer, Renderer
+from openinfer.frontend.logs import say
+
+if TYPE_CHECKING:
+    from openinfer.frontend.client import EngineClient
+    from openinfer.frontend.http import Tokenizer
+
+__all__ = ["WebOptions", "run_loop", "serve_web"]
+
+_log = logging.getLogger(__name__)
+
+
+class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The flags of the command line that concern an HTTP process, under their names there."""
+
+    model_dir: str
+    api_key: str | None
+    served_model_name: list[str]
+    skip_tokenizer_init: bool
+    chat_template: str | None
+    coded_template: bool
+    """The model's authors ship code instead of a template."""
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    generation_config: str
+    shutdown_timeout: float
+    log_level: str
+    log_format: str
+    log_requests: bool
+    otlp_traces_endpoint: str | None
+
+
+async def serve_web(
+    options: WebOptions,
+    client: "EngineClient",
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[], None],
+    on_engine: Callable[["EngineClient"], None] | None = None,
+    stop: asyncio.Event | None = None,
+    now: asyncio.Event | None = None,
+    boards: Sequence[Path] = (),
+) -> int:
+    """Start the client, serve until told to stop, close it; returns the exit code of run_server.
+
+    on_engine, on_ready: called once the client has started, and once requests are accepted.
+    stop, now: as run_server has them. boards: where the processes of a server count, our own first.
+    Raises FrontendError, ValueError or OSError with one line for the user.
+    """
+    from openinfer.frontend.http import SamplingDefaults, create_app, run_server
+    from openinfer.frontend.http.board import Board
+
+    tracing = None
+    tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options))
+    try:
+        await asyncio.gather(_start(client, on_engine), tokens)
+        tokenizer, template = tokens.result()
+        model_dir = Path(options.model_dir)
+        auto = options.generation_config == "auto"
+        defaults = SamplingDefaults.load(model_dir) if auto else SamplingDefaults()
+        if defaults.repetition_penalty not in (None, 1) and "penalties" not in client.info.features:
+            say("generation_config.json asks for a repetition_penalty, which this engine ignores")
+        if options.otlp_traces_endpoint is not None:
+            from openinfer.frontend.http.tracing import Tracing
+
+            tracing = Tracing.to(options.otlp_traces_endpoint, client.info.model)
+        app = create_app(
+            client,
+            tokenizer=tokenizer,
+            template=template,
+            tool_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+            defaults=defaults,
+            model_names=options.served_model_name,
+            api_key=options.api_key,
+            log_requests=options.log_requests,
+            tracing=tracing,
+            board=Board.shared(boards) if boards else None,
+        )
+        return await run_server(
+            app,
+            listener,
+            shutdown_timeout_s=options.shutdown_timeout,
+            on_ready=on_ready,
+            stop=stop,
+            now=now,
+        )
+    finally:
+        await client.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
+
+
+async def _start(client: "EngineClient", on_engine: Callable[["EngineClient"], None] | None) -> None:
+    await client.start()
+    if on_engine is not None:
+        on_engine(client)
+
+
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """asyncio.run, on uvloop where [fast] is installed."""
+    factory = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
+def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, Renderer | None]":
+    from openinfer.frontend.http import ChatTemplate, Tokenizer, find_template
+
+    if options.skip_tokenizer_init:
+        return None, None
+    began = time.monotonic()
+    model_dir = Path(options.model_dir)
+    tokenizer = Tokenizer.load(model_dir)
+    if options.chat_template is not None:
+        source: str | None = Path(options.chat_template).read_text(encoding="utf-8")
+    else:
+        source = find_template(model_dir, tokenizer.config)
+    template: Renderer | None = None
+    if source is not None:
+        template = ChatTemplate(source, tokenizer.special_tokens)
+    elif options.coded_template:
+        template = DeepSeekV4Renderer()
+    chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
+    say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")
+    return tokenizer, template

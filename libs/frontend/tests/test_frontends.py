@@ -1,0 +1,361 @@
+"""`--frontends N`, as processes: one port, one engine, totals from anyone, and what happens when one of them dies."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+ENDLESS = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if found := condition():
+                return found
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def children(pid: int, module: str = "") -> list[int]:
+    """The children of a process that run the module."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(one) for one in found if module.encode() in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def frontends(server: Any) -> list[int]:
+    return children(server.process.pid, "frontend_process")
+
+
+def engine(server: Any) -> int:
+    (pid,) = children(server.process.pid, "engine_process")
+    return pid
+
+
+def sockets(pid: int) -> int:
+    """Open sockets of a process."""
+    links = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(path))
+    return sum(link.startswith("socket:") for link in links)
+
+
+def connect_to_each(server: Any, stack: contextlib.ExitStack) -> dict[int, httpx.Client]:
+    """A kept connection to every HTTP process: the kernel deals them out, so connect until all have one."""
+    found: dict[int, httpx.Client] = {}
+    for _ in range(200):
+        before = {pid: sockets(pid) for pid in frontends(server)}
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=10))
+        client.get("/version")
+        (pid,) = [pid for pid, count in before.items() if sockets(pid) > count] or [0]
+        if pid in found or not pid:
+            client.close()
+            time.sleep(0.01)
+        else:
+            found[pid] = client
+        if len(found) == len(before):
+            return found
+    raise AssertionError(f"connections only to {list(found)}")
+
+
+Connect = Callable[..., dict[int, httpx.Client]]
+Launch = Callable[..., Any]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """connect(server): pid -> client, for each of its HTTP processes."""
+    with contextlib.ExitStack() as stack:
+        yield lambda server: connect_to_each(server, stack)
+
+
+class Stream:
+    """An endless completion, read in a thread."""
+
+    def __init__(self, client: httpx.Client) -> None:
+        self.lines: list[str] = []
+        self.broken: Exception | None = None
+        self._client = client
+        self._leave = False
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        until(lambda: len(self.lines) > 3)
+
+    def _read(self) -> None:
+        try:
+            with self._client.stream("POST", "/v1/completions", json=ENDLESS) as response:
+                for line in response.iter_lines():
+                    if line:
+                        self.lines.append(line.removeprefix("data: "))
+                    if self._leave:
+                        return
+        except httpx.TransportError as error:
+            self.broken = error
+
+    def leave(self) -> None:
+        self._leave = True
+        self.end()
+
+    def end(self) -> list[str]:
+        self._thread.join(15)
+        assert not self._thread.is_alive()
+        return self.lines
+
+    def goes_on(self) -> bool:
+        seen = len(self.lines)
+        until(lambda: len(self.lines) > seen + 5)
+        return True
+
+
+def total(text: str, name: str) -> float:
+    """The sum of a metric over its labels."""
+    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}\{{.*\}} (\S+)$", text, re.M))
+
+
+def test_every_process_serves_and_shows_the_totals(model_dir: Path, launch: Launch, connect: Connect) -> None:
+    server = launch(model_dir, "--frontends", 3, "--log-requests", "--api-key", "open sesame")
+    assert server.lines[-1].endswith("(3 HTTP processes)")
+    assert sum("engine started" in line for line in server.lines) == 1
+    clients = connect(server)
+    for count, client in enumerate(clients.values(), start=1):
+        client.headers["authorization"] = "Bearer open sesame"
+        for _ in range(count):
+            body = {"prompt": [5] * count, "max_tokens": 3, "ignore_eos": True, "return_token_ids": True}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.json()["choices"][0]["token_ids"] == [6, 7, 8]
+    for client in clients.values():
+        text = until(
+            lambda client=client: (
+                (text := client.get("/metrics").text)
+                and total(text, "vllm:generation_tokens_total") == 18
+                and text
+            )
+        )
+        assert total(text, "vllm:prompt_tokens_total") == 1 + 2 * 2 + 3 * 3
+        assert total(text, "vllm:request_success_total") == 6
+        assert total(text, "vllm:time_to_first_token_seconds_count") == 6
+        assert total(text, "vllm:request_prompt_tokens_sum") == 14
+        assert total(text, "vllm:num_requests_running") == 0
+        client.close()
+    server.process.send_signal(signal.SIGTERM)
+    code, rest = server.end()
+    assert code == 0
+    assert rest.count("ok: 1 sequences") == 6
+    assert "Traceback" not in rest
+
+
+def test_one_that_is_killed_costs_its_own_streams_only(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002")
+    clients = connect(server)
+    for client in clients.values():
+        client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+    (victim, cut), (survivor, other) = ((pid, Stream(client)) for pid, client in clients.items())
+    probe = connect(server)[survivor]
+    until(lambda: probe.get("/state").json()["running"] == 2)
+    os.kill(victim, signal.SIGKILL)
+    cut.end()
+    assert isinstance(cut.broken, httpx.TransportError)
+    # Its request is aborted, its blocks are free; the other's goes on, and is the only one.
+    until(lambda: probe.get("/state").json()["running"] == 1)
+    assert other.goes_on()
+    state = probe.get("/state").json()
+    assert state["kv_used_tokens"] <= 1 + len(other.lines) + 200
+    # Another takes its place, and goes on counting where it stopped.
+    until(lambda: len(frontends(server)) == 2 and victim not in frontends(server))
+    again = connect(server)
+    for client in again.values():
+        assert client.get("/health").status_code == 200
+        text = client.get("/metrics").text
+        assert (
+            total(text, 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}')
+            == 0
+        )
+        assert total(text, "vllm:request_success_total") == 2
+    other.leave()
+    until(lambda: probe.get("/state").json()["running"] == 0)
+    server.process.send_signal(signal.SIGTERM)
+    code, rest = server.end()
+    assert code == 0
+    assert "was killed by SIGKILL; its connections are lost, starting another" in rest
+
+
+def test_a_client_that_leaves_one_process_ends_nothing_of_another(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002")
+    clients = connect(server)
+    gone, stays = (Stream(client) for client in clients.values())
+    gone.leave()
+    next(iter(clients.values())).close()
+    with httpx.Client(base_url=server.url) as probe:
+        until(lambda: probe.get("/state").json()["running"] == 1)
+    assert stays.goes_on()
+    stays.leave()
+
+
+@pytest.mark.slow
+def test_too_many_deaths_end_the_server(model_dir: Path, launch: Launch) -> None:
+    server = launch(model_dir, "--frontends", 2)
+    for _ in range(4):
+        pids = until(lambda: len(found := frontends(server)) == 2 and found)
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+        os.kill(pids[0], signal.SIGKILL)
+        until(lambda dead=pids[0]: server.process.poll() is not None or dead not in frontends(server))
+    code, rest = server.end()
+    assert code == 1
+    assert "and is not started again" in rest
+    assert "Traceback" not in rest
+
+
+def test_a_killed_engine_ends_all_streams_and_the_server(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002")
+    streams = [Stream(client) for client in connect(server).values()]
+    os.kill(engine(server), signal.SIGKILL)
+    for stream in streams:
+        *_, error, done = stream.end()
+        assert "killed by SIGKILL" in error
+        assert done == "[DONE]"
+    code, rest = server.end()
+    assert code == 1
+    assert "Traceback" not in rest
+
+
+def test_with_restart_engine_all_go_on_with_the_new_one(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002", "--restart-engine")
+    before = frontends(server)
+    for _ in range(2):
+        clients = connect(server)
+        streams = [Stream(client) for client in clients.values()]
+        os.kill(engine(server), signal.SIGKILL)
+        for stream in streams:
+            *_, error, done = stream.end()
+            assert "killed by SIGKILL" in error
+            assert done == "[DONE]"
+        for client in clients.values():
+            until(lambda client=client: client.get("/health").status_code == 200)
+            answer = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
+            assert answer.json()["usage"]["completion_tokens"] == 2
+    assert frontends(server) == before
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+def test_a_hung_engine_is_seen_by_those_who_sent_it_nothing(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    flags = ("--engine-hang-timeout", "0.5", "--shutdown-timeout", "0", "--step-delay", "0.01")
+    server = launch(model_dir, "--frontends", 2, *flags, "--engine", '{"hang_at_step": 60}')
+    clients = connect(server)
+    first, other = clients.values()
+    stream = Stream(first)
+    assert other.get("/health").status_code == 200
+    until(lambda: other.get("/health").status_code == 503)
+    assert "the engine hangs: 1 requests" in other.get("/health").text
+    server.process.send_signal(signal.SIGTERM)
+    assert stream.end()[-1] == "[DONE]"
+    assert server.end()[0] == 0
+
+
+@pytest.mark.slow
+def test_a_hung_engine_is_ended_and_started_anew(model_dir: Path, launch: Launch, connect: Connect) -> None:
+    flags = ("--engine-hang-timeout", "0.5", "--restart-engine", "--step-delay", "0.01")
+    server = launch(model_dir, "--frontends", 2, *flags, "--engine", '{"hang_at_step": 60}')
+    clients = connect(server)
+    stream = Stream(next(iter(clients.values())))
+    assert "hangs" in stream.end()[-2]
+    for client in clients.values():
+        until(lambda client=client: client.get("/health").status_code == 200)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+def test_sigterm_drains_all_and_a_second_one_does_not_wait(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.005", "--shutdown-timeout", "60")
+    clients = connect(server)
+    probes = connect(server)
+    streams = [Stream(client) for client in clients.values()]
+    server.process.send_signal(signal.SIGTERM)
+    for probe in probes.values():
+        until(lambda probe=probe: probe.get("/ready").status_code == 503)
+        assert probe.get("/health").status_code == 200
+        assert probe.post("/v1/completions", json={"prompt": [5]}).status_code == 503
+    assert all(stream.goes_on() for stream in streams)
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        *_, error, done = stream.end()
+        assert "shutting down" in error
+        assert done == "[DONE]"
+    assert server.end()[0] == 0
+    assert time.monotonic() - began < 8
+
+
+def test_signals_to_the_whole_group_count_once(model_dir: Path, launch: Launch, connect: Connect) -> None:
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.005", "--shutdown-timeout", "60")
+    stream = Stream(next(iter(connect(server).values())))
+    for pid in (*frontends(server), engine(server), server.process.pid):  # as Ctrl-C does
+        os.kill(pid, signal.SIGINT)
+    time.sleep(0.2)
+    assert stream.goes_on()
+    server.process.send_signal(signal.SIGINT)
+    assert stream.end()[-1] == "[DONE]"
+    assert server.end()[0] == 0
+
+
+def test_nobody_outlives_a_killed_parent(
+    model_dir: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = launch(model_dir, "--frontends", 2)
+    pids = children(server.process.pid)
+    assert len(pids) == 3
+    server.process.kill()
+    server.process.wait()
+
+    def ended(pid: int) -> bool:
+        path = Path(f"/proc/{pid}/stat")
+        return not path.exists() or path.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+    until(lambda: all(ended(pid) for pid in pids))
+    until(lambda: not list(tmp_path.glob("openinfer-*")))
+
+
+def test_what_does_not_start_is_one_line(model_dir: Path, launch: Launch) -> None:
+    for flags, words in (
+        (("--start-error", "tensor x has the wrong shape"), "error: tensor x has the wrong shape"),
+        (("--chat-template", "/no/such/file"), "/no/such/file"),
+        (("--driver", "thread"), "--frontends needs --driver process"),
+    ):
+        with pytest.raises(AssertionError) as caught:
+            launch(model_dir, "--frontends", 2, *flags)
+        lines = caught.value.args[0]
+        assert words in lines[-1]
+        assert "Traceback" not in "".join(lines)
+    with pytest.raises(AssertionError, match="from 1 to 64"):
+        launch(model_dir, "--frontends", 0)
+
+
+def test_a_port_in_use_is_said_though_sharing_is_open_to_all(model_dir: Path, launch: Launch) -> None:
+    server = launch(model_dir, "--frontends", 2)
+    port = server.url.rsplit(":", 1)[1]
+    for count in (1, 2):
+        with pytest.raises(AssertionError, match="Address already in use"):
+            launch(model_dir, "--frontends", count, "--port", port)
