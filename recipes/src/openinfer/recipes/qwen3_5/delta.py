@@ -1,0 +1,149 @@
+"""The gated delta rule as commands: how the rows of a step are cut up for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from openinfer.kernels import Command, Launch, Scratch, launch
+from openinfer.kernels.launch import Aligned, Arg
+from openinfer.tensor import Tensor, float32
+
+CHUNK = 64
+"""Tokens of a chunk: the triangular system of one has this size, and the state exists at its multiples."""
+
+_DEVICE = "openinfer.recipes.qwen3_5.device."
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How the kernels are compiled. `columns`: of a state's DV, those that one program of the scan carries."""
+
+    step_warps: int = 8
+    inputs_warps: int = 8
+    prepare_warps: int = 4
+    columns: int = 32
+    scan_warps: int = 4
+    scan_stages: int = 2
+    norm_warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The tensors of one call by the names that gated_delta_net gives them, and its sizes."""
+
+    t: Mapping[str, Tensor]
+    key_heads: int
+    eps: float
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        _, heads, dk, dv = self.t["state"].shape
+        return {"DK": dk, "DV": dv, "GROUP": heads // self.key_heads}
+
+    @property
+    def taps(self) -> dict[str, int]:
+        return {"TAPS": self.t["conv_weight"].shape[1]}
+
+    def tensors(self, *names: str) -> dict[str, Arg]:
+        return {name: self.t[name] for name in names}
+
+    def strides(self, *names: str) -> dict[str, Arg]:
+        """Elements from one token or block of a tensor to the next, as `<name>_stride`."""
+        strides = {f"{name.removesuffix('_state')}_stride": self.t[name].strides[0] for name in names}
+        return {name: Aligned(n) if n % 16 == 0 else n for name, n in strides.items()}
+
+
+def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
+    """The launches of a call. Rows of one token go to one kernel, the others in chunks through four; a step may have
+    both."""
+    tokens, rows = call.t["out"].shape[0], call.t["slots"].shape[0]
+    if max_q_len == 1:
+        yield _step(call, tuning, tokens)
+        return
+    short = 0 if rows == 1 else 1  # a prompt: that it may have one token left is not worth a launch in every step
+    yield from _chunks(call, tuning, short)
+    if short:
+        yield _step(call, tuning, 0)
+
+
+def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
+    """Rows of one token, and zeros for the tokens from the last row's end to `tokens`."""
+    args = (
+        call.tensors("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
+        | call.tensors("state", "slots", "q_starts", "seq_lens", "alive", "state_from", "state_to")
+        | call.strides("qkv", "z", "ba", "conv_state", "state")
+        | {"key_heads": call.key_heads, "eps": call.eps, "tokens": tokens}
+    )
+    grid = (call.t["state"].shape[1], call.t["slots"].shape[0])
+    constants = call.sizes | call.taps
+    return launch(_DEVICE + "delta_step", "delta_step", grid, args, constants, num_warps=tuning.step_warps)
+
+
+def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
+    """Rows of more than `short` tokens, and zeros for the tokens after the last row."""
+    t, device = call.t, _DEVICE + "delta_chunks"
+    (_, heads, dk, dv), (tokens, _), (rows, snapshots) = t["state"].shape, t["out"].shape, t["snapshot_ends"].shape
+    dtype, tiles, common = t["out"].dtype, tokens // CHUNK + 2 * rows, {"rows": rows, "short": short}
+    of_rows = call.tensors("slots", "q_starts", "seq_lens", "alive")
+    q, k = (Scratch((tokens, call.key_heads, dk), dtype) for _ in range(2))
+    v, u, o = (Scratch((tokens, heads, dv), dtype) for _ in range(3))
+    solved: dict[str, Arg] = {
+        "w": Scratch((tokens, heads, dk), dtype),
+        "u": u,
+        "scores": Scratch((tokens, heads, CHUNK), dtype),
+        "decays": Scratch((tokens, heads), float32),
+    }
+    yield launch(
+        device,
+        "delta_inputs",
+        (2 * call.key_heads + heads, tiles),
+        {"q": q, "k": k, "v": v}
+        | call.tensors("qkv", "conv_weight", "conv_state")
+        | of_rows
+        | call.tensors("state_from")
+        | call.strides("qkv", "conv_state")
+        | {"key_heads": call.key_heads, **common},
+        call.sizes | call.taps | {"C": CHUNK},
+        num_warps=tuning.inputs_warps,
+    )
+    yield launch(
+        device,
+        "delta_prepare",
+        (heads, tiles),
+        solved
+        | {"q": q, "k": k, "v": v}
+        | call.tensors("ba", "decay", "dt_bias")
+        | of_rows
+        | call.strides("ba")
+        | common,
+        call.sizes | {"C": CHUNK, "LEVELS": CHUNK.bit_length() - 1},
+        num_warps=tuning.prepare_warps,
+    )
+    yield launch(
+        device,
+        "delta_scan",
+        (dv // tuning.columns, heads, rows),
+        {"out": o, "q": q, "k": k, **solved}
+        | call.tensors("qkv", "conv_state", "state")
+        | of_rows
+        | call.tensors("state_from", "state_to", "snapshot_ends", "snapshot_blocks")
+        | call.strides("qkv", "conv_state", "state")
+        | {"key_heads": call.key_heads, "snapshots": snapshots, "short": short},
+        call.sizes
+        | call.taps
+        | {"C": CHUNK, "BV": tuning.columns, "SNAPSHOTS": 1 << (snapshots - 1).bit_length()}
+        | {"STAGES": tuning.scan_stages},
+        num_warps=tuning.scan_warps,
+    )
+    yield launch(
+        device,
+        "delta_norm",
+        (heads, tiles + 1),
+        {"out": t["out"], "o": o}
+        | call.tensors("z", "norm_weight", "slots", "q_starts", "alive")
+        | call.strides("z")
+        | {"rows": rows, "tokens": tokens, "eps": call.eps, "short": short},
+        {"DV": dv, "C": CHUNK},
+        num_warps=tuning.norm_warps,
+    )

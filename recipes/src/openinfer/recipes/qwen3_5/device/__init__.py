@@ -1,0 +1,1 @@
+"""Triton kernels of Qwen3.5. Importing a module of this package needs Triton; nothing else of the recipe does."""

@@ -1,0 +1,36 @@
+"""The scalar functions of the delta rule's gates, in float32."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + e^-x), without overflow."""
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1.0 + small)
+
+
+@triton.jit
+def silu(x):
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+@triton.jit
+def log_decay(a, decay, dt_bias):
+    """decay softplus(a + dt_bias), at most 0: the logarithm of what a token leaves of the state."""
+    x = a.to(tl.float32) + dt_bias
+    return decay * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+
+
+@triton.jit
+def gated_norm(o, z, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
+    """RMS norm of o over its last axis of WIDTH, times silu(z); o float32 of rounded values. Rounded to `dtype` after the
+    norm, after its weight and at the end."""
+    scale = tl.rsqrt(tl.sum(o * o, -1) / WIDTH + eps)
+    if len(o.shape) == 2:
+        scale = scale[:, None]
+    unit = (o * scale).to(dtype).to(tl.float32)
+    return ((unit * weight).to(dtype).to(tl.float32) * silu(z.to(tl.float32))).to(dtype)
