@@ -56,6 +56,16 @@ def test_norm_linear(check_op, normal, choice, dtype):
     check_op(norm_linear, {"out": BF16}, out=out, x=x, norm_weight=gain, weight=weight, eps=EPS)
 
 
+@pytest.mark.parametrize("m", [1, 5, 70])
+def test_a_norm_weight_of_float32_is_rounded_once(check_op, normal, m):
+    x, weight, gain = normal(m, 256, scale=3.0), normal(48, 256), 1 + normal(256).astype(float32)
+    args = {"x": x, "weight": weight, "eps": EPS, "norm_weight": gain}
+    got = check_op(norm_linear, {"out": BF16}, out=np.full((m, 48), np.nan, float32), **args)["out"]
+    args["norm_weight"] = gain.astype(bfloat16)
+    want = check_op(norm_linear, {"out": BF16}, out=np.full((m, 48), np.nan, float32), **args)["out"]
+    assert 1e-3 < np.linalg.norm(got - want) / np.linalg.norm(want) < 1e-2  # a bf16 weight is another result
+
+
 def test_linear_add(check_op, normal, choice):
     m, n, k = tokens(choice), 144, 192
     x, h, weight = normal(m, n), normal(m, k), normal(n, k, scale=k**-0.5)

@@ -10,8 +10,23 @@ BF16 = 4e-3  # relative error of a few roundings to 8 bits
 OUTPUTS = {"q": BF16, "kv": BF16}
 
 
-def step(rng, normal, tokens, heads, kv_heads, dim, page_size, *, layers=1, context=200, slots=6):
-    """Arguments: random tokens of random slots (0 among them: padding), each at a place of its own."""
+def step(
+    rng,
+    normal,
+    tokens,
+    heads,
+    kv_heads,
+    dim,
+    page_size,
+    *,
+    layers=1,
+    context=200,
+    slots=6,
+    rotary=None,
+    gated=0,
+):
+    """Arguments: random tokens of random slots (0 among them: padding), each at a place of its own. `rotary`: elements
+    that are rotated (all); `gated`: 1 if each query head is followed by its output gate."""
     width = -(-context // page_size)
     pages = 1 + width * (slots - 1)
     tables = np.zeros((slots, width), np.int32)
@@ -19,12 +34,12 @@ def step(rng, normal, tokens, heads, kv_heads, dim, page_size, *, layers=1, cont
     places = rng.permutation((slots - 1) * context)[:tokens]
     slot = (1 + places // context).astype(np.int32) * (rng.random(tokens) < 0.8)
     slot[0] = 1 + places[0] // context  # one is live
-    angle = np.arange(context)[:, None] * 10000.0 ** -np.linspace(0, 1, dim // 2)
+    angle = np.arange(context)[:, None] * 10000.0 ** -np.linspace(0, 1, (rotary or dim) // 2)
     cache = np.full((pages, layers, 2, kv_heads, page_size, dim), np.nan, bfloat16)
     return {
         "q": np.full((tokens, heads, dim), np.nan, bfloat16),
         "kv": cache[:, layers // 2],
-        "qkv": normal(tokens, (heads + 2 * kv_heads) * dim, scale=3.0),
+        "qkv": normal(tokens, ((1 + gated) * heads + 2 * kv_heads) * dim, scale=3.0),
         "q_norm": normal(dim),
         "k_norm": normal(dim),
         "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
@@ -61,6 +76,25 @@ def test_heads_of_any_number_and_size(check_op, rng, normal, tokens, heads, kv_h
     args = step(rng, normal, tokens, heads, kv_heads, dim, page_size)
     args["token_slots"][0], args["positions"][0] = 3, 17
     check_written(check_op, args)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary"), [(4, 2, 256, 64), (3, 1, 96, 32), (2, 2, 64, 64)]
+)
+@pytest.mark.parametrize("gated", [0, 1])
+def test_heads_that_are_rotated_in_part_beside_their_gates(
+    check_op, rng, normal, heads, kv_heads, dim, rotary, gated
+):
+    args = step(rng, normal, 6, heads, kv_heads, dim, 16, rotary=rotary, gated=gated)
+    args["token_slots"][0], args["positions"][0] = 3, 17
+    check_written(check_op, args)
+
+
+def test_norm_weights_of_float32_are_rounded_once(check_op, rng, normal):
+    args = step(rng, normal, 40, 4, 2, 64, 16)
+    check_written(
+        check_op, {**args, "q_norm": 1 + normal(64).astype(float32), "k_norm": normal(64).astype(float32)}
+    )
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

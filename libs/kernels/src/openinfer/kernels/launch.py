@@ -66,6 +66,16 @@ class Aligned(NamedTuple):
     value: int
 
 
+def aligned(value: int) -> Aligned | int:
+    """An int argument that is marked if it is a multiple of 16."""
+    return value if value % 16 else Aligned(value)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n: what blocks of a kernel are made of."""
+    return 1 << (n - 1).bit_length()
+
+
 Arg = Tensor | Scratch | TensorMap | Aligned | int | float
 
 

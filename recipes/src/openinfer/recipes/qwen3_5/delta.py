@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from openinfer.kernels import Command, Launch, Scratch, launch
-from openinfer.kernels.launch import Aligned, Arg
+from openinfer.kernels.launch import Arg, aligned, power_of_two
 from openinfer.tensor import Tensor, float32
 
 CHUNK = 64
 """Tokens of a chunk: the triangular system of one has this size, and the state exists at its multiples."""
 
 _DEVICE = "openinfer.recipes.qwen3_5.device."
+_OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,7 @@ class Call:
 
     def strides(self, *names: str) -> dict[str, Arg]:
         """Elements from one token or block of a tensor to the next, as `<name>_stride`."""
-        strides = {f"{name.removesuffix('_state')}_stride": self.t[name].strides[0] for name in names}
-        return {name: Aligned(n) if n % 16 == 0 else n for name, n in strides.items()}
+        return {f"{name}_stride".replace("_state_", "_"): aligned(self.t[name].strides[0]) for name in names}
 
 
 def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
@@ -61,7 +61,9 @@ def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
     if max_q_len == 1:
         yield _step(call, tuning, tokens)
         return
-    short = 0 if rows == 1 else 1  # a prompt: that it may have one token left is not worth a launch in every step
+    short = (
+        0 if rows == 1 else 1
+    )  # a prompt: that it may have one token left is not worth a launch in every step
     yield from _chunks(call, tuning, short)
     if short:
         yield _step(call, tuning, 0)
@@ -71,7 +73,7 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
     """Rows of one token, and zeros for the tokens from the last row's end to `tokens`."""
     args = (
         call.tensors("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
-        | call.tensors("state", "slots", "q_starts", "seq_lens", "alive", "state_from", "state_to")
+        | call.tensors("state", *_OF_ROWS, "state_from", "state_to")
         | call.strides("qkv", "z", "ba", "conv_state", "state")
         | {"key_heads": call.key_heads, "eps": call.eps, "tokens": tokens}
     )
@@ -80,70 +82,80 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
     return launch(_DEVICE + "delta_step", "delta_step", grid, args, constants, num_warps=tuning.step_warps)
 
 
+_CHUNKS = _DEVICE + "delta_chunks"
+
+
 def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
     """Rows of more than `short` tokens, and zeros for the tokens after the last row."""
-    t, device = call.t, _DEVICE + "delta_chunks"
-    (_, heads, dk, dv), (tokens, _), (rows, snapshots) = t["state"].shape, t["out"].shape, t["snapshot_ends"].shape
-    dtype, tiles, common = t["out"].dtype, tokens // CHUNK + 2 * rows, {"rows": rows, "short": short}
-    of_rows = call.tensors("slots", "q_starts", "seq_lens", "alive")
+    (_, heads, dk, dv), (tokens, _), rows = (
+        call.t["state"].shape,
+        call.t["out"].shape,
+        call.t["slots"].shape[0],
+    )
+    dtype = call.t["out"].dtype
     q, k = (Scratch((tokens, call.key_heads, dk), dtype) for _ in range(2))
     v, u, o = (Scratch((tokens, heads, dv), dtype) for _ in range(3))
+    inputs: dict[str, Arg] = {"q": q, "k": k, "v": v}
     solved: dict[str, Arg] = {
         "w": Scratch((tokens, heads, dk), dtype),
         "u": u,
         "scores": Scratch((tokens, heads, CHUNK), dtype),
         "decays": Scratch((tokens, heads), float32),
     }
+    common: dict[str, Arg] = {"rows": rows, "short": short}
+    tiles = tokens // CHUNK + 2 * rows
+    sizes = call.sizes | {"C": CHUNK}
     yield launch(
-        device,
+        _CHUNKS,
         "delta_inputs",
         (2 * call.key_heads + heads, tiles),
-        {"q": q, "k": k, "v": v}
-        | call.tensors("qkv", "conv_weight", "conv_state")
-        | of_rows
-        | call.tensors("state_from")
+        inputs
+        | call.tensors("qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
         | call.strides("qkv", "conv_state")
         | {"key_heads": call.key_heads, **common},
-        call.sizes | call.taps | {"C": CHUNK},
+        sizes | call.taps,
         num_warps=tuning.inputs_warps,
     )
     yield launch(
-        device,
+        _CHUNKS,
         "delta_prepare",
         (heads, tiles),
-        solved
-        | {"q": q, "k": k, "v": v}
-        | call.tensors("ba", "decay", "dt_bias")
-        | of_rows
-        | call.strides("ba")
-        | common,
-        call.sizes | {"C": CHUNK, "LEVELS": CHUNK.bit_length() - 1},
+        solved | inputs | call.tensors("ba", "decay", "dt_bias", *_OF_ROWS) | call.strides("ba") | common,
+        sizes | {"LEVELS": CHUNK.bit_length() - 1},
         num_warps=tuning.prepare_warps,
     )
+    yield _scan(call, tuning, {"out": o, "q": q, "k": k, **solved}, short)
     yield launch(
-        device,
-        "delta_scan",
-        (dv // tuning.columns, heads, rows),
-        {"out": o, "q": q, "k": k, **solved}
-        | call.tensors("qkv", "conv_state", "state")
-        | of_rows
-        | call.tensors("state_from", "state_to", "snapshot_ends", "snapshot_blocks")
-        | call.strides("qkv", "conv_state", "state")
-        | {"key_heads": call.key_heads, "snapshots": snapshots, "short": short},
-        call.sizes
-        | call.taps
-        | {"C": CHUNK, "BV": tuning.columns, "SNAPSHOTS": 1 << (snapshots - 1).bit_length()}
-        | {"STAGES": tuning.scan_stages},
-        num_warps=tuning.scan_warps,
-    )
-    yield launch(
-        device,
+        _CHUNKS,
         "delta_norm",
         (heads, tiles + 1),
-        {"out": t["out"], "o": o}
+        call.tensors("out")
+        | {"o": o}
         | call.tensors("z", "norm_weight", "slots", "q_starts", "alive")
         | call.strides("z")
         | {"rows": rows, "tokens": tokens, "eps": call.eps, "short": short},
         {"DV": dv, "C": CHUNK},
         num_warps=tuning.norm_warps,
     )
+
+
+def _scan(call: Call, tuning: Tuning, made: dict[str, Arg], short: int) -> Launch:
+    """The chunks of each row in order, on what the launches before have `made` of them."""
+    _, heads, _, dv = call.t["state"].shape
+    rows, snapshots = call.t["snapshot_ends"].shape
+    columns = min(tuning.columns, dv)
+    args = (
+        made
+        | call.tensors("qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
+        | call.tensors("snapshot_ends", "snapshot_blocks")
+        | call.strides("qkv", "conv_state", "state")
+        | {"key_heads": call.key_heads, "snapshots": snapshots, "short": short}
+    )
+    constants = {
+        "C": CHUNK,
+        "BV": columns,
+        "SNAPSHOTS": power_of_two(snapshots),
+        "STAGES": tuning.scan_stages,
+    }
+    grid, constants = (dv // columns, heads, rows), call.sizes | call.taps | constants
+    return launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)

@@ -9,7 +9,7 @@ nothing) and masked when written.
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.norm import gated
+from openinfer.kernels.device.norm import gated, weighted
 
 
 @triton.jit
@@ -28,8 +28,7 @@ def gemv(
 ):  # fmt: skip
     """M = 1, on the CUDA cores: BN rows of the weights a program. Grid (cdiv(N, BN),).
 
-    NORM: 0, or a power of two >= K: then x is normalised first, round(gain * round(x / rms(x))); every program does
-    that for itself.
+    NORM: 0, or a power of two >= K: then x is normalised first; every program does that for itself.
     """
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
@@ -47,8 +46,7 @@ def gemv(
     for k in tl.range(0, K, BK, num_stages=STAGES):
         value = tl.load(x + k + rk).to(tl.float32)
         if NORM:
-            unit = (value * scale).to(x.dtype.element_ty).to(tl.float32)
-            value = (unit * tl.load(gain + k + rk).to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+            value = weighted(value * scale, tl.load(gain + k + rk), x.dtype.element_ty).to(tl.float32)
         acc += tl.load(row + k).to(tl.float32) * value[None, :]
         if GATED:
             up += tl.load(up_row + k).to(tl.float32) * value[None, :]

@@ -6,16 +6,24 @@ import triton.language as tl
 
 
 @triton.jit
+def weighted(unit, gain, dtype: tl.constexpr):
+    """Float32 `unit` times a weight, rounded to `dtype` before and after; only after if the weight is float32."""
+    if gain.dtype == tl.float32:
+        return (unit * gain).to(dtype)
+    return (unit.to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
+
+
+@triton.jit
 def rms_norm(out, x, weight, width, eps, BLOCK: tl.constexpr):
-    """out[t] = round(weight * round(x[t] / rms(x[t]))); rows of width <= BLOCK. Grid (rows,)."""
+    """out[t] = x[t] / rms(x[t]) weighted; rows of width <= BLOCK. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
-    gain = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=inside, other=0.0)
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    unit = (value * scale).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row + column, (unit * gain).to(out.dtype.element_ty), mask=inside)
+    normed = weighted(value * scale, gain, x.dtype.element_ty)
+    tl.store(out + row + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -4,55 +4,72 @@
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.norm import weighted
+
 
 @triton.jit
 def qk_norm_rope_write(
     q, kv, qkv, q_norm, k_norm, cos_sin, positions, token_slots, block_tables,
     heads, kv_heads, table_width, page_stride, eps,
-    DIM: tl.constexpr, HALF_BLOCK: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of a token's heads a program, each as its two halves. Grid (tokens, cdiv(heads + 2 kv_heads, HEADS)).
+    """HEADS of a token's heads a program. Grid (tokens, cdiv(heads + 2 kv_heads, HEADS)).
 
-    Heads are numbered as in qkv: queries, keys, values. HALF_BLOCK: DIM / 2 or the next power of two.
+    Heads are numbered queries, keys, values; in qkv each query head is followed by its gate if GATED. A head is taken
+    in three parts: the two halves of the ROTARY elements that are rotated, and the rest. HALF_BLOCK, REST_BLOCK: their
+    sizes or the next powers of two; REST_BLOCK is 0 where there is no rest.
     """
-    HALF: tl.constexpr = DIM // 2
+    HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token)
     position = tl.load(positions + token)
     page = tl.load(block_tables + slot.to(tl.int64) * table_width + position // PAGE).to(tl.int64)
 
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    column = tl.arange(0, HALF_BLOCK)
-    is_q, is_k = (head < heads)[:, None], (head < heads + kv_heads)[:, None]
-    inside = (head < heads + 2 * kv_heads)[:, None] & (column < HALF)[None, :]
-    source = qkv + (token * (heads + 2 * kv_heads) + head[:, None]) * DIM + column[None, :]
-    a = tl.load(source, mask=inside, other=0.0)
-    b = tl.load(source + HALF, mask=inside, other=0.0)
-
-    dtype = qkv.dtype.element_ty
-    gain = tl.where(is_q, q_norm, k_norm) + column[None, :]
-    normed = inside & is_k
-    gain_a = tl.load(gain, mask=normed, other=0.0).to(tl.float32)
-    gain_b = tl.load(gain + HALF, mask=normed, other=0.0).to(tl.float32)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF_BLOCK)[None, :]
+    is_q, is_k = head < heads, head < heads + kv_heads
+    is_head = head < heads + 2 * kv_heads
+    inside = is_head & (column < HALF)
+    place, total = head, heads + 2 * kv_heads
+    if GATED:
+        place, total = head + tl.minimum(head, heads), total + heads
+    source = qkv + (token * total + place) * DIM
+    a = tl.load(source + column, mask=inside, other=0.0)
+    b = tl.load(source + HALF + column, mask=inside, other=0.0)
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     square = tl.sum(wide_a * wide_a + wide_b * wide_b, 1)
+    if REST_BLOCK:
+        rest_column = ROTARY + tl.arange(0, REST_BLOCK)[None, :]
+        in_rest = is_head & (rest_column < DIM)
+        rest = tl.load(source + rest_column, mask=in_rest, other=0.0)
+        wide_rest = rest.to(tl.float32)
+        square += tl.sum(wide_rest * wide_rest, 1)
     scale = tl.rsqrt(square / DIM + eps)[:, None]
-    wide_a = ((wide_a * scale).to(dtype).to(tl.float32) * gain_a).to(dtype).to(tl.float32)
-    wide_b = ((wide_b * scale).to(dtype).to(tl.float32) * gain_b).to(dtype).to(tl.float32)
 
-    angle = cos_sin + position.to(tl.int64) * DIM + column
-    cos = tl.load(angle, mask=column < HALF, other=0.0)[None, :]
-    sin = tl.load(angle + HALF, mask=column < HALF, other=0.0)[None, :]
-    a = tl.where(is_k, (wide_a * cos - wide_b * sin).to(dtype), a)
-    b = tl.where(is_k, (wide_b * cos + wide_a * sin).to(dtype), b)
-
-    to_q = q + (token * heads + head[:, None]) * DIM + column[None, :]
-    tl.store(to_q, a, mask=inside & is_q)
-    tl.store(to_q + HALF, b, mask=inside & is_q)
-    # A page is [K heads | V heads, PAGE, DIM]; tokens of slot 0 are padding and write nowhere.
-    cached = inside & (head >= heads)[:, None] & (slot != 0)
-    to_kv = (
-        kv + page * page_stride + ((head - heads)[:, None] * PAGE + position % PAGE) * DIM + column[None, :]
+    dtype = qkv.dtype.element_ty
+    gain = tl.where(is_q, q_norm, k_norm)
+    normed = inside & is_k
+    normed_a = weighted(wide_a * scale, tl.load(gain + column, mask=normed, other=0.0), dtype).to(tl.float32)
+    normed_b = weighted(wide_b * scale, tl.load(gain + HALF + column, mask=normed, other=0.0), dtype).to(
+        tl.float32
     )
-    tl.store(to_kv, a, mask=cached)
-    tl.store(to_kv + HALF, b, mask=cached)
+    angle = cos_sin + position.to(tl.int64) * ROTARY + column
+    cos = tl.load(angle, mask=column < HALF, other=0.0)
+    sin = tl.load(angle + HALF, mask=column < HALF, other=0.0)
+    a = tl.where(is_k, (normed_a * cos - normed_b * sin).to(dtype), a)
+    b = tl.where(is_k, (normed_b * cos + normed_a * sin).to(dtype), b)
+
+    # A page is [K heads | V heads, PAGE, DIM]; tokens of slot 0 are padding and write nowhere.
+    to_q = q + (token * heads + head) * DIM
+    to_kv = kv + page * page_stride + ((head - heads) * PAGE + position % PAGE) * DIM
+    to_cache = (head >= heads) & (slot != 0)
+    tl.store(to_q + column, a, mask=inside & is_q)
+    tl.store(to_q + HALF + column, b, mask=inside & is_q)
+    tl.store(to_kv + column, a, mask=inside & to_cache)
+    tl.store(to_kv + HALF + column, b, mask=inside & to_cache)
+    if REST_BLOCK:
+        rest_gain = tl.load(gain + rest_column, mask=in_rest & is_k, other=0.0)
+        rest = tl.where(is_k, weighted(wide_rest * scale, rest_gain, dtype), rest)
+        tl.store(to_q + rest_column, rest, mask=in_rest & is_q)
+        tl.store(to_kv + rest_column, rest, mask=in_rest & to_cache)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import Aligned, Command, launch
+from openinfer.kernels.launch import Aligned, Command, launch, power_of_two
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, rms_norm
 from openinfer.kernels.target import Target
@@ -110,12 +110,11 @@ def _launches(
     tokens, heads, dim = q.shape
     kv_heads, page_size = kv.shape[2:4]
     require(q.dtype == bfloat16, f"q is {q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    plain = 2 * cos_sin.shape[2] == dim and qkv.shape[1] == (heads + 2 * kv_heads) * dim
-    require(plain, "on a GPU heads are rotated whole and have no output gates (others: the cpu pack)")
     block = (
         4 if tokens <= 128 else 16
     )  # heads a program: many small programs hide latency, large ones cost less
-    half = 1 << (dim // 2 - 1).bit_length()
+    rotary = 2 * cos_sin.shape[2]
+    parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
     yield launch(
         "openinfer.kernels.device.qk_norm_rope_write",
         "qk_norm_rope_write",
@@ -136,8 +135,16 @@ def _launches(
             "page_stride": Aligned(kv.strides[0]),
             "eps": eps,
         },
-        {"DIM": dim, "HALF_BLOCK": half, "HEADS": block, "PAGE": page_size},
-        num_warps=max(1, block * half // 256),
+        {
+            "DIM": dim,
+            "ROTARY": rotary,
+            "HALF_BLOCK": parts[0],
+            "REST_BLOCK": parts[1],
+            "HEADS": block,
+            "PAGE": page_size,
+            "GATED": qkv.shape[1] != (heads + 2 * kv_heads) * dim,
+        },
+        num_warps=max(1, block * power_of_two(dim) // 512),
     )
 
 

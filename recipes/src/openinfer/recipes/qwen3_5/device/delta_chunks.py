@@ -5,9 +5,10 @@ state S by a chunk's tokens depend on each other only through a triangular syste
 
     (I + strictly_lower(diag(beta) K K^T . D)) V' = diag(beta) (V - diag(exp G) K S)
 
-`delta_inputs` makes Q, K and V; `delta_prepare` solves the system of every chunk by itself, as V' = U - W S with S left
-open; `delta_scan` goes through a row's chunks in order, carries S, and gives the outputs diag(exp G) Q S + (Q K^T . D) V';
-`delta_norm` is the gated norm. Never exp(-G), which overflows: only differences, which are at most 0.
+`delta_inputs` makes Q, K and V; `delta_prepare` solves the system of every chunk by itself, as V' = U - W S with S
+left open; `delta_scan` goes through a row's chunks in order, carries S, and gives the outputs
+diag(exp G) Q S + (Q K^T . D) V'; `delta_norm` is the gated norm. Never exp(-G), which overflows: only differences,
+which are at most 0.
 """
 
 # mypy: ignore-errors
@@ -19,8 +20,8 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 @triton.jit
 def _row_of(tile, q_starts, rows, C: tl.constexpr):
-    """The row that a tile belongs to. Row r has the tiles from q_starts[r] // C + 2 r on, a chunk each: two more than its
-    tokens fill, since they need not begin or end with a chunk. The tokens after the last row count as one more."""
+    """The row that a tile belongs to. Row r has the tiles from q_starts[r] // C + 2 r on, a chunk each: two more than
+    its tokens fill, since they need not begin or end with a chunk. The tokens after the last row count as one more."""
     SEARCH: tl.constexpr = 128
     passed = tl.zeros((SEARCH,), tl.int32)
     for r in range(0, rows + 1, SEARCH):
@@ -32,8 +33,8 @@ def _row_of(tile, q_starts, rows, C: tl.constexpr):
 
 @triton.jit
 def _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C: tl.constexpr):
-    """Of a tile: its row's slot, first token, position before the step, position after it, and the position that its
-    chunk starts at: not before the one after if there is nothing to do."""
+    """Of a tile: its row's slot, first token, position before the step and position after it, and the position that its
+    chunk starts at, which is not before the one after the step if there is nothing to do."""
     first = tl.load(q_starts + row)
     count = tl.load(q_starts + tl.minimum(row + 1, rows)) - first
     slot = tl.load(slots + tl.minimum(row, rows - 1))
@@ -49,12 +50,12 @@ def _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C: tl.const
 def _convolved(
     channel, position, inside, first, before, qkv, stride, ring, width, weight, C: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """silu of the causal convolution of channels [N] at positions [C], rounded: [C, N], something where not `inside`."""
+    """silu of the causal convolution of channels [N] at positions [C], rounded: [C, N]. Only `inside` is meant."""
     total = tl.zeros((C, channel.shape[0]), tl.float32)
     for tap in tl.static_range(TAPS):
         at = position - (TAPS - 1) + tap
         value = tl.load(
-            qkv + (first + at - before).to(tl.int64)[:, None] * stride + channel[None, :],
+            qkv + (first - before).to(tl.int64) * stride + at.to(tl.int64)[:, None] * stride + channel[None, :],
             mask=((at >= before) & inside)[:, None], other=0.0,
         ).to(tl.float32)  # fmt: skip
         if tap < TAPS - 1:
@@ -90,7 +91,18 @@ def delta_inputs(
     if part < 2 * key_heads:
         column = tl.arange(0, DK)
         x = _convolved(
-            part * DK + column, position, inside, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
+            part * DK + column,
+            position,
+            inside,
+            first,
+            before,
+            qkv,
+            qkv_stride,
+            ring,
+            width,
+            conv_weight,
+            C,
+            TAPS,
         )
         wide = x.to(tl.float32)
         wide *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
@@ -104,7 +116,9 @@ def delta_inputs(
         column = tl.arange(0, DV)
         head = part - 2 * key_heads
         channel = 2 * key_heads * DK + head * DV + column
-        x = _convolved(channel, position, inside, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS)
+        x = _convolved(
+            channel, position, inside, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
+        )
         tl.store(v + (at * heads + head) * DV + column[None, :], x, mask=write)
 
 
@@ -118,10 +132,11 @@ def _inverse(m, C: tl.constexpr, LEVELS: tl.constexpr):
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, m, 0.0)
+    half = m.to(tl.float16)
     for level in tl.static_range(1, LEVELS):
         below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
         inverse = x.to(tl.float16)
-        product = tl.dot(tl.where(below, m, 0.0).to(tl.float16), inverse)
+        product = tl.dot(tl.where(below, half, 0.0), inverse)
         x -= tl.dot(inverse, product.to(tl.float16))
     return x
 
@@ -142,31 +157,39 @@ def delta_prepare(
     if start >= end:
         return
     i, ck, cv = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, DV)
-    position = start + i
-    inside = (position >= before) & (position < end)
-    at = (first + position - before).to(tl.int64)
-    gates = ba + at * ba_stride + head
-    g = log_decay(tl.load(gates + heads, mask=inside, other=0.0), tl.load(decay + head), tl.load(dt_bias + head))
-    g = tl.cumsum(tl.where(inside, g, 0.0), 0)
-    beta = sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)).to(k.dtype.element_ty).to(tl.float32)
-    beta = tl.where(inside, beta, 0.0)
-    tl.store(decays + at * heads + head, g, mask=inside)
-    by_head = at[:, None] * heads + head
-    by_key = (at[:, None] * (heads // GROUP) + head // GROUP) * DK + ck[None, :]
+    inside = (start + i >= before) & (start + i < end)
     write = inside[:, None]
-    key = tl.load(k + by_key, mask=write, other=0.0)
-    query = tl.load(q + by_key, mask=write, other=0.0)
+    token = (first + start - before).to(
+        tl.int64
+    )  # of the chunk's first position; what follows are 32-bit offsets
+    gates = ba + token * ba_stride + head + i * ba_stride
+    g = log_decay(
+        tl.load(gates + heads, mask=inside, other=0.0), tl.load(decay + head), tl.load(dt_bias + head)
+    )
+    g = tl.cumsum(tl.where(inside, g, 0.0), 0)
+    beta = (
+        sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)).to(k.dtype.element_ty).to(tl.float32)
+    )
+    beta = tl.where(inside, beta, 0.0)
+    of_head = token * heads + head
+    by_head = i[:, None] * heads
+    tl.store(decays + of_head + i * heads, g, mask=inside)
+    of_key = (token * (heads // GROUP) + head // GROUP) * DK
+    by_key = i[:, None] * (heads // GROUP) * DK + ck[None, :]
+    key = tl.load(k + of_key + by_key, mask=write, other=0.0)
+    query = tl.load(q + of_key + by_key, mask=write, other=0.0)
     dtype = key.dtype
     keys = tl.trans(key)
     d = tl.exp(tl.where(i[:, None] >= i[None, :], g[:, None] - g[None, :], -1.0e30))
-    tl.store(scores + by_head * C + i[None, :], (tl.dot(query, keys) * d).to(dtype), mask=write)
+    to_scores = scores + of_head * C + by_head * C + i[None, :]
+    tl.store(to_scores, (tl.dot(query, keys) * d).to(dtype), mask=write)
     system = tl.where(i[:, None] > i[None, :], tl.dot(key, keys) * d * beta[:, None], 0.0)
     solved = _inverse(system, C, LEVELS)
-    value = tl.load(v + by_head * DV + cv[None, :], mask=write, other=0.0)
+    value = tl.load(v + of_head * DV + by_head * DV + cv[None, :], mask=write, other=0.0)
     result = tl.dot((solved * beta[None, :]).to(dtype), value)
-    tl.store(u + by_head * DV + cv[None, :], result.to(dtype), mask=write)
+    tl.store(u + of_head * DV + by_head * DV + cv[None, :], result.to(dtype), mask=write)
     result = tl.dot((solved * (beta * tl.exp(g))[None, :]).to(dtype), key)
-    tl.store(w + by_head * DK + ck[None, :], result.to(dtype), mask=write)
+    tl.store(w + of_head * DK + by_head * DK + ck[None, :], result.to(dtype), mask=write)
 
 
 @triton.jit
@@ -188,7 +211,7 @@ def delta_scan(
     DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of a row in order, for rows of more than `short` tokens: outputs [T, heads, DV], and both states at the
+    """The chunks of a row in order, for rows of more than `short` tokens: outputs [T, heads, DV], and the states at the
     row's end and where snapshots are due. Grid (DV // BV, heads, rows): BV columns of a state a program. SNAPSHOTS:
     `snapshots` (of a row) or the next power of two. The rest is what delta_prepare wrote."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -212,22 +235,27 @@ def delta_scan(
     while reached < end:  # to the next snapshot, or to the row's end
         upto = tl.minimum(end, tl.min(tl.where(ends > reached, ends, 1 << 30), 0))
         for start in tl.range(reached // C * C, upto, C, num_stages=STAGES):
-            position = start + i
-            load = ((position >= before) & (position < end))[:, None]
-            token = (first + position - before).to(tl.int64)
-            by_key = (token[:, None] * key_heads + head // GROUP) * DK + ck[None, :]
-            by_head = token[:, None] * heads + head
-            g = tl.load(decays + token * heads + head, mask=(position >= before) & (position < end), other=0.0)
-            final = first + tl.minimum(start + C, end) - 1 - before
-            last = tl.load(decays + final.to(tl.int64) * heads + head)
+            inside = (start + i >= before) & (start + i < end)
+            load = inside[:, None]
+            token = first + start - before
+            token = token.to(tl.int64)
+            of_head = token * heads + head
+            by_head = i[:, None] * heads
+            of_key = (token * key_heads + head // GROUP) * DK
+            by_key = i[:, None] * key_heads * DK + ck[None, :]
+            g = tl.load(decays + of_head + i * heads, mask=inside, other=0.0)
+            last = tl.load(decays + of_head + (tl.minimum(start + C, end) - 1 - start) * heads)
             s16 = s.to(dtype)
-            fresh = tl.load(u + by_head * DV + cv[None, :], mask=load, other=0.0).to(tl.float32)
-            fresh -= tl.dot(tl.load(w + by_head * DK + ck[None, :], mask=load, other=0.0), s16)
-            o = tl.dot(tl.load(q + by_key, mask=load, other=0.0), s16) * tl.exp(g)[:, None]
-            o = tl.dot(tl.load(scores + by_head * C + i[None, :], mask=load, other=0.0), fresh.to(dtype), o)
-            tl.store(out + by_head * DV + cv[None, :], o.to(dtype), mask=load)
+            fresh = tl.load(u + of_head * DV + by_head * DV + cv[None, :], mask=load, other=0.0).to(
+                tl.float32
+            )
+            fresh -= tl.dot(tl.load(w + of_head * DK + by_head * DK + ck[None, :], mask=load, other=0.0), s16)
+            o = tl.dot(tl.load(q + of_key + by_key, mask=load, other=0.0), s16) * tl.exp(g)[:, None]
+            score = tl.load(scores + of_head * C + by_head * C + i[None, :], mask=load, other=0.0)
+            o = tl.dot(score, fresh.to(dtype), o)
+            tl.store(out + of_head * DV + by_head * DV + cv[None, :], o.to(dtype), mask=load)
             rest = (fresh * tl.exp(last - g)[:, None]).to(dtype)
-            s = tl.dot(tl.trans(tl.load(k + by_key, mask=load, other=0.0)), rest, s * tl.exp(last))
+            s = tl.dot(tl.trans(tl.load(k + of_key + by_key, mask=load, other=0.0)), rest, s * tl.exp(last))
         reached = upto
         due = ends == upto
         block = tl.load(snapshot_blocks + row * snapshots + which, mask=due & (which < snapshots), other=0)
@@ -245,7 +273,9 @@ def delta_scan(
                     if head % GROUP == 0:
                         of_q = head // GROUP * DK + ck
                         _keep(of_q, upto, first, before, qkv, qkv_stride, old, new, width, TAPS)
-                        _keep(of_q + key_heads * DK, upto, first, before, qkv, qkv_stride, old, new, width, TAPS)
+                        _keep(
+                            of_q + key_heads * DK, upto, first, before, qkv, qkv_stride, old, new, width, TAPS
+                        )
 
 
 @triton.jit
@@ -253,8 +283,8 @@ def delta_norm(
     out, o, z, norm_weight, slots, q_starts, alive, z_stride, rows, tokens, eps, short,
     DV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The gated norm of o [T, heads, DV] for rows of more than `short` tokens, and zeros for those of dead rows and for
-    the tokens after the last row. Grid (heads, T // C + 2 rows + 1)."""
+    """The gated norm of o [T, heads, DV] for rows of more than `short` tokens; zeros for those of dead rows and for the
+    tokens after the last row. Grid (heads, T // C + 2 rows + 1)."""
     head, tile = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
     row = _row_of(tile, q_starts, rows, C)

@@ -1,8 +1,8 @@
 """One token a row through a gated delta-rule layer: convolution, gates, state and gated norm in one pass.
 
 A state of a value head is [DK, DV] float32; a program reads and writes one, once. GROUP value heads share a key head.
-Inputs of the convolution are kept in a ring of TAPS rows: with the input of position p in row p % TAPS, no program reads
-a row that another one writes.
+Inputs of the convolution are kept in a ring of TAPS rows: with the input of position p in row p % TAPS, no program
+reads a row that another one writes.
 """
 
 # mypy: ignore-errors
@@ -28,7 +28,9 @@ def _keep(inputs, channel, target, width, position, whole, TAPS: tl.constexpr):
     """The new input into the ring at `target`; with `whole`, all of them."""
     tap = tl.arange(0, TAPS)[:, None]
     row = (position + 1 + tap) % TAPS
-    tl.store(target + row * width + channel[None, :], inputs, mask=whole | (tap + channel[None, :] * 0 == TAPS - 1))
+    tl.store(
+        target + row * width + channel[None, :], inputs, mask=whole | (tap + channel[None, :] * 0 == TAPS - 1)
+    )
 
 
 @triton.jit
@@ -46,7 +48,8 @@ def delta_step(
     state_from, state_to, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, key_heads, eps, tokens,
     DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (value heads, rows)."""
+    """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (value heads,
+    rows)."""
     head, row = tl.program_id(0), tl.program_id(1)
     heads, rows = tl.num_programs(0), tl.num_programs(1)
     i, j = tl.arange(0, DK), tl.arange(0, DV)

@@ -27,8 +27,8 @@ def log_decay(a, decay, dt_bias):
 
 @triton.jit
 def gated_norm(o, z, weight, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """RMS norm of o over its last axis of WIDTH, times silu(z); o float32 of rounded values. Rounded to `dtype` after the
-    norm, after its weight and at the end."""
+    """RMS norm of o over its last axis of WIDTH, times silu(z); o float32 of rounded values. Rounded to `dtype` after
+    the norm, after its weight and at the end."""
     scale = tl.rsqrt(tl.sum(o * o, -1) / WIDTH + eps)
     if len(o.shape) == 2:
         scale = scale[:, None]

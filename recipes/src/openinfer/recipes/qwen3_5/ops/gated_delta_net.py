@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openinfer.kernels import Command, ContractError, Cost, Op, Target, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import power_of_two
 from openinfer.kernels.reference import Array, f32, rounded, silu
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.recipes.qwen3_5 import delta
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
-STATE_CHUNK = 64
+STATE_CHUNK = delta.CHUNK
 """Snapshots are taken after multiples of so many tokens: where kernels for long rows have the state at hand."""
 
 L2_EPS = 1e-6
@@ -225,8 +227,21 @@ def _reference(
         state[target], conv_state[target] = live, ring
 
 
-def _launches(target: Target, **args: object) -> Iterator[Command]:
-    raise ContractError("gated_delta_net has no kernels yet; it runs in the cpu pack")
+def _launches(
+    target: Target, *, qkv: Tensor, state: Tensor, eps: float, max_q_len: int, **tensors: Tensor
+) -> Iterator[Command]:
+    sizes, taps = _sizes(qkv, state), tensors["conv_weight"].shape[1]
+    require(
+        qkv.dtype == bfloat16, f"qkv is {qkv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
+    )
+    for name, size in (("key", sizes.key_dim), ("value", sizes.value_dim)):
+        require(
+            16 <= size == power_of_two(size),
+            f"{name} heads are of {size}; on a GPU they are powers of two from 16",
+        )
+    require(taps == power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two")
+    call = delta.Call({"qkv": qkv, "state": state, **tensors}, sizes.key_heads, eps)
+    yield from delta.launches(call, max_q_len, delta.Tuning())
 
 
 def _cost(

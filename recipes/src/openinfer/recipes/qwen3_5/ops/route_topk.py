@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, ContractError, Cost, Op, Target, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import aligned, power_of_two
 from openinfer.kernels.reference import Array, f32
 from openinfer.tensor import Tensor, int32
 
@@ -38,8 +39,25 @@ def _reference(*, expert_ids: Array, expert_weights: Array, logits: Array, token
     expert_weights[:] = np.where(live, best / best.sum(axis=1, keepdims=True), 0)
 
 
-def _launches(target: Target, **args: object) -> Iterator[Command]:
-    raise ContractError("route_topk has no kernels yet; it runs in the cpu pack")
+def _launches(
+    target: Target, *, expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, token_slots: Tensor
+) -> Iterator[Command]:
+    (tokens, experts), chosen = logits.shape, expert_ids.shape[1]
+    yield launch(
+        "openinfer.recipes.qwen3_5.device.route",
+        "route_topk",
+        (tokens,),
+        {
+            "expert_ids": expert_ids,
+            "expert_weights": expert_weights,
+            "logits": logits,
+            "token_slots": token_slots,
+            "logits_stride": aligned(logits.strides[0]),
+            "experts": experts,
+        },
+        {"K": chosen, "K_BLOCK": power_of_two(chosen), "BLOCK": power_of_two(experts)},
+        num_warps=1,
+    )
 
 
 def _cost(workload: Workload, *, logits: Tensor, expert_ids: Tensor, **rest: object) -> Cost:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openinfer.kernels import Command, ContractError, Cost, Op, Target, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import aligned
 from openinfer.kernels.reference import Array, f32, rounded
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import sigmoid
 from openinfer.tensor import Tensor
@@ -25,8 +26,21 @@ def _reference(*, out: Array, gate: Array) -> None:
     out[:] = f32(out) * rounded(sigmoid(f32(gate)), out.dtype)
 
 
-def _launches(target: Target, **args: object) -> Iterator[Command]:
-    raise ContractError("sigmoid_gate has no kernels yet; it runs in the cpu pack")
+def _launches(target: Target, *, out: Tensor, gate: Tensor) -> Iterator[Command]:
+    (tokens, heads, dim), block = out.shape, 1024
+    yield launch(
+        "openinfer.recipes.qwen3_5.device.gate",
+        "sigmoid_gate",
+        (tokens, -(-heads * dim // block)),
+        {
+            "out": out,
+            "gate": gate,
+            "width": aligned(heads * dim),
+            "token_stride": aligned(gate.strides[0]),
+            "head_stride": aligned(gate.strides[1]),
+        },
+        {"DIM": dim, "GATES": gate.shape[2], "BLOCK": block},
+    )
 
 
 def _cost(workload: Workload, *, out: Tensor, gate: Tensor) -> Cost:

@@ -1,0 +1,268 @@
+"""The kernels of Qwen3.5's own ops, in Triton's interpreter, against the references."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, NullPack, Op, Store, Target
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
+from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
+from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
+
+Array = np.ndarray[Any, Any]
+SMALL = Target(arch=90, num_sms=4)
+STEP, CHUNKS = (
+    3e-3,
+    8e-3,
+)  # relative errors: a step rounds where the reference does, chunks round what they multiply
+LAYERS = 3  # of a cache of states, the middle one of which is used
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+def like(array: Array) -> Array:
+    """A copy with the strides kept; what is between the elements is 7."""
+    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
+    copy = np.lib.stride_tricks.as_strided(np.full(span, 7, array.dtype), array.shape, array.strides)
+    copy[...] = array
+    return copy
+
+
+def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The arrays of a call as the kernels leave them, and as the reference does."""
+    results = []
+    for reference in (False, True):
+        arrays = {k: like(v) for k, v in args.items() if isinstance(v, np.ndarray)}
+        tensors = {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()}
+        if reference:
+            CpuPack().run(op, tensors)
+        else:
+            plan = NullPack(SMALL)
+            plan.run(op, tensors)
+            scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
+            LaunchPack(SMALL, InterpDriver(), Tensor.from_numpy(scratch), None).run(op, tensors)
+            assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
+        results.append(arrays)
+    return results[0], results[1]
+
+
+def error(got: Array, want: Array) -> float:
+    """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
+    finite = np.isfinite(want.astype(float32))
+    if not np.array_equal(finite, np.isfinite(got.astype(float32))):
+        return float("inf")
+    g, w = got[finite].astype(np.float64), want[finite].astype(np.float64)
+    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
+
+
+def delta_step(
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    before: Sequence[int],
+    *,
+    heads: tuple[int, int, int, int] = (2, 4, 32, 32),
+    tokens: int | None = None,
+    dead: Sequence[int] = (),
+    moved: Sequence[int] = (),
+    snapshots: Mapping[int, Sequence[int]] | None = None,
+) -> dict[str, Any]:
+    """Arguments for rows of `lengths` tokens after `before` others. heads: key heads, value heads, their sizes. Rows of
+    `moved` read another block than they write; `snapshots` says at which ends rows leave some. Memory that must not be
+    read is NaN."""
+    key_heads, value_heads, dk, dv = heads
+    total, rows, width = tokens or sum(lengths), len(lengths), 2 * key_heads * dk + value_heads * dv
+    size, blocks = rows + 3, iter(rng.permutation(np.arange(1, 4 * rows + 12)))
+    slots = rng.permutation(np.arange(1, size))[:rows].astype(np.int32)
+    seq_lens, alive = np.full(size, 10**6, np.int32), np.zeros(size, np.int32)
+    state_from, state_to = np.zeros((2, size), np.int32)
+    state = np.full((4 * rows + 12, LAYERS, value_heads, dk, dv), np.nan, float32)[:, 1]
+    ring = np.full((4 * rows + 12, LAYERS, 4, width), np.nan, bfloat16)[:, 1]
+    due = {row: list(ends) for row, ends in (snapshots or {}).items()}
+    most = max([1, *(len(ends) for ends in due.values())])
+    ends, targets = np.zeros((rows, most), np.int32), np.zeros((rows, most), np.int32)
+    for row, slot in enumerate(slots):
+        seq_lens[slot], alive[slot], state_from[slot] = before[row], row not in dead, next(blocks)
+        state_to[slot] = next(blocks) if row in moved else state_from[slot]
+        if before[row]:
+            state[state_from[slot]] = rng.standard_normal((value_heads, dk, dv)) * 0.3
+            ring[state_from[slot]] = rng.standard_normal((4, width))
+        for n, end in enumerate(due.get(row, [])):
+            ends[row, n], targets[row, n] = end, next(blocks)
+    mixed = rng.standard_normal((total, width + value_heads * dv + 2 * value_heads + 8)).astype(bfloat16)
+    edges = np.cumsum([0, width, value_heads * dv, 2 * value_heads])
+    qkv, z, ba = (mixed[:, a:b] for a, b in itertools.pairwise(edges))
+    return {
+        "out": np.full((total, value_heads * dv), np.nan, bfloat16),
+        "qkv": qkv,
+        "z": z,
+        "ba": ba,
+        "conv_weight": (rng.standard_normal((width, 4)) * 0.5).astype(bfloat16),
+        "decay": -rng.uniform(0.1, 4, value_heads).astype(float32),
+        "dt_bias": (rng.standard_normal(value_heads) - 2).astype(float32),
+        "norm_weight": rng.uniform(0.5, 1.5, dv).astype(float32),
+        "conv_state": ring,
+        "state": state,
+        "slots": slots,
+        "q_starts": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "state_from": state_from,
+        "state_to": state_to,
+        "snapshot_ends": ends,
+        "snapshot_blocks": targets,
+        "eps": 1e-6,
+        "max_q_len": 1 if total == rows and max(lengths) == 1 else total,
+    }
+
+
+def check_delta(args: dict[str, Any], limit: float) -> None:
+    """Outputs, states and rings as the reference leaves them, and nothing else touched."""
+    got, want = run_both(gated_delta_net, args)
+    for name in got.keys() - {"out", "state"}:
+        assert got[name].tobytes() == want[name].tobytes(), name
+    assert np.isfinite(got["out"].astype(float32)).all()
+    assert error(got["out"], want["out"]) < limit
+    assert error(got["state"], want["state"]) < limit
+
+
+@pytest.mark.parametrize("heads", [(2, 4, 32, 32), (1, 3, 64, 16), (2, 2, 16, 32)])
+def test_a_decode_step(rng: np.random.Generator, heads: tuple[int, int, int, int]) -> None:
+    lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 1, 2, 9, 3, 70, 4]
+    check_delta(delta_step(rng, lengths, before, heads=heads, tokens=7, dead=(1, 3), moved=(0, 4, 5)), STEP)
+
+
+@pytest.mark.parametrize("heads", [(1, 2, 16, 32), (1, 1, 32, 16)])
+@pytest.mark.parametrize(("length", "before"), [(5, 0), (64, 0), (66, 63), (70, 3), (1, 64), (130, 128)])
+def test_a_prompt(
+    rng: np.random.Generator, heads: tuple[int, int, int, int], length: int, before: int
+) -> None:
+    end = (before + length) // 64 * 64
+    args = delta_step(
+        rng,
+        [length],
+        [before],
+        heads=heads,
+        tokens=length + 9,
+        moved=range(before % 2),
+        snapshots={0: [end] if end > before else []},
+    )
+    check_delta(args, CHUNKS)
+
+
+def test_a_mixed_step(rng: np.random.Generator) -> None:
+    """Chunks, decode rows, empty rows, dead ones of each kind, padding, snapshots in any order and blocks that move."""
+    lengths, before = [1, 200, 0, 64, 1, 3, 20, 1, 33], [9, 0, 3, 70, 0, 2, 1, 5, 31]
+    args = delta_step(
+        rng,
+        lengths,
+        before,
+        heads=(1, 2, 16, 32),
+        tokens=sum(lengths) + 17,
+        dead=(6, 7),
+        moved=(0, 3, 5),
+        snapshots={1: [128, 64, 192], 3: [128], 8: [64]},
+    )
+    check_delta(args, CHUNKS)
+
+
+def test_correlated_keys_that_hardly_fade(rng: np.random.Generator) -> None:
+    """The triangular system at its worst: all keys nearly alike, beta near 1 and nothing forgotten. What is left is the
+    rounding of the keys, whose differences count here."""
+    args = delta_step(rng, [128], [0], heads=(1, 1, 32, 32))
+    args["qkv"][:, 32:64] = (1 + 0.05 * rng.standard_normal((128, 32))).astype(bfloat16)
+    args["conv_weight"][32:64] = bfloat16.type(1)
+    args["ba"][:, :1] = bfloat16.type(6)
+    args["decay"][:] = -1e-4
+    check_delta(args, 4e-2)
+
+
+@pytest.mark.parametrize("name", ["decay", "dt_bias", "conv_weight", "norm_weight"])
+@pytest.mark.parametrize("lengths", [[1, 1], [40]])
+def test_the_comparison_notices_a_small_change(
+    rng: np.random.Generator, name: str, lengths: list[int]
+) -> None:
+    """Negative control: the kernels with a weight 5 % off are out of bounds."""
+    args = delta_step(rng, lengths, [80] * len(lengths))
+    good = run_both(gated_delta_net, args)[1]
+    args[name] = (args[name] * 1.05).astype(args[name].dtype)
+    bad = run_both(gated_delta_net, args)[0]
+    limit = STEP if len(lengths) > 1 else CHUNKS
+    assert error(bad["out"], good["out"]) > limit or error(bad["state"], good["state"]) > limit
+
+
+@pytest.mark.parametrize("columns", [64, 1])
+def test_sigmoid_gate(rng: np.random.Generator, columns: int) -> None:
+    wide = rng.standard_normal((5, 3, 200)).astype(bfloat16) * bfloat16.type(9)
+    out = rng.standard_normal((5, 3, 64)).astype(bfloat16)
+    got, want = run_both(sigmoid_gate, {"out": out, "gate": wide[..., 64 : 64 + columns]})
+    assert error(got["out"], want["out"]) < 1e-3
+    assert error(out, want["out"]) > 0.1  # negative control
+
+
+@pytest.mark.parametrize(("experts", "chosen"), [(256, 8), (10, 3), (512, 10), (4, 4)])
+def test_route_topk(rng: np.random.Generator, experts: int, chosen: int) -> None:
+    logits = (rng.standard_normal((6, experts + 3)) * 3).astype(bfloat16)[:, :experts]
+    logits[1] = bfloat16.type(0)  # all alike
+    logits[2, : experts // 2] = bfloat16.type(20)
+    args = {
+        "expert_ids": np.full((6, chosen), 99, np.int32),
+        "expert_weights": np.full((6, chosen), np.nan, bfloat16),
+        "logits": logits,
+        "token_slots": np.array([1, 2, 3, 0, 5, 1], np.int32),
+    }
+    got, want = run_both(route_topk, args)
+    np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
+    assert error(got["expert_weights"], want["expert_weights"]) < 1e-3
+
+
+def null_step(tokens: int, rows: int, key_heads: int, heads: int) -> dict[str, Any]:
+    """The tensors of a call for a published size, in null memory."""
+    arena, width = Arena(Device("null"), None), (2 * key_heads + heads) * 128
+
+    def alloc(*shape: int, dtype: np.dtype[Any] = int32) -> Tensor:
+        return arena.alloc(shape, dtype)
+
+    mixed = alloc(tokens, width + heads * 130, dtype=bfloat16)
+    by_slot = {name: alloc(513) for name in ("seq_lens", "alive", "state_from", "state_to")}
+    return by_slot | {
+        "out": alloc(tokens, heads * 128, dtype=bfloat16),
+        "qkv": mixed[:, :width],
+        "z": mixed[:, width : width + heads * 128],
+        "ba": mixed[:, width + heads * 128 :],
+        "conv_weight": alloc(width, 4, dtype=bfloat16),
+        "decay": alloc(heads, dtype=float32),
+        "dt_bias": alloc(heads, dtype=float32),
+        "norm_weight": alloc(128, dtype=float32),
+        "conv_state": alloc(700, 24, 4, width, dtype=bfloat16)[:, 3],
+        "state": alloc(700, 24, heads, 128, 128, dtype=float32)[:, 3],
+        "slots": alloc(rows),
+        "q_starts": alloc(rows + 1),
+        "snapshot_ends": alloc(rows, 4),
+        "snapshot_blocks": alloc(rows, 4),
+        "eps": 1e-6,
+        "max_q_len": 1 if tokens == rows else tokens,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("key_heads", "heads"), [(16, 16), (16, 32), (16, 48), (16, 64)])
+def test_kernels_of_published_sizes_compile(tmp_path: Any, key_heads: int, heads: int) -> None:
+    pack, store = NullPack(Target(90, 132)), Store(90, tmp_path, folders=[])
+    for tokens, rows in [(1, 1), (256, 256), (4096, 1), (2048, 64)]:
+        gated_delta_net(pack, **null_step(tokens, rows, key_heads, heads))
+    store.prepare(pack.specs())
+    assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(90)
