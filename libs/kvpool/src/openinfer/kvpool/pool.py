@@ -100,6 +100,10 @@ class Pool:
         """Blocks that could be handed out now, over all groups: free ones and cached ones."""
         return sum(ledger.num_free for ledger in self._ledgers)
 
+    def num_used(self, group: int = 0) -> int:
+        """Blocks of a group that leases and holds keep; cached ones that nobody uses are not among them."""
+        return self._ledgers[group].num_in_use
+
     @property
     def capacity_tokens(self) -> int:
         """The most tokens that one lease can reserve at once when it has the pool for itself."""

@@ -1,0 +1,317 @@
+"""The accuracy gate: teacher-forced log-probabilities of the running engine against a reference's, on every path.
+
+A reference (made by another implementation, see scripts/qwen3_reference.py) holds token sequences and, at the last
+positions of each, the ids and log-probabilities of its most likely tokens. The engine is fed the same tokens, so one
+divergence does not spread, and its log-probabilities of those ids are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer.kernels import apply_writes
+from openinfer.recipes.qwen3_5.model import MAX_STOP_IDS
+from openinfer.recipes.qwen3_5.runner import Runner
+
+Array = np.ndarray[Any, Any]
+
+REGRET_NAT = 0.20
+MEAN_NAT = 0.06
+P99_NAT = 0.20
+OWN_DEVIATION_FACTOR = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """One reference sequence: its tokens, and for each of the last `len(top_ids)` positions the reference's most likely
+    next tokens [P, K], their log-probabilities in its own bf16 run, and in its float32 run."""
+
+    tokens: list[int]
+    top_ids: Array
+    bf16: Array
+    fp32: Array
+
+    @property
+    def first(self) -> int:
+        """The first position that is compared."""
+        return len(self.tokens) - len(self.top_ids)
+
+
+def load_reference(path: Path) -> list[Reference]:
+    """Read what scripts/qwen3_reference.py wrote."""
+    with np.load(path, allow_pickle=False) as data:
+        return [
+            Reference(
+                data[f"s{n}.tokens"].tolist(), data[f"s{n}.top_ids"], data[f"s{n}.bf16"], data[f"s{n}.fp32"]
+            )
+            for n in range(int(data["count"]))
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far a run is from the reference, in nat; `passed` against the limits that were in force."""
+
+    path: str
+    positions: int
+    regret: float
+    mean: float
+    p99: float
+    maximum: float  # printed, not gated
+    mean_limit: float
+    p99_limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.regret <= REGRET_NAT and self.mean <= self.mean_limit and self.p99 <= self.p99_limit
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+    def __str__(self) -> str:
+        return (
+            f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.positions:4d} positions: "
+            f"regret {self.regret:.3f} (<= {REGRET_NAT}), "
+            f"mean {self.mean:.4f} (<= {self.mean_limit:.3f}), p99 {self.p99:.3f} "
+            f"(<= {self.p99_limit:.3f}), max {self.maximum:.3f}"
+        )
+
+
+class Forced:
+    """Feeds chosen tokens through an engine's recorded steps, below its scheduler. Slots are the caller's to choose;
+    pages are handed out in order. The engine must be idle, and is to be closed afterwards."""
+
+    def __init__(self, runner: Runner, *, eager: bool = False) -> None:
+        self._runner, self._eager = runner, eager
+        self._next_page = 1
+        self._lengths: dict[int, int] = {}
+        self.page_size = runner.model.kv.shape[4]
+
+    def join(self, slot: int, max_len: int, shared: Sequence[int] = ()) -> list[int]:
+        """Start a sequence of at most max_len tokens; the pages in `shared` hold its beginning already. Returns its
+        pages."""
+        rows = self._runner.model.rows
+        fresh = -(-max_len // self.page_size) - len(shared)
+        pages = [*shared, *range(self._next_page, self._next_page + fresh)]
+        self._next_page += fresh
+        if self._next_page > self._runner.model.kv.shape[0]:
+            raise MemoryError("the cache has too few pages for this gate")
+        self._lengths[slot] = len(shared) * self.page_size
+        rows.set("alive", slot, 1)
+        rows.set("seq_lens", slot, self._lengths[slot])
+        rows.write("stop_ids", slot, [-1] * MAX_STOP_IDS)
+        rows.write("block_tables", slot, pages)
+        return pages
+
+    def step(self, items: Sequence[tuple[int, Sequence[int]]], pad_rows: int = 0) -> Array:
+        """Feed tokens to slots; returns the logits after each one's last token, float32 [len(items), V]. `pad_rows`
+        makes the step at least that many rows."""
+        runner, rows, n = self._runner, self._runner.model.rows, len(items)
+        lengths = [len(tokens) for _, tokens in items]
+        total = sum(lengths)
+        tokens, num_rows, longest = runner.buckets.choose(
+            max(total, pad_rows) if total == n else total, max(n, pad_rows)
+        )
+        starts = np.full(num_rows + 1, total, np.int32)
+        starts[: n + 1] = np.concatenate([[0], np.cumsum(lengths)])
+        slots = np.zeros(num_rows, np.int32)
+        slots[:n] = [slot for slot, _ in items]
+        prompt = np.full(tokens, -1, np.int32)
+        prompt[:total] = np.concatenate([np.asarray(ids, np.int32) for _, ids in items])
+        rows.write("slots", 0, slots)
+        rows.write("q_starts", 0, starts)
+        rows.write("prompt", 0, prompt)
+        self.upload()
+        if self._eager:
+            runner.model.forward(runner.pack, tokens, num_rows, longest)
+        else:
+            runner.graphs.launch(("forward", tokens, num_rows, longest))
+        runner.stream.synchronize()
+        for slot, ids in items:
+            self._lengths[slot] += len(ids)
+            rows.set("seq_lens", slot, self._lengths[slot])
+        return runner.model.buffers.logits[:n].numpy()
+
+    def upload(self) -> None:
+        """Bring the batch state on the device up to date."""
+        rows = self._runner.model.rows
+        for _ in rows.uploads(self._runner.stream):
+            apply_writes(self._runner.pack, words=rows.words, writes=rows.writes)
+
+    def feed(self, slot: int, tokens: Sequence[int], chunk: int) -> Array | None:
+        """Feed tokens to one slot, `chunk` at a time; the logits after the last."""
+        logits = None
+        for start in range(0, len(tokens), chunk):
+            logits = self.step([(slot, tokens[start : start + chunk])])
+        return logits
+
+    def leave(self) -> None:
+        """End all sequences and take the pages back."""
+        for slot in self._lengths:
+            self._runner.model.rows.set("alive", slot, 0)
+        self._lengths.clear()
+        self._next_page = 1
+
+
+def decode_all(
+    forced: Forced, sequences: Sequence[Reference], *, chunk: int, pad_rows: int = 0
+) -> list[Array]:
+    """Prefill each sequence up to its first compared position, then feed the rest one token a step, all rows together.
+    Logits [P, V] of each sequence are given as log-probabilities of its reference's top ids [P, K] and the arg max."""
+    found: list[list[Array]] = [[] for _ in sequences]
+    for n, sequence in enumerate(sequences):
+        forced.join(n + 1, len(sequence.tokens))
+        forced.feed(n + 1, sequence.tokens[: sequence.first], chunk)
+    for step in range(max(len(s.top_ids) for s in sequences)):
+        live = [n for n, s in enumerate(sequences) if step < len(s.top_ids)]
+        logits = forced.step(
+            [(n + 1, [sequences[n].tokens[sequences[n].first + step]]) for n in live], pad_rows
+        )
+        for row, n in zip(logits, live, strict=True):
+            found[n].append(_read(row, sequences[n].top_ids[step]))
+    forced.leave()
+    return [np.stack(rows) for rows in found]
+
+
+def _read(logits: Array, top_ids: Array) -> Array:
+    """Log-probabilities of top_ids, and last whether the arg max is which of them (-1: none)."""
+    wide = logits.astype(np.float64)
+    peak = wide.max()
+    logprobs = wide - (peak + np.log(np.exp(wide - peak).sum()))
+    chosen = np.flatnonzero(top_ids == int(wide.argmax()))
+    return np.append(logprobs[top_ids], chosen[0] if len(chosen) else -1)
+
+
+def judge(path: str, sequences: Sequence[Reference], found: Sequence[Array]) -> Verdict:
+    """Compare what decode_all gave with the reference's bf16 run. The limits are widened to 1.5 times what the
+    reference's own bf16 run deviates from its float32 run."""
+    own = np.abs(np.concatenate([s.bf16 - s.fp32 for s in sequences]))
+    ours = np.abs(np.concatenate([f[:, :-1] - s.bf16 for s, f in zip(sequences, found, strict=True)]))
+    if not np.isfinite(ours).all():
+        ours = np.where(np.isfinite(ours), ours, np.inf)
+    regret = max(
+        float(
+            row[0] - row[int(choice)]
+        )  # not among the reference's top ids: as bad as the last of them, at least
+        for s, f in zip(sequences, found, strict=True)
+        for row, choice in zip(s.bf16, f[:, -1], strict=True)
+    )
+    return Verdict(
+        path,
+        sum(len(s.top_ids) for s in sequences),
+        regret,
+        float(ours.mean()),
+        float(np.quantile(ours, 0.99)),
+        float(ours.max()),
+        max(MEAN_NAT, OWN_DEVIATION_FACTOR * float(own.mean())),
+        max(P99_NAT, OWN_DEVIATION_FACTOR * float(np.quantile(own, 0.99))),
+    )
+
+
+class NotReproducible(AssertionError):
+    """The same inputs in the same step shapes gave other bits."""
+
+
+def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
+    """Every path of an engine, a verdict each. Raises NotReproducible where a rerun differs in a bit."""
+    largest = runner.buckets.mixed_tokens[-1]
+    eager = Forced(runner, eager=True)
+    few = sequences[:4]
+    yield judge("eager, batch 4", few, decode_all(eager, few, chunk=largest))
+    forced = Forced(runner)
+    first = decode_all(forced, sequences, chunk=largest)
+    yield judge(f"graph, batch {len(sequences)}", sequences, first)
+    again = decode_all(forced, sequences, chunk=largest)
+    if not all(np.array_equal(a, b) for a, b in zip(first, again, strict=True)):
+        raise NotReproducible("a rerun of the same steps gave other log-probabilities")
+    alone = sequences[1:4]
+    yield judge("graph, batch 1", alone, [decode_all(forced, [s], chunk=largest)[0] for s in alone])
+    few = sequences[:5]
+    yield judge("graph, 5 rows padded to 8", few, decode_all(forced, few, chunk=largest))
+    yield judge("graph, padded to 64", few, decode_all(forced, few, chunk=largest, pad_rows=57))
+    yield judge("chunks of 333", sequences, decode_all(forced, sequences, chunk=333))
+    yield judge("mixed steps", sequences, mixed(forced, sequences))
+    yield judge("cached prefix", sequences[3:], cached(forced, sequences[3:], largest))
+
+
+def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
+    """Verdicts on models that are wrong on purpose: each must fail. The model is put right again after each."""
+    forced, few, chunk = Forced(runner), sequences[:5], runner.buckets.mixed_tokens[-1]
+    model, stream = runner.model, runner.stream
+    table = model.cos_sin.numpy()
+    backwards = table * np.array([1, -1], np.float32)[:, None]
+    model.cos_sin.copy_from(backwards, stream)
+    yield judge("control: rotation backwards", few, decode_all(forced, few, chunk=chunk))
+    model.cos_sin.copy_from(table, stream)
+    layer = model.weights.layers[len(model.weights.layers) // 2]
+    weight = layer.gate_up.numpy()
+    layer.gate_up.copy_from(np.roll(weight, len(weight) // 2, axis=0), stream)
+    yield judge("control: gate and up swapped in one layer", few, decode_all(forced, few, chunk=chunk))
+    layer.gate_up.copy_from(weight, stream)
+    some = [s for s in sequences if s.first >= 2 * forced.page_size][:2]
+    yield judge(
+        "control: a page of the cache lost", some, [_with_a_page_lost(runner, s, chunk) for s in some]
+    )
+
+
+def _with_a_page_lost(runner: Runner, sequence: Reference, chunk: int) -> Array:
+    forced = Forced(runner)
+    pages = forced.join(1, len(sequence.tokens))
+    forced.feed(1, sequence.tokens[: sequence.first], chunk)
+    runner.model.rows.write("block_tables", 1, [0, *pages[1:]])
+    rows = []
+    for step, top_ids in enumerate(sequence.top_ids):
+        (row,) = forced.step([(1, [sequence.tokens[sequence.first + step]])])
+        rows.append(_read(row, top_ids))
+    forced.leave()
+    return np.stack(rows)
+
+
+def mixed(forced: Forced, sequences: Sequence[Reference]) -> list[Array]:
+    """The compared positions of the short sequences run in steps that also prefill the longest, and the longest's own
+    after that."""
+    *short, long = sequences
+    found: list[list[Array]] = [[] for _ in sequences]
+    for n, sequence in enumerate(sequences):
+        forced.join(n + 1, len(sequence.tokens))
+    for n, sequence in enumerate(short):
+        forced.feed(n + 1, sequence.tokens[: sequence.first], 512)
+    steps = max(len(s.top_ids) for s in short)
+    chunk = -(-long.first // steps)
+    for step in range(steps):
+        live = [n for n, s in enumerate(short) if step < len(s.top_ids)]
+        items: list[tuple[int, Sequence[int]]] = [
+            (n + 1, [short[n].tokens[short[n].first + step]]) for n in live
+        ]
+        part = long.tokens[step * chunk : min((step + 1) * chunk, long.first)]
+        logits = forced.step([*items, (len(sequences), part)] if part else items)
+        for row, n in zip(logits, live, strict=False):
+            found[n].append(_read(row, short[n].top_ids[step]))
+    for step in range(len(long.top_ids)):
+        (row,) = forced.step([(len(sequences), [long.tokens[long.first + step]])])
+        found[-1].append(_read(row, long.top_ids[step]))
+    forced.leave()
+    return [np.stack(rows) for rows in found]
+
+
+def cached(forced: Forced, sequences: Sequence[Reference], chunk: int) -> list[Array]:
+    """Each sequence twice: the second takes the first's whole pages as its prefix."""
+    found = []
+    for sequence in sequences:
+        pages = forced.join(1, len(sequence.tokens))
+        forced.feed(1, sequence.tokens, chunk)
+        whole = sequence.first // forced.page_size
+        forced.join(2, len(sequence.tokens), pages[:whole])
+        forced.feed(2, sequence.tokens[whole * forced.page_size : sequence.first], chunk)
+        rows = []
+        for step, top_ids in enumerate(sequence.top_ids):
+            (row,) = forced.step([(2, [sequence.tokens[sequence.first + step]])])
+            rows.append(_read(row, top_ids))
+        found.append(np.stack(rows))
+        forced.leave()
+    return found

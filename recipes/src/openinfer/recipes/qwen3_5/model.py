@@ -1,0 +1,390 @@
+"""Qwen3.5, as a straight list of op calls: two segments of a step, `forward` and `sample`.
+
+Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences) in it, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph import Field, Rows
+from openinfer.kernels import (
+    Pack,
+    attend,
+    embed,
+    expand_rows,
+    experts_add,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+    qk_norm_rope_write,
+    select_rows,
+)
+from openinfer.recipes.qwen3_5.config import Config
+from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
+from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
+from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
+from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
+from openinfer.sampler.gpu import adjustment_fields, advance, sample, top_logprobs
+from openinfer.tensor import Arena, Tensor, float32, int32
+
+MAX_STOP_IDS = 20
+MAX_LOGPROBS = 20
+
+
+def row_fields(
+    max_rows: int, max_tokens: int, max_blocks: int, max_snapshots: int, vocab_size: int
+) -> list[Field]:
+    """The batch on the device. By slot (0 is padding): the state of a sequence. By row: the step's sequences, and where
+    snapshots of their recurrent state go. By token: the ids that prompt chunks bring (-1: the token sampled last)."""
+    slots = max_rows + 1
+    return [
+        Field("alive", (slots,), device_written=True),
+        Field("seq_lens", (slots,), device_written=True),
+        Field("last_tokens", (slots,), device_written=True),
+        Field("limits", (slots,)),
+        Field("min_lens", (slots,)),
+        Field("stop_ids", (slots, MAX_STOP_IDS)),
+        Field("temperatures", (slots,), float32),
+        Field("top_ks", (slots,)),
+        Field("top_ps", (slots,), float32),
+        Field("min_ps", (slots,), float32),
+        Field("seeds", (slots, 2)),
+        Field("num_logprobs", (slots,)),
+        *[Field(f.name, (slots, *f.shape), f.dtype, f.device_written) for f in adjustment_fields(vocab_size)],
+        Field("block_tables", (slots, max_blocks)),
+        Field("state_from", (slots,)),
+        Field("state_to", (slots,)),
+        Field("slots", (max_rows,)),
+        Field("q_starts", (max_rows + 1,)),
+        Field("emits", (max_rows,)),
+        Field("snapshot_ends", (max_rows * max_snapshots,)),
+        Field("snapshot_blocks", (max_rows * max_snapshots,)),
+        Field("prompt", (max_tokens,)),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Activations, allocated once for the largest step; a smaller step uses their first rows. The last three of the
+    layers' are one element wide where the model has no use for them."""
+
+    token_ids: Tensor
+    positions: Tensor
+    token_slots: Tensor
+    x: Tensor
+    qkv: Tensor
+    q: Tensor
+    heads: Tensor
+    mixed: Tensor
+    values: Tensor
+    mlp: Tensor
+    ba: Tensor
+    router: Tensor
+    expert_ids: Tensor
+    expert_weights: Tensor
+    last: Tensor
+    logits: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    result: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        config: Config,
+        weights: Weights,
+        arena: Arena,
+        dtype: np.dtype[Any],
+        max_tokens: int,
+        max_rows: int,
+    ) -> Buffers:
+        """For steps of at most max_tokens tokens and max_rows rows."""
+        mixers = [layer.mixer for layer in weights.layers]
+        delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))
+        mlp, experts = weights.layers[0].mlp, config.experts
+        router = mlp.router.weight.shape[0] if isinstance(mlp, Mixture) else 1
+        chosen = experts.chosen if experts else 1
+
+        def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
+            return arena.alloc((max_tokens, width), kind)
+
+        return cls(
+            token_ids=arena.alloc((max_tokens,), int32),
+            positions=arena.alloc((max_tokens,), int32),
+            token_slots=arena.alloc((max_tokens,), int32),
+            x=by_token(config.hidden_size),
+            qkv=by_token(config.qkv_size),
+            q=arena.alloc((max_tokens, config.num_heads, config.head_dim), dtype),
+            heads=by_token(config.num_heads * config.head_dim),
+            mixed=by_token(delta.in_proj.weight.shape[0]),
+            values=by_token(config.z_size),
+            mlp=by_token(experts.shared_size if experts else config.intermediate_size),
+            ba=by_token(delta.ba.weight.shape[0] if delta.ba else 1),
+            router=by_token(router),
+            expert_ids=by_token(chosen, int32),
+            expert_weights=by_token(chosen),
+            last=arena.alloc((max_rows, config.hidden_size), dtype),
+            logits=arena.alloc((max_rows, config.vocab_size), float32),
+            tokens=arena.alloc((max_rows,), int32),
+            logprobs=arena.alloc((max_rows,), float32),
+            result=arena.alloc((max_rows, 3), int32),
+            top_ids=arena.alloc((max_rows, MAX_LOGPROBS), int32),
+            top_values=arena.alloc((max_rows, MAX_LOGPROBS), float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights, cache, states and buffers that the two segments run on.
+
+    kv [pages, full layers, 2, G, page_size, d], state float32 [blocks, linear layers, Hv, dk, dv] and conv_state
+    [blocks, linear layers, K, C]: page-first, so that a page or a block holds all layers. cos_sin float32
+    [max_model_len, 2, rotary_dim / 2]. max_snapshots: of a row in a step.
+    """
+
+    config: Config
+    weights: Weights
+    kv: Tensor
+    state: Tensor
+    conv_state: Tensor
+    cos_sin: Tensor
+    rows: Rows
+    buffers: Buffers
+    max_snapshots: int
+
+    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+        """Tokens of the step to logits of each row's last token; keys and values go to the cache, states move on."""
+        c, w, b, rows, t, r = self.config, self.weights, self.buffers, self.rows, num_tokens, num_rows
+        x, q_starts = b.x[:t], rows["q_starts"][: r + 1]
+        expand_rows(
+            pack,
+            token_ids=b.token_ids[:t],
+            positions=b.positions[:t],
+            token_slots=b.token_slots[:t],
+            prompt=rows["prompt"][:t],
+            slots=rows["slots"][:r],
+            q_starts=q_starts,
+            seq_lens=rows["seq_lens"],
+            last_tokens=rows["last_tokens"],
+            alive=rows["alive"],
+        )
+        embed(pack, out=x, token_ids=b.token_ids[:t], table=w.embed)
+        full = linear = 0
+        for layer in w.layers:
+            if isinstance(layer.mixer, Attention):
+                self._attention(pack, layer.input_norm, layer.mixer, self.kv[:, full], t, r, max_q_len)
+                full += 1
+            else:
+                self._delta_net(pack, layer.input_norm, layer.mixer, linear, t, r, max_q_len)
+                linear += 1
+            self._mlp(pack, layer, t)
+        select_rows(pack, out=b.last[:r], x=x, q_starts=q_starts)
+        norm_linear(
+            pack, out=b.logits[:r], x=b.last[:r], norm_weight=w.norm, weight=w.lm_head, eps=c.rms_norm_eps
+        )
+
+    def _attention(
+        self, pack: Pack, norm: Tensor, mixer: Attention, kv: Tensor, t: int, r: int, max_q_len: int
+    ) -> None:
+        """x += the gated full attention of its norm."""
+        c, b, rows = self.config, self.buffers, self.rows
+        x, qkv, q, heads = b.x[:t], b.qkv[:t], b.q[:t], b.heads[:t]
+        norm_linear(
+            pack,
+            out=qkv,
+            x=x,
+            norm_weight=norm,
+            weight=mixer.qkv.weight,
+            scales=mixer.qkv.scales,
+            eps=c.rms_norm_eps,
+        )
+        qk_norm_rope_write(
+            pack,
+            q=q,
+            kv=kv,
+            qkv=qkv,
+            q_norm=mixer.q_norm,
+            k_norm=mixer.k_norm,
+            cos_sin=self.cos_sin,
+            positions=b.positions[:t],
+            token_slots=b.token_slots[:t],
+            block_tables=rows["block_tables"],
+            eps=c.rms_norm_eps,
+        )
+        attend(
+            pack,
+            out=heads,
+            q=q,
+            kv=kv,
+            slots=rows["slots"][:r],
+            q_starts=rows["q_starts"][: r + 1],
+            seq_lens=rows["seq_lens"],
+            alive=rows["alive"],
+            block_tables=rows["block_tables"],
+            scale=c.head_dim**-0.5,
+            window=0,
+            max_q_len=max_q_len,
+        )
+        # Of each query head's 2 d columns the last d are its output gate.
+        gate = _columns(qkv, c.head_dim, (c.num_heads, c.head_dim), (2 * c.head_dim, 1))
+        sigmoid_gate(pack, out=heads.reshape(t, c.num_heads, c.head_dim), gate=gate)
+        linear_add(pack, x=x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales)
+
+    def _delta_net(
+        self, pack: Pack, norm: Tensor, mixer: DeltaNet, index: int, t: int, r: int, max_q_len: int
+    ) -> None:
+        """x += the gated delta net of its norm; `index`: of the layer among its kind."""
+        c, b, rows = self.config, self.buffers, self.rows
+        x, mixed = b.x[:t], b.mixed[:t]
+        into = mixer.in_proj
+        norm_linear(
+            pack, out=mixed, x=x, norm_weight=norm, weight=into.weight, scales=into.scales, eps=c.rms_norm_eps
+        )
+        width, ba = c.conv_size + c.z_size, 2 * c.value_heads
+        if mixer.ba is not None:
+            norm_linear(
+                pack,
+                out=b.ba[:t],
+                x=x,
+                norm_weight=norm,
+                weight=mixer.ba.weight,
+                scales=None,
+                eps=c.rms_norm_eps,
+            )
+        gated_delta_net(
+            pack,
+            out=b.values[:t],
+            qkv=mixed[:, : c.conv_size],
+            z=mixed[:, c.conv_size : width],
+            ba=mixed[:, width : width + ba] if mixer.ba is None else b.ba[:t, :ba],
+            conv_weight=mixer.conv,
+            decay=mixer.decay,
+            dt_bias=mixer.dt_bias,
+            norm_weight=mixer.norm,
+            conv_state=self.conv_state[:, index],
+            state=self.state[:, index],
+            slots=rows["slots"][:r],
+            q_starts=rows["q_starts"][: r + 1],
+            seq_lens=rows["seq_lens"],
+            alive=rows["alive"],
+            state_from=rows["state_from"],
+            state_to=rows["state_to"],
+            snapshot_ends=rows["snapshot_ends"][: r * self.max_snapshots].reshape(r, -1),
+            snapshot_blocks=rows["snapshot_blocks"][: r * self.max_snapshots].reshape(r, -1),
+            eps=c.rms_norm_eps,
+            max_q_len=max_q_len,
+        )
+        linear_add(pack, x=x, h=b.values[:t], weight=mixer.out.weight, scales=mixer.out.scales)
+
+    def _mlp(self, pack: Pack, layer: Layer, t: int) -> None:
+        """x += the MLP of its norm, or the mixture's."""
+        b, eps, mlp, norm = self.buffers, self.config.rms_norm_eps, layer.mlp, layer.post_norm
+        x, hidden = b.x[:t], b.mlp[:t]
+        if not isinstance(mlp, Mixture):
+            up, down = mlp.gate_up, mlp.down
+            gate_up_silu(pack, out=hidden, x=x, norm_weight=norm, weight=up.weight, scales=up.scales, eps=eps)
+            linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales)
+            return
+        router, up, down = b.router[:t], mlp.shared.gate_up, mlp.shared.down
+        count, ids, weights = mlp.down.weight.shape[0], b.expert_ids[:t], b.expert_weights[:t]
+        norm_linear(pack, out=router, x=x, norm_weight=norm, weight=mlp.router.weight, scales=None, eps=eps)
+        # The shared expert's gate scales its hidden layer, which is the same as scaling what it adds.
+        gate_up_silu(pack, out=hidden, x=x, norm_weight=norm, weight=up.weight, scales=up.scales, eps=eps)
+        sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=_columns(router, count, (1, 1), (1, 1)))
+        route_topk(
+            pack,
+            expert_ids=ids,
+            expert_weights=weights,
+            logits=router[:, :count],
+            token_slots=b.token_slots[:t],
+        )
+        experts_add(
+            pack,
+            x=x,
+            norm_weight=norm,
+            expert_ids=ids,
+            expert_weights=weights,
+            gate_up=mlp.gate_up.weight,
+            down=mlp.down.weight,
+            gate_up_scales=mlp.gate_up.scales,
+            down_scales=mlp.down.scales,
+            eps=eps,
+        )
+        linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales)
+
+    def sample(self, pack: Pack, num_rows: int) -> None:
+        """Logits to tokens; ends rows; moves the state of live rows past the step."""
+        b, rows, r = self.buffers, self.rows, num_rows
+        logits, tokens, logprobs = b.logits[:r], b.tokens[:r], b.logprobs[:r]
+        slots, q_starts, emits = rows["slots"][:r], rows["q_starts"][: r + 1], rows["emits"][:r]
+        seq_lens, alive = rows["seq_lens"], rows["alive"]
+        sample(
+            pack,
+            tokens=tokens,
+            logprobs=logprobs,
+            logits=logits,
+            slots=slots,
+            q_starts=q_starts,
+            seq_lens=seq_lens,
+            alive=alive,
+            emits=emits,
+            temperatures=rows["temperatures"],
+            top_ks=rows["top_ks"],
+            top_ps=rows["top_ps"],
+            min_ps=rows["min_ps"],
+            seeds=rows["seeds"],
+            min_lens=rows["min_lens"],
+            stop_ids=rows["stop_ids"],
+            adjusts=rows["adjusts"],
+            prompt_lens=rows["prompt_lens"],
+            penalties=rows["penalties"],
+            prompt_masks=rows["prompt_masks"],
+            output_counts=rows["output_counts"],
+            recent_tokens=rows["recent_tokens"],
+            allowed_masks=rows["allowed_masks"],
+            bias_ids=rows["bias_ids"],
+            biases=rows["biases"],
+            bad_words=rows["bad_words"],
+        )
+        top_logprobs(
+            pack,
+            ids=b.top_ids[:r],
+            values=b.top_values[:r],
+            logits=logits,
+            slots=slots,
+            alive=alive,
+            emits=emits,
+            num_logprobs=rows["num_logprobs"],
+        )
+        advance(
+            pack,
+            result=b.result[:r],
+            tokens=tokens,
+            logprobs=logprobs,
+            slots=slots,
+            q_starts=q_starts,
+            emits=emits,
+            alive=alive,
+            seq_lens=seq_lens,
+            last_tokens=rows["last_tokens"],
+            limits=rows["limits"],
+            min_lens=rows["min_lens"],
+            stop_ids=rows["stop_ids"],
+            adjusts=rows["adjusts"],
+            output_counts=rows["output_counts"],
+            recent_tokens=rows["recent_tokens"],
+        )
+
+
+def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:
+    """A view [T, *shape] of wide [T, N] that starts at column `first` of each row."""
+    start = wide[:, first:]
+    return Tensor(
+        start.ptr, (wide.shape[0], *shape), wide.dtype, wide.device, (wide.strides[0], *strides), wide.owner
+    )

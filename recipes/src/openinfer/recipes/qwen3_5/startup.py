@@ -1,0 +1,381 @@
+"""From a checkpoint on disk to an engine that is ready: plan memory, load weights, get kernels, record steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph import Readback, Rows, StepGraphs
+from openinfer.kernels import (
+    CpuPack,
+    CublasLt,
+    CudaDriver,
+    KernelSpec,
+    LaunchPack,
+    NullPack,
+    Pack,
+    Store,
+    Target,
+    apply_writes,
+    cublas_available,
+)
+from openinfer.kvpool import Group, Pool
+from openinfer.recipes.qwen3_5.config import Config
+from openinfer.recipes.qwen3_5.engine import Qwen35Engine
+from openinfer.recipes.qwen3_5.model import Buffers, Model, row_fields
+from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
+from openinfer.recipes.qwen3_5.runner import READBACK_BYTES_PER_ROW, Boundaries, Buckets, Runner
+from openinfer.recipes.qwen3_5.weights import Format, Layer, Weights, validate
+from openinfer.scheduler import Policy, make_policy
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    CudaError,
+    Device,
+    DriverNotFound,
+    ProgressBar,
+    Stream,
+    bfloat16,
+    dtypes,
+    float32,
+    uint8,
+)
+
+log = logging.getLogger("openinfer.qwen3_5")
+
+OUTSIDE_BYTES = 1 << 30
+"""Device memory that is not in the arena: the context, cubins, cuBLASLt, graph executables."""
+CPU_KV_BYTES = 2 << 30
+STEPS_IN_FLIGHT = 2
+
+
+class SetupError(ValueError):
+    """Flags that cannot work together, or a device that is too small; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The recipe's flags. Zero or None: chosen at start-up, and said in the log."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_num_queued_reqs: int = 1024
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    block_size: int = 16
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    snapshot_interval: int = 512
+    scheduling_policy: str | Policy = "fcfs"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The limits of an engine, all decided."""
+
+    max_model_len: int
+    max_rows: int
+    max_tokens: int
+    block_size: int
+    dtype: np.dtype[Any]
+    boundaries: Boundaries
+
+    @property
+    def max_blocks(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Pages of the cache and blocks of state, the padding ones included."""
+
+    pages: int
+    states: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, and the
+    workspace. Made without a GPU."""
+
+    fixed_bytes: int
+    specs: list[KernelSpec]
+    scratch_bytes: int
+    zeroed_bytes: int
+
+
+def build(model_dir: str, **flags: Any) -> Qwen35Engine:
+    """The engine for a checkpoint directory; what the EngineSpec names. `flags` are Options' fields.
+
+    Raises UnsupportedModel, CheckpointError or SetupError (all ValueErrors) for what the user can mend.
+    """
+    options, path = Options(**flags), Path(model_dir)
+    with _phase("configuration and checkpoint header"):
+        config = Config.load(path)
+        device = _device(options.device)
+        sizes = decide_sizes(config, options, device)
+        policy = _policy(options, sizes)
+        checkpoint = Checkpoint(path)
+    with checkpoint:
+        form = Format.of(checkpoint, config)
+        validate(checkpoint, Weights.allocate(config, Arena(Device("null"), None), sizes.dtype, form))
+        buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
+        target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
+        with _phase("plan"):
+            plan = make_plan(config, form, sizes, buckets, target)
+            room = _room(config, sizes, options, device, plan)
+            sizes = _fit(sizes, options, room)
+        with _phase("memory"):
+            groups = _groups(config, sizes, room)
+            state_bytes = sum(group.num_blocks * group.block_bytes for group in groups)
+            arena = Arena(device, plan.fixed_bytes + state_bytes + (1 << 20))
+            stream = Stream(device)
+            model = lay_out(config, form, sizes, arena, stream, room)
+        store = Store(target.arch) if target else None
+        with ThreadPoolExecutor(1) as worker:
+            kernels = (
+                worker.submit(store.prepare, plan.specs, ProgressBar("compiling", things="kernels"))
+                if store
+                else None
+            )
+            with _phase("weights"):
+                report = model.weights.load(checkpoint, stream, ProgressBar("loading weights"))
+            log.info("weights: %.2f GB at %.2f GB/s", report.bytes / 1e9, report.gbytes_per_s)
+            if kernels is not None:
+                with _phase("kernels"):
+                    log.info("kernels: %d, of which %d were compiled now", *kernels.result())
+    pack = _pack(device, target, stream, store, arena, plan)
+    graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
+    readback = Readback(device, sizes.max_rows * READBACK_BYTES_PER_ROW + 256, STEPS_IN_FLIGHT)
+    runner = Runner(model, pack, stream, graphs, buckets, readback, sizes.boundaries)
+    with _phase("steps"):
+        warm_up(runner)
+        runner.record()
+        stream.synchronize()
+    if store is not None:
+        store.seal()
+    pool = Pool(groups, prefix_cache=options.enable_prefix_caching)
+    log.info(
+        "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache, %d states, "
+        "%d recorded steps",
+        path.name, device, sizes.dtype, sizes.max_rows, sizes.max_tokens, sizes.max_model_len,
+        pool.capacity_tokens, room.states - 1, len(graphs),
+    )  # fmt: skip
+    return Qwen35Engine(
+        config, runner, pool, policy, store,
+        name=path.name, max_rows=sizes.max_rows, max_model_len=sizes.max_model_len,
+        max_queued=options.max_num_queued_reqs,
+    )  # fmt: skip
+
+
+def kernel_specs(model_dir: str, target: Target, **flags: Any) -> list[KernelSpec]:
+    """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
+    return specs_of(Config.load(Path(model_dir)), target, **flags)
+
+
+def specs_of(config: Config, target: Target, **flags: Any) -> list[KernelSpec]:
+    """kernel_specs, of a model by its config."""
+    sizes = decide_sizes(config, Options(**flags), Device("cuda"))
+    form, buckets = Format.published(config), Buckets.up_to(sizes.max_rows, sizes.max_tokens)
+    return make_plan(config, form, sizes, buckets, target).specs
+
+
+def lay_out(config: Config, form: Format, sizes: Sizes, arena: Arena, stream: Stream, room: Room) -> Model:
+    """All memory of the model, in `arena`: weights (uninitialised), rotary table, batch state, buffers, cache and
+    recurrent states."""
+    weights = Weights.allocate(config, arena, sizes.dtype, form)
+    cos_sin = arena.alloc((sizes.max_model_len, 2, len(config.inv_freq)), float32, "cos_sin")
+    if arena.device.kind != "null":
+        cos_sin.copy_from(config.rope_table(sizes.max_model_len), stream)
+    most = sizes.boundaries.most(sizes.max_tokens)
+    fields = row_fields(sizes.max_rows, sizes.max_tokens, sizes.max_blocks, most, config.vocab_size)
+    rows = Rows(arena, fields, stream)
+    buffers = Buffers.allocate(config, weights, arena, sizes.dtype, sizes.max_tokens, sizes.max_rows)
+    page = (config.num_full, 2, config.num_kv_heads, sizes.block_size, config.head_dim)
+    kv = arena.alloc((room.pages, *page), sizes.dtype, "kv cache")
+    recurrent = (config.num_linear, config.value_heads, config.key_dim, config.value_dim)
+    state = arena.alloc((room.states, *recurrent), float32, "recurrent states")
+    ring = (config.num_linear, config.conv_kernel, config.conv_size)
+    conv_state = arena.alloc((room.states, *ring), sizes.dtype, "convolution states")
+    if arena.device.kind == "cuda":  # kernels may multiply what nobody wrote by zero, so it must be finite
+        for memory in (kv, state, conv_state):
+            memory.zero_(stream)
+    return Model(config, weights, kv, state, conv_state, cos_sin, rows, buffers, most)
+
+
+def _groups(config: Config, sizes: Sizes, room: Room) -> list[Group]:
+    """The pool's: pages of the full layers, and blocks of state with snapshots that are joined at page boundaries."""
+    itemsize = sizes.dtype.itemsize
+    page_bytes = config.kv_bytes_per_token(itemsize) * sizes.block_size
+    return [
+        Group("kv", sizes.block_size, room.pages, page_bytes),
+        Group("state", STATE_CHUNK, room.states, config.state_bytes(itemsize), snapshots=True),
+    ]
+
+
+def make_plan(config: Config, form: Format, sizes: Sizes, buckets: Buckets, target: Target | None) -> Plan:
+    """Trace every segment on the null device. One layer of each kind is traced: layers differ in addresses only."""
+    null, room = Device("null"), Room(1, 1)
+    arena = Arena(null, None)
+    model = lay_out(config, form, sizes, arena, Stream(null), room)
+    fixed = arena.used - config.kv_bytes_per_token(sizes.dtype.itemsize) * sizes.block_size
+    fixed -= config.state_bytes(sizes.dtype.itemsize)
+    if target is None:
+        return Plan(fixed, [], 0, 0)
+    kinds: dict[type, Layer] = {type(layer.mixer): layer for layer in model.weights.layers}
+    short = dataclasses.replace(
+        model, weights=dataclasses.replace(model.weights, layers=tuple(kinds.values()))
+    )
+    pack = NullPack(target)
+    apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
+    for tokens, rows, longest in buckets.segments():
+        short.forward(pack, tokens, rows, longest)
+    for rows in buckets.sample_rows():
+        short.sample(pack, rows)
+    scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
+    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed)
+
+
+def warm_up(runner: Runner) -> None:
+    """Run the smallest segment of each kind once, all rows dead: what libraries set up at first use is then set up
+    before anything is captured."""
+    model, pack, buckets = runner.model, runner.pack, runner.buckets
+    apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
+    if runner.stream.device.kind == "cuda":
+        model.forward(pack, buckets.mixed_tokens[0], 1, buckets.mixed_tokens[0])
+        model.forward(pack, 1, 1, 1)
+        model.sample(pack, 1)
+        runner.stream.synchronize()
+
+
+def _pack(
+    device: Device, target: Target | None, stream: Stream, store: Store | None, arena: Arena, plan: Plan
+) -> Pack:
+    if target is None or store is None:
+        return CpuPack()
+    scratch = arena.alloc((plan.scratch_bytes,), uint8, "scratch") if plan.scratch_bytes else None
+    zeroed = arena.alloc((plan.zeroed_bytes,), uint8, "semaphores") if plan.zeroed_bytes else None
+    if zeroed is not None:
+        zeroed.zero_(stream)
+    driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
+    return LaunchPack(target, driver, scratch, zeroed)
+
+
+def _policy(options: Options, sizes: Sizes) -> Policy:
+    """The flag's, or the object that the caller of build() made. Raises InvalidSetup (a ValueError)."""
+    if isinstance(options.scheduling_policy, str):
+        return make_policy(options.scheduling_policy, max_batched_tokens=sizes.max_tokens)
+    return options.scheduling_policy
+
+
+def _device(name: str) -> Device:
+    if name != "auto":
+        return Device.parse(name)
+    try:
+        device = Device("cuda", 0)
+        log.info("device: %s, %s", device, device.name)
+        return device
+    except (DriverNotFound, CudaError) as e:
+        log.info("device: cpu (no usable GPU: %s)", e)
+        return Device("cpu")
+
+
+def decide_sizes(config: Config, options: Options, device: Device) -> Sizes:
+    """Check the flags against the model and the device, and fill in what they leave open."""
+    if device.kind == "null":
+        raise SetupError("--device null plans and runs nothing; use cpu or cuda")
+    default = bfloat16 if device.kind == "cuda" else float32
+    dtype = default if options.dtype == "auto" else dtypes.of(options.dtype)
+    if dtype not in (bfloat16, float32) or (device.kind == "cuda" and dtype != bfloat16):
+        raise SetupError(
+            f"--dtype {options.dtype} is not possible on {device}: cuda runs bfloat16, cpu float32 or bfloat16"
+        )
+    if options.block_size not in (16, 32, 64):
+        raise SetupError(f"--block-size {options.block_size}: 16, 32 and 64 are possible")
+    if options.snapshot_interval < STATE_CHUNK or options.snapshot_interval % STATE_CHUNK:
+        raise SetupError(
+            f"--snapshot-interval {options.snapshot_interval}: it must be a multiple of {STATE_CHUNK} tokens"
+        )
+    if options.max_num_seqs < 1 or options.max_num_queued_reqs < 1:
+        raise SetupError("--max-num-seqs and --max-num-queued-reqs must be at least 1")
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise SetupError(f"--gpu-memory-utilization {options.gpu_memory_utilization}: it must be in (0, 1]")
+    limit = config.max_position_embeddings
+    wanted = limit if options.max_model_len is None else options.max_model_len
+    if not 2 <= wanted <= limit:
+        raise SetupError(f"--max-model-len {wanted}: this model has positions for 2 to {limit} tokens")
+    tokens = options.max_num_batched_tokens or max(
+        2048 if device.kind == "cuda" else 512, options.max_num_seqs
+    )
+    if tokens < options.max_num_seqs:
+        raise SetupError(
+            f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {options.max_num_seqs}"
+        )
+    boundaries = Boundaries(options.snapshot_interval)
+    return Sizes(wanted, options.max_num_seqs, tokens, options.block_size, dtype, boundaries)
+
+
+def _room(config: Config, sizes: Sizes, options: Options, device: Device, plan: Plan) -> Room:
+    """Pages of cache and blocks of state that the memory leaves room for, the padding ones included. States get as many
+    blocks as there are rows, and as many again for snapshots, but no more than half of the room; with fewer blocks
+    than rows, rows wait for one as they do for pages."""
+    page = config.kv_bytes_per_token(sizes.dtype.itemsize) * sizes.block_size
+    state = config.state_bytes(sizes.dtype.itemsize)
+    if options.kv_cache_memory_bytes is not None:
+        room = options.kv_cache_memory_bytes
+    elif device.kind == "cpu":
+        room = CPU_KV_BYTES
+    else:
+        taken = device.total_memory - device.free_memory
+        room = (
+            int(device.total_memory * options.gpu_memory_utilization)
+            - taken
+            - OUTSIDE_BYTES
+            - plan.fixed_bytes
+        )
+    wanted = sizes.max_rows * (2 if options.enable_prefix_caching else 1) + 1
+    states = min(wanted, room // 2 // state)
+    # More pages than every row at full length are never used.
+    pages = min((room - states * state) // page, sizes.max_rows * sizes.max_blocks + 1)
+    if pages < 3 or states < 2:
+        raise SetupError(
+            f"no room for the KV cache and the recurrent states: {room / 1e9:.2f} GB are left on {device} beside "
+            f"{plan.fixed_bytes / 1e9:.2f} GB of weights and buffers; lower --max-num-seqs or "
+            "--max-num-batched-tokens, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+        )
+    return Room(pages, states)
+
+
+def _fit(sizes: Sizes, options: Options, found: Room) -> Sizes:
+    """A sequence must fit the cache: shorten the default length, refuse a chosen one."""
+    room = (found.pages - 1) * sizes.block_size
+    if room >= sizes.max_model_len:
+        return sizes
+    if options.max_model_len is not None:
+        raise SetupError(
+            f"--max-model-len {options.max_model_len} needs as many tokens of KV cache; there is room for {room}"
+        )
+    log.warning(
+        "max-model-len is lowered from %d to %d: the KV cache holds no more", sizes.max_model_len, room
+    )
+    return dataclasses.replace(sizes, max_model_len=room)
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """One log line a phase, with its seconds."""
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.2f s", name, time.perf_counter() - start)

@@ -1,0 +1,374 @@
+"""What the checkpoint must hold, where it goes, and the fused layout that the model runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.recipes.qwen3_5.config import Config, Experts, UnsupportedModel
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    Load,
+    LoadReport,
+    Stream,
+    Tensor,
+    bfloat16,
+    float8_e4m3fn,
+    float32,
+    load_tensors,
+)
+
+Array = np.ndarray[Any, Any]
+BLOCK = 128
+"""Rows and columns of an FP8 weight that share a scale."""
+NEVER_FP8 = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
+"""Modules that block-scaled checkpoints keep in BF16, by the ends of their names."""
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _padded(rows: int) -> int:
+    """Rows of a weight that products take: a multiple of 16."""
+    return -(-rows // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a checkpoint spells the weights: the prefix of the text model's names, the modules with scales (None: as
+    published for config.fp8), whether experts are tensors of their own, whether there is a head and MTP weights."""
+
+    prefix: str
+    scaled: frozenset[str] | None
+    unfused_experts: bool
+    tied: bool
+    mtp: bool
+
+    @classmethod
+    def published(cls, config: Config) -> Format:
+        """As the publisher's checkpoints of such a config are."""
+        prefix = "model." if config.text_only else "model.language_model."
+        scaled = None if config.fp8 else frozenset[str]()
+        return cls(prefix, scaled, config.fp8, bool(config.tie_word_embeddings), config.mtp)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
+        """What this one is, by the names of its tensors."""
+        suffix = ".weight_scale_inv"
+        nested = "model.language_model.embed_tokens.weight" in checkpoint
+        tied = config.tie_word_embeddings
+        return cls(
+            prefix="model.language_model." if nested else "model.",
+            scaled=frozenset(n.removesuffix(suffix) for n in checkpoint if n.endswith(suffix)),
+            unfused_experts=any(".mlp.experts.0." in name for name in checkpoint),
+            tied="lm_head.weight" not in checkpoint if tied is None else tied,
+            mtp=config.mtp and "mtp.fc.weight" in checkpoint,
+        )
+
+    def is_fp8(self, module: str) -> bool:
+        """Whether this module's weight is block-scaled FP8."""
+        if self.scaled is None:
+            return not module.endswith(NEVER_FP8)
+        return module in self.scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight [N, K] (of experts [E, N, K]) in the model's dtype, or float8_e4m3fn with float32 scales."""
+
+    weight: Tensor
+    scales: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Gated full attention. qkv stacks the q (each head followed by its gate), k and v projections."""
+
+    qkv: Linear  # [2 (A + G) d, H]
+    q_norm: Tensor  # float32 [d], 1 + w
+    k_norm: Tensor  # float32 [d], 1 + w
+    o: Linear  # [H, A d]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta net. in_proj stacks qkv and z, and b and a where `ba` is None: else these are a product of their own,
+    because the former are FP8."""
+
+    in_proj: Linear  # [C + Hv dv (+ 2 Hv, padded), H]
+    ba: Linear | None  # [2 Hv, padded, H]
+    conv: Tensor  # [C, K]
+    decay: Tensor  # float32 [Hv], -exp(A_log)
+    dt_bias: Tensor  # float32 [Hv]
+    norm: Tensor  # float32 [dv]
+    out: Linear  # [H, Hv dv]
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated MLP; gate_up stacks the gate's and the up projection's."""
+
+    gate_up: Linear  # [2 I, H]
+    down: Linear  # [H, I]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A mixture of experts. The router's row E is the shared expert's gate."""
+
+    router: Linear  # [E + 1, padded, H]
+    gate_up: Linear  # [E, 2 I, H]
+    down: Linear  # [E, H, I]
+    shared: Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. Norm weights are float32 [H] and hold 1 + w."""
+
+    input_norm: Tensor
+    mixer: Attention | DeltaNet
+    post_norm: Tensor
+    mlp: Mlp | Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """The head that predicts a further token: loaded, not run yet."""
+
+    fc: Linear  # [H, 2 H]
+    embed_norm: Tensor
+    hidden_norm: Tensor
+    layer: Layer
+    norm: Tensor
+
+
+class Conversion(NamedTuple):
+    """Tensor `name` of the checkpoint, float32 on the host, goes to `dst` as `convert` makes it."""
+
+    name: str
+    dst: Tensor
+    convert: Callable[[Array], Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights, and where each comes from: `loads` go as they are, `conversions` through the host, `pads` are zero.
+    With tied embeddings `lm_head` is `embed`."""
+
+    embed: Tensor  # [V, H]
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    lm_head: Tensor  # [V, H]
+    mtp: Mtp | None
+    loads: tuple[Load, ...]
+    conversions: tuple[Conversion, ...]
+    pads: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
+        """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
+        p = _Places(arena, dtype, form)
+        embed = p.plain(form.prefix + "embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = tuple(
+            _layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)
+        )
+        norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
+        head = embed if form.tied else p.plain("lm_head.weight", config.vocab_size, config.hidden_size)
+        mtp = _mtp(p, config) if form.mtp else None
+        return cls(embed, layers, norm, head, mtp, tuple(p.loads), tuple(p.conversions), tuple(p.pads))
+
+    def load(
+        self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
+    ) -> LoadReport:
+        """Fill all of them. Raises what load_tensors does."""
+        report = load_tensors(checkpoint, self.loads, stream, progress)
+        converted = []  # uploads read them until the stream is idle
+        for name, dst, convert in self.conversions:
+            array = np.ascontiguousarray(convert(checkpoint.array(name).astype(np.float32)), np.float32)
+            dst.copy_from(array, stream)
+            converted.append(array)
+        for pad in self.pads:
+            pad.zero_(stream)
+        stream.synchronize()
+        return report
+
+
+def validate(checkpoint: Checkpoint, weights: Weights) -> None:
+    """Raise CheckpointError unless the checkpoint holds exactly these tensors in the dtypes that they may have. (Vision
+    weights, MTP weights that config.json does not name and a head that is tied are ignored.)"""
+    expected: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
+    for load in weights.loads:
+        wanted = float8_e4m3fn if load.dst.dtype == float8_e4m3fn else bfloat16
+        expected[load.name] = (load.dst.shape, (wanted,))
+    for name, dst, _ in weights.conversions:
+        expected[name] = (dst.shape, (bfloat16, float32))
+    ignored = ["model.visual.*", *([] if weights.mtp else ["mtp.*"])]
+    if weights.lm_head is weights.embed:
+        ignored.append("lm_head.weight")
+    checkpoint.require(expected, ignore=ignored)
+
+
+@dataclass(slots=True)
+class _Places:
+    """Makes tensors in an arena and notes what goes where."""
+
+    arena: Arena
+    dtype: np.dtype[Any]
+    form: Format
+    loads: list[Load] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
+    pads: list[Tensor] = field(default_factory=list)
+
+    def plain(self, name: str, *shape: int) -> Tensor:
+        """A tensor of the model's dtype, as it is in the checkpoint."""
+        tensor = self.arena.alloc(shape, self.dtype, name)
+        self.loads.append(Load(name, tensor))
+        return tensor
+
+    def wide(self, name: str, size: int, convert: Callable[[Array], Array]) -> Tensor:
+        """A float32 vector."""
+        tensor = self.arena.alloc((size,), float32, name)
+        self.conversions.append(Conversion(name, tensor, convert))
+        return tensor
+
+    def gain(self, name: str, size: int) -> Tensor:
+        """The weight of a norm that multiplies by 1 + w: in float32, where the sum is exact."""
+        return self.wide(name, size, lambda w: np.float32(1) + w)
+
+    def linear(self, *parts: tuple[str, int], columns: int, pad: int = 0) -> Linear:
+        """Projections (module, rows) stacked in one weight, with `pad` rows of zeros after them."""
+        kinds = {self.form.is_fp8(module) for module, _ in parts}
+        names = ", ".join(module for module, _ in parts)
+        if len(kinds) == 2:
+            raise UnsupportedModel(f"{names}: some are FP8 and some are not; they are run as one product")
+        fp8, rows = kinds == {True}, [rows for _, rows in parts]
+        if fp8 and any(size % BLOCK for size in rows[:-1]) and rows[0] * len(rows) != sum(rows):
+            raise UnsupportedModel(
+                f"{names}: FP8 blocks of {BLOCK} rows do not fit projections of {rows} rows"
+            )
+        weight = self.arena.alloc((sum(rows) + pad, columns), float8_e4m3fn if fp8 else self.dtype, names)
+        scales = None
+        if fp8:
+            scales = self.arena.alloc((sum(map(_blocks, rows)), _blocks(columns)), float32, names)
+        start = block = 0
+        for module, size in parts:
+            own = None if scales is None else scales[block : block + _blocks(size)]
+            self.put(module, weight[start : start + size], own)
+            start, block = start + size, block + _blocks(size)
+        if pad:
+            self.pads.append(weight[start:])
+        return Linear(weight, scales)
+
+    def put(self, module: str, weight: Tensor, scales: Tensor | None) -> None:
+        """A module's weight, and its scales if it has them."""
+        self.loads.append(Load(module + ".weight", weight))
+        if scales is not None:
+            self.conversions.append(Conversion(module + ".weight_scale_inv", scales, lambda scale: scale))
+
+
+def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
+    hidden = config.hidden_size
+    return Layer(
+        input_norm=p.gain(at + "input_layernorm.weight", hidden),
+        mixer=_attention(p, config, at + "self_attn.")
+        if full
+        else _delta_net(p, config, at + "linear_attn."),
+        post_norm=p.gain(at + "post_attention_layernorm.weight", hidden),
+        mlp=_mixture(p, config.experts, hidden, at + "mlp.")
+        if config.experts
+        else _mlp(p, config.intermediate_size, hidden, at + "mlp."),
+    )
+
+
+def _attention(p: _Places, config: Config, at: str) -> Attention:
+    q, kv = 2 * config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = ((at + "q_proj", q), (at + "k_proj", kv), (at + "v_proj", kv))
+    return Attention(
+        qkv=p.linear(*parts, columns=config.hidden_size),
+        q_norm=p.gain(at + "q_norm.weight", config.head_dim),
+        k_norm=p.gain(at + "k_norm.weight", config.head_dim),
+        o=p.linear((at + "o_proj", config.hidden_size), columns=q // 2),
+    )
+
+
+def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
+    hidden, heads = config.hidden_size, config.value_heads
+    qkvz = [(at + "in_proj_qkv", config.conv_size), (at + "in_proj_z", config.z_size)]
+    ba, pad = [(at + "in_proj_b", heads), (at + "in_proj_a", heads)], _padded(2 * heads) - 2 * heads
+    ba_too = p.form.is_fp8(at + "in_proj_qkv") == p.form.is_fp8(at + "in_proj_b")
+    if ba_too:
+        qkvz += ba
+    conv = p.arena.alloc((config.conv_size, config.conv_kernel), p.dtype, at + "conv1d")
+    p.loads.append(Load(at + "conv1d.weight", conv.reshape(config.conv_size, 1, config.conv_kernel)))
+    return DeltaNet(
+        in_proj=p.linear(*qkvz, columns=hidden, pad=pad if ba_too else 0),
+        ba=None if ba_too else p.linear(*ba, columns=hidden, pad=pad),
+        conv=conv,
+        decay=p.wide(at + "A_log", heads, lambda a_log: -np.exp(a_log)),
+        dt_bias=p.wide(at + "dt_bias", heads, lambda bias: bias),
+        norm=p.wide(at + "norm.weight", config.value_dim, lambda w: w),
+        out=p.linear((at + "out_proj", hidden), columns=config.z_size),
+    )
+
+
+def _mlp(p: _Places, width: int, hidden: int, at: str) -> Mlp:
+    return Mlp(
+        gate_up=p.linear((at + "gate_proj", width), (at + "up_proj", width), columns=hidden),
+        down=p.linear((at + "down_proj", hidden), columns=width),
+    )
+
+
+def _mixture(p: _Places, experts: Experts, hidden: int, at: str) -> Mixture:
+    count, width = experts.count, experts.intermediate_size
+    router = ((at + "gate", count), (at + "shared_expert_gate", 1))
+    fp8 = p.form.is_fp8(at + "experts.0.gate_proj")
+    dtype = float8_e4m3fn if fp8 else p.dtype
+
+    def new(rows: int, columns: int, blocks: int) -> Linear:
+        weight = p.arena.alloc((count, rows, columns), dtype, at + "experts")
+        shape = (count, blocks, _blocks(columns))
+        return Linear(weight, p.arena.alloc(shape, float32, at + "experts") if fp8 else None)
+
+    gate_up = new(2 * width, hidden, 2 * _blocks(width))
+    down = new(hidden, width, _blocks(hidden))
+    if p.form.unfused_experts:
+        _experts_apart(p, width, gate_up, down, at)
+    else:
+        p.loads += [
+            Load(at + "experts.gate_up_proj", gate_up.weight),
+            Load(at + "experts.down_proj", down.weight),
+        ]
+    return Mixture(
+        router=p.linear(*router, columns=hidden, pad=_padded(count + 1) - count - 1),
+        gate_up=gate_up,
+        down=down,
+        shared=_mlp(p, experts.shared_size, hidden, at + "shared_expert."),
+    )
+
+
+def _experts_apart(p: _Places, width: int, gate_up: Linear, down: Linear, at: str) -> None:
+    """Each expert's three projections as tensors of their own."""
+    for expert in range(down.weight.shape[0]):
+        name, both, last = f"{at}experts.{expert}.", gate_up.weight[expert], down.weight[expert]
+        scales = None if gate_up.scales is None else gate_up.scales[expert]
+        blocks = _blocks(width)
+        p.put(name + "gate_proj", both[:width], None if scales is None else scales[:blocks])
+        p.put(name + "up_proj", both[width:], None if scales is None else scales[blocks:])
+        p.put(name + "down_proj", last, None if down.scales is None else down.scales[expert])
+
+
+def _mtp(p: _Places, config: Config) -> Mtp:
+    hidden = config.hidden_size
+    return Mtp(
+        fc=p.linear(("mtp.fc", hidden), columns=2 * hidden),
+        embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
+        hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
+        layer=_layer(p, config, "mtp.layers.0.", True),
+        norm=p.gain("mtp.norm.weight", hidden),
+    )
