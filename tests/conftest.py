@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -60,6 +61,11 @@ def _load(name: str, tmp: Path) -> Golden:
 
 @pytest.fixture(scope="session", params=["qwen3-tiny", "qwen3-tiny-untied"])
 def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return _load(request.param, tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(scope="session", params=["qwen3_5-tiny", "qwen3_5-moe-tiny"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return _load(request.param, tmp_path_factory.mktemp("golden"))
 
 
@@ -132,14 +138,17 @@ class Session:
 
 @pytest.fixture
 def session() -> Iterator[Callable[..., Session]]:
-    """Build a Qwen3 engine on the CPU and a session on it; closed at the end, with the pool checked and empty."""
-    from openinfer.recipes.qwen3.startup import build
+    """Build an engine on the CPU and a session on it; closed at the end, with the pool checked and empty."""
+    from openinfer.recipes import qwen3, qwen3_5
 
     engines = []
 
     def make(path: Path, **flags: Any) -> Session:
         defaults = {"device": "cpu", "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
-        engine = build(str(path), **{**defaults, **flags})
+        config = json.loads((path / "config.json").read_text())
+        (recipe,) = (r for r in (qwen3.RECIPE, qwen3_5.RECIPE) if r.matches(config))
+        startup = importlib.import_module(f"openinfer.recipes.{recipe.name}.startup")
+        engine = startup.build(str(path), **{**defaults, **flags})
         engines.append(engine)
         return Session(engine)
 

@@ -17,7 +17,7 @@ from openinfer.frontend.contract import TERMINALS, Finished, Request
 from openinfer.recipes.qwen3_5.engine import Qwen35Engine
 from openinfer.recipes.qwen3_5.segments import Placed
 from openinfer.sampler import SamplingParams
-from openinfer.tensor import Event
+from openinfer.tensor import Activity, ActivityRecorder, Event
 
 POINTS = (
     "decode:1,1024", "decode:8,1024", "decode:32,1024", "decode:64,1024", "decode:128,1024", "decode:256,512",
@@ -135,6 +135,38 @@ class StepBench:
             "repeats": {"output_tokens_per_s": rates},
             "records": [],
         }
+
+    def replays(self, recorder: ActivityRecorder, rows: int, context: int) -> list[list[Activity]]:
+        """What the device does in each of the same decode steps, launched when the one before is done."""
+        runner, total = self._runner, WARM_UP + self._repeats
+        placed = Placed(self._engine, [context - 1] * rows, [total] * rows, self._rng)
+        placed.step(range(1, rows + 1))
+        tokens, num_rows, longest = runner.buckets.choose(rows, rows)
+        steps = []
+        placed.rewind(dict.fromkeys(range(1, rows + 1), context - 1))
+        for _ in range(total):
+            runner.stream.synchronize()
+            recorder.read()
+            runner.graphs.launch(("forward", tokens, num_rows, longest))
+            runner.graphs.launch(("sample", num_rows))
+            runner.stream.synchronize()
+            steps.append(recorder.read())
+        placed.leave()
+        return steps[WARM_UP:]
+
+    def served(self, recorder: ActivityRecorder, rows: int, context: int) -> list[list[Activity]]:
+        """What the device does in each step of sequences that decode through the engine, from one read-back to the
+        next."""
+        tokens = self._lead(rows, context) + WARM_UP + self._repeats
+        recorder.read()
+        run(self._engine, [self._ids(max(1, context - tokens)) for _ in range(rows)], tokens)
+        self._runner.stream.synchronize()
+        steps: list[list[Activity]] = [[]]
+        for activity in recorder.read():
+            steps[-1].append(activity)
+            if activity.name == "copy to host":
+                steps.append([activity])
+        return steps[1:-1]
 
     def _lead(self, rows: int, context: int) -> int:
         """About how many steps the prompts take, while those that are done decode."""

@@ -31,9 +31,9 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class Config:
     """The text model. `full[l]`: layer l is full attention, else it is gated delta net. `experts` is None for a dense
-    model, whose MLP is `intermediate_size` wide (0 with experts). `tie_word_embeddings` is None where the file contradicts
-    itself. `inv_freq` float32 [rotary_dim / 2]. `mtp`: there is a head that predicts a further token; `fp8`: weights are
-    block-scaled; `text_only`: there is no vision tower, and tensors have other names."""
+    model, whose MLP is `intermediate_size` wide (0 with experts). `tie_word_embeddings` is None where the file
+    contradicts itself. `inv_freq` float32 [rotary_dim / 2]. `mtp`: there is a head that predicts a further token;
+    `fp8`: weights are block-scaled; `text_only`: there is no vision tower, and tensors have other names."""
 
     hidden_size: int
     full: tuple[bool, ...]

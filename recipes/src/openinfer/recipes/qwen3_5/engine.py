@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -18,6 +19,7 @@ from openinfer.frontend.contract import (
     Scheduled,
     StepOutputs,
     TokenLogprobs,
+    TokenTable,
     Update,
 )
 from openinfer.frontend.errors import Unsupported
@@ -27,6 +29,8 @@ from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import MAX_STOP_IDS
 from openinfer.recipes.qwen3_5.runner import PAGES, Payload, Runner, Sampling
 from openinfer.sampler import fresh_seed
+from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
+from openinfer.sampler.grammar import Compiler
 from openinfer.scheduler import (
     Finished as SeqFinished,
 )
@@ -105,6 +109,8 @@ class Qwen35Engine:
             runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued
         )
         self._seqs: dict[int, Seq] = {}
+        self._max_rows, self._max_queued = max_rows, max_queued
+        self._grammars: PendingGrammars[Seq] | None = None
         self._updates: list[Update] = []
         self._stats = EngineStats()
         self._batch = NOBODY
@@ -115,7 +121,12 @@ class Qwen35Engine:
             eos_token_ids=list(config.eos_token_ids),
             kv_capacity_tokens=pool.capacity_tokens,
             block_size=pool.groups[PAGES].block_size,
-            features=FEATURES + ["prefix_cache"] * pool.prefix_cache + ["priority"] * self._uses_priority,
+            features=[
+                *FEATURES,
+                *["prefix_cache"] * pool.prefix_cache,
+                *["priority"] * self._uses_priority,
+                *["grammar"] * (importlib.util.find_spec("llguidance") is not None),
+            ],
         )
 
     def submit(self, request: Request) -> None:
@@ -145,12 +156,31 @@ class Qwen35Engine:
             hashes=hashes,
             owner=Sampling(params, seed, stop_ids),
         )
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.start(request.id, seq, request.grammar)
+        else:
+            self._enqueue(seq)
+
+    def _enqueue(self, seq: Seq) -> None:
         try:
             self._loop.submit(seq)
         except SeqRejected as e:
-            self._updates.append(Rejected(request.id, str(e), REJECT_CODES.get(e.reason, "invalid")))
+            self._updates.append(Rejected(seq.id, str(e), REJECT_CODES.get(e.reason, "invalid")))
             return
-        self._seqs[request.id] = seq
+        self._seqs[seq.id] = seq
+
+    def _enqueue_compiled(self, wait_s: float) -> None:
+        """Queue those whose grammar is there, reject those whose grammar is none. Waits for the first, if it has to."""
+        if self._grammars is None or not self._grammars:
+            return
+        vocab = self._config.vocab_size
+        for _, seq, matcher, problem in self._grammars.ready(wait_s):
+            if matcher is None:
+                self._updates.append(Rejected(seq.id, problem))
+                continue
+            sampling = _params(seq)
+            sampling.constraint = Constraint(matcher, sampling.params.allowed_token_ids, vocab)
+            self._enqueue(seq)
 
     def _problem(self, request: Request) -> Rejected | None:
         vocab = self._config.vocab_size
@@ -175,26 +205,61 @@ class Qwen35Engine:
                 request.id,
                 f"at most {MAX_STOP_IDS - len(self._config.eos_token_ids)} stop_token_ids are possible",
             )
+        return None if request.grammar is None else self._grammar_problem(request.id)
+
+    def _grammar_problem(self, request_id: int) -> Rejected | None:
+        if self._grammars is None:
+            return Rejected(
+                request_id, "grammars need a TokenTable, which this engine was not given", "unsupported"
+            )
+        if len(self._grammars) + self._loop.stats.waiting >= self._max_queued:
+            waiting = (
+                f"{len(self._grammars)} requests wait for their grammar, {self._loop.stats.waiting} for a row"
+            )
+            return Rejected(request_id, f"{waiting} (max_queued {self._max_queued}); try later", "queue_full")
         return None
 
     def abort(self, request_id: int) -> None:
         """End a request; its terminal comes with a later step."""
-        self._loop.abort(request_id)
+        if self._grammars is not None and self._grammars.drop(request_id):
+            self._updates.append(Finished(request_id, "abort"))
+        else:
+            self._loop.abort(request_id)
 
     def control(self, command: Command) -> None:
         """Carry out a command."""
-        if not isinstance(command, ResetPrefixCache):
-            raise Unsupported(f"this engine does not know {type(command).__name__}")
-        if not self._pool.reset_prefix_cache():
-            raise Unsupported("the prefix cache can be reset only while no request runs")
+        match command:
+            case ResetPrefixCache():
+                if not self._pool.reset_prefix_cache():
+                    raise Unsupported("the prefix cache can be reset only while no request runs")
+            case TokenTable():
+                self._take_tokens(command)
+
+    def _take_tokens(self, table: TokenTable) -> None:
+        """Get ready for grammars."""
+        if "grammar" not in self.info.features or self._grammars is not None:
+            raise Unsupported(
+                "this engine takes no TokenTable: it has one, or openinfer-sampler[grammar] is missing"
+            )
+        vocab = self._config.vocab_size
+        special_ids = [token for token in table.special_ids if token < vocab]
+        compiler = Compiler(table.tokens[:vocab], special_ids, self._config.eos_token_ids, vocabulary=vocab)
+        self._grammars = PendingGrammars(compiler)
+        self.runner.masks = Masks(self._max_rows, vocab)
 
     def step(self, wait: float) -> StepOutputs:
         """One turn of the loop."""
+        trace = self.runner.trace
+        if trace is not None:
+            trace.mark("plan")
+        self._enqueue_compiled(0.0 if self._updates or self._loop.has_work else wait)
         outputs = StepOutputs(updates=self._updates)
         self._updates = []
         events = self._loop.step(0.0 if outputs.updates else wait)
         if self._loop.has_work and not self._loop.live:
             events += self._loop.drain()  # nobody may step again for long: blocks go back now
+        if trace is not None:
+            trace.mark("outputs")
         for event in events:
             match event:
                 case Tokens():
@@ -204,6 +269,8 @@ class Qwen35Engine:
                     outputs.updates.append(Scheduled(seq.id, num_cached, time.monotonic()))
                 case SeqFinished(seq, reason):
                     outputs.updates.append(self._finished(seq, reason))
+        if trace is not None:
+            trace.mark("")
         return outputs
 
     def _tokens(self, event: Tokens, outputs: StepOutputs) -> None:
@@ -253,14 +320,16 @@ class Qwen35Engine:
             case FinishReason.ABORT:
                 return Finished(seq.id, "abort")
             case FinishReason.ERROR:
-                return Failed(seq.id, "the model's output was not finite")
+                constraint = _params(seq).constraint
+                problem = constraint.problem if constraint is not None else ""
+                return Failed(seq.id, problem or "the model's output was not finite")
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
         stats, loop, pool = self._stats, self._loop.stats, self._pool
         stats.running, stats.waiting, stats.steps, stats.preemptions = (
             loop.running,
-            loop.waiting,
+            loop.waiting + (len(self._grammars) if self._grammars is not None else 0),
             loop.steps,
             loop.preemptions,
         )
@@ -271,6 +340,8 @@ class Qwen35Engine:
 
     def close(self) -> None:
         """Wait for the device and give everything back."""
+        if self._grammars is not None:
+            self._grammars.close()
         self.runner.close()
 
 

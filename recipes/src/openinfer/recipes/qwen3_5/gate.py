@@ -1,13 +1,13 @@
 """The accuracy gate: teacher-forced log-probabilities of the running engine against a reference's, on every path.
 
-A reference (made by another implementation, see scripts/qwen3_reference.py) holds token sequences and, at the last
+A reference (made by another implementation, see scripts/qwen3_5_reference.py) holds token sequences and, at the last
 positions of each, the ids and log-probabilities of its most likely tokens. The engine is fed the same tokens, so one
 divergence does not spread, and its log-probabilities of those ids are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import numpy as np
 
 from openinfer.kernels import apply_writes
 from openinfer.recipes.qwen3_5.model import MAX_STOP_IDS
+from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.recipes.qwen3_5.runner import Runner
+from openinfer.recipes.qwen3_5.weights import DeltaNet, Mixture
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +45,7 @@ class Reference:
 
 
 def load_reference(path: Path) -> list[Reference]:
-    """Read what scripts/qwen3_reference.py wrote."""
+    """Read what scripts/qwen3_5_reference.py wrote."""
     with np.load(path, allow_pickle=False) as data:
         return [
             Reference(
@@ -83,18 +85,22 @@ class Verdict:
 
 
 class Forced:
-    """Feeds chosen tokens through an engine's recorded steps, below its scheduler. Slots are the caller's to choose;
-    pages are handed out in order. The engine must be idle, and is to be closed afterwards."""
+    """Feeds chosen tokens through an engine's recorded steps, below its scheduler. Slots are the caller's to choose,
+    and each has the state block of its own number; pages are handed out in order. The engine must be idle, and is to
+    be closed afterwards."""
 
     def __init__(self, runner: Runner, *, eager: bool = False) -> None:
         self._runner, self._eager = runner, eager
         self._next_page = 1
         self._lengths: dict[int, int] = {}
         self.page_size = runner.model.kv.shape[4]
+        self.num_states = runner.model.state.shape[0]
 
-    def join(self, slot: int, max_len: int, shared: Sequence[int] = ()) -> list[int]:
-        """Start a sequence of at most max_len tokens; the pages in `shared` hold its beginning already. Returns its
-        pages."""
+    def join(
+        self, slot: int, max_len: int, shared: Sequence[int] = (), state: int | None = None
+    ) -> list[int]:
+        """Start a sequence of at most max_len tokens; the pages in `shared` hold its beginning already, and the block
+        `state` the state after them. Returns its pages."""
         rows = self._runner.model.rows
         fresh = -(-max_len // self.page_size) - len(shared)
         pages = [*shared, *range(self._next_page, self._next_page + fresh)]
@@ -106,11 +112,19 @@ class Forced:
         rows.set("seq_lens", slot, self._lengths[slot])
         rows.write("stop_ids", slot, [-1] * MAX_STOP_IDS)
         rows.write("block_tables", slot, pages)
+        rows.set("state_from", slot, slot if state is None else state)
+        rows.set("state_to", slot, slot)
         return pages
 
-    def step(self, items: Sequence[tuple[int, Sequence[int]]], pad_rows: int = 0) -> Array:
+    def step(
+        self,
+        items: Sequence[tuple[int, Sequence[int]]],
+        pad_rows: int = 0,
+        snapshots: Mapping[int, tuple[int, int]] | None = None,
+    ) -> Array:
         """Feed tokens to slots; returns the logits after each one's last token, float32 [len(items), V]. `pad_rows`
-        makes the step at least that many rows."""
+        makes the step at least that many rows; `snapshots`: (tokens, block) of slots whose state after so many tokens
+        is to be kept."""
         runner, rows, n = self._runner, self._runner.model.rows, len(items)
         lengths = [len(tokens) for _, tokens in items]
         total = sum(lengths)
@@ -126,6 +140,11 @@ class Forced:
         rows.write("slots", 0, slots)
         rows.write("q_starts", 0, starts)
         rows.write("prompt", 0, prompt)
+        kept = np.zeros((2, num_rows, runner.model.max_snapshots), np.int32)
+        for index, (slot, _) in enumerate(items):
+            kept[:, index, 0] = (snapshots or {}).get(slot, (0, 0))
+        rows.write("snapshot_ends", 0, kept[0].reshape(-1))
+        rows.write("snapshot_blocks", 0, kept[1].reshape(-1))
         self.upload()
         if self._eager:
             runner.model.forward(runner.pack, tokens, num_rows, longest)
@@ -135,6 +154,7 @@ class Forced:
         for slot, ids in items:
             self._lengths[slot] += len(ids)
             rows.set("seq_lens", slot, self._lengths[slot])
+            rows.set("state_from", slot, slot)
         return runner.model.buffers.logits[:n].numpy()
 
     def upload(self) -> None:
@@ -143,11 +163,16 @@ class Forced:
         for _ in rows.uploads(self._runner.stream):
             apply_writes(self._runner.pack, words=rows.words, writes=rows.writes)
 
-    def feed(self, slot: int, tokens: Sequence[int], chunk: int) -> Array | None:
-        """Feed tokens to one slot, `chunk` at a time; the logits after the last."""
+    def feed(
+        self, slot: int, tokens: Sequence[int], chunk: int, snapshot: tuple[int, int] = (0, 0)
+    ) -> Array | None:
+        """Feed tokens to one slot, `chunk` at a time; the logits after the last. `snapshot`: keep the state after so
+        many of them in this block."""
         logits = None
         for start in range(0, len(tokens), chunk):
-            logits = self.step([(slot, tokens[start : start + chunk])])
+            part = tokens[start : start + chunk]
+            due = start < snapshot[0] <= start + len(part)
+            logits = self.step([(slot, part)], snapshots={slot: snapshot} if due else None)
         return logits
 
     def leave(self) -> None:
@@ -236,7 +261,8 @@ def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     yield judge("graph, padded to 64", few, decode_all(forced, few, chunk=largest, pad_rows=57))
     yield judge("chunks of 333", sequences, decode_all(forced, sequences, chunk=333))
     yield judge("mixed steps", sequences, mixed(forced, sequences))
-    yield judge("cached prefix", sequences[3:], cached(forced, sequences[3:], largest))
+    long = [s for s in sequences if s.first >= STATE_CHUNK]
+    yield judge("cached prefix", long, cached(forced, long, largest))
 
 
 def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
@@ -249,14 +275,22 @@ def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterabl
     yield judge("control: rotation backwards", few, decode_all(forced, few, chunk=chunk))
     model.cos_sin.copy_from(table, stream)
     layer = model.weights.layers[len(model.weights.layers) // 2]
-    weight = layer.gate_up.numpy()
-    layer.gate_up.copy_from(np.roll(weight, len(weight) // 2, axis=0), stream)
-    yield judge("control: gate and up swapped in one layer", few, decode_all(forced, few, chunk=chunk))
-    layer.gate_up.copy_from(weight, stream)
-    some = [s for s in sequences if s.first >= 2 * forced.page_size][:2]
+    up = layer.mlp.gate_up.weight
+    weight = up.numpy()
+    up.copy_from(np.roll(weight, weight.shape[-2] // 2, axis=-2), stream)
+    name = "experts" if isinstance(layer.mlp, Mixture) else "MLP"
+    yield judge(f"control: gate and up swapped in one {name}", few, decode_all(forced, few, chunk=chunk))
+    up.copy_from(weight, stream)
+    delta = next(x.mixer for x in model.weights.layers if isinstance(x.mixer, DeltaNet))
+    decay = delta.decay.numpy()
+    delta.decay.copy_from(decay * np.float32(4), stream)
+    yield judge("control: one layer forgets too fast", few, decode_all(forced, few, chunk=chunk))
+    delta.decay.copy_from(decay, stream)
+    some = [s for s in sequences if s.first >= 2 * STATE_CHUNK][:2]
     yield judge(
         "control: a page of the cache lost", some, [_with_a_page_lost(runner, s, chunk) for s in some]
     )
+    yield judge("control: a snapshot from elsewhere", some, cached(forced, some, chunk, back=STATE_CHUNK))
 
 
 def _with_a_page_lost(runner: Runner, sequence: Reference, chunk: int) -> Array:
@@ -299,15 +333,17 @@ def mixed(forced: Forced, sequences: Sequence[Reference]) -> list[Array]:
     return [np.stack(rows) for rows in found]
 
 
-def cached(forced: Forced, sequences: Sequence[Reference], chunk: int) -> list[Array]:
-    """Each sequence twice: the second takes the first's whole pages as its prefix."""
+def cached(forced: Forced, sequences: Sequence[Reference], chunk: int, back: int = 0) -> list[Array]:
+    """Each sequence twice: the second takes the first's whole pages as its prefix, and a snapshot of its state; with
+    `back` the snapshot is so many tokens too old."""
     found = []
+    block = forced.num_states - 1  # no slot's
     for sequence in sequences:
+        whole = sequence.first // STATE_CHUNK * STATE_CHUNK
         pages = forced.join(1, len(sequence.tokens))
-        forced.feed(1, sequence.tokens, chunk)
-        whole = sequence.first // forced.page_size
-        forced.join(2, len(sequence.tokens), pages[:whole])
-        forced.feed(2, sequence.tokens[whole * forced.page_size : sequence.first], chunk)
+        forced.feed(1, sequence.tokens, chunk, snapshot=(whole - back, block))
+        forced.join(2, len(sequence.tokens), pages[: whole // forced.page_size], block)
+        forced.feed(2, sequence.tokens[whole : sequence.first], chunk)
         rows = []
         for step, top_ids in enumerate(sequence.top_ids):
             (row,) = forced.step([(2, [sequence.tokens[sequence.first + step]])])

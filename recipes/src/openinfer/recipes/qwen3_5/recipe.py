@@ -90,13 +90,19 @@ class Qwen35Recipe:
             help="fcfs, priority, fair-share, deadline, longest-prefix, or your own as MODULE:FUNCTION (called with "
             "max_batched_tokens=N); options behind commas, as in deadline,ttft_s=0.2,tpot_s=0.02; default: %(default)s",
         )
+        add(
+            "--trace",
+            metavar="FILE",
+            help="write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
+            "kernels (through CUPTI, where it is installed); steps get slower",
+        )
 
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
         """All the flags above, by name."""
         names = (
             "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs",
             "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "enforce_eager", "enable_prefix_caching",
-            "snapshot_interval", "scheduling_policy",
+            "snapshot_interval", "scheduling_policy", "trace",
         )  # fmt: skip
         kwargs = {"model_dir": str(model_dir), **{name: getattr(args, name) for name in names}}
         return EngineSpec("openinfer.recipes.qwen3_5.startup:build", kwargs)

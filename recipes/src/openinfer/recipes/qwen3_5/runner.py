@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.graph import Readback, StepGraphs, bucket_for
+from openinfer.graph import Readback, StepGraphs, StepTrace
 from openinfer.kernels import Pack, apply_writes
 from openinfer.kvpool import Lease
+from openinfer.recipes.qwen3_5.buckets import Boundaries, Buckets
 from openinfer.recipes.qwen3_5.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
-from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.sampler import SamplingParams, seed_words
-from openinfer.sampler.gpu import RowStatus, adjustment_values
+from openinfer.sampler.constraint import Constraint, Masks
+from openinfer.sampler.gpu import Adjustment, RowStatus, adjustment_values
 from openinfer.scheduler import FinishReason, Seq, Step, StepResult
 from openinfer.tensor import Stream
 
@@ -32,6 +33,11 @@ class Sampling:
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]  # eos included unless ignored
+    constraint: Constraint | None = None
+
+
+Constrained = Sequence[tuple[int, Seq, Constraint]]
+"""The rows of a step that get a token under a grammar: position in the step, sequence, constraint."""
 
 
 class Payload(NamedTuple):
@@ -48,81 +54,6 @@ PAGES, STATES = 0, 1
 """The pool's groups: keys and values of full attention, and recurrent states."""
 
 
-@dataclass(frozen=True, slots=True)
-class Boundaries:
-    """Where snapshots of a prompt's state are taken: at the powers of two from STATE_CHUNK on below `interval`, so that
-    short shared prefixes are found too, at its multiples, and where the last whole chunk of the prompt ends."""
-
-    interval: int
-
-    def within(self, start: int, end: int, prompt: int) -> list[int]:
-        """Those in (start, end] of a prompt of so many tokens; the last of them leaves a token to compute."""
-        regular = {*range(self.interval, end + 1, self.interval), (prompt - 1) // STATE_CHUNK * STATE_CHUNK}
-        power = STATE_CHUNK
-        while power < self.interval:
-            regular.add(power)
-            power *= 2
-        return sorted(n for n in regular if start < n <= end and n < prompt)
-
-    def most(self, num_tokens: int) -> int:
-        """At most so many are within a chunk of num_tokens tokens."""
-        powers = (self.interval // STATE_CHUNK).bit_length()
-        return num_tokens // self.interval + powers + 1
-
-
-LONE_TOKENS = 128
-"""A lone row of at most this many tokens has segments of its own: its attention is then split over the whole GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """The shapes that steps are recorded in. A step runs in the smallest that holds it."""
-
-    decode_rows: tuple[int, ...]
-    mixed_tokens: tuple[int, ...]
-    mixed_rows: tuple[int, ...]
-
-    @classmethod
-    def up_to(cls, max_rows: int, max_tokens: int) -> Buckets:
-        """Padding of at most 7 rows in decode, and in mixed steps of a third up to 256 tokens and a quarter above: a
-        prompt of 1,024 tokens beside decode rows must not pay for 1,536."""
-        decode = [n for n in (1, 2, 4, *range(8, max_rows, 8)) if n < max_rows]
-        sizes = [16, 32, 64, 96, 128, 192]
-        octave = 256
-        while octave < max_tokens:
-            sizes += [
-                octave * eighths // 8
-                for eighths in ((8, 10, 12, 14) if octave < 1024 else (8, 9, 10, 12, 14))
-            ]
-            octave *= 2
-        mixed = [n for n in sizes if n < max_tokens]
-        rows = [n for n in (8, 64) if n < max_rows]
-        return cls((*decode, max_rows), (*mixed, max_tokens), (*rows, max_rows))
-
-    def segments(self) -> Iterator[tuple[int, int, int]]:
-        """(tokens, rows, longest row) of every forward segment, largest first."""
-        for tokens in reversed(self.mixed_tokens):
-            yield from ((tokens, rows, tokens) for rows in reversed(self.mixed_rows) if rows <= tokens)
-            if tokens <= LONE_TOKENS:
-                yield tokens, 1, tokens
-        yield from ((rows, rows, 1) for rows in reversed(self.decode_rows))
-
-    def sample_rows(self) -> list[int]:
-        """Rows of every sample segment."""
-        return sorted({1, *self.decode_rows, *self.mixed_rows})
-
-    def choose(self, tokens: int, rows: int) -> tuple[int, int, int]:
-        """The segment for a step."""
-        if tokens == rows:
-            bucket = bucket_for(self.decode_rows, rows)
-            return bucket, bucket, 1
-        num_rows = bucket_for(self.mixed_rows, rows)
-        num_tokens = bucket_for(self.mixed_tokens, max(tokens, num_rows))
-        if rows == 1 and bucket_for(self.mixed_tokens, tokens) <= LONE_TOKENS:
-            num_rows, num_tokens = 1, bucket_for(self.mixed_tokens, tokens)
-        return num_tokens, num_rows, num_tokens
-
-
 @dataclass(slots=True)
 class Runner:
     """scheduler.Runner over the model: one stream, results in the order of the steps."""
@@ -134,10 +65,16 @@ class Runner:
     buckets: Buckets
     readback: Readback
     boundaries: Boundaries
+    trace: StepTrace | None = None
+    masks: Masks | None = None
+    """Needed for sequences with a constraint."""
     _joined: list[tuple[int, int]] = field(default_factory=list)
-    _launched: list[Step] = field(default_factory=list)
+    _launched: list[tuple[Step, Constrained]] = field(default_factory=list)
     _shape: tuple[int, int, int] = (0, 0, 0)
     _wants_logprobs: bool = False
+    _constrained: Constrained = ()
+    _waiting: tuple[Step, Constrained] | None = None
+    """The last launched step, if its `sample` waits for the result of the step before."""
 
     def record(self) -> None:
         """Record every segment of the buckets."""
@@ -153,14 +90,17 @@ class Runner:
         return lambda: self.model.sample(self.pack, rows)
 
     def launch(self, step: Step) -> None:
-        """Write what changed, then put both segments and the read-back on the stream."""
-        rows = self.model.rows
+        """Write what changed, then put both segments and the read-back on the stream.
+
+        Rows with a constraint need a mask that depends on their last token: while that is under way only `forward` is
+        launched here, and `sample` as soon as the token has been collected.
+        """
+        rows, trace = self.model.rows, self.trace
+        if trace is not None:
+            trace.mark("write rows")
         for slot in step.left:
             rows.set("alive", slot, 0)
-        for (
-            slot,
-            live,
-        ) in self._joined:  # the first step read a snapshot perhaps, and left a state of the row's own
+        for slot, live in self._joined:  # what they started from was a snapshot, perhaps
             rows.set("state_from", slot, live)
         self._joined = [(seq.slot, self._join(seq)) for seq in step.joined]
         for write in step.blocks:
@@ -168,27 +108,85 @@ class Runner:
                 rows.write("block_tables", write.seq.slot, write.blocks, offset=write.first)
         if step.changed:
             self._write_batch(step)
+        waits = bool(self._constrained and self._launched)
+        if not waits:
+            self._write_masks(self._constrained)
+        if trace is not None:
+            trace.mark("upload")
+        self._upload()
+        tokens, num_rows, longest = self._shape
+        if trace is not None:
+            trace.launch(step.index, bucket=f"{tokens} tokens, {num_rows} rows", rows=len(step.rows))
+            trace.mark("launch")
+        self.readback.begin(self.stream)
+        self.graphs.launch(("forward", tokens, num_rows, longest))
+        self._launched.append((step, self._constrained))
+        if waits:
+            self._waiting = self._launched[-1]
+        else:
+            self._sample_now(step)
+
+    def _upload(self) -> None:
+        rows = self.model.rows
         for _ in rows.uploads(self.stream):
             apply_writes(self.pack, words=rows.words, writes=rows.writes)
-        tokens, num_rows, longest = self._shape
-        self.graphs.launch(("forward", tokens, num_rows, longest))
-        self.graphs.launch(("sample", num_rows))
+
+    def _sample_now(self, step: Step) -> None:
+        """The second half of a launch; the shape and the rows are still the step's."""
+        self.graphs.launch(("sample", self._shape[1]))
         b, n = self.model.buffers, len(step.rows)
         tops = [b.top_ids[:n], b.top_values[:n]] if self._wants_logprobs else []
         self.readback.enqueue(self.stream, [b.result[:n], *tops])
-        self._launched.append(step)
+
+    def _write_masks(self, constrained: Constrained) -> None:
+        if not constrained:
+            return
+        if self.masks is None:
+            raise TypeError("a sequence has a constraint, and the runner no masks")
+        rows = self.model.rows
+        masks, complete = self.masks.fill([constraint for _, _, constraint in constrained])
+        for (_, seq, _), mask, ends in zip(constrained, masks, complete, strict=True):
+            rows.write("allowed_masks", seq.slot, mask)
+            if ends:
+                rows.set("min_lens", seq.slot, 0)  # a complete output ends, however short it is
 
     def collect(self, wait_s: float | None) -> StepResult | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
+        trace = self.trace
+        if trace is not None:
+            trace.mark("read back")
         arrays = self.readback.take(wait=wait_s is None or wait_s > 0)
+        if trace is not None:
+            trace.mark("reconcile")
         if arrays is None:
             return None
-        step = self._launched.pop(0)
-        result, *tops = arrays
+        seconds = self.readback.seconds
+        if trace is not None:
+            trace.result(seconds or 0.0)
+        (step, constrained), result, tops = self._launched.pop(0), arrays[0], arrays[1:]
+        if constrained:
+            self._accept(constrained, result)
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            if trace is not None:
+                trace.mark("masks")
+            # Rows that have ended get no mask; the device skips them.
+            self._write_masks([one for one in waiting[1] if not one[2].ended])
+            self._upload()
+            self._sample_now(waiting[0])
         ended = np.flatnonzero(result[:, 1] > RowStatus.RUNNING)
         finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
         payload = Payload(result[:, 0], result[:, 2].view(np.float32), *(tops or (None, None)))
-        return StepResult(step.index, finished, payload)
+        return StepResult(step.index, finished, payload, seconds=seconds)
+
+    def _accept(self, constrained: Constrained, result: np.ndarray[Any, Any]) -> None:
+        """Move constraints past the tokens of a step."""
+        for position, _, constraint in constrained:
+            match result[position, 1]:
+                case RowStatus.RUNNING:
+                    constraint.accept(int(result[position, 0]))
+                case RowStatus.STOP | RowStatus.LENGTH | RowStatus.FAILED:
+                    constraint.ended = True
 
     def _join(self, seq: Seq) -> int:
         """Write the state of a sequence that got a slot; returns the block of its recurrent state."""
@@ -212,12 +210,16 @@ class Runner:
         rows.set("min_ps", slot, p.min_p)
         rows.write("seeds", slot, np.array(seed_words(sampling.seed), np.uint32).view(np.int32))
         rows.set("num_logprobs", slot, p.logprobs or 0)
-        if not p.adjusts_logits:
+        if not p.adjusts_logits and sampling.constraint is None:
             rows.set("adjusts", slot, 0)
             return live
         prompt, output = seq.tokens[: seq.prompt_len], seq.tokens[seq.prompt_len :]
-        for name, values in adjustment_values(p, prompt, output, self.model.config.vocab_size).items():
-            rows.write(name, slot, values)
+        values = adjustment_values(p, prompt, output, self.model.config.vocab_size)
+        if sampling.constraint is not None:
+            values["adjusts"] |= Adjustment.ALLOWED
+            values.pop("allowed_masks", None)  # written for each token
+        for name, array in values.items():
+            rows.write(name, slot, array)
         return live
 
     def _write_batch(self, step: Step) -> None:
@@ -226,6 +228,11 @@ class Runner:
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         self._shape = num_tokens, num_rows, _ = self.buckets.choose(int(starts[-1]), len(step.rows))
         self._wants_logprobs = any(_asks_logprobs(row.seq) for row in step.rows)
+        self._constrained = [
+            (position, row.seq, constraint)
+            for position, row in enumerate(step.rows)
+            if row.emits and (constraint := _constraint(row.seq)) is not None
+        ]
         slots = np.zeros(num_rows, np.int32)
         slots[: len(step.rows)] = [row.seq.slot for row in step.rows]
         emits = np.zeros(num_rows, np.int32)
@@ -264,6 +271,8 @@ class Runner:
     def close(self) -> None:
         """Wait for what is under way and give everything back but the memory."""
         self.stream.synchronize()
+        if self.trace is not None:
+            self.trace.close()
         self.graphs.close()
         self.readback.close()
         self.model.rows.close()
@@ -274,6 +283,10 @@ def _lease(seq: Seq) -> Lease:
     if not isinstance(seq.lease, Lease):
         raise TypeError(f"sequence {seq.id} has no lease of the pool")
     return seq.lease
+
+
+def _constraint(seq: Seq) -> Constraint | None:
+    return seq.owner.constraint if isinstance(seq.owner, Sampling) else None
 
 
 def _asks_logprobs(seq: Seq) -> bool:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels import Pack, Target, Workload
+from openinfer.recipes.qwen3_5.buckets import Buckets
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.engine import Qwen35Engine
 from openinfer.recipes.qwen3_5.gate import Forced
 from openinfer.recipes.qwen3_5.model import Model
-from openinfer.recipes.qwen3_5.runner import Buckets
 from openinfer.recipes.qwen3_5.startup import OUTSIDE_BYTES, Options, Room, decide_sizes, lay_out, make_plan
 from openinfer.recipes.qwen3_5.weights import Format, Weights
 from openinfer.tensor import Arena, Device, Stream

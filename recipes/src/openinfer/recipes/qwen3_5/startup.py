@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph import Readback, Rows, StepGraphs
+from openinfer.graph import Readback, Rows, StepGraphs, StepTrace
 from openinfer.kernels import (
     CpuPack,
     CublasLt,
@@ -29,11 +29,12 @@ from openinfer.kernels import (
     cublas_available,
 )
 from openinfer.kvpool import Group, Pool
+from openinfer.recipes.qwen3_5.buckets import Boundaries, Buckets
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.engine import Qwen35Engine
 from openinfer.recipes.qwen3_5.model import Buffers, Model, row_fields
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
-from openinfer.recipes.qwen3_5.runner import READBACK_BYTES_PER_ROW, Boundaries, Buckets, Runner
+from openinfer.recipes.qwen3_5.runner import READBACK_BYTES_PER_ROW, Runner
 from openinfer.recipes.qwen3_5.weights import Format, Layer, Weights, validate
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
@@ -79,6 +80,7 @@ class Options:
     enable_prefix_caching: bool = True
     snapshot_interval: int = 512
     scheduling_policy: str | Policy = "fcfs"
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,9 @@ def build(model_dir: str, **flags: Any) -> Qwen35Engine:
     Raises UnsupportedModel, CheckpointError or SetupError (all ValueErrors) for what the user can mend.
     """
     options, path = Options(**flags), Path(model_dir)
+    trace = StepTrace(Path(options.trace)) if options.trace else None  # before there is a context
+    if trace is not None:
+        log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
     with _phase("configuration and checkpoint header"):
         config = Config.load(path)
         device = _device(options.device)
@@ -159,7 +164,7 @@ def build(model_dir: str, **flags: Any) -> Qwen35Engine:
     pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
     readback = Readback(device, sizes.max_rows * READBACK_BYTES_PER_ROW + 256, STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets, readback, sizes.boundaries)
+    runner = Runner(model, pack, stream, graphs, buckets, readback, sizes.boundaries, trace)
     with _phase("steps"):
         warm_up(runner)
         runner.record()

@@ -1,0 +1,123 @@
+"""The Qwen3.5 recipe behind `openinfer serve`, over a real socket; config.json chooses recipe and chat format."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from openinfer.frontend.chat.formats import default_formats
+from openinfer.recipes.qwen3_5 import RECIPE
+from openinfer.recipes.qwen3_5.config import MODEL_TYPES
+
+TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+def body(prompt: list[int] | list[list[int]], **options: Any) -> dict[str, Any]:
+    defaults = {"max_tokens": 32, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"prompt": prompt, **defaults, **options}
+
+
+def test_greedy_tokens_are_the_goldens(hybrid: Any, start: Callable[..., Any]) -> None:
+    url = start(hybrid.path).url
+    prompts = [hybrid.prompt(index) for index in range(hybrid.num_prompts)]
+    answer = httpx.post(f"{url}/v1/completions", json=body(prompts), timeout=120)
+    assert answer.status_code == 200, answer.text
+    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+    assert len(choices) == len(prompts)
+    for choice in choices:
+        assert choice["token_ids"] == hybrid.greedy(choice["index"]), f"prompt {choice['index']}"
+        assert choice["finish_reason"] == "length"
+
+
+def test_chats_are_rendered_and_read_in_this_familys_format(start: Callable[..., Any]) -> None:
+    facts = json.loads((TINY / "golden.json").read_text())
+    case = next(c for c in facts["chat_cases"] if c["add_generation_prompt"] and c["enable_thinking"] is None)
+    server = start(TINY)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        request = {"messages": case["messages"], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        chat = client.post("/v1/chat/completions", json=request).json()
+        assert chat["usage"]["prompt_tokens"] == len(case["ids"])
+        # The prompt ends in <think>, so what comes before </think> was thought, not said.
+        message = chat["choices"][0]["message"]
+        assert message["reasoning"]
+        assert not message["content"]
+        tools = client.post("/v1/chat/completions", json={**request, "tools": [TOOL]})
+        assert tools.status_code == 200, tools.text
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        refused = client.post(
+            "/v1/chat/completions", json={**request, "messages": [{"role": "user", "content": [image]}]}
+        )
+        assert refused.status_code == 400
+        assert "image_url" in refused.text
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_tools_are_xml_by_default(model_type: str) -> None:
+    assert RECIPE.matches({"model_type": model_type})
+    assert default_formats(model_type) == ("qwen3_xml", "qwen3")
+
+
+def some_requests(rng: random.Random) -> list[dict[str, Any]]:
+    """Greedy and seeded ones, prompts from 1 to 200 tokens of which some begin alike, 1 to 24 new tokens."""
+    shared = [rng.randrange(3, 1000) for _ in range(130)]
+    requests = []
+    for n in range(10):
+        own = [rng.randrange(3, 1000) for _ in range(rng.randint(1, 70))]
+        options: dict[str, Any] = {"max_tokens": rng.choice([1, 5, 12, 24])}
+        if n % 2:
+            options |= {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": n}
+        requests.append(body([*shared, *own] if n % 3 else own, **options))
+    return requests
+
+
+async def stream(client: httpx.AsyncClient, request: dict[str, Any], drop_after: int | None) -> list[int]:
+    """The token ids of a streamed request; the connection is closed once `drop_after` of them have come."""
+    tokens: list[int] = []
+    async with client.stream("POST", "/v1/completions", json={**request, "stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                return tokens
+            if line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or []
+                if drop_after is not None and len(tokens) >= drop_after:
+                    return tokens
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def test_64_mixed_streams_give_what_each_gives_alone_and_leave_nothing(start: Callable[..., Any]) -> None:
+    server = start(TINY, "--max-num-seqs", "24", "--max-num-batched-tokens", "96")
+    rng = random.Random(7)
+    requests = some_requests(rng)
+    jobs = [(n % len(requests), rng.choice([None, None, None, 1, 3, 10])) for n in range(64)]
+    rng.shuffle(jobs)
+
+    async def run() -> tuple[list[list[int]], list[list[int]]]:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+            alone = [await stream(client, request, None) for request in requests]
+            together = await asyncio.gather(*(stream(client, requests[n], drop) for n, drop in jobs))
+            return alone, together
+
+    alone, together = asyncio.run(run())
+    for (n, drop), tokens in zip(jobs, together, strict=True):
+        assert tokens == (alone[n] if drop is None else alone[n][: len(tokens)])
+    assert server.settled() == {
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0,
+    }
