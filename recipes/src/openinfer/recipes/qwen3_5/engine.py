@@ -49,6 +49,7 @@ from openinfer.scheduler import (
 from openinfer.scheduler import (
     Scheduled as SeqScheduled,
 )
+from openinfer.tensor import DriverCounts
 
 REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
     RejectReason.TOO_LONG: "too_long",
@@ -114,6 +115,7 @@ class Qwen35Engine:
         self._updates: list[Update] = []
         self._stats = EngineStats()
         self._batch = NOBODY
+        self._counts_at_ready = DriverCounts.now()
         self.info = EngineInfo(
             model=name,
             max_model_len=max_model_len,
@@ -336,6 +338,10 @@ class Qwen35Engine:
         stats.kv_used_tokens = pool.num_used(PAGES) * pool.groups[PAGES].block_size
         stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
         stats.compiles_after_ready = self._store.misses_after_seal if self._store else 0
+        if self.runner.stream.device.kind == "cuda":
+            now, ready = DriverCounts.now(), self._counts_at_ready
+            stats.allocations_after_ready = now.allocations - ready.allocations
+            stats.host_waits_after_ready = now.waits - ready.waits - self.runner.readback.waits
         return stats
 
     def close(self) -> None:
