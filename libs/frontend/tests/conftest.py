@@ -81,7 +81,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def start(tokenizer: Tokenizer) -> Iterator[Factory]:
-    """start(engine={...}, app={...}, process=False, shutdown_timeout_s=0): a Live server with a FakeEngine."""
+    """start(engine={...}, app={...}, process=False, shutdown_timeout_s=0): a Live server with a FakeEngine, or with
+    what `driver` drives."""
     servers: list[Live] = []
 
     def factory(
@@ -90,13 +91,15 @@ def start(tokenizer: Tokenizer) -> Iterator[Factory]:
         process: bool = False,
         shutdown_timeout_s: float = 0.0,
         hang_timeout_s: float = 60.0,
+        driver: Driver | None = None,
     ) -> Live:
         source = find_template(DATA, tokenizer.config)
         assert source is not None
         template = ChatTemplate(source, tokenizer.special_tokens)
         spec = EngineSpec("openinfer.frontend.testing:FakeEngine", engine or {})
-        driver: Driver
-        if process:
+        if driver is not None:
+            pass
+        elif process:
             driver = ProcessDriver(spec, hang_timeout_s=hang_timeout_s, close_timeout_s=0.5)
         else:
             driver = ThreadDriver(spec.build, hang_timeout_s=hang_timeout_s, close_timeout_s=0.5)

@@ -116,7 +116,7 @@ def test_turns_go_back(speak: Any) -> None:
         ({"input": "x", "background": True}, "background", "not supported"),
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text", "not supported"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools", "web_search"),
-        ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice", "constrained"),
+        ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice", "no grammars"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": "x", "reasoning": {"effort": "high"}}, "reasoning_effort", "means nothing"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "messages", "not JSON"),

@@ -17,6 +17,7 @@ from openinfer.frontend.contract import (
     Scheduled,
     StepOutputs,
     TokenLogprobs,
+    TokenTable,
 )
 
 __all__ = ["FakeEngine"]
@@ -87,6 +88,7 @@ class FakeEngine:
         self._ready = StepOutputs()
         self._stats = EngineStats()
         self._seen_prompts: set[tuple[int, ...]] = set()
+        self._has_tokens = False
 
     def submit(self, request: Request) -> None:
         length = len(request.prompt_token_ids) + request.max_tokens
@@ -96,6 +98,8 @@ class FakeEngine:
         elif request.priority:
             reason = f"priority {request.priority} is not supported, only 0"
             self._ready.updates.append(Rejected(request.id, reason, "unsupported"))
+        elif request.grammar is not None and not self._has_tokens:
+            self._ready.updates.append(Rejected(request.id, "grammars need a TokenTable", "unsupported"))
         elif request.prompt_token_ids == [self._fail_prompt]:
             self._ready.updates.append(Failed(request.id, "this prompt fails, as asked"))
         elif len(self._waiting) >= self._max_waiting:
@@ -115,6 +119,7 @@ class FakeEngine:
     def control(self, command: Command) -> None:
         if isinstance(command, ResetPrefixCache):
             self._seen_prompts.clear()
+        self._has_tokens = self._has_tokens or isinstance(command, TokenTable)
 
     def step(self, wait: float) -> StepOutputs:
         self._stats.steps += 1

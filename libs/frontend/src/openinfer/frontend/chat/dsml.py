@@ -1,10 +1,13 @@
 """DeepSeek-V4: a block of `<｜DSML｜invoke name="f">` with typed parameters, all calls of a turn in one block."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
+from openinfer.frontend.chat.forced import bare_value, each_argument
 from openinfer.frontend.chat.output import Schemas, ToolCall
 from openinfer.frontend.chat.values import Malformed, decode, encode
+from openinfer.sampler.lark import Lark
 
 __all__ = ["DSML", "DsmlFormat"]
 
@@ -12,6 +15,7 @@ DSML = "｜DSML｜"
 _INVOKE = re.compile(rf'\s*<{DSML}invoke name="([^"\n]+)">')
 _PARAMETER = re.compile(rf'\s*<{DSML}parameter name="([^"\n]+)" string="(true|false)">')
 _END_INVOKE = re.compile(rf"\s*</{DSML}invoke>")
+_INVOKE_LINE, _END_INVOKE_LINE = f'<{DSML}invoke name="%s">\n', f"</{DSML}invoke>\n"
 _END_PARAMETER = f"</{DSML}parameter>"
 
 
@@ -29,6 +33,27 @@ class DsmlFormat:
         except Malformed:
             return None
         return calls or None
+
+    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
+        """All calls of a turn stand in one block."""
+        newline = lark.text("\n")
+
+        def write(name: str, schema: Mapping[str, Any]) -> str:
+            text, other = bare_value(lark, schema, _END_PARAMETER)
+            heads = (f'<{DSML}parameter name="{name}" string="{flag}">' for flag in ("true", "false"))
+            values = [
+                f"{lark.text(head)} {value}"
+                for head, value in zip(heads, (text, other), strict=True)
+                if value
+            ]
+            return f"{lark.any_of(values)} {newline}"
+
+        calls = [
+            f"{lark.text(_INVOKE_LINE % name)} {each_argument(lark, schema, write)} "
+            f"{lark.text(_END_INVOKE_LINE)}"
+            for name, schema in schemas.items()
+        ]
+        return f"{newline} {lark.any_of(calls)}{'+' if many else ''} {lark.text(self.closing)}"
 
     def _invoke(self, body: str, position: int) -> tuple[ToolCall, int]:
         opened = _INVOKE.match(body, position)

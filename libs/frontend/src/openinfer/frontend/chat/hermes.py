@@ -1,7 +1,11 @@
 """Qwen3 (and Hermes): `<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>`, one call a pair of tags."""
 
-from openinfer.frontend.chat.output import Schemas, ToolCall
+import json
+
+from openinfer.frontend.chat.forced import any_arguments
+from openinfer.frontend.chat.output import Schemas, ToolCall, repeated
 from openinfer.frontend.chat.values import Malformed, decode, encode
+from openinfer.sampler.lark import Lark
 
 __all__ = ["HermesFormat"]
 
@@ -25,3 +29,12 @@ class HermesFormat:
             return [ToolCall(call["name"], encode(arguments))]
         except Malformed:
             return None
+
+    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
+        end = lark.text("}\n" + self.closing)
+        calls = [
+            f"{lark.text(head)} {any_arguments(lark, schema)} {end}"
+            for name, schema in schemas.items()
+            for head in ['\n{"name": ' + json.dumps(name) + ', "arguments": ']
+        ]
+        return repeated(lark, self, lark.any_of(calls), many)

@@ -10,12 +10,14 @@ A call is handed out when it is complete. What looks like a call and is none, or
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Content", "OutputParser", "Part", "Reasoning", "ToolCall", "ToolFormat", "overlap"]
+from openinfer.sampler.lark import Lark
 
-THINK, END_THINK = "<think>", "</think>"
+__all__ = ["Content", "OutputParser", "Part", "Reasoning", "ToolCall", "ToolFormat", "overlap", "repeated"]
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""Name of a tool -> JSON schema of its parameters."""
+THINK, END_THINK, NEWLINE = "<think>", "</think>", "\n"
+
+Schemas = Mapping[str, Mapping[str, Any] | None]
+"""Name of a tool -> JSON schema of its parameters; None for a tool without."""
 
 
 class Reasoning(NamedTuple):
@@ -48,6 +50,16 @@ class ToolFormat(Protocol):
 
     def parse(self, body: str, schemas: Schemas) -> list[ToolCall] | None:
         """The calls in the text between the markers; None when it is malformed. Never raises."""
+
+    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
+        """What follows `opening` when it must be a call of one of these tools, `closing` included; with `many` any
+        number of further calls, in as many blocks as the format takes. Raises InvalidGrammar for what cannot be
+        forced."""
+
+
+def repeated(lark: Lark, form: ToolFormat, call: str, many: bool) -> str:
+    """`call`, and with `many` further ones, each in a block on a line of its own."""
+    return f"{call} {lark.rule(f'{lark.text(NEWLINE + form.opening)} {call}')}*" if many else call
 
 
 class OutputParser:

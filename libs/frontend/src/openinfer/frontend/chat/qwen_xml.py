@@ -4,10 +4,13 @@ Values are bare text; the tool's JSON schema says what they are.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
-from openinfer.frontend.chat.output import Schemas, ToolCall
-from openinfer.frontend.chat.values import Malformed, encode, typed
+from openinfer.frontend.chat.forced import bare_value, each_argument
+from openinfer.frontend.chat.output import Schemas, ToolCall, repeated
+from openinfer.frontend.chat.values import Malformed, encode, resolved, typed
+from openinfer.sampler.lark import Lark
 
 __all__ = ["QwenXmlFormat"]
 
@@ -15,6 +18,7 @@ _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 _END_FUNCTION = re.compile(r"\s*</function>")
 _END_PARAMETER = "</parameter>"
+NEWLINE = "\n"
 
 
 class QwenXmlFormat:
@@ -32,12 +36,28 @@ class QwenXmlFormat:
             return None
         return calls or None
 
+    def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
+        def write(name: str, schema: Mapping[str, Any]) -> str:
+            text, other = bare_value(lark, schema, _END_PARAMETER, before="\n")
+            if text and other and "enum" in schema:
+                text = lark.any_of([text, other])
+            # Free text may read as another type of the schema's, and then is that: it needs no expression of its own.
+            return f"{lark.text(f'<parameter={name}>' + NEWLINE)} {text or other} {lark.text(NEWLINE)}"
+
+        functions = [
+            f"{lark.text(f'{NEWLINE}<function={name}>{NEWLINE}')} {each_argument(lark, schema, write)} "
+            f"{lark.text(f'</function>{NEWLINE}{self.closing}')}"
+            for name, schema in schemas.items()
+        ]
+        return repeated(lark, self, lark.any_of(functions), many)
+
     def _function(self, body: str, position: int, schemas: Schemas) -> tuple[ToolCall, int]:
         opened = _FUNCTION.match(body, position)
         if opened is None:
             raise Malformed
         name, position = opened[1].strip(), opened.end()
-        properties = schemas.get(name, {}).get("properties")
+        parameters = schemas.get(name) or {}
+        properties = parameters.get("properties")
         properties = properties if isinstance(properties, dict) else {}
         arguments: dict[str, Any] = {}
         while parameter := _PARAMETER.match(body, position):
@@ -47,7 +67,7 @@ class QwenXmlFormat:
             value = body[parameter.end() : end].removeprefix("\n").removesuffix("\n")
             key = parameter[1].strip()
             schema = properties.get(key)
-            arguments[key] = typed(value, schema if isinstance(schema, dict) else {})
+            arguments[key] = typed(value, resolved(schema, parameters) if isinstance(schema, dict) else {})
             position = end + len(_END_PARAMETER)
         closed = _END_FUNCTION.match(body, position)
         if closed is None or not name:

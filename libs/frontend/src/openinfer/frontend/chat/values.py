@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Malformed", "decode", "encode", "typed"]
+__all__ = ["Malformed", "decode", "encode", "kinds", "resolved", "typed"]
+
+MAX_HOPS = 8
 
 
 class Malformed(Exception):
@@ -31,23 +33,48 @@ def encode(value: Any) -> str:
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
     """A value written as bare text, read as the schema's type; text where it is not of that type."""
-    kinds = _kinds(schema)
-    if not kinds or kinds == {"string"}:
+    wanted = kinds(schema)
+    if not wanted or wanted == {"string"}:
         return text
     word = text.strip()
-    if "boolean" in kinds and word.lower() in ("true", "false"):
+    if "boolean" in wanted and word.lower() in ("true", "false"):
         return word.lower() == "true"
-    if "null" in kinds and word.lower() in ("null", "none"):
+    if "null" in wanted and word.lower() in ("null", "none"):
         return None
     try:
         value = decode(word)
     except Malformed:
         return text
-    return value if _kind(value) & kinds else text
+    return value if _kind(value) & wanted else text
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
+def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema that a local reference (`{"$ref": "#/..."}`) leads to; the schema itself without one, or where it
+    leads nowhere."""
+    for _ in range(MAX_HOPS):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        found: Any = root
+        for step in reference[2:].split("/"):
+            found = (
+                found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+            )
+        if not isinstance(found, Mapping):
+            break
+        schema = {**found, **{name: value for name, value in schema.items() if name != "$ref"}}
+    return schema
+
+
+def kinds(schema: Mapping[str, Any]) -> set[str]:
     """The JSON types a schema allows; empty when it does not say."""
+    values = (
+        schema["enum"]
+        if isinstance(schema.get("enum"), list)
+        else [schema[k] for k in ("const",) if k in schema]
+    )
+    if values:
+        return set().union(*(_kind(value) for value in values))
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}

@@ -50,7 +50,8 @@ def create_app(
     """OpenAI's endpoints over an engine; `app.state.service` is the Service.
 
     The application's lifespan starts and closes the client: run it with any ASGI server. Whoever manages the
-    client elsewhere turns the lifespan off (uvicorn: lifespan="off").
+    client elsewhere turns the lifespan off (uvicorn: lifespan="off") and awaits `app.state.service.prepare()` once the
+    client has started, which run_server does.
 
     client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat.
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
@@ -84,6 +85,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await client.start()
+        await service.prepare()
         try:
             yield
         finally:

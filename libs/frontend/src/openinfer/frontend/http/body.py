@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.structured import ResponseFormat, StructuredOutputs
 
 __all__ = [
     "ChatBody",
@@ -66,6 +67,16 @@ class CommonBody(msgspec.Struct, kw_only=True):
     user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
@@ -77,7 +88,7 @@ class CompletionBody(CommonBody, kw_only=True):
 
 
 class FunctionSpec(msgspec.Struct, omit_defaults=True):
-    """A function on offer. `strict` is taken and not enforced: that needs constrained decoding."""
+    """A function on offer. With `strict` its calls are held to `parameters`; forced calls always are."""
 
     name: ToolName
     description: str | None = None
@@ -134,16 +145,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": _NOTHING,
     "logprob_token_ids": (None, []),
     "truncate_prompt_tokens": _NOTHING,
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_json_object": (None, False),
-    "json_schema": _NOTHING,
-    "regex": _NOTHING,
-    "ebnf": _NOTHING,
+    "structural_tag": _NOTHING,
+    "guided_whitespace_pattern": _NOTHING,
     "stop_regex": _NOTHING,
     "functions": (None, []),
     "function_call": (None, "none", "auto"),

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from openinfer.frontend.chat import OutputParser, Renderer, ToolFormat
+from openinfer.frontend.chat.output import END_THINK, THINK, Schemas
 from openinfer.frontend.errors import APIError
+from openinfer.sampler import InvalidGrammar
+from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.lark import Lark
 
 __all__ = ["Chat", "ChatFormat", "ParserFactory", "chat_messages", "text_of"]
 
 ParserFactory = Callable[[], OutputParser]
 """A new parser for each choice."""
-
-THINK = "<think>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "auto"
     """none, auto, required, or the name of a tool after "tool "."""
+    strict: Sequence[str] = ()
+    """Names of the tools that are to be called after their schema, also where the model may decide. One is enough to
+    hold all calls to theirs."""
     parallel_calls: bool = True
     add_generation_prompt: bool = True
     effort: str | None = None
@@ -59,8 +64,7 @@ class ChatFormat:
         tools = self.tools if self._tools_on_offer(chat) else None
         if tools is None and not self.reasoning:
             return None
-        functions = [tool["function"] for tool in chat.tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        schemas = _schemas(chat)
 
         def new() -> OutputParser:
             return OutputParser(
@@ -73,20 +77,61 @@ class ChatFormat:
 
         return new
 
+    def grammar(self, chat: Chat, prompt: str, content: Grammar | None) -> Grammar | None:
+        """Of all that follows `prompt`: thoughts, then `content`, or the calls that the chat asks for. None where the
+        model is free. Raises APIError (400) naming what cannot be forced."""
+        schemas = _schemas(chat) if self._tools_on_offer(chat) else {}
+        if chat.tool_choice.startswith("tool "):
+            schemas = {name: schema for name, schema in schemas.items() if chat.tool_choice == f"tool {name}"}
+        forced = bool(schemas) and chat.tool_choice != "auto"
+        if not forced and not chat.strict and content is None:
+            return None
+        lark = Lark()
+        try:
+            thoughts = self._thoughts(lark, prompt)
+            if not schemas and not thoughts:
+                return content
+            return lark.grammar(f"{thoughts} {self._answer(lark, chat, schemas, content, forced)}")
+        except InvalidGrammar as error:
+            raise APIError(f"the tools cannot be forced: {error}", param="tools") from error
+
+    def _answer(self, lark: Lark, chat: Chat, schemas: Schemas, content: Grammar | None, forced: bool) -> str:
+        """The expression of what follows the thoughts."""
+        if not schemas or self.tools is None:
+            assert content is not None
+            return lark.content(content)
+        opening = self.tools.opening
+        if not forced and content is None:  # free text, in which a call that begins must become one
+            call = lark.rule(f"{lark.until(opening)} {self.tools.grammar(lark, schemas, many=False)}")
+            return f"{call}* {lark.without(opening)}"
+        calls = f"{lark.text(opening)} {self.tools.grammar(lark, schemas, many=chat.parallel_calls)}"
+        return calls if forced or content is None else lark.any_of([calls, lark.content(content)])
+
+    def _thoughts(self, lark: Lark, prompt: str) -> str:
+        """What the model may think first: it is in the midst of it, is through with it, or may begin."""
+        before = prompt.rstrip()
+        if not self.reasoning or before.endswith(END_THINK):
+            return ""
+        rest = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
+        if before.endswith(THINK):
+            return rest
+        return f"{lark.rule(f'{lark.text(THINK)} {rest}')}?"
+
     def markers(self) -> str:
         """All the markers a parser may look for: special tokens among them must not be skipped."""
         tools = f"{self.tools.opening} {self.tools.closing}" if self.tools else ""
         return f"{tools} <think> </think>" if self.reasoning else tools
 
     def _tools_on_offer(self, chat: Chat) -> Sequence[Mapping[str, Any]]:
-        if not chat.tools or chat.tool_choice == "none":
+        if chat.tool_choice == "none" or (not chat.tools and chat.tool_choice == "auto"):
             return ()
-        if chat.tool_choice != "auto":
+        names = [tool["function"]["name"] for tool in chat.tools]
+        wanted = chat.tool_choice.removeprefix("tool ")
+        if not names or (wanted != chat.tool_choice and wanted not in names):
             raise APIError(
-                f"tool_choice {chat.tool_choice!r} needs constrained decoding, which this engine does not have; "
-                "use auto or none",
+                f"tool_choice asks for {'a call' if wanted == chat.tool_choice else repr(wanted)}; the tools given are "
+                f"{', '.join(names) or 'none'}",
                 param="tool_choice",
-                code="unsupported",
             )
         if self.tools is None:
             raise APIError(
@@ -109,6 +154,11 @@ class ChatFormat:
                 code="unsupported",
             )
         return options
+
+
+def _schemas(chat: Chat) -> Schemas:
+    functions = [tool["function"] for tool in chat.tools]
+    return {function["name"]: function.get("parameters") for function in functions}
 
 
 def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:

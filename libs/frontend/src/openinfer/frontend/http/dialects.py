@@ -52,7 +52,7 @@ class Dialects:
         """POST /v1/responses."""
         arrival, service = time.monotonic(), self._service
         body = decode_body(await read_body(request), ResponsesBody, responses_body.REFUSED)
-        model, plan = service.check(responses_common(body), None)
+        model, plan = service.check(responses_common(body), None, "text")
         ids, plan, new_parser = await service.prepare_chat(responses_chat(body), plan, "input")
         limit = max_tokens_for(
             len(ids), body.max_output_tokens, None, plan, service.client.info, "max_output_tokens"
@@ -66,7 +66,7 @@ class Dialects:
         body = decode_body(await read_body(request), MessagesBody, messages_body.REFUSED)
         if body.max_tokens is None:
             raise APIError("max_tokens is missing", param="max_tokens")
-        model, plan = service.check(messages_common(body), None)
+        model, plan = service.check(messages_common(body), None, "output_format")
         chat = messages_chat(body, service.template_variables)
         ids, plan, new_parser = await service.prepare_chat(chat, plan, "messages")
         limit = max_tokens_for(len(ids), body.max_tokens, None, plan, service.client.info, "max_tokens")

@@ -265,6 +265,7 @@ class Generation:
                     tenant=plan.tenant,
                     cache_salt=plan.cache_salt,
                     trace_parent=trace_parent,
+                    grammar=plan.grammar,
                 )
                 index_of_all = len(self.choices)
                 self.choices.append(

@@ -8,6 +8,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
 from openinfer.frontend.http.chat import Chat, chat_messages, text_of
 from openinfer.frontend.http.service import tool_object
+from openinfer.frontend.http.structured import JsonSchemaFormat, JsonSchemaSpec
 
 __all__ = ["MessagesBody", "messages_chat", "messages_common"]
 
@@ -19,6 +20,7 @@ class MessageTool(msgspec.Struct):
     input_schema: dict[str, Any]
     description: str | None = None
     type: Literal["custom"] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct):
@@ -34,6 +36,19 @@ class Thinking(msgspec.Struct):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
+
+
+class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """output_format: JSON after a schema."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """output_config, where newer clients have the format. An effort is a wish, and this model has none."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class Metadata(msgspec.Struct):
@@ -57,6 +72,8 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     tools: Annotated[list[MessageTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_format: OutputFormat | None = None
+    output_config: OutputConfig | None = None
     metadata: Metadata | None = None
 
 
@@ -64,14 +81,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": (None, []),
     "container": (None,),
     "context_management": (None,),
-    "output_format": (None,),
 }
 """Known fields that are not honoured, each with the values that ask for nothing."""
 
 
 def messages_common(body: MessagesBody) -> CommonBody:
     """The fields that all endpoints share."""
+    wanted = body.output_format or (body.output_config.format if body.output_config else None)
     return CommonBody(
+        response_format=JsonSchemaFormat(JsonSchemaSpec(wanted.schema)) if wanted else None,
         model=body.model,
         temperature=body.temperature,
         top_k=body.top_k,
@@ -99,6 +117,7 @@ def messages_chat(body: MessagesBody, variables: frozenset[str]) -> Chat:
             for tool in body.tools or ()
         ],
         tool_choice=kinds.get(choice.type if choice else None) or f"tool {choice.name if choice else ''}",
+        strict=[tool.name for tool in body.tools or () if tool.strict],
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
         options=thinks if "enable_thinking" in variables else {},
     )

@@ -11,12 +11,15 @@ import msgspec
 from openinfer.frontend.contract import EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.body import ChatBody, CommonBody
+from openinfer.frontend.http.structured import grammar_of
 from openinfer.frontend.http.tokenizer import Tokenizer, read_json
 from openinfer.sampler import InvalidParams, SamplingParams
+from openinfer.sampler.grammar import Grammar
 
 __all__ = [
     "Plan",
     "SamplingDefaults",
+    "check_grammars",
     "choice_sampling",
     "make_plan",
     "max_tokens_for",
@@ -88,6 +91,8 @@ class Plan(msgspec.Struct, frozen=True):
     priority: int
     tenant: str
     cache_salt: str
+    grammar: Grammar | None
+    """Of the content; what stands around it in a chat comes with the chat's format."""
 
 
 def make_plan(
@@ -96,8 +101,12 @@ def make_plan(
     defaults: SamplingDefaults,
     info: EngineInfo,
     tokenizer: Tokenizer | None,
+    format_field: str = "response_format",
 ) -> Plan:
-    """Check everything but the prompts. Raises APIError (400) naming the field."""
+    """Check everything but the prompts. format_field: what the endpoint calls response_format.
+
+    Raises APIError (400) naming the field.
+    """
     n = 1 if body.n is None else body.n
     _check(1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
     if body.seed is not None:
@@ -129,7 +138,30 @@ def make_plan(
         priority=body.priority or 0,
         tenant=body.user or "",
         cache_salt=salt,
+        grammar=_grammar(body, info, tokenizer, format_field),
     )
+
+
+def check_grammars(field: str, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
+    """Raise APIError (400) where an output cannot be forced to be what `field` asks for."""
+    if "grammar" not in info.features:
+        why = "this engine has no grammars"
+    elif tokenizer is None or not tokenizer.is_bytes:
+        why = "it needs a byte-level tokenizer, and this server runs without"
+    else:
+        return
+    raise APIError(f"{field} is not supported: {why}", param=field.split(".")[0], code="unsupported")
+
+
+def _grammar(
+    body: CommonBody, info: EngineInfo, tokenizer: Tokenizer | None, format_field: str
+) -> Grammar | None:
+    found = grammar_of(body, format_field)
+    if found is None:
+        return None
+    field, grammar = found
+    check_grammars(field, info, tokenizer)
+    return grammar
 
 
 def _sampling(

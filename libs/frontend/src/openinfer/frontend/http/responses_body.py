@@ -8,6 +8,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
 from openinfer.frontend.http.chat import Chat, chat_messages, text_of
 from openinfer.frontend.http.service import tool_object
+from openinfer.frontend.http.structured import JsonObjectFormat, JsonSchemaFormat, JsonSchemaSpec, TextFormat
 
 __all__ = ["ResponsesBody", "responses_chat", "responses_common"]
 
@@ -34,6 +35,17 @@ class Effort(msgspec.Struct):
     summary: str | None = None
 
 
+class NamedSchema(JsonSchemaSpec, tag_field="type", tag="json_schema"):
+    """text.format: JSON after a schema, whose name and `strict` change nothing here."""
+
+
+class TextOptions(msgspec.Struct):
+    """text: what the answer has to be. Only the usual verbosity can be had."""
+
+    format: TextFormat | JsonObjectFormat | NamedSchema | None = None
+    verbosity: Literal["medium"] | None = None
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """POST /v1/responses; None is a field that was not given."""
 
@@ -47,6 +59,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
+    text: TextOptions | None = None
     stream: bool | None = None
     store: bool | None = None
     """Taken, and not done: the answer says store: false."""
@@ -66,7 +79,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
     "max_tool_calls": (None,),
-    "text": (None, {}, {"format": {"type": "text"}}, {"format": {"type": "text"}, "verbosity": "medium"}),
 }
 """Known fields that are not honoured, each with the values that ask for nothing."""
 
@@ -74,7 +86,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 def responses_common(body: ResponsesBody) -> CommonBody:
     """The fields that all endpoints share."""
     names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "user")
-    return CommonBody(**{name: getattr(body, name) for name in names})
+    wanted = body.text.format if body.text else None
+    return CommonBody(
+        **{name: getattr(body, name) for name in names},
+        response_format=JsonSchemaFormat(wanted) if isinstance(wanted, NamedSchema) else wanted,
+    )
 
 
 def responses_chat(body: ResponsesBody) -> Chat:
@@ -92,6 +108,7 @@ def responses_chat(body: ResponsesBody) -> Chat:
         messages=chat_messages(messages),
         tools=[tool_object(tool) for tool in body.tools or ()],
         tool_choice=f"tool {choice.name}" if isinstance(choice, ChosenTool) else choice,
+        strict=[tool.name for tool in body.tools or () if tool.strict],
         parallel_calls=body.parallel_tool_calls is not False,
         effort=body.reasoning.effort if body.reasoning else None,
         options=body.chat_template_kwargs or {},

@@ -56,6 +56,7 @@ async def run_server(
     Returns the exit code: 0, or 1 when the engine was lost.
     """
     service: Service = app.state.service
+    await service.prepare()
     config = uvicorn.Config(
         app,
         lifespan="off",

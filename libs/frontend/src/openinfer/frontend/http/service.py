@@ -33,6 +33,7 @@ from openinfer.frontend.http.params import (
     MAX_SEQUENCES,
     Plan,
     SamplingDefaults,
+    check_grammars,
     make_plan,
     max_tokens_for,
     prompt_ids,
@@ -112,6 +113,7 @@ class Service:
             messages=chat_messages(body.messages),
             tools=[tool_object(tool.function) for tool in body.tools or ()],
             tool_choice=tool_choice(body),
+            strict=[tool.function.name for tool in body.tools or () if tool.function.strict],
             parallel_calls=body.parallel_tool_calls is not False,
             add_generation_prompt=body.add_generation_prompt is not False,
             effort=body.reasoning_effort,
@@ -130,11 +132,22 @@ class Service:
         if self.tokenizer is None:
             raise APIError("this server has no tokenizer; use /v1/completions", param=field)
         text = self.chat_format.prompt(chat)
+        if chat.tool_choice not in ("auto", "none"):
+            check_grammars("tool_choice", self.client.info, self.tokenizer)
+        if "grammar" in self.client.info.features:  # elsewhere `strict` is a wish
+            plan = msgspec.structs.replace(plan, grammar=self.chat_format.grammar(chat, text, plan.grammar))
         ids = prompt_ids(await self.tokenizer.encode(text, False), self.client.info, field)
         new_parser = self.chat_format.parser(chat, text)
         if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
             plan = msgspec.structs.replace(plan, skip_special_tokens=False)
         return ids, plan, new_parser
+
+    async def prepare(self) -> None:
+        """Tell the engine what it needs for grammars. The client must have been started."""
+        if "grammar" in self.client.info.features and self.tokenizer is not None:
+            table = self.tokenizer.token_table(self.chat_format.markers())
+            if table is not None:
+                await self.client.control(table)
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
@@ -195,12 +208,14 @@ class Service:
             )
         return model or names[0]
 
-    def check(self, body: CommonBody, logprobs: int | None) -> tuple[str, Plan]:
+    def check(
+        self, body: CommonBody, logprobs: int | None, format_field: str = "response_format"
+    ) -> tuple[str, Plan]:
         """The model's name in the answer, and what to generate. Raises APIError naming the field."""
         if self.draining:
             raise APIError("the server is shutting down", status=503, code="shutting_down")
         model = self._known(body.model)
-        plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer)
+        plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer, format_field)
         return model, plan
 
     async def _prompts(self, body: CompletionBody) -> list[list[int]]:

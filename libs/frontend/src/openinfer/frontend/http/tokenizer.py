@@ -101,6 +101,11 @@ class Tokenizer:
             return self._tables[0][token_id]
         return self.token_text(token_id).encode()
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a token is always the same bytes, whatever stands beside it."""
+        return self._tables is not None
+
     def token_table(self, markers: str) -> TokenTable | None:
         """What an engine needs for grammars; None where a token's bytes depend on its neighbours. `markers`: special
         tokens written in this text are text to a grammar, as they are to the parsers."""

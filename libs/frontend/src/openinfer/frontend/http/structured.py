@@ -1,0 +1,124 @@
+"""What the output has to be: the fields that say so, under all their names, as one Grammar."""
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from openinfer.frontend.errors import APIError
+from openinfer.sampler import InvalidGrammar
+from openinfer.sampler.grammar import Grammar
+
+if TYPE_CHECKING:
+    from openinfer.frontend.http.body import CommonBody
+
+__all__ = [
+    "JsonObjectFormat",
+    "JsonSchemaFormat",
+    "JsonSchemaSpec",
+    "ResponseFormat",
+    "StructuredOutputs",
+    "TextFormat",
+    "grammar_of",
+]
+
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """response_format: anything."""
+
+
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """response_format: any JSON object."""
+
+
+class JsonSchemaSpec(msgspec.Struct):
+    """The schema with its name. It is kept to with `strict` and without."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """response_format: JSON after a schema."""
+
+    json_schema: JsonSchemaSpec
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's structured_outputs: one of the first five."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+
+def grammar_of(body: "CommonBody", format_field: str) -> tuple[str, Grammar] | None:
+    """The field that asks for a certain output, and the grammar of it; `format_field`: what the endpoint calls
+    response_format. Raises APIError (400) naming the field, also where two fields ask for different ones."""
+    found: dict[Grammar, str] = {}
+    for field, kind, value in _wishes(body, format_field):
+        text = value if isinstance(value, str) else json.dumps(value)
+        if kind == "lark" and "::=" in text:
+            kind = "gbnf"
+        try:
+            found.setdefault(Grammar(kind, text), field)
+        except InvalidGrammar as error:
+            raise APIError(f"{field}: {error}", param=field.split(".")[0]) from error
+    if len(found) > 1:
+        raise APIError(
+            f"{' and '.join(found.values())} ask for different outputs: give one", param=[*found.values()][1]
+        )
+    return next(((field, grammar) for grammar, field in found.items()), None)
+
+
+def _wishes(body: "CommonBody", format_field: str) -> Iterator[tuple[str, Any, Any]]:
+    """Field, kind of grammar and its text or value."""
+    match body.response_format:
+        case JsonObjectFormat():
+            yield format_field, "json_object", ""
+        case JsonSchemaFormat(spec):
+            yield format_field, "json_schema", spec.schema
+    plain = {
+        "json": "json_schema",
+        "regex": "regex",
+        "choice": "choice",
+        "grammar": "lark",
+    }
+    several = body.structured_outputs
+    if several is not None:
+        for name in (
+            "structural_tag",
+            "whitespace_pattern",
+            "disable_any_whitespace",
+            "disable_additional_properties",
+        ):
+            if getattr(several, name):
+                raise APIError(
+                    f"structured_outputs.{name} is not supported by this server; leave it out",
+                    param="structured_outputs",
+                    code="unsupported",
+                )
+    for name, kind in plain.items():
+        if several is not None and getattr(several, name) is not None:
+            yield f"structured_outputs.{name}", kind, getattr(several, name)
+        if getattr(body, f"guided_{name}") is not None:
+            yield f"guided_{name}", kind, getattr(body, f"guided_{name}")
+    if several is not None and several.json_object:
+        yield "structured_outputs.json_object", "json_object", ""
+    if body.guided_json_object:
+        yield "guided_json_object", "json_object", ""
+    for name, kind in (("json_schema", "json_schema"), ("regex", "regex"), ("ebnf", "gbnf")):
+        if getattr(body, name) is not None:
+            yield name, kind, getattr(body, name)

@@ -1,0 +1,231 @@
+"""Forced calls: whatever a model of random logits says under a format's grammar, the format's parser reads as calls
+that the tools' schemas allow."""
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from openinfer.frontend.chat import TOOL_FORMATS, Content, OutputParser, Reasoning, ToolCall
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.chat import Chat, ChatFormat
+from openinfer.sampler.grammar import Compiler, Grammar
+
+EOS = 0
+PIECES = [
+    b"</",
+    b"<think>",
+    b"\n\n",
+    b'"}',
+    b"}\n</tool_call>",
+    b"</parameter>",
+    b"tool_call>",
+    b'{"',
+    b'": ',
+]
+CLOSING = [b"</think>", b"\n</parameter>", "</｜DSML｜parameter>".encode(), b'"', b"}"]
+TOKENS = [b"<eos>", *(bytes([i]) for i in range(256)), *PIECES, *CLOSING]
+CLOSES = [EOS, *(TOKENS.index(token) for token in CLOSING)]
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 1, "maxLength": 6, "description": "where"},
+        "unit": {"enum": ["C", "F", "</C"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/place"},
+    },
+    "required": ["city", "days", "place"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"at": {"$ref": "#/$defs/at"}},
+            "required": ["at"],
+            "additionalProperties": False,
+        },
+        "at": {"type": "boolean"},
+    },
+    "additionalProperties": False,
+}
+PICK = {
+    "type": "object",
+    "properties": {"of": {"enum": [1, None, "one"]}, "kind": {"$ref": "#/$defs/kind"}},
+    "$defs": {"kind": {"type": ["string", "null"]}},
+    "additionalProperties": False,
+}
+SCHEMAS: dict[str, Any] = {"weather": WEATHER, "pick-1": PICK, "now": None}
+FORMATS = ["hermes", "qwen3_xml", "deepseek_v4"]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[Compiler]:
+    compiler = Compiler(TOKENS, [EOS], [EOS])
+    yield compiler
+    compiler.close()
+
+
+def say(compiler: Compiler, grammar: Grammar, rng: random.Random, most: int = 4000) -> str:
+    """What a model says that draws any token that it may, and likes to come to an end."""
+    matcher, said = compiler.compile(grammar), b""
+    for _ in range(most):
+        (allowed,) = matcher.allowed().nonzero()
+        closing = [token for token in CLOSES if token in allowed]
+        token = rng.choice(closing if closing and rng.random() < 0.3 else allowed.tolist())
+        matcher.accept(token)
+        if token == EOS:
+            return said.decode()
+        said += TOKENS[token]
+    raise AssertionError(f"no end: {said[-200:]!r}")
+
+
+def chat(**options: Any) -> Chat:
+    tools = [
+        {"type": "function", "function": {"name": name} | ({"parameters": schema} if schema else {})}
+        for name, schema in SCHEMAS.items()
+    ]
+    return Chat(messages=[], **{"tools": tools, "tool_choice": "required", **options})
+
+
+def read(form: ChatFormat, asked: Chat, prompt: str, text: str) -> list[Any]:
+    """The parts, however the text is cut."""
+    new_parser = form.parser(asked, prompt)
+    assert new_parser is not None
+    parser: OutputParser = new_parser()
+    return [*parser.push(text[: len(text) // 2]), *parser.push(text[len(text) // 2 :]), *parser.flush()]
+
+
+def check(call: ToolCall) -> None:
+    schema = SCHEMAS[call.name] or {"type": "object", "maxProperties": 0}
+    jsonschema.validate(json.loads(call.arguments), schema)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("prompt", ["<user>", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_what_is_forced_is_read_as_calls(compiler: Compiler, name: str, prompt: str) -> None:
+    form, rng = ChatFormat(tools=TOOL_FORMATS[name], reasoning=True), random.Random(name + prompt)
+    called, most = set(), 0
+    for turn in range(30):
+        asked = chat(tool_choice="tool pick-1" if turn % 5 == 0 else "required", parallel_calls=turn % 3 > 0)
+        grammar = form.grammar(asked, prompt, None)
+        assert grammar is not None
+        text = say(compiler, grammar, rng)
+        parts = read(form, asked, prompt, text)
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        assert calls, text
+        assert not any(isinstance(part, Content) for part in parts), text
+        for call in calls:
+            check(call)
+        called.update(call.name for call in calls)
+        most = max(most, len(calls))
+        if turn % 5 == 0:
+            assert {call.name for call in calls} == {"pick-1"}
+        if turn % 3 == 0:
+            assert len(calls) == 1
+        assert prompt != "<think>\n\n</think>\n\n" or not any(isinstance(part, Reasoning) for part in parts)
+    assert called == set(SCHEMAS)
+    assert most > 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strict_tools_hold_calls_that_the_model_decides_on(compiler: Compiler, name: str) -> None:
+    form, rng = ChatFormat(tools=TOOL_FORMATS[name]), random.Random(name)
+    asked = chat(tool_choice="auto", strict=["weather"])
+    grammar = form.grammar(asked, "", None)
+    assert grammar is not None
+    matcher = compiler.compile(grammar)
+    assert matcher.may_end
+    opening = TOOL_FORMATS[name].opening
+    free = f"Well < then {opening[:-1]}; "
+    for byte in (free + opening).encode():
+        assert matcher.allowed()[1 + byte]
+        matcher.accept(1 + byte)
+    assert not matcher.may_end
+    assert matcher.allowed().sum() <= 2
+    plain = form.grammar(chat(tool_choice="auto"), "", None)
+    assert plain is None
+    for _ in range(10):
+        parts = read(form, asked, "", say(compiler, grammar, rng))
+        for part in parts:
+            if isinstance(part, ToolCall):
+                check(part)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_schema_for_the_content_leaves_calls_possible(compiler: Compiler, name: str) -> None:
+    form, rng = ChatFormat(tools=TOOL_FORMATS[name], reasoning=True), random.Random(name)
+    content = Grammar(
+        "json_schema",
+        '{"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": false}',
+    )
+    asked = chat(tool_choice="auto")
+    kinds = set()
+    for _ in range(20):
+        grammar = form.grammar(asked, "", content)
+        assert grammar is not None
+        parts = read(form, asked, "", say(compiler, grammar, rng))
+        kinds.update(type(part) for part in parts)
+        for part in parts:
+            if isinstance(part, ToolCall):
+                check(part)
+        text = "".join(part.text for part in parts if isinstance(part, Content))
+        assert not text or json.loads(text) in ({}, {"a": None})
+    assert kinds == {Reasoning, Content, ToolCall}
+
+
+def test_content_alone_is_itself_unless_there_are_thoughts_first(compiler: Compiler) -> None:
+    content, asked = Grammar("regex", "[ab]{2}"), Chat(messages=[])
+    assert ChatFormat().grammar(asked, "", content) is content
+    assert ChatFormat().grammar(asked, "", None) is None
+    thinking = ChatFormat(reasoning=True)
+    assert thinking.grammar(asked, "", None) is None
+    assert thinking.grammar(asked, "<think></think>\n", content) is content
+    inside = thinking.grammar(asked, "<think>\n", content)
+    assert inside is not None
+    text = say(compiler, inside, random.Random(1))
+    answer = text.partition("</think>")[2]
+    assert set(answer.lstrip("\n")) <= {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "reason"),
+    [
+        ("qwen3_xml", {"type": "string", "pattern": "a"}, "'pattern' of a text cannot be kept"),
+        ("deepseek_v4", {"type": "string", "format": "date"}, "'format' of a text"),
+        (
+            "qwen3_xml",
+            {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]},
+            "text or something else",
+        ),
+        ("qwen3_xml", {"$ref": "#/$defs/nowhere"}, "'\\$ref' of a text"),
+        ("deepseek_v4", {"allOf": [{"type": "string"}]}, "'allOf' of a text"),
+        ("qwen3_xml", True, "cannot be written"),
+    ],
+    ids=str,
+)
+def test_what_a_format_cannot_promise_is_named(name: str, parameter: Any, reason: str) -> None:
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"p": parameter}}}
+    asked = Chat(messages=[], tools=[{"type": "function", "function": tool}], tool_choice="required")
+    with pytest.raises(APIError, match=reason) as caught:
+        ChatFormat(tools=TOOL_FORMATS[name]).grammar(asked, "", None)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ({"type": "array"}, "of type object, not 'array'"),
+        ({"properties": {}, "minProperties": 1}, "'minProperties' of the parameters"),
+        ({"properties": {}, "required": ["x"]}, "required parameter 'x'"),
+        ({"properties": {'a"': {}}}, "cannot be written"),
+    ],
+    ids=str,
+)
+def test_what_parameters_cannot_be_is_named(parameters: Any, reason: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked = Chat(messages=[], tools=tools, tool_choice="required")
+    with pytest.raises(APIError, match=reason):
+        ChatFormat(tools=TOOL_FORMATS["qwen3_xml"]).grammar(asked, "", None)
