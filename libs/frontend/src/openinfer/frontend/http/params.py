@@ -91,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True):
     priority: int
     tenant: str
     cache_salt: str
-    grammar: Grammar | None
+    grammar: Grammar | None = None
     """Of the content; what stands around it in a chat comes with the chat's format."""
 
 
