@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -30,3 +31,44 @@ def test_the_module_map_is_complete() -> None:
         there |= {f"{p.name}/" for p in folder.iterdir() if p.is_dir() and list(p.glob("*.py"))}
         assert there - named == set(), f"{library}: not in the map"
         assert named - there == set(), f"{library}: in the map only"
+
+
+def fault_rows() -> list[list[tuple[str, str]]]:
+    """(module, part of a test's name) of all tests, row by row of the tables in faults.md."""
+    rows = []
+    module = ""
+    for line in (ROOT / "docs" / "faults.md").read_text().splitlines():
+        if not line.startswith("|") or line.startswith("| ---"):
+            continue
+        last = line.rstrip("|").rpartition("|")[2]
+        if line.startswith("| what happens"):
+            module = "".join(re.findall(r"`(test_\w+)`", last))
+            continue
+        row = []
+        for given, parts in re.findall(r"`(?:(test_\w+): )?([^`]+)`", last):
+            module = given or module
+            row += [(module, part.split("[")[0].strip()) for part in parts.split(",")]
+        assert row, f"no test: {line}"
+        rows.append(row)
+    return rows
+
+
+def names_in(module: str) -> dict[str, bool]:
+    """Names of the tests in a module of the frontend or of this folder, and whether CI runs them."""
+    paths = [folder / f"{module}.py" for folder in (ROOT / "libs/frontend/tests", ROOT / "tests")]
+    nodes = [node for path in paths if path.exists() for node in ast.parse(path.read_text()).body]
+    functions = [
+        node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    return {
+        f.name: not any(ast.unparse(d).endswith("mark.slow") for d in f.decorator_list) for f in functions
+    }
+
+
+def test_every_fault_has_its_test_in_ci() -> None:
+    rows = fault_rows()
+    assert len(rows) > 20
+    for row in rows:
+        found = [(one, [q for name, q in names_in(one[0]).items() if one[1] in name]) for one in row]
+        assert [one for one, quick in found if not quick] == [], "no such test"
+        assert any(any(quick) for _, quick in found), f"none in CI: {row}"

@@ -186,6 +186,21 @@ def test_a_slow_reader_gets_fewer_larger_events_and_all_the_text(start: Any, tok
     assert len(events) < 50_000
 
 
+def test_a_body_that_stops_coming_is_given_up(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openinfer.frontend.http.service.BODY_TIMEOUT_S", 0.1)
+    live = start()
+    connection = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    answer = connection.recv(1 << 16)
+    while b"took longer than 0.1 s" not in answer:
+        more = connection.recv(1 << 16)
+        assert more, answer
+        answer += more
+    connection.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert live.post("/v1/completions", prompt=[5], max_tokens=1).status_code == 200
+
+
 def test_shutdown_lets_requests_finish_and_refuses_new_ones(start: Any) -> None:
     live = start(SLOW, shutdown_timeout_s=10)
     stream = Stream(live, max_tokens=150)

@@ -29,6 +29,7 @@ _REFUSALS = {
     400: "The request cannot be honoured; the message names the field.",
     401: "The API key is missing or wrong.",
     404: "The model does not exist.",
+    408: "The body took too long.",
     413: "The body is too large.",
     500: "The engine failed.",
     503: "Overloaded, starting, ending or broken; Retry-After says when to come back.",

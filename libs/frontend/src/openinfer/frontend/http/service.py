@@ -1,5 +1,6 @@
 """The endpoints: read, check, generate, answer."""
 
+import asyncio
 import importlib.metadata
 import logging
 import time
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["Service", "json_response", "package_version", "read_body", "tool_object"]
 
 MAX_BODY_BYTES = 32 << 20
+BODY_TIMEOUT_S = 60.0
+"""From the end of the head to that of the body: who sends a byte now and then keeps no connection."""
 COMPLETION_MAX_TOKENS = 16
 
 _log = logging.getLogger(__name__)
@@ -317,19 +320,22 @@ def tool_choice(body: ChatBody) -> str:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, up to the cap. Raises APIError (413; 400 when the client leaves before it has sent all)."""
+    """The body, up to the cap. Raises APIError (413, 408; 400 when the client leaves inside it)."""
     too_large = APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
     length = request.headers.get("content-length", "0")
     if length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise too_large
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                raise too_large
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large
     except ClientDisconnect as error:
         raise APIError("the connection ended before the body did") from error
+    except TimeoutError as error:
+        raise APIError(f"the body took longer than {BODY_TIMEOUT_S:g} s", status=408) from error
     return bytes(body)
 
 
