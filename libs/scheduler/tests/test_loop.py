@@ -453,3 +453,41 @@ def test_settings_that_cannot_work_are_refused():
         make(ScriptedRunner(), max_rows=0)
     with pytest.raises(InvalidSetup, match="max_model_len at least 2"):
         make(ScriptedRunner(), max_model_len=1)
+
+
+def test_no_step_is_launched_whose_rows_all_end_before_it():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    for request_id, max_tokens in ((1, 1), (2, 3)):
+        loop.submit(Seq(request_id, [1, 2], max_tokens))
+    one, two = loop.live
+    turn(loop)
+    turn(loop)
+    assert len(runner.steps) == 2  # request 1 is dead in the second, where request 2 gets a token
+    runner.done(1, (one.slot, FinishReason.LENGTH))
+    turn(loop)
+    runner.done(2)
+    turn(loop)
+    turn(loop)
+    assert len(runner.steps) == 3  # the third token is the last, so a fourth step would be nobody's
+    runner.done(3, (two.slot, FinishReason.LENGTH))
+    assert Finished(two, FinishReason.LENGTH) in turn(loop)
+    assert not loop.has_work
+
+
+def test_a_row_that_stood_still_gets_its_step_all_the_same():
+    runner = ScriptedRunner()
+    loop, _ = make(runner)
+    loop.submit(Seq(1, [1, 2], 3))
+    (seq,) = loop.live
+    turn(loop)
+    runner.done(1)
+    turn(loop)
+    runner.done(2, advanced={seq.slot: 0})
+    turn(loop)
+    turn(loop)
+    assert len(runner.steps) == 4
+    runner.done(3)
+    runner.done(4, (seq.slot, FinishReason.LENGTH))
+    assert Finished(seq, FinishReason.LENGTH) in turn(loop)
+    assert not loop.has_work

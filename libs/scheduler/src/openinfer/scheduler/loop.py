@@ -1,12 +1,11 @@
 """StepLoop: plans and launches one step ahead of what it has read, and reconciles what comes back.
 
-Host work is O(changes). Decode rows are in every step, so their counters follow from the step index
-(sequence.Clock), and a calendar keyed by step says which rows need a block when. A steady step touches no
-row.
+Host work is O(changes). Decode rows are in every step, so their counters follow from the step index (sequence.Clock),
+and a calendar keyed by step says which rows need a block when. A steady step touches no row.
 
-The hard cases are kept few. Rows that end on the device while a step is in flight stay in that step as dead
-rows; slot and lease go back when it is collected (the fence). Preemption happens only with nothing in flight,
-when every token is known; a dry pool therefore drains first.
+The hard cases are kept few. Rows that end on the device while a step is in flight stay in that step as dead rows; slot
+and lease go back when it is collected (the fence); a step of such rows alone is not launched where their length tells.
+Preemption happens only with nothing in flight, when every token is known; a dry pool therefore drains first.
 """
 
 from __future__ import annotations
@@ -36,12 +35,11 @@ _NOBODY: frozenset[Seq] = frozenset()
 class StepLoop:
     """Drives a runner: who runs, with which blocks, and what came of it.
 
-    Single-threaded; the owner calls submit, abort and step. max_rows: slots of the batch. max_model_len:
-    tokens a sequence may have, prompt and output. max_queued: sequences that may wait. depth: steps in flight
-    at most (2 keeps the device busy while the host reads). max_headroom: part of the pool that admissions may
-    leave free after preemptions, 0..1 (admission.Headroom). clock: seconds; the one that Seq.arrival is taken
-    from, if the policy compares the two. The loop owns the leases; pool, runner and policy stay the caller's.
-    Raises InvalidSetup.
+    Single-threaded; the owner calls submit, abort and step. max_rows: slots of the batch. max_model_len: tokens a
+    sequence may have, prompt and output. max_queued: sequences that may wait. depth: steps in flight at most (2 keeps
+    the device busy while the host reads). max_headroom: part of the pool that admissions may leave free after
+    preemptions, 0..1 (admission.Headroom). clock: seconds; the one that Seq.arrival is taken from, if the policy
+    compares the two. The loop owns the leases; pool, runner and policy stay the caller's. Raises InvalidSetup.
     """
 
     def __init__(
@@ -75,6 +73,7 @@ class StepLoop:
         self._prefilling: dict[Seq, None] = {}
         self._decoding: dict[Seq, Row] = {}
         self._rows: list[Row] | None = []  # the decode rows as a list; None: to be rebuilt
+        self._horizon = 0  # by this step all of them have ended
         self._last_rows: Sequence[Row] = ()
         self._slots: list[Seq | None] = [None] * (max_rows + 1)
         self._free_slots = list(range(max_rows, 0, -1))
@@ -196,12 +195,12 @@ class StepLoop:
             self._admit(decision, chunks, joined, events)
         if self._rows is None:
             self._rows = list(self._decoding.values())
+            self._horizon = max((seq.last_step for seq in self._decoding), default=0)
         rows = self._rows + chunks if chunks else self._rows
-        if not rows:
-            return False
+        if not rows or (self._in_flight and not chunks and index > self._horizon):
+            return False  # nobody runs, or only rows that end in the step under way
         changed = rows is not self._last_rows
-        num_decode, now = len(self._rows), self._now()
-        step = Step(index, rows, changed, num_decode, self._left, joined, self._blocks, now)
+        step = Step(index, rows, changed, len(self._rows), self._left, joined, self._blocks, self._now())
         self._left, self._blocks = [], []
         self._last_rows, self._clock.launched = rows, index
         self._in_flight.append(step)
@@ -310,6 +309,7 @@ class StepLoop:
             seq = self._seq_at(slot, step.index)
             if seq not in gone:
                 seq._base -= 1 - count
+                self._horizon += 1 - count
         if emits:
             events.append(Tokens(step.index, step.rows, gone | failed, result.payload, result.advanced))
         for seq, reason in ended:

@@ -108,6 +108,11 @@ class Seq:
         return self._bound
 
     @property
+    def last_step(self) -> int:
+        """In decode: the step that the device ends the row in at the latest, by its length."""
+        return self._entered + self.max_len - 1 - self._base
+
+    @property
     def remaining(self) -> int:
         """Prompt tokens not scheduled yet (in PREFILL)."""
         return max(0, self.target - self.bound)
