@@ -7,14 +7,16 @@ interpreter on the CPU, it is `interp`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.launch import Command, KernelSpec, Matmul, Scratch, TensorMap
 from openinfer.kernels.op import Op
 from openinfer.kernels.packing import Parameters
-from openinfer.kernels.packs.null import place
+from openinfer.kernels.packs.null import Placement, place
+from openinfer.kernels.packs.recall import Recall
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
 
@@ -47,13 +49,33 @@ class LaunchPack:
         self._zeroed_bytes, self._zeroed_ptr = (zeroed.nbytes, zeroed.ptr) if zeroed is not None else (0, 0)
         self._workspace = (scratch, zeroed)  # keeps the memory alive
         self._parameters: dict[KernelSpec, Parameters] = {}
+        self._recall = Recall(target)
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self.submit(op.name, op.plan(self.target, args))
+        prepared = self._recall.prepare(op, args)
+        where = prepared.sources
+
+        def address(tensor: Tensor) -> int:
+            if where is None:
+                return tensor.ptr
+            name, offset = where[id(tensor)]
+            start: int = args[name].ptr
+            return start + offset
+
+        self._launch(op.name, prepared.commands, prepared.placement, address)
 
     def submit(self, name: str, commands: Sequence[Command]) -> None:
         """Launch the commands of one call; `name` is for messages. Raises LaunchError if the workspace is too small."""
-        offsets, plain, zeroed = place(commands)
+        self._launch(name, commands, place(commands), attrgetter("ptr"))
+
+    def _launch(
+        self,
+        name: str,
+        commands: Sequence[Command],
+        placement: Placement,
+        address_of: Callable[[Tensor], int],
+    ) -> None:
+        offsets, plain, zeroed = placement
         if plain > self._scratch_bytes or zeroed > self._zeroed_bytes:
             raise LaunchError(
                 f"{name} needs {plain} bytes of scratch and {zeroed} of zeroed scratch; the pack has "
@@ -62,7 +84,7 @@ class LaunchPack:
 
         def address(tensor: Tensor | Scratch) -> int:
             if isinstance(tensor, Tensor):
-                return tensor.ptr
+                return address_of(tensor)
             return offsets[tensor] + (self._zeroed_ptr if tensor.zeroed else self._scratch_ptr)
 
         for command in commands:
@@ -71,7 +93,7 @@ class LaunchPack:
                     command,
                     address(command.out),
                     address(command.x),
-                    command.weight.ptr,
+                    address(command.weight),
                     address(command.workspace),
                 )
             else:
