@@ -20,6 +20,7 @@ from openinfer.kernels.ops.experts_add import experts_add
 from openinfer.kernels.ops.gate_up_silu import gate_up_silu
 from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import norm_linear
+from openinfer.kernels.ops.norm_rope_attend import norm_rope_attend
 from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
 from openinfer.kernels.ops.select_rows import select_rows
 from openinfer.kernels.packs.cpu import CpuPack
@@ -69,6 +70,7 @@ __all__ = [
     "launch",
     "linear_add",
     "norm_linear",
+    "norm_rope_attend",
     "qk_norm_rope_write",
     "select_rows",
 ]

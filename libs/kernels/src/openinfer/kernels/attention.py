@@ -23,8 +23,12 @@ that was found in the prefix cache is a few tokens that look back on very many."
 MERGED_AT_ONCE = 8192
 """Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
 
+NEW_PAIRS = 64
+"""Query heads that share a key head, at most, for the kernel that does a decode step's whole attention."""
+
 _DEVICE = "openinfer.kernels.device.attention"
 _HOPPER = "openinfer.kernels.device.attention_hopper"
+_DECODE = "openinfer.kernels.device.decode_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,17 @@ class HopperTile:
     bm: ClassVar[int] = 128
 
 
-def short_tile(target: Target, group: int, dim: int) -> Tile:
-    """The tile for rows of few tokens, which are bound by reading the cache. `group`: query heads a key head."""
-    return Tile(max(16, power_of_two(group)), _keys(target, dim), 4, _stages(target, dim))
+def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
+    """The tile for rows of few tokens, which are bound by reading the cache. `programs`: rows times key heads; `group`:
+    query heads a key head.
+
+    One wave of programs is best, whatever it takes: a second one that is not full costs up to a third. Two SM-fulls
+    and fewer are split into parts, up to five fit with small blocks; beyond, large blocks cost least.
+    """
+    keys, stages = _keys(target, dim), _stages(target, dim)
+    if dim <= 128 and stages == 5 and programs > 2 * target.num_sms:
+        keys, stages = (32, 5) if programs <= 5 * target.num_sms else (128, 3)
+    return Tile(max(16, power_of_two(group)), keys, 4, stages)
 
 
 def long_tile(target: Target, group: int, dim: int) -> Tile:
@@ -130,7 +142,7 @@ class Call:
     table_tokens: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], scale: float, window: int) -> Call:
+    def of(cls, tensors: Mapping[str, Tensor | Scratch], scale: float, window: int) -> Call:
         kv, table_width = tensors["kv"], tensors["block_tables"].shape[1]
         tokens, heads, dim = tensors["q"].shape
         _, _, kv_heads, page_size, _ = kv.shape
@@ -161,7 +173,7 @@ class Choice:
 
 def choose(target: Target, call: Call) -> Choice:
     """The choice for a call. It depends on what is static, never on lengths."""
-    short = short_tile(target, call.group, call.dim)
+    short = short_tile(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
     return Choice(short, long, *parts, target.num_sms)
@@ -252,4 +264,33 @@ def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: i
         {**call.constants(tile), "MR": merged, "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim))},
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def new_tokens(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float) -> Launch:
+    """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin."""
+    splits, group = choice.splits, call.group
+    merged = power_of_two(group)
+    heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, group)
+    args = {
+        **{name: call.args[name] for name in ("out", "kv")},
+        **new,
+        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
+        **{name: call.args[name] for name in ("table_width", "page_stride", "window", "scale")},
+        "eps": eps,
+        "partial": Scratch((*parts, call.dim), float32),
+        "weight": Scratch(parts, float32),
+        "arrived": Scratch(heads, int32, zeroed=True),
+        "tokens": call.tokens,
+        "part_size": choice.part_size,
+    }
+    constants = {
+        **call.constants(choice.short),
+        "MR": merged,
+        "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
+        "WINDOWED": call.args["window"] != NO_WINDOW,
+    }
+    tile = choice.short
+    return launch(
+        _DECODE, "attend_new", (*heads, splits), args, constants, num_warps=tile.warps, num_stages=tile.stages
     )

@@ -13,13 +13,12 @@ import numpy as np
 from openinfer.graph import Field, Rows
 from openinfer.kernels import (
     Pack,
-    attend,
     embed,
     expand_rows,
     gate_up_silu,
     linear_add,
     norm_linear,
-    qk_norm_rope_write,
+    norm_rope_attend,
     select_rows,
 )
 from openinfer.recipes.qwen3.config import Config
@@ -66,7 +65,6 @@ class Buffers:
     token_slots: Tensor
     x: Tensor
     qkv: Tensor
-    q: Tensor
     heads: Tensor
     mlp: Tensor
     last: Tensor
@@ -89,7 +87,6 @@ class Buffers:
             token_slots=arena.alloc((max_tokens,), int32),
             x=arena.alloc((max_tokens, config.hidden_size), dtype),
             qkv=arena.alloc((max_tokens, config.qkv_size), dtype),
-            q=arena.alloc((max_tokens, config.num_heads, config.head_dim), dtype),
             heads=arena.alloc((max_tokens, q_size), dtype),
             mlp=arena.alloc((max_tokens, config.intermediate_size), dtype),
             last=arena.alloc((max_rows, config.hidden_size), dtype),
@@ -140,9 +137,9 @@ class Model:
             norm_linear(
                 pack, out=b.qkv[:t], x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=c.rms_norm_eps
             )
-            qk_norm_rope_write(
+            norm_rope_attend(
                 pack,
-                q=b.q[:t],
+                out=b.heads[:t],
                 kv=kv,
                 qkv=b.qkv[:t],
                 q_norm=layer.q_norm,
@@ -150,19 +147,12 @@ class Model:
                 cos_sin=self.cos_sin,
                 positions=positions,
                 token_slots=token_slots,
-                block_tables=block_tables,
-                eps=c.rms_norm_eps,
-            )
-            attend(
-                pack,
-                out=b.heads[:t],
-                q=b.q[:t],
-                kv=kv,
                 slots=slots,
                 q_starts=q_starts,
                 seq_lens=seq_lens,
                 alive=alive,
                 block_tables=block_tables,
+                eps=c.rms_norm_eps,
                 scale=c.head_dim**-0.5,
                 window=c.windows[n],
                 max_q_len=max_q_len,

@@ -21,6 +21,15 @@ def _finish(out, value, mask, ADD: tl.constexpr):
 
 
 @triton.jit
+def _unit(x, gain, scale, NORM: tl.constexpr):
+    """Values of x in float32, normalised by `scale` if NORM."""
+    value = tl.load(x).to(tl.float32)
+    if NORM:
+        value = weighted(value * scale, tl.load(gain), x.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
 def gemv(
     out, x, gain, weight, N, K, eps,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
@@ -28,25 +37,29 @@ def gemv(
 ):  # fmt: skip
     """M = 1, on the CUDA cores: BN rows of the weights a program. Grid (cdiv(N, BN),).
 
-    NORM: 0, or a power of two >= K: then x is normalised first; every program does that for itself.
+    NORM: 0, or a power of two >= K: then x is normalised first; every program does that for itself, while its first
+    weights are on their way.
     """
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
     first = weight + tl.minimum(rn, N - 1).to(tl.int64)[:, None] * K
     up_first = first + N.to(tl.int64) * K
+    row = first + rk[None, :]
+    up_row = up_first + rk[None, :]
+    early = tl.load(row)
+    if GATED:
+        early_up = tl.load(up_row)
     scale = 1.0
     if NORM:
         whole = tl.arange(0, NORM)
         all_x = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(all_x * all_x, 0) / K + eps)
-    row = first + rk[None, :]
-    up_row = up_first + rk[None, :]
-    acc = tl.zeros((BN, BK), tl.float32)
-    up = tl.zeros((BN, BK), tl.float32)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
-        value = tl.load(x + k + rk).to(tl.float32)
-        if NORM:
-            value = weighted(value * scale, tl.load(gain + k + rk), x.dtype.element_ty).to(tl.float32)
+    value = _unit(x + rk, gain + rk, scale, NORM)
+    acc = early.to(tl.float32) * value[None, :]
+    if GATED:
+        up = early_up.to(tl.float32) * value[None, :]
+    for k in tl.range(BK, K, BK, num_stages=STAGES):
+        value = _unit(x + k + rk, gain + k + rk, scale, NORM)
         acc += tl.load(row + k).to(tl.float32) * value[None, :]
         if GATED:
             up += tl.load(up_row + k).to(tl.float32) * value[None, :]

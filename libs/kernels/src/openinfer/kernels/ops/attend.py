@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,21 @@ def _reference(
             out[token] = (np.matmul(weights, values[:, low : position + 1]) / total).reshape(-1)
 
 
+def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
+    """Raise ContractError for what the kernels of attention cannot do."""
+    require(
+        dtype == bfloat16, f"q is {dtype.name}; attention on a GPU is bfloat16 (float32: the cpu pack)"
+    )
+    require(
+        dim >= 16 and dim & (dim - 1) == 0,
+        f"head size is {dim}; attention on a GPU takes powers of two from 16",
+    )
+    require(
+        page_size >= 1 and page_size & (page_size - 1) == 0,
+        f"page size is {page_size}; it must be a power of two",
+    )
+
+
 def _launches(
     target: Target,
     *,
@@ -108,18 +124,7 @@ def _launches(
     window: int,
     max_q_len: int,
 ) -> Iterator[Command]:
-    dim, page_size = q.shape[2], kv.shape[3]
-    require(
-        q.dtype == bfloat16, f"q is {q.dtype.name}; attention on a GPU is bfloat16 (float32: the cpu pack)"
-    )
-    require(
-        dim >= 16 and dim & (dim - 1) == 0,
-        f"head size is {dim}; attention on a GPU takes powers of two from 16",
-    )
-    require(
-        page_size >= 1 and page_size & (page_size - 1) == 0,
-        f"page size is {page_size}; it must be a power of two",
-    )
+    require_attention(q.dtype, q.shape[2], kv.shape[3])
     tensors = {
         "out": out,
         "q": q,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import Aligned, Command, launch, power_of_two
+from openinfer.kernels.launch import Aligned, Command, Launch, Scratch, launch, power_of_two
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, rms_norm
 from openinfer.kernels.target import Target
@@ -93,10 +94,9 @@ def _reference(
     kv[page, 1, :, position % page_size] = split[live, first + kv_heads :]
 
 
-def _launches(
-    target: Target,
+def write_launch(
     *,
-    q: Tensor,
+    q: Tensor | Scratch,
     kv: Tensor,
     qkv: Tensor,
     q_norm: Tensor,
@@ -106,7 +106,8 @@ def _launches(
     token_slots: Tensor,
     block_tables: Tensor,
     eps: float,
-) -> Iterator[Command]:
+) -> Launch:
+    """The op's kernel; q may be scratch."""
     tokens, heads, dim = q.shape
     kv_heads, page_size = kv.shape[2:4]
     require(q.dtype == bfloat16, f"q is {q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
@@ -115,7 +116,7 @@ def _launches(
     )  # heads a program: many small programs hide latency, large ones cost less
     rotary = 2 * cos_sin.shape[2]
     parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
-    yield launch(
+    return launch(
         "openinfer.kernels.device.qk_norm_rope_write",
         "qk_norm_rope_write",
         (tokens, -(-(heads + 2 * kv_heads) // block)),
@@ -146,6 +147,10 @@ def _launches(
         },
         num_warps=max(1, block * power_of_two(dim) // 512),
     )
+
+
+def _launches(target: Target, **args: Any) -> Iterator[Command]:
+    yield write_launch(**args)
 
 
 def _cost(workload: Workload, *, q: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:

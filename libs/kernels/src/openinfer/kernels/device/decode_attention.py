@@ -1,0 +1,130 @@
+"""A decode step's attention from its qkv projection: norms of the new query and key, rotary embedding, the write into
+the cache and attention over it, in one kernel. The pieces are those of `attention` and `qk_norm_rope_write`.
+
+The new key and value are taken from qkv, never from the cache, so no program waits for another's write.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.kernels.device.attention import LOW, _cached, _merge, _pairs, _update
+from openinfer.kernels.device.norm import weighted
+
+
+@triton.jit
+def _normed(a, b, gain, column, cos, sin, D: tl.constexpr, eps):
+    """Heads as two halves [N, D / 2]: normalised, rotated and rounded."""
+    dtype = a.dtype
+    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide_a * wide_a + wide_b * wide_b, 1) / D + eps)[:, None]
+    wide_a = weighted(wide_a * scale, tl.load(gain + column), dtype).to(tl.float32)
+    wide_b = weighted(wide_b * scale, tl.load(gain + D // 2 + column), dtype).to(tl.float32)
+    return (wide_a * cos - wide_b * sin).to(dtype), (wide_b * cos + wide_a * sin).to(dtype)
+
+
+@triton.jit
+def attend_new(
+    out, kv, qkv, q_norm, k_norm, cos_sin, slots, q_starts, seq_lens, alive, block_tables,
+    table_width, page_stride, window, scale, eps, partial, weight, arrived, tokens, part_size,
+    GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """One token a row. A row's keys are dealt to its parts in turn, BN at a time, so that where a part begins does not
+    depend on the row's length; the last part to arrive merges them. Also zeros for the tokens after the last row.
+    Grid (rows, key heads, parts at most).
+
+    qkv [tokens, GROUP * G + 2 G heads, D]; cos_sin float32 [positions, 2, D / 2]. partial: float32 [rows, key heads,
+    parts, GROUP, D], weight the same less D; arrived: int32 [rows, key heads], zero before and after. MR: GROUP or the
+    next power of two. WINDOWED: whether `window` hides anything.
+    """
+    HALF: tl.constexpr = D // 2
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, kv_heads, splits = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    first = tl.load(q_starts + row)
+    count = tl.load(q_starts + row + 1) - first
+    before = tl.load(seq_lens + slot)
+    dead = tl.load(alive + slot) == 0
+    pair = tl.arange(0, BM)
+    column = tl.arange(0, HALF)[None, :]
+    wide = tl.arange(0, D)[None, :]
+    heads = kv_heads * GROUP
+    if part == 0:
+        for token in range(tl.load(q_starts + rows) + row, tokens, rows):
+            place = _pairs(token, head, heads, GROUP, D, BM)[:, None] + wide
+            tl.store(out + place, tl.zeros((BM, D), out.dtype.element_ty), mask=(pair < GROUP)[:, None])
+    if count == 0:
+        return
+    inside = (pair < GROUP)[:, None]
+    place = _pairs(first, head, heads, GROUP, D, BM)[:, None] + wide
+    if dead:
+        if part == 0:
+            tl.store(out + place, tl.zeros((BM, D), out.dtype.element_ty), mask=inside)
+        return
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(before + 1 - window, 0) // BN * BN
+    parts = tl.minimum(tl.cdiv(before + 1 - low, part_size), splits)
+    if part >= parts:
+        return
+
+    source = qkv + first.to(tl.int64) * (heads + 2 * kv_heads) * D
+    query = source + (head * GROUP + pair)[:, None] * D + column
+    angle = cos_sin + before.to(tl.int64) * D + column
+    cos, sin = tl.load(angle), tl.load(angle + HALF)
+    qa, qb = _normed(
+        tl.load(query, mask=inside, other=0.0), tl.load(query + HALF, mask=inside, other=0.0),
+        q_norm, column, cos, sin, D, eps,
+    )  # fmt: skip
+    m = tl.full((BM,), LOW, tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    table = block_tables + slot * table_width
+    key = kv + head * PAGE * D + column
+    value = kv + (kv_heads + head) * PAGE * D + wide
+    for n in range(low + part * BN, before, parts * BN):
+        where = _cached(table, n, before, page_stride, D, PAGE, BN)[:, None]
+        number = n + tl.arange(0, BN)
+        cached = (number < before)[:, None]  # what was never written may be NaN
+        score = tl.dot(qa, tl.trans(tl.load(key + where, mask=cached, other=0.0)))
+        score = tl.dot(qb, tl.trans(tl.load(key + HALF + where, mask=cached, other=0.0)), score)
+        seen = number < before
+        if WINDOWED:
+            seen = seen & (number > before - window)
+        score = tl.where(seen[None, :], score, LOW)
+        m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=cached, other=0.0), scale)
+    if (before - low) // BN % parts == part:
+        mine = source + (heads + head) * D
+        ka, kb = _normed(
+            tl.load(mine + column), tl.load(mine + HALF + column), k_norm, column, cos, sin, D, eps
+        )
+        v = tl.load(mine + kv_heads * D + wide)
+        page = tl.load(table + before // PAGE).to(tl.int64)
+        to_key = kv + page * page_stride + (head * PAGE + before % PAGE) * D
+        tl.store(to_key + column, ka)
+        tl.store(to_key + HALF + column, kb)
+        tl.store(to_key + kv_heads * PAGE * D + wide, v)
+        score = tl.sum(qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32), 1) * scale
+        top = tl.maximum(m, score)
+        decay, p = tl.exp2(m - top), tl.exp2(score - top)
+        acc = acc * decay[:, None] + p.to(v.dtype).to(tl.float32)[:, None] * v.to(tl.float32)
+        l = l * decay + p
+        m = top
+    acc = acc / l[:, None]
+    if parts == 1:
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+        return
+
+    tile = row * kv_heads + head
+    partial += (tile * splits).to(tl.int64) * GROUP * D
+    weight += tile * splits * GROUP
+    mine = part * GROUP + pair
+    tl.store(partial + mine[:, None] * D + wide, acc, mask=inside)
+    tl.store(weight + mine, m + tl.log2(l), mask=pair < GROUP)
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1:
+        merged = _merge(partial, weight, parts, GROUP, GROUP, D, MR, MERGE)
+        to = _pairs(first, head, heads, GROUP, D, MR)[:, None] + wide
+        tl.store(out + to, merged.to(out.dtype.element_ty), mask=(tl.arange(0, MR) < GROUP)[:, None])
+        tl.store(arrived + tile, 0)

@@ -1,0 +1,110 @@
+"""norm_rope_attend: attention of a step from its qkv projection; qk_norm_rope_write and attend as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from openinfer.kernels.attention import NEW_PAIRS, Call, choose, launches, new_tokens
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Command, Scratch
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.ops.attend import attend, require_attention
+from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write, write_launch
+from openinfer.kernels.reference import Array
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, float32, int32
+
+WRITING = ("kv", "qkv", "q_norm", "k_norm", "cos_sin", "positions", "token_slots", "block_tables", "eps")
+ATTENDING = ("kv", "slots", "q_starts", "seq_lens", "alive", "block_tables")
+
+
+def _contract(
+    *,
+    out: Tensor,
+    kv: Tensor,
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    block_tables: Tensor,
+    eps: float,
+    scale: float,
+    window: int,
+    max_q_len: int,
+) -> None:
+    """qk_norm_rope_write of qkv [T, (A + 2 G) d] into kv, then attend with its queries to out [T, A * d].
+
+    Arguments as theirs; positions and token_slots are what expand_rows makes of slots, q_starts, seq_lens and alive.
+    """
+    expect("kv", kv, (-1, 2, -1, -1, -1), *FLOATS, dense=False)
+    expect("kv[0]", kv[0], kv.shape[1:])
+    _, _, kv_heads, page_size, dim = kv.shape
+    expect("out", out, (-1, -1), kv.dtype)
+    tokens, heads = out.shape[0], out.shape[1] // dim
+    require(
+        heads * dim == out.shape[1] and heads % kv_heads == 0,
+        f"out is {out.shape}: not a multiple of {kv_heads} heads of {dim}",
+    )
+    expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), kv.dtype)
+    expect("q_norm", q_norm, (dim,), kv.dtype)
+    expect("k_norm", k_norm, (dim,), kv.dtype)
+    expect("cos_sin", cos_sin, (-1, 2, dim // 2), float32)
+    expect("positions", positions, (tokens,), int32)
+    expect("token_slots", token_slots, (tokens,), int32)
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    expect("seq_lens", seq_lens, (size,), int32)
+    expect("alive", alive, (size,), int32)
+    expect("block_tables", block_tables, (size, -1), int32)
+    require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
+    require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
+    require(eps > 0, f"eps is {eps}; it must be positive")
+    require(scale > 0, f"scale is {scale}; it must be positive")
+    require(window >= 0, f"window is {window}; it must be 0 (none) or positive")
+    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
+    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+
+
+def _reference(*, out: Array, scale: float, window: int, max_q_len: int, **rest: Any) -> None:
+    dim = rest["kv"].shape[-1]
+    q = np.empty((out.shape[0], out.shape[1] // dim, dim), out.dtype)
+    qk_norm_rope_write.reference(q=q, **{name: rest[name] for name in WRITING})
+    given = {name: rest[name] for name in ATTENDING}
+    attend.reference(out=out, q=q, scale=scale, window=window, max_q_len=max_q_len, **given)
+
+
+def _launches(
+    target: Target, *, out: Tensor, scale: float, window: int, max_q_len: int, **rest: Any
+) -> Iterator[Command]:
+    kv, eps = rest["kv"], rest["eps"]
+    dim, page_size = kv.shape[4], kv.shape[3]
+    require_attention(out.dtype, dim, page_size)
+    q = Scratch((out.shape[0], out.shape[1] // dim, dim), out.dtype)
+    tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest[name] for name in ATTENDING}}
+    call = Call.of(tensors, scale, window)
+    if max_q_len == 1 and call.group <= NEW_PAIRS:
+        new = {name: rest[name] for name in ("qkv", "q_norm", "k_norm", "cos_sin")}
+        yield new_tokens(call, choose(target, call), new, eps)
+        return
+    yield write_launch(q=q, **{name: rest[name] for name in WRITING})
+    yield from launches(call, choose(target, call), max_q_len)
+
+
+def _cost(workload: Workload, *, out: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:
+    tokens, written = workload.tokens, kv.shape[2] * 2 * kv.shape[4]
+    cached = workload.kv_tokens * written * kv.itemsize
+    moved = tokens * (qkv.shape[1] + written + out.shape[1]) * out.itemsize
+    return Cost(cached + moved, 4 * workload.qk_pairs * out.shape[1] + 8 * tokens * qkv.shape[1])
+
+
+norm_rope_attend = Op("norm_rope_attend", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,115 @@
+"""norm_rope_attend: the kernels in the interpreter, and on a GPU, against the reference."""
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import H200, ContractError, CpuPack, NullPack, Target, norm_rope_attend
+from openinfer.tensor import Tensor, bfloat16, float32, int32
+
+BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
+WRITTEN = 4e-3
+FAR = 2.0**100
+
+
+def step(rng, normal, lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, window=0, dead=(), **more):
+    """Arguments for rows of `lengths` new tokens after `before` cached ones; what was never written is FAR (nearly as
+    bad as NaN, but it can be compared). more: `tokens`, the bucket, and `max_q_len`."""
+    rows, total = len(lengths), sum(lengths)
+    size = rows + 3
+    slots = rng.permutation(np.arange(1, size))[:rows].astype(np.int32)
+    width = -(-(max(n + b for n, b in zip(lengths, before, strict=True)) + 1) // page_size)
+    pages = 1 + rows * width
+    tables = np.zeros((size, width), np.int32)
+    tables[slots] = 1 + rng.permutation(pages - 1).reshape(rows, width)
+    cache = np.full((pages, 3, 2, kv_heads, page_size, dim), FAR, bfloat16)
+    kv = cache[:, 1]
+    seq_lens, alive = np.zeros(size, np.int32), np.zeros(size, np.int32)
+    for row, slot in enumerate(slots):
+        seq_lens[slot], alive[slot] = before[row], row not in dead
+        for position in range(before[row]):
+            kv[tables[slot, position // page_size], :, :, position % page_size] = normal(2, kv_heads, dim)
+    tokens = more.get("tokens", total)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions, token_slots = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
+    for row, slot in enumerate(slots):
+        place = np.arange(starts[row], starts[row + 1])
+        positions[place] = before[row] + place - starts[row]
+        token_slots[place] = slot if row not in dead else 0
+    context = int(positions.max()) + 1
+    angle = np.arange(context)[:, None] * 10000.0 ** -np.linspace(0, 1, dim // 2)
+    return {
+        "out": np.full((tokens, heads * dim), np.nan, bfloat16),
+        "kv": kv,
+        "qkv": normal(tokens, (heads + 2 * kv_heads) * dim, scale=3.0),
+        "q_norm": normal(dim),
+        "k_norm": normal(dim),
+        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
+        "positions": positions,
+        "token_slots": token_slots,
+        "slots": slots,
+        "q_starts": starts,
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "block_tables": tables,
+        "eps": 1e-6,
+        "scale": dim**-0.5,
+        "window": window,
+        "max_q_len": more.get("max_q_len", max(lengths)),
+    }
+
+
+def check(check_op, args, **options):
+    """Every token within the bound by itself; every place of the cache as the reference leaves it, the untouched ones
+    untouched."""
+    wanted = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in wanted.items()}
+    norm_rope_attend(CpuPack(), **tensors)
+    untouched = wanted["kv"].astype(float32) == FAR
+    assert untouched.any()
+    result = check_op(norm_rope_attend, {"out": BF16, "kv": 1.0}, **args, **options)
+    got, want = result["out"].astype(float32), wanted["out"].astype(float32)
+    live = np.linalg.norm(want, axis=1) > 0
+    error = np.linalg.norm(got - want, axis=1)[live] / np.linalg.norm(want, axis=1)[live]
+    if error.size:
+        assert error.max() < 3 * BF16
+    assert (got[~live] == 0).all()
+    kv, kv_wanted = result["kv"].astype(float32), wanted["kv"].astype(float32)
+    assert (kv[untouched] == FAR).all()
+    kv, kv_wanted = kv[~untouched], kv_wanted[~untouched]
+    assert np.linalg.norm(kv - kv_wanted) <= WRITTEN * np.linalg.norm(kv_wanted)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (5, 1, 64), (2, 2, 64), (8, 1, 256)])
+def test_decode_with_any_group(check_op, rng, normal, page_size, heads, kv_heads, dim):
+    before = [0, 1, 63, 64, 65, 200]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+    check(check_op, step(rng, normal, [1] * 6, before, page_size=page_size, **sizes))
+
+
+@pytest.mark.parametrize("context", [0, 62, 63, 64, 127, 128, 300, 1000])
+@pytest.mark.parametrize("sms", [1, 4, 16])
+def test_decode_of_one_row_is_split(check_op, rng, normal, context, sms):
+    check(check_op, step(rng, normal, [1], [context], page_size=32), target=Target(90, sms))
+
+
+def test_decode_with_empty_and_dead_rows(check_op, rng, normal):
+    lengths, before = [1, 0, 1, 1, 0, 1, 0], [70, 5, 3, 90, 40, 17, 0]
+    check(check_op, step(rng, normal, lengths, before, dead=(2, 4), tokens=7, max_q_len=1))
+
+
+def test_a_step_without_tokens_gives_zeros(check_op, rng, normal):
+    args = step(rng, normal, [0, 0], [3, 3], tokens=2, max_q_len=1)
+    assert (check_op(norm_rope_attend, {"out": 0, "kv": 0}, **args)["out"] == 0).all()
+
+
+@pytest.mark.parametrize("window", [1, 17, 64, 65, 1000])
+@pytest.mark.parametrize("sms", [1, 16])
+def test_decode_with_a_window(check_op, rng, normal, window, sms):
+    args = step(rng, normal, [1, 1, 1], [0, 65, 300], window=window)
+    check(check_op, args, target=Target(90, sms))
+
+
+def test_other_steps_take_the_two_ops_kernels(check_op, rng, normal):
+    args = step(rng, normal, [3, 1, 20], [70, 130, 0], tokens=30)
+    check(check_op, args)
