@@ -213,7 +213,13 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
         (512, 512, 64),
     ]:
         attend(pack, **call(arena, tokens, rows, 32, longest))
-    assert [s.function for s in pack.specs()] == ["attend_short", "attend_prompt"]
+    kernels = [(s.function, dict(s.constants)["BN"]) for s in pack.specs() if s.function == "attend_short"]
+    assert kernels == [
+        ("attend_short", 64),
+        ("attend_short", 128),
+        ("attend_short", 32),
+    ]  # few, more, most of an SM
+    assert {s.function for s in pack.specs()} == {"attend_short", "attend_prompt"}
 
 
 @pytest.mark.parametrize(

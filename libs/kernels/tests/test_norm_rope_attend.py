@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, ContractError, CpuPack, NullPack, Target, norm_rope_attend
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.kernels import CpuPack, Target, norm_rope_attend
+from openinfer.tensor import Tensor, bfloat16, float32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
 WRITTEN = 4e-3
 FAR = 2.0**100
 
 
-def step(rng, normal, lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, window=0, dead=(), **more):
+def step(
+    rng, normal, lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, window=0, dead=(), **more
+):
     """Arguments for rows of `lengths` new tokens after `before` cached ones; what was never written is FAR (nearly as
     bad as NaN, but it can be compared). more: `tokens`, the bucket, and `max_q_len`."""
     rows, total = len(lengths), sum(lengths)
@@ -113,3 +115,13 @@ def test_decode_with_a_window(check_op, rng, normal, window, sms):
 def test_other_steps_take_the_two_ops_kernels(check_op, rng, normal):
     args = step(rng, normal, [3, 1, 20], [70, 130, 0], tokens=30)
     check(check_op, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 40, 64, 128, 256])
+def test_decode_on_a_gpu(check_op_gpu, rng, normal, rows):
+    before = rng.integers(0, 1500, rows).tolist()
+    args = step(
+        rng, normal, [1] * rows, before, heads=32, kv_heads=8, dim=128, dead=(rows // 2,) if rows > 1 else ()
+    )
+    check(check_op_gpu, args)

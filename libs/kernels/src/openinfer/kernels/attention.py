@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from openinfer.kernels.launch import INT32_MAX, Aligned, Arg, Launch, Scratch, TensorMap, launch
 from openinfer.kernels.target import Target
@@ -142,7 +142,8 @@ class Call:
     table_tokens: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor | Scratch], scale: float, window: int) -> Call:
+    def of(cls, tensors: Mapping[str, Any], scale: float, window: int) -> Call:
+        """`tensors`: what the kernels are given, by name; all are Tensor, but q may be Scratch."""
         kv, table_width = tensors["kv"], tensors["block_tables"].shape[1]
         tokens, heads, dim = tensors["q"].shape
         _, _, kv_heads, page_size, _ = kv.shape

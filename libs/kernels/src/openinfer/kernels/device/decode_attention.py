@@ -105,7 +105,9 @@ def attend_new(
         tl.store(to_key + column, ka)
         tl.store(to_key + HALF + column, kb)
         tl.store(to_key + kv_heads * PAGE * D + wide, v)
-        score = tl.sum(qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32), 1) * scale
+        score = (
+            tl.sum(qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32), 1) * scale
+        )
         top = tl.maximum(m, score)
         decay, p = tl.exp2(m - top), tl.exp2(score - top)
         acc = acc * decay[:, None] + p.to(v.dtype).to(tl.float32)[:, None] * v.to(tl.float32)
