@@ -34,6 +34,9 @@ class Tokens:
 
     def emitting(self) -> Iterator[tuple[int, Seq]]:
         """(position in rows, sequence) of each row that has a token here."""
+        if not self.dead and not self.advanced:
+            yield from ((position, row.seq) for position, row in enumerate(self.rows) if row.emits)
+            return
         still = self.advanced or {}
         for position, row in enumerate(self.rows):
             if row.emits and row.seq not in self.dead and still.get(row.seq.slot) != 0:

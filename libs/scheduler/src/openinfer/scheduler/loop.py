@@ -195,7 +195,7 @@ class StepLoop:
             self._admit(decision, chunks, joined, events)
         if self._rows is None:
             self._rows = list(self._decoding.values())
-            self._horizon = max((seq.last_step for seq in self._decoding), default=0)
+            self._horizon = max([seq._last_step for seq in self._decoding], default=0)
         rows = self._rows + chunks if chunks else self._rows
         if not rows or (self._in_flight and not chunks and index > self._horizon):
             return False  # nobody runs, or only rows that end in the step under way
@@ -277,7 +277,7 @@ class StepLoop:
             del self._prefilling[seq]
             self._changed = True  # its share of the next step's tokens is free
             seq.state = SeqState.DECODE
-            seq._base, seq._entered = seq.target, index
+            seq._base, seq._entered, seq._last_step = seq.target, index, index + seq.max_len - 1 - seq.target
             self._decoding[seq] = Row(seq, 1, True, None)
             self._rows = None
             self._crossings.schedule(seq)
@@ -308,8 +308,8 @@ class StepLoop:
         for slot, count in (result.advanced or {}).items():
             seq = self._seq_at(slot, step.index)
             if seq not in gone:
-                seq._base -= 1 - count
-                self._horizon += 1 - count
+                seq._base, seq._last_step = seq._base - 1 + count, seq._last_step + 1 - count
+                self._horizon = max(self._horizon, seq._last_step)
         if emits:
             events.append(Tokens(step.index, step.rows, gone | failed, result.payload, result.advanced))
         for seq, reason in ended:

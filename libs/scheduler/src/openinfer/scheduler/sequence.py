@@ -84,6 +84,7 @@ class Seq:
     _clock: Clock | None = field(init=False, default=None, repr=False)
     _base: int = field(init=False, default=0, repr=False)
     _entered: int = field(init=False, default=0, repr=False)
+    _last_step: int = field(init=False, default=0, repr=False)  # ends there at the latest, by its length
     _crossing: int = field(init=False, default=0, repr=False)
     _confirmed: int = field(init=False, default=0, repr=False)
     _bound: int = field(init=False, default=0, repr=False)
@@ -106,11 +107,6 @@ class Seq:
         if self.state is SeqState.DECODE and self._clock:
             return min(self._base + self._clock.launched - self._entered, self.max_len - 1)
         return self._bound
-
-    @property
-    def last_step(self) -> int:
-        """In decode: the step that the device ends the row in at the latest, by its length."""
-        return self._entered + self.max_len - 1 - self._base
 
     @property
     def remaining(self) -> int:
