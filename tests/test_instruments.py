@@ -11,8 +11,9 @@ import pytest
 
 from openinfer.cli import bench_gaps, bench_serve, bench_step
 from openinfer.cli.bench_server import free_port
+from openinfer.graph import Readback
 from openinfer.recipes.qwen3.bench_host import HostEngine
-from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, cuda
+from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, Stream, Tensor, cuda
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 SMALL = ["--device", "cpu", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
@@ -170,6 +171,26 @@ def test_a_serving_engine_allocates_nothing_and_waits_for_its_results_only(fake:
     assert (stats.allocations_after_ready, stats.host_waits_after_ready) == (1, 1)
     buffer.close()
     host.close()
+
+
+def test_a_busy_device_is_not_made_to_pause_to_time_its_steps(fake: Any) -> None:
+    device = Device("cuda", 0)
+    stream, readback = Stream(device), Readback(device, 256, depth=2)
+    result = Tensor.empty((4,), "int32", device)
+    for _ in range(2):
+        readback.begin(stream)
+        readback.enqueue(stream, [result])
+    assert fake.count("cuEventRecord") == 3  # the second step begins where the first ends
+    for launched in (4, 5, 7):  # with one under way; with one under way; with none
+        assert readback.take(wait=True) is not None
+        assert readback.seconds == 0.25
+        if launched == 7:
+            assert readback.take(wait=True) is not None
+        readback.begin(stream)
+        readback.enqueue(stream, [result])
+        assert fake.count("cuEventRecord") == launched
+    readback.close()
+    stream.close()
 
 
 def test_bench_serve_runs_for_seconds_and_says_what_the_counters_did(

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer.graph.errors import RingFull
 from openinfer.tensor import Device, Event, PinnedBuffer, Stream, Tensor
+
+
+class _Pending(NamedTuple):
+    """Results under way: where they go, where each is there, and the marks before and after their step."""
+
+    buffer: PinnedBuffer
+    places: list[tuple[int, tuple[int, ...], np.dtype[Any]]]
+    begun: Event | None
+    done: Event
 
 
 class Readback:
@@ -20,15 +29,15 @@ class Readback:
     """
 
     def __init__(self, device: Device, nbytes: int, depth: int) -> None:
-        self._ring = [
-            (PinnedBuffer(device, nbytes), Event(device, timing=True), Event(device, timing=True))
-            for _ in range(depth)
-        ]
+        self._ring = [PinnedBuffer(device, nbytes) for _ in range(depth)]
+        # A step under way has at most two marks, and the one that is being launched two more.
+        self._marks = [Event(device, timing=True) for _ in range(2 * depth + 2)]
+        self._next_mark = 0
         self.seconds: float | None = None
         self.waits = 0
-        self._begun = False
+        self._begun: Event | None = None
         self._nbytes = nbytes
-        self._pending: list[tuple[int, bool, list[tuple[int, tuple[int, ...], np.dtype[Any]]]]] = []
+        self._pending: list[_Pending] = []
         self._next = 0
 
     def __len__(self) -> int:
@@ -37,8 +46,9 @@ class Readback:
 
     def begin(self, stream: Stream) -> None:
         """The work put on the stream from now on is the next step's, until its `enqueue`."""
-        self._ring[self._next][1].record(stream)
-        self._begun = True
+        # A busy device begins where the step before ends: another mark would only make it pause.
+        last = self._pending[-1].done if self._pending else None
+        self._begun = self._mark(stream) if last is None or last.query() else last
 
     def enqueue(self, stream: Stream, tensors: Sequence[Tensor]) -> None:
         """Copy contiguous tensors to the host once the work now on `stream` is done. Raises RingFull."""
@@ -46,7 +56,7 @@ class Readback:
             raise RingFull(
                 f"{len(self._ring)} results are under way, as many as the ring holds; take one first"
             )
-        buffer, _, done = self._ring[self._next]
+        buffer = self._ring[self._next]
         places, end = [], 0
         for tensor in tensors:
             if end + tensor.nbytes > self._nbytes:
@@ -54,33 +64,37 @@ class Readback:
             stream.copy_async(buffer.ptr + end, tensor.ptr, tensor.nbytes, "d2h")
             places.append((end, tensor.shape, tensor.dtype))
             end += -(-tensor.nbytes // 64) * 64
-        done.record(stream)
-        self._pending.append((self._next, self._begun, places))
-        self._begun = False
+        self._pending.append(_Pending(buffer, places, self._begun, self._mark(stream)))
+        self._begun = None
         self._next = (self._next + 1) % len(self._ring)
 
     def take(self, *, wait: bool) -> list[np.ndarray[Any, Any]] | None:
         """The oldest step's results as new arrays, or None if there is none or, without `wait`, if it is not here."""
         if not self._pending:
             return None
-        index, timed, places = self._pending[0]
-        buffer, begun, done = self._ring[index]
+        buffer, places, begun, done = self._pending[0]
         if not wait and not done.query():
             return None
         done.synchronize()
         self.waits += 1
-        self.seconds = done.elapsed_s(begun) if timed else None
+        self.seconds = done.elapsed_s(begun) if begun is not None else None
         self._pending.pop(0)
         return [_read(buffer.array, start, shape, dtype) for start, shape, dtype in places]
 
+    def _mark(self, stream: Stream) -> Event:
+        event = self._marks[self._next_mark]
+        self._next_mark = (self._next_mark + 1) % len(self._marks)
+        event.record(stream)
+        return event
+
     def close(self) -> None:
         """Wait for the copies under way and let go of the buffers."""
-        for buffer, begun, done in self._ring:
-            done.synchronize()
-            begun.close()
-            done.close()
+        for mark in self._marks:
+            mark.synchronize()
+            mark.close()
+        for buffer in self._ring:
             buffer.close()
-        self._ring = []
+        self._ring, self._marks = [], []
         self._pending = []
 
 
