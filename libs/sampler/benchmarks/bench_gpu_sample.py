@@ -1,12 +1,17 @@
-"""What the sample segment costs on a GPU: python benchmarks/bench_gpu_sample.py [--vocabulary V] [--std S] [--peaks N].
+"""What the sample segment costs on a GPU: python benchmarks/bench_gpu_sample.py [--vocabulary V] [--json FILE].
 
 Each figure is one op, or the segment of all three, replayed as a CUDA graph: microseconds a replay, median of 20 timed
-runs of 20 replays. Logits are normal, drawn once: up to 64 rows they stay in the L2 cache, as a step's would.
+runs of 20 replays. Logits are drawn once: up to 64 rows they stay in the L2 cache, as a step's would. They are `normal`
+with a standard deviation of 2.5; the same with 40 `peaks` a row between 10 and 22, as a trained model has; or `flat`,
+with a standard deviation of 0.1.
 """
 
 import argparse
 import functools
 import inspect
+import itertools
+import json
+import pathlib
 
 import numpy as np
 
@@ -14,6 +19,9 @@ from openinfer.kernels import CudaDriver, LaunchPack, NullPack, Store, Target
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import adjustment_fields, adjustment_values, advance, sample, top_logprobs
 from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
+
+LOGITS = {"normal": (2.5, 0), "peaks": (2.5, 40), "flat": (0.1, 0)}
+"""Their standard deviation, and how many peaks a row."""
 
 SETTINGS = {
     "greedy": {"temperatures": 0},
@@ -45,14 +53,20 @@ SETTINGS = {
 }
 
 
-def arguments(rows, vocabulary, std, device, settings, peaks=0):
-    """Tensors for all three ops by name; the device keeps them."""
+def drawn(rows, vocabulary, std, peaks, device):
+    """Logits on the device."""
     rng = np.random.default_rng(0)
-    logits = (rng.standard_normal((rows, vocabulary), np.float32) * std).astype(np.float32)
-    if peaks:
-        above = np.random.default_rng(1)
-        at = above.integers(0, vocabulary, (rows, peaks))
-        np.put_along_axis(logits, at, (10 + 12 * above.random((rows, peaks))).astype(np.float32), axis=1)
+    logits = rng.standard_normal((rows, vocabulary), np.float32) * np.float32(std)
+    at = rng.integers(0, vocabulary, (rows, peaks))
+    np.put_along_axis(logits, at, (10 + 12 * rng.random((rows, peaks))).astype(np.float32), axis=1)
+    tensor = Tensor.empty(logits.shape, logits.dtype, device)
+    tensor.copy_from(logits)
+    return tensor
+
+
+def arguments(logits, device, settings):
+    """Tensors for all three ops by name; the device keeps them."""
+    rng, (rows, vocabulary) = np.random.default_rng(0), logits.shape
     by_slot = {
         "temperatures": 1, "top_ks": 0, "top_ps": 1, "min_ps": 0, "min_lens": 0, "num_logprobs": 0, "alive": 1,
         "limits": 2**30, "last_tokens": 0, "seq_lens": 100,
@@ -69,7 +83,6 @@ def arguments(rows, vocabulary, std, device, settings, peaks=0):
         "slots": np.arange(1, rows + 1, dtype=np.int32),
         "q_starts": np.arange(rows + 1, dtype=np.int32),
         "emits": np.ones(rows, np.int32),
-        "logits": logits,
         "tokens": np.zeros(rows, np.int32),
         "logprobs": np.zeros(rows, np.float32),
         "ids": np.zeros((rows, 20), np.int32),
@@ -82,7 +95,7 @@ def arguments(rows, vocabulary, std, device, settings, peaks=0):
         values = adjustment_values(settings["adjust"], range(50), list(range(50)), vocabulary)
         for name, value in values.items():
             arrays[name][1:] = value
-    tensors = {}
+    tensors = {"logits": logits}
     for name, array in arrays.items():
         tensors[name] = Tensor.empty(array.shape, array.dtype, device)
         tensors[name].copy_from(array)
@@ -97,10 +110,11 @@ def commands(target, op, tensors):
     return plan
 
 
-def submit(pack, plans):
+def submit(pack, plans, most=None):
+    """Launch the plans, or the first `most` kernels of each."""
     for plan in plans:
         for call in plan.calls:
-            pack.submit(call.op.name, call.commands)
+            pack.submit(call.op.name, call.commands[:most])
 
 
 def captured(stream, launch):
@@ -129,34 +143,40 @@ def microseconds(stream, device, graph, replays=20, runs=20):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--std", type=float, default=2.5)
-    parser.add_argument(
-        "--peaks", type=int, default=0, help="logits a row between 10 and 22, as a trained model has"
-    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--kernels", action="store_true", help="the first 1, 2, 3 kernels of sample as well")
+    parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     args = parser.parse_args()
     device = Device("cuda", 0)
     device.activate()
     target, stream = Target.of(device, cublas=False), Stream(device)
     cuda = CudaDriver(device, stream, Store(device.arch))
-    print(
-        f"{device.name}, vocabulary {args.vocabulary}, logits of std {args.std}, {args.peaks} peaks a row: us"
-    )
-    columns = ("sample", "top_logprobs", "advance", "segment")
-    for rows in (1, 8, 64, 256):
-        print(f"{rows} rows".ljust(28), *(f"{name:>12}" for name in columns))
+    print(f"{device.name}, vocabulary {args.vocabulary}: us")
+    columns, results = ("sample", "top_logprobs", "advance", "segment"), []
+    columns += tuple(f"{n} kernels" for n in (1, 2, 3)) if args.kernels else ()
+    for (kind, (std, peaks)), rows in itertools.product(LOGITS.items(), args.rows):
+        logits = drawn(rows, args.vocabulary, std, peaks, device)
+        print(f"{kind}, {rows} rows".ljust(28), *(f"{name:>12}" for name in columns))
         for label, settings in SETTINGS.items():
-            tensors = arguments(rows, args.vocabulary, args.std, device, settings, args.peaks)
+            tensors = arguments(logits, device, settings)
             plans = [commands(target, op, tensors) for op in (sample, top_logprobs, advance)]
             size = max(plan.workspace_bytes(zeroed=False) for plan in plans)
             scratch = Tensor.empty((size,), np.dtype(np.uint8), device)
             pack = LaunchPack(target, cuda, scratch, None)
             figures = []
-            for chosen in (*([plan] for plan in plans), plans):
-                launch = functools.partial(submit, pack, chosen)
+            timed_plans = [(chosen, None) for chosen in (*([plan] for plan in plans), plans)]
+            timed_plans += [(plans[:1], most) for most in (1, 2, 3)] if args.kernels else []
+            for chosen, most in timed_plans:
+                launch = functools.partial(submit, pack, chosen, most)
                 launch()  # loads the kernels
                 stream.synchronize()
                 figures.append(microseconds(stream, device, captured(stream, launch)))
             print(f"  {label:26}", *(f"{us:12.1f}" for us in figures), flush=True)
+            timed = dict(zip(columns, figures, strict=True))
+            results.append({"logits": kind, "rows": rows, "parameters": label, "us": timed})
+    if args.json:
+        about = {"device": device.name, "vocabulary": args.vocabulary}
+        args.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -38,3 +38,10 @@ def perturbed(logits, token, temperature, seeds, position):
     seed_hi = tl.load(seeds + 1).to(tl.uint32, bitcast=True)
     bits = hash_u32(seed_lo, seed_hi, position.to(tl.uint32), token.to(tl.uint32))
     return tl.div_rn(logits, temperature) + gumbel(bits)
+
+
+@triton.jit
+def first_maximum(values, ids):
+    """The largest value and the lowest id that has it."""
+    best = tl.max(values, 0)
+    return best, tl.min(tl.where(values == best, ids, 2147483647), 0)

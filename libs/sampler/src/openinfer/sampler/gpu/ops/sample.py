@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,29 @@ from openinfer.sampler.params import GREEDY_TEMPERATURE
 from openinfer.sampler.reference import choose, log_sum_exp, without
 from openinfer.tensor import Tensor, float32, int32
 
-BLOCK = 2048
-"""Logits that a filtering program looks at together."""
+BINS = 256
+"""Bins that the logits of a filtered row are counted in."""
 
-RADIX = 8
-"""Pivots that one pass of a filter tries."""
+LIST = 4096
+"""Logits of a row, near the bounds of its filters, that are looked at one by one."""
+
+SHORT = 256
+"""A shorter list takes less time."""
+
+SLACK = 384
+"""Logits either side of a guessed bound that go to the list."""
+
+FEW = 1536
+"""So few logits above a guessed bound go to the list as well, which is then drawn from alone."""
+
+NOISE = 1024
+"""Logits of a part that get noise at a time."""
+
+BLOCK = 2048
+"""Logits that a program looks at together where it has to search a whole row."""
 
 _MODULE = "openinfer.sampler.gpu.device.sample"
+_SEARCH = "openinfer.sampler.gpu.device.search"
 
 
 def _contract(
@@ -206,12 +223,23 @@ def _launches(
     bad_words: Tensor,
 ) -> Iterator[Command]:
     rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
-    names = ("tops", "sums", "peaks", "bests", "masses")
-    found = {name: Scratch((rows, tiles.parts), float32) for name in names}
-    found["best_ids"] = Scratch((rows, tiles.parts), int32)
-    found["maxima"] = Scratch((rows, tiles.groups), float32)
-    found["adjusted"] = Scratch(logits.shape, float32)
-    listing = Scratch((rows, tiles.groups_padded), int32)
+
+    def found(dtype: Any, *names: str) -> dict[str, Scratch]:
+        return {name: Scratch((rows, tiles.parts), dtype) for name in names}
+
+    raw = found(float32, "tops", "sums")
+    best = found(float32, "bests") | found(int32, "best_ids")
+    peaks, masses = found(float32, "peaks"), found(float32, "masses")
+    floors, below = found(float32, "floors"), found(float32, "below")
+    bins = {"bins": Scratch((rows, BINS), int32)}
+    arrived, bounds = {"arrived": Scratch((rows,), int32)}, {"bounds": Scratch((rows, 4), float32)}
+    above = found(int32, "counts") | found(float32, "k_masses", "p_masses")
+    listed = {
+        "listed": Scratch((rows,), int32),
+        "list_logits": Scratch((rows, LIST), float32),
+        "list_ids": Scratch((rows, LIST), int32),
+    }
+    adjusted = {"adjusted": Scratch(logits.shape, float32)}
     adjustments: dict[str, Tensor | Aligned | int] = {
         "prompt_lens": prompt_lens,
         "penalties": penalties,
@@ -245,35 +273,59 @@ def _launches(
         "adjusts": adjusts,
         "vocabulary": tiles.row_length,
         "stop_width": stop_ids.shape[1],
-        "groups": tiles.groups,
+        "parts": tiles.parts,
     }
-    greedy = {"GREEDY": GREEDY_TEMPERATURE, "GROUP": tiles.group}
+    grid, greedy, parts = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}, {"PARTS": tiles.parts_padded}
+    cut = {**greedy, "CHUNK": tiles.chunk}
+    counters = {**bins, **arrived, "listed": listed["listed"]}
     yield launch(
         _MODULE,
         "scan",
-        (rows, tiles.parts),
-        {**found, **step, **adjustments},
+        grid,
+        {**raw, **peaks, **masses, **best, **floors, **counters, **adjusted, **step, **adjustments},
         {
-            **greedy,
-            "CHUNK": tiles.chunk,
+            **cut,
+            "BINS": BINS,
             "BIASES": power_of_two(bias_ids.shape[1]),
             "WORDS": power_of_two(bad_words.shape[1]),
             **{str(a.name): int(a) for a in Adjustment},
         },
+        num_warps=8,
+    )
+    yield launch(
+        _SEARCH,
+        "spread",
+        grid,
+        {**bounds, **bins, **below, **arrived, **peaks, **masses, **floors, **adjusted, **step},
+        {**cut, **parts, "BINS": BINS, "SLACK": SLACK, "FEW": FEW},
+        num_warps=8,
+    )
+    yield launch(
+        _SEARCH,
+        "sift",
+        grid,
+        {**above, **best, **listed, **bounds, **peaks, **adjusted, **step},
+        {**cut, **parts, "LIST": LIST, "NOISE": min(NOISE, tiles.chunk)},
+        num_warps=8,
     )
     yield launch(
         _MODULE,
         "draw",
         (rows,),
-        {"tokens": tokens, "logprobs": logprobs, **found, "listing": listing, **step, "parts": tiles.parts},
         {
-            **greedy,
-            "PARTS": tiles.parts_padded,
-            "GROUPS": tiles.groups_padded,
-            "BLOCK": BLOCK,
-            "RADIX": RADIX,
+            **{"tokens": tokens, "logprobs": logprobs},
+            **raw,
+            **peaks,
+            **masses,
+            **best,
+            **bounds,
+            **above,
+            **listed,
+            **adjusted,
+            **step,
         },
-        num_warps=16,
+        {**greedy, **parts, "LIST": LIST, "SHORT": min(SHORT, LIST), "BLOCK": BLOCK},
+        num_warps=8,
     )
 
 
