@@ -27,7 +27,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiles, "SMALLEST_GROUP", 16)
     monkeypatch.setattr(sample_module, "BLOCK", 64)
     monkeypatch.setattr(sample_module, "SLACK", 4)
-    monkeypatch.setattr(sample_module, "FEW", 12)
     monkeypatch.setattr(sample_module, "LIST", 64)
     monkeypatch.setattr(sample_module, "SHORT", 16)
 

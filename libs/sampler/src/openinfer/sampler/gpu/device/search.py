@@ -6,8 +6,8 @@ A bound is guessed and then proved:
     last logit of top_k should be, and where the mass of top_p should be reached (masses by the middle of a bin).
  2. `sift` counts and weighs exactly what lies above the brackets, lists what lies within, and draws among what lies
     above.
- 3. `settled` (of `draw`) checks that the brackets hold the bounds, finds them in the list, and draws. Where a bracket was guessed
-    wrong or its list is too long (thousands of equal logits), it searches the whole row instead, slowly.
+ 3. `draw` checks that the brackets hold the bounds, finds them in the list (`settled`), and draws. Where a bracket was
+    guessed wrong or its list is too long (thousands of equal logits), it searches the whole row instead, slowly.
 
 So nothing depends on how good the guess is but the time.
 """
@@ -52,7 +52,7 @@ def logit_at(place, low, width, temperature, BINS: tl.constexpr):
 @triton.jit
 def brackets(
     bins, low, width, peak, mass, below, temperature, top_k, top_p, min_p,
-    BINS: tl.constexpr, SLACK: tl.constexpr, FEW: tl.constexpr,
+    BINS: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     """(k_low, k_high, p_low, p_high): the bound of top_k should be in [k_low, k_high), that of top_p in [p_low,
     p_high). bins int32 [BINS]: the logits from `low` up; mass: of all logits, below: of those below `low`."""
@@ -88,7 +88,6 @@ def brackets(
         cut = before + tl.minimum(tl.maximum(share, 0.0), 1.0) * tl.sum(tl.where(here, bins, 0), 0)
         p_low = tl.maximum(logit_at(place_of(cut - SLACK, upto, bins), low, width, temperature, BINS), k_low)
         p_high = logit_at(place_of(cut + SLACK, upto, bins), low, width, temperature, BINS)
-        p_high = tl.where(total - cut <= FEW, float("inf"), p_high)
         if binds & (p_low <= k_high):
             k_high = tl.maximum(k_high, p_high)
             p_low, p_high = k_low, k_high
@@ -100,7 +99,6 @@ def spread(
     bounds, bins, below, arrived, peaks, masses, floors, adjusted, logits, slots, q_starts, seq_lens, alive, emits,
     temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, adjusts, vocabulary, stop_width, parts,
     GREEDY: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BINS: tl.constexpr, SLACK: tl.constexpr,
-    FEW: tl.constexpr,
 ):  # fmt: skip
     """Count CHUNK logits of a filtered row in bins; the last program of a row writes bounds[row], its two brackets.
     Grid (rows, parts)."""
@@ -145,7 +143,7 @@ def spread(
         counts = tl.load(bins + row * BINS + index, cache_modifier=".cg")
         k_low, k_high, p_low, p_high = brackets(
             counts, low, width, peak, mass, sum_of_parts(below, row, parts, PARTS), temperature, top_k, top_p,
-            min_p, BINS, SLACK, FEW,
+            min_p, BINS, SLACK,
         )  # fmt: skip
         tl.store(bounds + row * 4, k_low)
         tl.store(bounds + row * 4 + 1, k_high)
@@ -159,12 +157,13 @@ def sift(
     q_starts, seq_lens, alive, emits, temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, adjusts,
     vocabulary, stop_width, parts,
     GREEDY: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, LIST: tl.constexpr,
-    NOISE: tl.constexpr,
+    NOISE: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Of CHUNK logits of a filtered row: how many reach k_high, and how much they weigh; how much those weigh that reach
-    p_high; the best candidate among what is surely kept. What lies in the brackets is appended to the row's list."""
+    """Of CHUNK logits of a filtered row: how many reach k_high, and how much they weigh; how much those weigh that
+    reach p_high; the best candidate among them. What lies in the brackets is appended to the row's list, and
+    so is what reaches p_high if that is at most FEW."""
     row, part = tl.program_id(0), tl.program_id(1)
-    slot, filtered, temperature, top_k, top_p, min_p = filters_of(
+    slot, filtered, temperature, _, _, _ = filters_of(
         row, slots, emits, alive, temperatures, top_ks, top_ps, min_ps, vocabulary, GREEDY
     )
     if not filtered:
@@ -189,13 +188,14 @@ def sift(
         count = tl.sum((x >= k_high).to(tl.int32), 0)
         k_mass = tl.sum(tl.where(x >= k_high, weight, 0.0), 0)
         p_mass = tl.sum(tl.where(x >= p_high, weight, 0.0), 0)
-        within = ((x >= k_low) & (x < k_high)) | ((x >= p_low) & (x < p_high))
+        few = tl.sum((x >= p_high).to(tl.int32), 0) <= FEW  # then noise in the list is cheaper than here
+        within = ((x >= p_high) & few) | ((x >= k_low) & (x < k_high)) | ((x >= p_low) & (x < p_high))
         found = tl.sum(within.to(tl.int32), 0)
         if found > 0:
             at = tl.atomic_add(listed + row, found, sem="relaxed") + tl.cumsum(within.to(tl.int32), 0) - 1
             tl.store(list_logits + row * LIST + at, x, mask=within & (at < LIST))
             tl.store(list_ids + row * LIST + at, token, mask=within & (at < LIST))
-        if part_peak >= p_high:
+        if not few:
             best, best_id = best_from(
                 tl.div_rn(p_high, temperature), part * CHUNK, part * CHUNK + CHUNK, temperature, seeds + slot * 2,
                 position, candidates, vocabulary, stop_ids + slot * stop_width, stops, NOISE,

@@ -28,9 +28,6 @@ SHORT = 256
 SLACK = 384
 """Logits either side of a guessed bound that go to the list."""
 
-FEW = 1536
-"""So few logits above a guessed bound go to the list as well, which is then drawn from alone."""
-
 NOISE = 1024
 """Logits of a part that get noise at a time."""
 
@@ -297,7 +294,7 @@ def _launches(
         "spread",
         grid,
         {**bounds, **bins, **below, **arrived, **peaks, **masses, **floors, **adjusted, **step},
-        {**cut, **parts, "BINS": BINS, "SLACK": SLACK, "FEW": FEW},
+        {**cut, **parts, "BINS": BINS, "SLACK": SLACK},
         num_warps=8,
     )
     yield launch(
@@ -305,7 +302,7 @@ def _launches(
         "sift",
         grid,
         {**above, **best, **listed, **bounds, **peaks, **adjusted, **step},
-        {**cut, **parts, "LIST": LIST, "NOISE": min(NOISE, tiles.chunk)},
+        {**cut, **parts, "LIST": LIST, "NOISE": min(NOISE, tiles.chunk), "FEW": LIST // (4 * tiles.parts)},
         num_warps=8,
     )
     yield launch(
@@ -313,7 +310,8 @@ def _launches(
         "draw",
         (rows,),
         {
-            **{"tokens": tokens, "logprobs": logprobs},
+            "tokens": tokens,
+            "logprobs": logprobs,
             **raw,
             **peaks,
             **masses,
