@@ -8,9 +8,8 @@ of those that have its quotient.
 import triton
 import triton.language as tl
 
-from openinfer.sampler.gpu.device.noise import first_maximum, perturbed
+from openinfer.sampler.gpu.device.noise import LOG2_E, first_maximum, perturbed
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def mix(x):
@@ -23,21 +25,31 @@ def hash_u32(seed_lo, seed_hi, position, token):
 
 
 @triton.jit
-def gumbel(bits):
-    v = tl.minimum(
+def uniform(bits):
+    return tl.minimum(
         (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355
     )  # 2^-32, 1 - 2^-24
+
+
+@triton.jit
+def gumbel(bits):
+    v = uniform(bits)
     series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))
     return -tl.log(tl.where(v < 0.00390625, series, -tl.log(1.0 - v)))
 
 
 @triton.jit
-def perturbed(logits, token, temperature, seeds, position):
-    """logits / temperature + gumbel(hash(seed, position, token)); `seeds` points at the two words of the row."""
+def hashed(token, seeds, position):
+    """The bits of tokens; `seeds` points at the two words of the row."""
     seed_lo = tl.load(seeds).to(tl.uint32, bitcast=True)
     seed_hi = tl.load(seeds + 1).to(tl.uint32, bitcast=True)
-    bits = hash_u32(seed_lo, seed_hi, position.to(tl.uint32), token.to(tl.uint32))
-    return tl.div_rn(logits, temperature) + gumbel(bits)
+    return hash_u32(seed_lo, seed_hi, position.to(tl.uint32), token.to(tl.uint32))
+
+
+@triton.jit
+def perturbed(logits, token, temperature, seeds, position):
+    """logits / temperature + gumbel(hash(seed, position, token))."""
+    return tl.div_rn(logits, temperature) + gumbel(hashed(token, seeds, position))
 
 
 @triton.jit
@@ -45,3 +57,24 @@ def first_maximum(values, ids):
     """The largest value and the lowest id that has it."""
     best = tl.max(values, 0)
     return best, tl.min(tl.where(values == best, ids, 2147483647), 0)
+
+
+@triton.jit
+def likely_best(x, token, top, temperature, seeds, position):
+    """The largest perturbed logit and its id, or perhaps another's: (value, id, whether it is sure). top: max(x),
+    finite, and so is its quotient by the temperature.
+
+    exp(logit / temperature) / v orders like the perturbed logits where v is small, and is never below their
+    exponentials: -log(1 - v) is above its series. So it finds the best without logarithms, and shows whether another
+    could be better still.
+    """
+    v = uniform(hashed(token, seeds, position))
+    bound = tl.exp2((x - top) * (LOG2_E / temperature)) / (v * (1.0 + v * (0.5 + v * 0.3333333)))
+    _, best_id = first_maximum(bound, token)
+    best = perturbed(
+        tl.max(tl.where(token == best_id, x, float("-inf")), 0), best_id, temperature, seeds, position
+    )
+    scaled = tl.div_rn(top, temperature)
+    margin = 1e-3 + 1e-6 * tl.abs(scaled)  # what rounding may change of a perturbed logit
+    rivals = tl.sum((bound >= tl.exp2((best - scaled - margin) * LOG2_E)).to(tl.int32), 0)
+    return best, best_id, rivals == 1

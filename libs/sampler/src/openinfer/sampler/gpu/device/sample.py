@@ -7,7 +7,6 @@ import triton.language as tl
 from openinfer.sampler.gpu.device.adjust import adjust
 from openinfer.sampler.gpu.device.filters import (
     LARGEST,
-    LOG2_E,
     LOWEST,
     filters_of,
     largest_of_parts,
@@ -15,7 +14,7 @@ from openinfer.sampler.gpu.device.filters import (
     sum_of_parts,
     without,
 )
-from openinfer.sampler.gpu.device.noise import first_maximum, perturbed
+from openinfer.sampler.gpu.device.noise import LOG2_E, first_maximum, likely_best, perturbed
 from openinfer.sampler.gpu.device.settle import searched, settled
 
 
@@ -72,9 +71,12 @@ def scan(
             tl.store(arrived + row, 0)
             tl.store(listed + row, 0)
     else:
-        if (temperature >= GREEDY) & (tl.load(top_ks + slot) != 1):
-            value = perturbed(x, token, temperature, seeds + slot * 2, position)
-            best, best_id = first_maximum(value, token)
+        drawn = (temperature >= GREEDY) & (tl.load(top_ks + slot) != 1)
+        if drawn & (tl.abs(tl.div_rn(best, temperature)) <= LARGEST):
+            best, best_id, is_best = likely_best(x, token, best, temperature, seeds + slot * 2, position)
+            if not is_best:
+                value = perturbed(x, token, temperature, seeds + slot * 2, position)
+                best, best_id = first_maximum(value, token)
         tl.store(bests + out, best)
         tl.store(best_ids + out, best_id)
 

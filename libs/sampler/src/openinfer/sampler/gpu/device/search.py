@@ -18,7 +18,6 @@ import triton.language as tl
 
 from openinfer.sampler.gpu.device.filters import (
     LARGEST,
-    LOG2_E,
     LOWEST,
     aligned,
     best_from,
@@ -29,6 +28,7 @@ from openinfer.sampler.gpu.device.filters import (
     sum_of_parts,
     without,
 )
+from openinfer.sampler.gpu.device.noise import LOG2_E
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def sift(
     q_starts, seq_lens, alive, emits, temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, adjusts,
     vocabulary, stop_width, parts,
     GREEDY: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, LIST: tl.constexpr,
-    NOISE: tl.constexpr, FEW: tl.constexpr,
+    FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of CHUNK logits of a filtered row: how many reach k_high, and how much they weigh; how much those weigh that
     reach p_high; the best candidate among them. What lies in the brackets is appended to the row's list, and
@@ -198,7 +198,7 @@ def sift(
         if not few:
             best, best_id = best_from(
                 tl.div_rn(p_high, temperature), part * CHUNK, part * CHUNK + CHUNK, temperature, seeds + slot * 2,
-                position, candidates, vocabulary, stop_ids + slot * stop_width, stops, NOISE,
+                position, candidates, vocabulary, stop_ids + slot * stop_width, stops, BLOCK,
             )  # fmt: skip
     tl.store(counts + out, count)
     tl.store(k_masses + out, k_mass)

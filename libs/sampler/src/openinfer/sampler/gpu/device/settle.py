@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from openinfer.sampler.gpu.device.filters import LOG2_E, LOWEST, best_from, key_of, of_key, without
-from openinfer.sampler.gpu.device.noise import first_maximum, perturbed
+from openinfer.sampler.gpu.device.filters import LOWEST, best_from, key_of, of_key, without
+from openinfer.sampler.gpu.device.noise import LOG2_E, first_maximum, perturbed
 
 UNIT = tl.constexpr(
     1099511627776.0

@@ -28,11 +28,8 @@ SHORT = 256
 SLACK = 384
 """Logits either side of a guessed bound that go to the list."""
 
-NOISE = 1024
-"""Logits of a part that get noise at a time."""
-
-BLOCK = 2048
-"""Logits that a program looks at together where it has to search a whole row."""
+BLOCK = 1024
+"""Logits that get noise together where all are looked at, or a whole row is searched."""
 
 _MODULE = "openinfer.sampler.gpu.device.sample"
 _SEARCH = "openinfer.sampler.gpu.device.search"
@@ -302,7 +299,7 @@ def _launches(
         "sift",
         grid,
         {**above, **best, **listed, **bounds, **peaks, **adjusted, **step},
-        {**cut, **parts, "LIST": LIST, "NOISE": min(NOISE, tiles.chunk), "FEW": LIST // (4 * tiles.parts)},
+        {**cut, **parts, "LIST": LIST, "FEW": LIST // (4 * tiles.parts), "BLOCK": min(BLOCK, tiles.chunk)},
         num_warps=8,
     )
     yield launch(
