@@ -72,7 +72,7 @@ def scan(
             tl.store(listed + row, 0)
     else:
         drawn = (temperature >= GREEDY) & (tl.load(top_ks + slot) != 1)
-        if drawn & (tl.abs(tl.div_rn(best, temperature)) <= LARGEST):
+        if drawn & (tl.abs(tl.div_rn(best, tl.where(drawn, temperature, 1.0))) <= LARGEST):
             best, best_id, is_best = likely_best(x, token, best, temperature, seeds + slot * 2, position)
             if not is_best:
                 value = perturbed(x, token, temperature, seeds + slot * 2, position)
