@@ -116,7 +116,7 @@ class _Desk:
                 raise ValueError(f"id {request.id} is not one of client {client}'s")
             self._engine.submit(request)
         except Exception as error:  # one request's fault must not take the others along
-            _log.exception("the engine raised on submit")
+            _log.exception("the engine raised on submit of sequence %d", request.id)
             failed = Failed(request.id, f"the engine did not take the request: {one_line(error)}")
             outputs = StepOutputs(updates=[failed])
             self._send(client, Stepped(outputs, self._engine.stats(), len(self.live)))

@@ -41,7 +41,7 @@ class FakeEngine:
     max_waiting: further requests are Rejected with code "queue_full".
     start_error: message of the ValueError that the constructor raises.
     fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
-    fail_prompt: a request whose prompt is this single id Fails alone.
+    fail_prompt, raise_prompt: a request whose prompt is this single id Fails alone, or makes submit() raise.
     features: what it claims to honour besides logprobs and prefix_cache (its tokens stay the known ones).
     """
 
@@ -63,6 +63,7 @@ class FakeEngine:
         die_at_step: int | None = None,
         hang_at_step: int | None = None,
         fail_prompt: int | None = None,
+        raise_prompt: int | None = None,
         features: list[str] | None = None,
     ) -> None:
         time.sleep(start_delay_s)
@@ -82,7 +83,7 @@ class FakeEngine:
         self._max_running, self._max_waiting = max_running, max_waiting
         self._step_delay_s = step_delay_s
         self._faults = (fail_at_step, die_at_step, hang_at_step)
-        self._fail_prompt = fail_prompt
+        self._fail_prompt, self._raise_prompt = fail_prompt, raise_prompt
         self._waiting: deque[Request] = deque()
         self._running: dict[int, _Live] = {}
         self._ready = StepOutputs()
@@ -91,6 +92,8 @@ class FakeEngine:
         self._has_tokens = False
 
     def submit(self, request: Request) -> None:
+        if request.prompt_token_ids == [self._raise_prompt]:
+            raise RuntimeError("submit failed, as asked")
         length = len(request.prompt_token_ids) + request.max_tokens
         if length > self.info.max_model_len:
             reason = f"prompt and max_tokens are {length} tokens, the model takes {self.info.max_model_len}"

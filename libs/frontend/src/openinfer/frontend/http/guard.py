@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
+from openinfer.frontend.logs import REQUEST_ID
 
 __all__ = ["ApiKeyGuard", "RequestIds"]
 
@@ -55,6 +56,7 @@ class RequestIds:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        REQUEST_ID.set(request_id)  # of this request's own task
         header = (b"x-request-id", request_id.encode())
 
         async def send_with_id(message: Message) -> None:

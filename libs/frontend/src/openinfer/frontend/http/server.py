@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.applications import Starlette
 
+from openinfer.frontend.http.connections import close_stalled, http_protocol
 from openinfer.frontend.http.service import Service
 
-__all__ = ["run_server"]
+__all__ = ["on_signals", "run_server"]
 
 DEATH_LINGER_S = 2.0
 """After the engine's death: open streams get their error, probes see 503, then the process ends."""
@@ -59,6 +60,8 @@ async def run_server(
     await service.prepare()
     config = uvicorn.Config(
         app,
+        http=http_protocol(),
+        ws="none",
         lifespan="off",
         log_config=None,
         log_level="warning",
@@ -74,7 +77,12 @@ async def run_server(
     if now is None:
         now = asyncio.Event()
         on_signals(stop, now)
+    parser = config.http if isinstance(config.http, str) else "httptools"
+    _log.info(
+        "event loop %s, HTTP parser %s", type(asyncio.get_running_loop()).__module__.partition(".")[0], parser
+    )
     serving = asyncio.create_task(server.serve([listener]))
+    sweep = asyncio.create_task(close_stalled(server.server_state.connections))
     died = asyncio.create_task(service.client.died())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({serving, died, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -84,7 +92,7 @@ async def run_server(
         await _drain(service, now, died, shutdown_timeout_s)
     code = 1 if died.done() else 0
     server.should_exit = True
-    for task in (died, stopped):
+    for task in (died, stopped, sweep):
         task.cancel()
     await serving
     return code

@@ -280,6 +280,7 @@ class Service:
         usage = generation.usage()
         fields = {
             "request_id": request_id,
+            "engine_id": generation.choices[0].request.id,
             "outcome": outcome,
             "sequences": len(generation.choices),
             "prompt_tokens": usage.prompt_tokens,

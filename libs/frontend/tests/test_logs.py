@@ -1,0 +1,102 @@
+"""Logs of both processes: one form, the request's id in them, nothing forged, no secret."""
+
+import json
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from openinfer.frontend.logs import REQUEST_ID, set_up_logging
+
+SECRET = "s3cret-key-1"
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    logger = logging.getLogger()
+    before, level = list(logger.handlers), logger.level
+    yield logger
+    logger.handlers[:] = before
+    logger.setLevel(level)
+
+
+def logged(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return capfd.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_line_names_the_request_that_it_is_about(
+    root: logging.Logger, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging("info", form)
+    token = REQUEST_ID.set("id-7")
+    logging.getLogger("x").info("within")
+    REQUEST_ID.reset(token)
+    logging.getLogger("x").info("outside")
+    within, outside = logged(capfd)
+    if form == "json":
+        assert json.loads(within)["request_id"] == "id-7"
+        assert "request_id" not in json.loads(outside)
+    else:
+        assert (within, outside) == ("INFO x: within, id id-7", "INFO x: outside")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_traceback_forges_nothing_and_no_secret_shows(
+    root: logging.Logger, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    set_up_logging("info", form, [SECRET, "key"])
+    try:
+        raise ValueError(f"a\nINFO forged \x1b[31m {SECRET}")
+    except ValueError:
+        logging.getLogger("x").exception("with %s and a key\nERROR forged", SECRET)
+    lines = logged(capfd)
+    text = "\n".join(lines)
+    assert SECRET not in text
+    assert "***" in text
+    assert "a key" in text  # too short to be hidden
+    assert "\x1b" not in text
+    assert not any(line.startswith(("INFO forged", "ERROR forged")) for line in lines)
+    if form == "json":
+        (line,) = lines
+        assert "INFO forged" in json.loads(line)["exception"]
+    else:
+        assert lines[0] == "ERROR x: with *** and a key\\nERROR forged"
+        assert all(line.startswith("  ") for line in lines[1:])
+
+
+def test_every_line_of_a_server_is_json(model_dir: Path, launch: Callable[..., Any]) -> None:
+    flags = ("--log-format", "json", "--log-requests", "--api-key", SECRET, "--frontends", "2")
+    server = launch(model_dir, *flags, "--engine", '{"fail_at_step": 3}')
+    headers = {"authorization": f"Bearer {SECRET}", "x-request-id": "id-9"}
+    body = {"prompt": [5], "max_tokens": 50}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 500
+    code, rest = server.end()
+    assert code == 1
+    lines = [json.loads(line) for line in [*server.lines, *rest.splitlines()]]
+    assert SECRET not in json.dumps(lines)
+    (raised,) = [line for line in lines if line["logger"] == "openinfer.frontend.engine_process"]
+    assert "step failed, as asked" in raised["exception"]
+    (outcome,) = [line for line in lines if line.get("request_id")]
+    assert outcome["request_id"] == "id-9"
+    assert outcome["engine_id"] > 0
+
+
+def test_an_engine_that_refuses_with_an_exception_names_the_sequence(
+    model_dir: Path, launch: Callable[..., Any]
+) -> None:
+    server = launch(model_dir, "--log-format", "json", "--log-requests", "--engine", '{"raise_prompt": 7}')
+    for prompt in ([7], [5]):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    server.process.send_signal(signal.SIGTERM)
+    _, rest = server.end()
+    lines = [json.loads(line) for line in rest.splitlines()]
+    (raised,) = [line for line in lines if "exception" in line]
+    refused, served = [line for line in lines if "outcome" in line]
+    assert served["outcome"] == "ok"
+    assert f"sequence {refused['engine_id']}" in raised["message"]
