@@ -103,6 +103,27 @@ def test_one_that_sends_nothing_or_a_head_drop_by_drop_is_closed(live: Any) -> N
     assert time.monotonic() - began < 8
 
 
+def test_a_reader_that_takes_nothing_is_cut(live: Any, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.4)
+    busy = start({"max_model_len": 1_000_000})
+    body = {
+        "prompt": [5],
+        "max_tokens": 900_000,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    connection = send(busy, post(json.dumps(body).encode()))
+    deadline = time.monotonic() + 20
+    while not busy.service.active:
+        time.sleep(0.005)
+    while busy.service.active:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert busy.driver.stats().generation_tokens < 900_000
+    connection.close()
+
+
 def test_a_long_answer_is_not_a_long_head(live: Any) -> None:
     body = {"prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True}
     received = rest(send(live, post(json.dumps(body).encode(), b"Connection: close")))

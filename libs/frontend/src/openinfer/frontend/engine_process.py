@@ -26,7 +26,10 @@ _log = logging.getLogger("openinfer.frontend.engine_process")  # __name__ is __m
 def main() -> int:
     """Build the engine, say Ready, run it until told to close."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:
-        boot = msgspec.json.decode(stdin.readline(), type=Boot)
+        line = stdin.readline()
+    if not line:  # the parent was gone before it could say what to build
+        return 2
+    boot = msgspec.json.decode(line, type=Boot)
     threading.Thread(target=_end_with_parent, args=(boot.directory,), daemon=True).start()
     # Ctrl-C and a supervisor's SIGTERM reach the whole group; the parent drains first and then says Close.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

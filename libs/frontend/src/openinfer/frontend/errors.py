@@ -22,6 +22,9 @@ __all__ = [
 ]
 
 
+MAX_MESSAGE_CHARS = 1000
+
+
 class FrontendError(Exception):
     """Base of all errors raised by openinfer.frontend."""
 
@@ -56,13 +59,16 @@ class Unsupported(FrontendError, NotImplementedError):
 class APIError(FrontendError, ValueError):
     """A request is refused.
 
+    message: what came from the client is quoted in it, so it is cut at MAX_MESSAGE_CHARS.
     status: HTTP status; param: the offending field, if one; code: OpenAI's machine-readable word, if one.
     """
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(
+            message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
+        )
         self.status = status
         self.param = param
         self.code = code

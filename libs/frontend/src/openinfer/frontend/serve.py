@@ -138,26 +138,36 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     args = build_parser(recipe, prog).parse_args(argv)
     args.api_key = args.api_key or os.environ.get("OPENINFER_API_KEY")
     set_up_logging(args.log_level, args.log_format, [args.api_key] if args.api_key else [])
+    signals: list[int] = []
     try:
         model_type = _check_checkpoint(recipe, args.model_dir)
         _choose_parsers(args, model_type)
         spec = recipe.engine_spec(args.model_dir, args)
-        return run_loop(_serve(args, spec))
+        return run_loop(_serve(args, spec, signals))
     except (FrontendError, ValueError, OSError) as error:
         logging.getLogger(__name__).debug("start-up failed", exc_info=True)
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     except asyncio.CancelledError:
-        return 128 + signal.SIGTERM
+        return 128 + signals[0]
+    except KeyboardInterrupt:  # before there was a loop
+        return 128 + signal.SIGINT
 
 
-async def _serve(args: argparse.Namespace, spec: "EngineSpec") -> int:
+async def _serve(args: argparse.Namespace, spec: "EngineSpec", signals: list[int]) -> int:
+    """signals: gets the number of the signal by which this was cancelled."""
     main_task = asyncio.current_task()
     assert main_task is not None
-    # Until the server takes over, SIGTERM ends the start-up in order; asyncio does so for SIGINT.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
+
+    def interrupt(number: int) -> None:
+        signals.append(number)
+        main_task.cancel()
+
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # until the server takes over, they end the start-up in order
+        asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(one) for one in _bind(args.host, args.port, args.frontends)]

@@ -65,8 +65,9 @@ async def serve_web(
 
     tracing = None
     tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options))
+    starting = asyncio.create_task(_start(client, on_engine))
     try:
-        await asyncio.gather(_start(client, on_engine), tokens)
+        await asyncio.gather(starting, tokens)
         tokenizer, template = tokens.result()
         model_dir = Path(options.model_dir)
         auto = options.generation_config == "auto"
@@ -99,6 +100,8 @@ async def serve_web(
             now=now,
         )
     finally:
+        starting.cancel()  # where the tokenizer has failed: a process half started is seen to its end
+        await asyncio.wait([starting])
         await client.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)

@@ -207,7 +207,9 @@ class OutputParser:
 
 def overlap(text: str, marker: str) -> int:
     """Length of the longest end of text that is a beginning of marker (and not all of it)."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(marker[0], at + 1)
     return 0

@@ -129,6 +129,7 @@ class ChatBody(CommonBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -152,7 +153,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "documents": (None, []),
     "chat_template": _NOTHING,
-    "continue_final_message": (None, False),
     "thinking_token_budget": _NOTHING,
     "separate_reasoning": (None, False),
     "modalities": (None, ["text"]),

@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from openinfer.frontend.chat import OutputParser, Renderer, ToolFormat
 from openinfer.frontend.chat.output import END_THINK, THINK, Schemas
 from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.deadline import in_thread, larger_than
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
 from openinfer.sampler.lark import Lark
@@ -16,6 +19,12 @@ __all__ = ["Chat", "ChatFormat", "ParserFactory", "chat_messages", "text_of"]
 
 ParserFactory = Callable[[], OutputParser]
 """A new parser for each choice."""
+
+
+MAX_MESSAGES = 4096
+INLINE_SIZE = 16384
+"""Chats that are larger, in characters and items, are rendered in a thread."""
+RENDER_TIMEOUT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +40,8 @@ class Chat:
     hold all calls to theirs."""
     parallel_calls: bool = True
     add_generation_prompt: bool = True
+    continue_final: bool = False
+    """The answer goes on where the last message, the assistant's, ends."""
     effort: str | None = None
     """reasoning_effort, where the template heeds it."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -47,17 +58,32 @@ class ChatFormat:
     tools: ToolFormat | None = None
     reasoning: bool = False
 
-    def prompt(self, chat: Chat) -> str:
+    async def prompt(self, chat: Chat) -> str:
         """The prompt's text. Raises APIError (400) naming the field that cannot be honoured."""
         if self.renderer is None:
             raise APIError("this server has no chat template; use /v1/completions", param="messages")
         tools = self._tools_on_offer(chat)
-        return self.renderer.render(
-            chat.messages,
+        marker = f"<{uuid.uuid4().hex}>" if chat.continue_final else ""
+        render = partial(
+            self.renderer.render,
+            _with_marker(chat.messages, marker) if marker else chat.messages,
             tools=tools or None,
-            add_generation_prompt=chat.add_generation_prompt,
+            add_generation_prompt=chat.add_generation_prompt and not marker,
             kwargs=self._options(self.renderer, chat),
         )
+        if larger_than(INLINE_SIZE, (chat.messages, tools, chat.options)):
+            text = await in_thread(render, RENDER_TIMEOUT_S)
+        else:
+            text = render()
+        if not marker:
+            return text
+        before, found, _ = text.partition(marker)
+        if not found:
+            raise APIError(
+                "this model's chat template does not show the last message as it is, so it cannot be continued",
+                param="continue_final_message",
+            )
+        return before
 
     def parser(self, chat: Chat, prompt: str) -> ParserFactory | None:
         """Makes the parsers for what follows `prompt`; None when all of it is content."""
@@ -71,7 +97,7 @@ class ChatFormat:
                 reasoning=self.reasoning,
                 tools=tools,
                 schemas=schemas,
-                in_reasoning=prompt.rstrip().endswith(THINK),
+                in_reasoning=_thinking(prompt, chat) == "within",
                 max_calls=None if chat.parallel_calls else 1,
             )
 
@@ -88,7 +114,7 @@ class ChatFormat:
             return None
         lark = Lark()
         try:
-            thoughts = self._thoughts(lark, prompt)
+            thoughts = self._thoughts(lark, _thinking(prompt, chat))
             if not schemas and not thoughts:
                 return content
             return lark.grammar(f"{thoughts} {self._answer(lark, chat, schemas, content, forced)}")
@@ -107,13 +133,12 @@ class ChatFormat:
         calls = f"{lark.text(opening)} {self.tools.grammar(lark, schemas, many=chat.parallel_calls)}"
         return calls if forced or content is None else lark.any_of([calls, lark.content(content)])
 
-    def _thoughts(self, lark: Lark, prompt: str) -> str:
-        """What the model may think first: it is in the midst of it, is through with it, or may begin."""
-        before = prompt.rstrip()
-        if not self.reasoning or before.endswith(END_THINK):
+    def _thoughts(self, lark: Lark, thinking: str) -> str:
+        """What the model may think first."""
+        if not self.reasoning or thinking == "over":
             return ""
         rest = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
-        if before.endswith(THINK):
+        if thinking == "within":
             return rest
         return f"{lark.rule(f'{lark.text(THINK)} {rest}')}?"
 
@@ -161,10 +186,30 @@ def _schemas(chat: Chat) -> Schemas:
     return {function["name"]: function.get("parameters") for function in functions}
 
 
+def _with_marker(messages: Sequence[Mapping[str, Any]], marker: str) -> list[Mapping[str, Any]]:
+    *before, last = messages
+    if last["role"] != "assistant" or not last["content"] or last.get("tool_calls"):
+        raise APIError(
+            "continue_final_message needs a last message of the assistant, with content and without tool calls",
+            param="continue_final_message",
+        )
+    return [*before, {**last, "content": last["content"] + marker}]
+
+
+def _thinking(prompt: str, chat: Chat) -> Literal["before", "within", "over"]:
+    """Where the prompt leaves the model: it may begin to think, is in the midst of it, or is through with it."""
+    if chat.continue_final:
+        return "within" if THINK in chat.messages[-1]["content"].rpartition(END_THINK)[2] else "over"
+    text = prompt.rstrip()
+    return "within" if text.endswith(THINK) else "over" if text.endswith(END_THINK) else "before"
+
+
 def chat_messages(messages: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """Check messages: contents become text, arguments of calls objects. Raises APIError (400) naming the place."""
     if not messages:
         raise APIError("messages must hold at least one message", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise APIError(f"{len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 

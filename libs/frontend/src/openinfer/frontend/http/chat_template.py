@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jinja2
 import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -15,6 +16,11 @@ from openinfer.frontend.errors import APIError, ModelFilesError
 
 __all__ = ["ChatTemplate", "find_template"]
 
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError),
+    *(AttributeError, OverflowError, MemoryError),
+)
+"""What a template may raise over messages or options that it was not written for."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -61,7 +67,7 @@ class ChatTemplate:
             return self._template.render(
                 variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+        except _REFUSALS as error:
             raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error
 
 

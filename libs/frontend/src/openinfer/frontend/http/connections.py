@@ -1,16 +1,18 @@
-"""Bounds on what a connection may cost before there is a request: how large its head, and how long in coming."""
+"""Bounds on what a connection may cost: how large the head of a request, how long in coming, how slow a reader."""
 
 import asyncio
 import time
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["HEAD_BYTES", "HEAD_TIMEOUT_S", "close_stalled", "http_protocol"]
+__all__ = ["HEAD_BYTES", "HEAD_TIMEOUT_S", "READ_TIMEOUT_S", "close_stalled", "http_protocol"]
 
 HEAD_BYTES = 64 << 10
 """Request line and headers together."""
 HEAD_TIMEOUT_S = 20.0
 """From the connection, or the answer before, to the end of the head."""
+READ_TIMEOUT_S = 120.0
+"""For a client whose socket is full to take something."""
 SWEEP_S = 2.0
 
 
@@ -45,18 +47,24 @@ def http_protocol() -> Any:
 
 
 async def close_stalled(connections: Collection[Any]) -> None:
-    """Close connections that take too long over a head, until cancelled. connections: uvicorn's, alive."""
+    """Close connections that take too long over a head, or take nothing of an answer; until cancelled.
+
+    connections: uvicorn's, alive.
+    """
     since: dict[Any, tuple[object, float]] = {}
     while True:
         await asyncio.sleep(SWEEP_S)
         now = time.monotonic()
-        waiting: dict[Any, tuple[object, float]] = {}
+        stalled: dict[Any, tuple[object, float]] = {}
         for connection in list(connections):
-            cycle = connection.cycle
-            if cycle is not None and not cycle.response_complete:
+            cycle, transport = connection.cycle, connection.transport
+            in_head = cycle is None or cycle.response_complete
+            if not in_head and not connection.flow.write_paused:
                 continue
+            state = cycle if in_head else transport.get_write_buffer_size()
             before, began = since.get(connection, (None, now))
-            waiting[connection] = (cycle, began if before is cycle else now)
-            if now - waiting[connection][1] > HEAD_TIMEOUT_S:
-                connection.transport.close()
-        since = waiting
+            stalled[connection] = (state, began if before == state else now)
+            limit = HEAD_TIMEOUT_S if in_head else READ_TIMEOUT_S
+            if now - stalled[connection][1] > limit:
+                transport.abort()  # close() would wait for the reader
+        since = stalled

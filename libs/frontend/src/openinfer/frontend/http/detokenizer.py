@@ -8,6 +8,8 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from openinfer.frontend.chat.output import overlap
+
 __all__ = ["ByteDetokenizer", "Detokenizer", "StopMatch", "StopStrings", "TextDetokenizer"]
 
 MAX_HELD_TOKENS = 8
@@ -120,7 +122,7 @@ class StopStrings:
         if best is not None:
             end, start, stop = best
             return StopMatch(text[: end if self._include else start], stop)
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return StopMatch(text[: len(text) - keep], None)
 
@@ -128,11 +130,3 @@ class StopStrings:
         """At the end: what was held back."""
         held, self._held = self._held, ""
         return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that is a beginning of stop (and not all of it)."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

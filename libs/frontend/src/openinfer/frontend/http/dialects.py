@@ -1,5 +1,6 @@
 """The endpoints beside OpenAI's completions: responses, Anthropic's messages, and the tokenizer's."""
 
+import asyncio
 import time
 from typing import Annotated, Any
 
@@ -22,6 +23,9 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 __all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]
 
 
+MAX_TOKENS_SHOWN = 32768
+
+
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """POST /tokenize: a text, or a chat as its template writes it."""
 
@@ -31,6 +35,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
 
@@ -94,9 +99,10 @@ class Dialects:
                 messages=chat_messages(body.messages),
                 tools=[tool_object(tool.function) for tool in body.tools or ()],
                 add_generation_prompt=body.add_generation_prompt,
+                continue_final=body.continue_final_message,
                 options=body.chat_template_kwargs or {},
             )
-            ids = await tokenizer.encode(self._service.chat_format.prompt(chat), False)
+            ids = await tokenizer.encode(await self._service.chat_format.prompt(chat), False)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._service.client.info.max_model_len,
@@ -104,6 +110,11 @@ class Dialects:
             "token_strs": None,
         }
         if body.return_token_strs:
+            if len(ids) > MAX_TOKENS_SHOWN:
+                raise APIError(
+                    f"return_token_strs is for at most {MAX_TOKENS_SHOWN} tokens, the text has {len(ids)}",
+                    param="return_token_strs",
+                )
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
         return json_response(answer)
 
@@ -111,7 +122,8 @@ class Dialects:
         """POST /detokenize."""
         body = decode_body(await read_body(request), DetokenizeBody, {})
         ids = prompt_ids(body.tokens, self._service.client.info, "tokens") if body.tokens else []
-        return json_response({"prompt": self._tokenizer().decode(ids, False)})
+        text = await asyncio.to_thread(self._tokenizer().decode, ids, False)
+        return json_response({"prompt": text})
 
     def _tokenizer(self) -> Tokenizer:
         if self._service.tokenizer is None:

@@ -118,6 +118,9 @@ def messages_chat(body: MessagesBody, variables: frozenset[str]) -> Chat:
         ],
         tool_choice=kinds.get(choice.type if choice else None) or f"tool {choice.name if choice else ''}",
         strict=[tool.name for tool in body.tools or () if tool.strict],
+        continue_final=bool(messages)
+        and messages[-1]["role"] == "assistant"
+        and not messages[-1].get("tool_calls"),
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
         options=thinks if "enable_thinking" in variables else {},
     )

@@ -20,6 +20,7 @@ __all__ = [
     "Plan",
     "SamplingDefaults",
     "check_grammars",
+    "check_size",
     "choice_sampling",
     "make_plan",
     "max_tokens_for",
@@ -32,6 +33,12 @@ MAX_SEQUENCES = 1024
 """Prompts times n of one HTTP request."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_USER_CHARS = 1024
+MAX_LOGPROB_ENTRIES = 8 << 20
+"""Alternatives asked for times tokens of all sequences: what an answer may have to hold."""
+MAX_POOLS = 4
+"""Tokens of one HTTP request's sequences, prompts and outputs at their longest, in units of the KV capacity."""
 MAX_SALT_CHARS = 128
 MAX_BAD_WORDS = 64
 _BAD_SALT = re.compile(r"[@/\\\0]")
@@ -126,6 +133,12 @@ def make_plan(
             f"cache_salt must have at most {MAX_SALT_CHARS} characters and no @ / \\ or NUL",
             param="cache_salt",
         )
+    _check(
+        len(body.user or "") <= MAX_USER_CHARS,
+        "user",
+        f"{len(body.user or '')} characters",
+        f"at most {MAX_USER_CHARS}",
+    )
     return Plan(
         sampling=_sampling(body, logprobs, defaults, info, tokenizer),
         n=n,
@@ -226,6 +239,8 @@ def _stop_strings(body: CommonBody, has_tokenizer: bool) -> list[str]:
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     if len(stop) > MAX_STOP_STRINGS:
         raise APIError(f"stop has {len(stop)} strings, at most {MAX_STOP_STRINGS} are allowed", param="stop")
+    for one in stop:
+        _check(len(one) <= MAX_STOP_CHARS, "stop", f"{len(one)} characters", f"at most {MAX_STOP_CHARS}")
     if "" in stop:
         raise APIError("stop may not hold an empty string", param="stop")
     if stop and not has_tokenizer:
@@ -264,10 +279,40 @@ def max_tokens_for(
     return result
 
 
+def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, info: EngineInfo) -> None:
+    """That the request's sequences together are not out of all proportion. Raises APIError (400).
+
+    limits: the most tokens to generate for each prompt.
+    """
+    total = plan.n * (sum(map(len, prompts)) + sum(limits))
+    most = MAX_POOLS * max(info.kv_capacity_tokens, info.max_model_len)
+    if total > most:
+        raise APIError(
+            f"{len(limits) * plan.n} sequences of this length come to {total} tokens, one request may have {most}: "
+            "lower n or max_tokens",
+            param="n" if plan.n > 1 else None,
+            code="request_too_large",
+        )
+    entries = plan.n * sum(limits) * (1 + (plan.sampling.logprobs or 0))
+    if plan.sampling.logprobs and entries > MAX_LOGPROB_ENTRIES:
+        raise APIError(
+            f"log-probabilities come to {entries} entries, one request may have {MAX_LOGPROB_ENTRIES}: lower n, "
+            "max_tokens or the number of alternatives",
+            param="logprobs",
+            code="request_too_large",
+        )
+
+
 def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[int]:
     """Check a prompt given as token ids."""
     if not ids:
         raise APIError(f"{param} is empty: at least one token is needed", param=param)
+    if len(ids) >= info.max_model_len:  # before we look at each of them
+        raise APIError(
+            f"{param} has {len(ids)} tokens, the model's context is {info.max_model_len} with the output: shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
     if not all(type(token_id) is int for token_id in ids):
         raise APIError(f"{param} must hold token ids (integers) only", param=param)
     low, high = min(ids), max(ids)

@@ -35,6 +35,7 @@ from openinfer.frontend.http.params import (
     Plan,
     SamplingDefaults,
     check_grammars,
+    check_size,
     make_plan,
     max_tokens_for,
     prompt_ids,
@@ -51,6 +52,7 @@ __all__ = ["Service", "json_response", "package_version", "read_body", "tool_obj
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
 """From the end of the head to that of the body: who sends a byte now and then keeps no connection."""
+MAX_TRACE_PARENT_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 
 _log = logging.getLogger(__name__)
@@ -118,7 +120,8 @@ class Service:
             tool_choice=tool_choice(body),
             strict=[tool.function.name for tool in body.tools or () if tool.function.strict],
             parallel_calls=body.parallel_tool_calls is not False,
-            add_generation_prompt=body.add_generation_prompt is not False,
+            add_generation_prompt=_generation_prompt(body),
+            continue_final=bool(body.continue_final_message),
             effort=body.reasoning_effort,
             options=body.chat_template_kwargs or {},
         )
@@ -134,7 +137,7 @@ class Service:
         """The prompt's ids, the plan with what the parsers need, and the parsers. Raises APIError."""
         if self.tokenizer is None:
             raise APIError("this server has no tokenizer; use /v1/completions", param=field)
-        text = self.chat_format.prompt(chat)
+        text = await self.chat_format.prompt(chat)
         if chat.tool_choice not in ("auto", "none"):
             check_grammars("tool_choice", self.client.info, self.tokenizer)
         if "grammar" in self.client.info.features:  # elsewhere `strict` is a wish
@@ -242,7 +245,7 @@ class Service:
             try:
                 found.append(prompt_ids(one, info, name))
             except APIError as error:
-                raise APIError(str(error), param="prompt") from error
+                raise APIError(str(error), param="prompt", code=error.code) from error
         return found
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -262,6 +265,7 @@ class Service:
         arrival: float,
         shape: Shape,
     ) -> Answer:
+        check_size(prompts, limits, plan, self.client.info)
         self.metrics.n.observe(plan.n)
         generation = Generation(
             self.client,
@@ -271,7 +275,7 @@ class Service:
             prompts,
             limits,
             arrival,
-            request.headers.get("traceparent"),
+            _trace_parent(request),
         )
         log = partial(self._log, request.state.request_id) if self._log_requests else None
         return Answer(generation, shape, self.active, log)
@@ -296,6 +300,11 @@ class Service:
         )
 
 
+def _trace_parent(request: Request) -> str | None:
+    given = request.headers.get("traceparent")
+    return given if given is not None and len(given) <= MAX_TRACE_PARENT_CHARS else None
+
+
 def package_version() -> str:
     """Of this library."""
     try:
@@ -318,6 +327,15 @@ def tool_choice(body: ChatBody) -> str:
     if isinstance(body.tool_choice, NamedChoice):
         return f"tool {body.tool_choice.function.name}"
     return body.tool_choice or "auto"
+
+
+def _generation_prompt(body: ChatBody) -> bool:
+    if body.continue_final_message and body.add_generation_prompt:
+        raise APIError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return body.add_generation_prompt is not False
 
 
 async def read_body(request: Request) -> bytes:

@@ -1,0 +1,183 @@
+"""Nothing that one request asks may cost more than it is worth, and nothing it holds may hold up the others."""
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+import openinfer.frontend.http.chat as chat
+from openinfer.frontend.chat.output import overlap
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http import ChatTemplate, Tokenizer
+from openinfer.frontend.http.deadline import in_thread, larger_than
+
+P = {"prompt": [5], "max_tokens": 1}
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def live(start: Any) -> Any:
+    return start({"max_running": 4, "max_model_len": 1000})
+
+
+def refused(live: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = live.http.post(path, json=body)
+    assert answer.status_code == 400, answer.text[:300]
+    error: dict[str, Any] = answer.json()["error"]
+    assert len(error["message"]) <= 1010
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"stop": "x" * 1025}, "stop", "1024"),
+        ({"user": "x" * 1025}, "user", "1024"),
+        ({"n": 17, "max_tokens": 999}, "n", "17 sequences"),  # 17,000 tokens of 4 pools of 4,000
+        ({"prompt": [[5]] * 17, "max_tokens": 999}, None, "lower n or max_tokens"),
+        ({"prompt": [5] * 1000}, "prompt", "1000 tokens"),
+        ({"prompt": [[5], [5] * 2000]}, "prompt", "2000 tokens"),
+        ({"prompt": [5] * 3_000_000}, "prompt", "3000000 tokens"),
+    ],
+)
+def test_what_is_too_much_is_refused_by_name(
+    live: Any, fields: dict[str, Any], param: str, words: str
+) -> None:
+    began = time.monotonic()
+    error = refused(live, "/v1/completions", P | fields)
+    assert error["param"] == param
+    assert words in error["message"]
+    assert time.monotonic() - began < 5
+
+
+def test_just_enough_is_served(live: Any) -> None:
+    answer = live.post(
+        "/v1/completions", prompt=[5], max_tokens=999, n=16, stop=["x" * 1024], user="x" * 1024
+    )
+    assert answer.status_code == 200
+
+
+def test_logprobs_of_a_very_long_answer_are_refused(start: Any) -> None:
+    live = start({"max_model_len": 500_000})
+    body = {"prompt": [5], "max_tokens": 450_000, "logprobs": 20}
+    error = refused(live, "/v1/completions", body)
+    assert (error["param"], error["code"]) == ("logprobs", "request_too_large")
+
+
+def test_what_the_client_sent_is_not_sent_back_at_length(live: Any) -> None:
+    answer = live.http.post("/v1/completions", json=P | {"model": "m" * 1_000_000})
+    assert answer.status_code == 404
+    assert len(answer.content) < 1200
+
+
+def test_messages_are_counted(live: Any) -> None:
+    error = refused(live, "/v1/chat/completions", {"messages": [HI] * 4097})
+    assert (error["param"], "4096" in error["message"]) == ("messages", True)
+
+
+@pytest.mark.parametrize("depth", [100, 900, 5000])
+def test_deep_nesting_is_no_server_error(live: Any, depth: int) -> None:
+    deep = '{"a":' * depth + "1" + "}" * depth
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+    for field in (f'"tools": [{tool}]', f'"chat_template_kwargs": {{"x": {deep}}}', f'"metadata": {deep}'):
+        body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "max_tokens": 1, {field}}}'
+        assert live.http.post("/v1/chat/completions", content=body).status_code in (200, 400)
+
+
+def test_overlap_is_the_longest() -> None:
+    for text in ("", "a", "ab", "aba", "abab", "xaba", "ababa", "b" * 9):
+        for marker in ("abab", "aab", "a", "ba", "bbb"):
+            brute = max(n for n in range(len(marker)) if text.endswith(marker[:n]))
+            assert overlap(text, marker) == brute, (text, marker)
+
+
+def test_overlap_of_long_texts_is_quick() -> None:
+    began = time.process_time()
+    for _ in range(100):
+        overlap("a" * 100_000, "a" * 500 + "b" + "a" * 500)
+    assert time.process_time() - began < 1
+
+
+def quadratic(tokenizer: Tokenizer) -> ChatTemplate:
+    source = (
+        "{% for m in messages %}{% for a in m.content %}{% for b in m.content %}{% set x = a ~ b %}"
+        "{% endfor %}{% endfor %}{% endfor %}done"
+    )
+    return ChatTemplate(source, tokenizer.special_tokens)
+
+
+def test_a_template_that_takes_too_long_is_stopped_and_holds_up_nobody(
+    start: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 1.0)
+    live = start(app={"template": quadratic(tokenizer)})
+    answers: list[httpx.Response] = []
+    long = {"messages": [{"role": "user", "content": "x" * 50_000}]}
+    asking = threading.Thread(target=lambda: answers.append(live.post("/v1/chat/completions", **long)))
+    asking.start()
+    waits = []
+    while asking.is_alive():
+        began = time.monotonic()
+        assert live.http.get("/health").status_code == 200
+        waits.append(time.monotonic() - began)
+    asking.join()
+    assert answers[0].status_code == 400
+    assert "takes longer than 1 s" in answers[0].json()["error"]["message"]
+    assert len(waits) > 5
+    assert sorted(waits)[len(waits) // 2] < 0.3
+    deadline = time.monotonic() + 5
+    while any(one.name == "openinfer-render" for one in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread goes on"
+        time.sleep(0.01)
+
+
+def test_large_chats_are_rendered_as_small_ones_are(start: Any) -> None:
+    live = start({"max_model_len": 200_000})
+    small = [HI, {"role": "assistant", "content": "ho"}] * 2 + [HI]
+    large = [*small[:-1], {"role": "user", "content": "hi " * 10_000}]
+    for messages in (small, large):
+        count = live.post("/tokenize", messages=messages).json()["count"]
+        usage = live.post("/v1/chat/completions", messages=messages, max_tokens=1).json()["usage"]
+        assert usage["prompt_tokens"] == count
+    bad = live.post("/v1/chat/completions", messages=[*large, {"role": "user", "content": 5}])
+    assert bad.status_code == 400
+
+
+def test_in_thread_returns_raises_and_stops() -> None:
+    def fail() -> int:
+        raise ValueError("as asked")
+
+    def endless() -> int:
+        while True:
+            pass
+
+    async def use() -> None:
+        assert await in_thread(lambda: 7, 5) == 7
+        with pytest.raises(ValueError, match="as asked"):
+            await in_thread(fail, 5)
+        with pytest.raises(APIError, match="longer than"):
+            await in_thread(endless, 0.1)
+        waiting = asyncio.create_task(in_thread(endless, 60))
+        await asyncio.sleep(0.05)
+        waiting.cancel()  # the client has left
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for _ in range(500):
+            if not any(one.name == "openinfer-render" for one in threading.enumerate()):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("a thread goes on")
+
+    asyncio.run(use())
+
+
+def test_larger_than() -> None:
+    assert not larger_than(10, ["abc", {"k": "v"}, 1, None])
+    assert larger_than(10, ["abc", {"k": "v" * 20}])
+    assert larger_than(10, [0] * 11)
+    assert larger_than(10, [[[["x" * 5], "x" * 5]]])
+    assert not larger_than(20, json.loads("[" * 15 + "]" * 15))
