@@ -37,11 +37,11 @@ def refused(live: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
     [
         ({"stop": "x" * 1025}, "stop", "1024"),
         ({"user": "x" * 1025}, "user", "1024"),
-        ({"n": 17, "max_tokens": 999}, "n", "17 sequences"),  # 17,000 tokens of 4 pools of 4,000
-        ({"prompt": [[5]] * 17, "max_tokens": 999}, None, "lower n or max_tokens"),
-        ({"prompt": [5] * 1000}, "prompt", "1000 tokens"),
+        ({"n": 65, "max_tokens": 999}, "n", "65 sequences"),  # 65,000 tokens of 16 pools of 4,000
+        ({"prompt": [[5]] * 65, "max_tokens": 999}, None, "lower n or max_tokens"),
+        ({"prompt": [5] * 1000}, None, "1000 tokens"),
         ({"prompt": [[5], [5] * 2000]}, "prompt", "2000 tokens"),
-        ({"prompt": [5] * 3_000_000}, "prompt", "3000000 tokens"),
+        ({"prompt": [5] * 3_000_000}, None, "3000000 tokens"),
     ],
 )
 def test_what_is_too_much_is_refused_by_name(

@@ -72,7 +72,7 @@ def test_a_head_is_bounded(live: Any, head: bytes) -> None:
 
 
 def test_a_large_body_is_no_large_head(live: Any) -> None:
-    body = json.dumps({"prompt": [5] * 3000, "max_tokens": 1, "user": "x" * 300_000}).encode()
+    body = json.dumps({"prompt": [5] * 3000, "max_tokens": 1, "unknown": "x" * 300_000}).encode()
     connection = send(
         live, post(body) + post(body) + post(SHORT, b"X: " + b"a" * 30_000, b"Connection: close")
     )

@@ -99,9 +99,11 @@ async def bombard(client: httpx.AsyncClient, document: Any, cases: int) -> None:
         reference = operations["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         name = reference.rsplit("/", 1)[1]
         fields = sorted(document["components"]["schemas"][name]["properties"])
-        for _ in range(cases):
+        for case in range(cases):
             chosen = rng.sample(fields, min(len(fields), rng.choice((1, 1, 2, 3))))
             body = BASES[name] | {field: rng.choice(VALUES) for field in chosen}
+            if not case:
+                body["model"] = "another"  # the 404
             raw = json.dumps(body)
             if rng.random() < 0.1:
                 raw = raw[: rng.randrange(len(raw))]

@@ -59,15 +59,16 @@ class Unsupported(FrontendError, NotImplementedError):
 class APIError(FrontendError, ValueError):
     """A request is refused.
 
-    message: what came from the client is quoted in it, so it is cut at MAX_MESSAGE_CHARS.
+    message: what came from the client is quoted in it, so that its middle is left out beyond MAX_MESSAGE_CHARS.
     status: HTTP status; param: the offending field, if one; code: OpenAI's machine-readable word, if one.
     """
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
+        half = MAX_MESSAGE_CHARS // 2
         super().__init__(
-            message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}..."
+            message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:half]} ... {message[-half:]}"
         )
         self.status = status
         self.param = param

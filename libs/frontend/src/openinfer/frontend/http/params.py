@@ -37,7 +37,7 @@ MAX_STOP_CHARS = 1024
 MAX_USER_CHARS = 1024
 MAX_LOGPROB_ENTRIES = 8 << 20
 """Alternatives asked for times tokens of all sequences: what an answer may have to hold."""
-MAX_POOLS = 4
+MAX_POOLS = 16
 """Tokens of one HTTP request's sequences, prompts and outputs at their longest, in units of the KV capacity."""
 MAX_SALT_CHARS = 128
 MAX_BAD_WORDS = 64
@@ -310,7 +310,6 @@ def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[
     if len(ids) >= info.max_model_len:  # before we look at each of them
         raise APIError(
             f"{param} has {len(ids)} tokens, the model's context is {info.max_model_len} with the output: shorten it",
-            param=param,
             code="context_length_exceeded",
         )
     if not all(type(token_id) is int for token_id in ids):
