@@ -102,8 +102,8 @@ async def bombard(client: httpx.AsyncClient, document: Any, cases: int) -> None:
         for case in range(cases):
             chosen = rng.sample(fields, min(len(fields), rng.choice((1, 1, 2, 3))))
             body = BASES[name] | {field: rng.choice(VALUES) for field in chosen}
-            if not case:
-                body["model"] = "another"  # the 404
+            if not case:  # the 404
+                body = BASES[name] | {"model": "another"}
             raw = json.dumps(body)
             if rng.random() < 0.1:
                 raw = raw[: rng.randrange(len(raw))]
