@@ -1,0 +1,288 @@
+"""Structured output and forced calls through `openinfer serve`: random weights, clients as people use them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+SAMPLER_TESTS = Path(__file__).parents[1] / "libs/sampler/tests/test_grammar.py"
+THINK, END_THINK = 638, 639
+"""Of the golden checkpoint's tokenizer."""
+
+
+class Place(pydantic.BaseModel):
+    """What the model has to say."""
+
+    city: str = pydantic.Field(max_length=12)
+    kind: Literal["town", "village"]
+    people: int = pydantic.Field(ge=0, le=10**6)
+    tags: list[Literal["old", "new"]] = pydantic.Field(max_length=2)
+
+
+SCHEMA = {**Place.model_json_schema(), "additionalProperties": False}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+ASK: list[Any] = [{"role": "user", "content": "Name a place."}]
+NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def tool(name: str, schema: dict[str, Any]) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+TOOLS = [
+    tool("visit", SCHEMA),
+    tool("wait", {"type": "object", "properties": {"s": {"type": "integer"}}, "additionalProperties": False}),
+]
+
+
+@pytest.fixture(scope="module")
+def url(tiny: Any, start: Callable[..., Any]) -> str:
+    return str(start(tiny.path, "--max-num-seqs", "16").url)
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **options: Any) -> Any:
+    defaults = {"model": "qwen3-tiny", "messages": ASK, "max_tokens": 400, "temperature": 1.0, "seed": 7}
+    return client.chat.completions.create(**{**defaults, "extra_body": NO_THOUGHTS, **options})
+
+
+def streamed(stream: Any) -> dict[int, dict[str, Any]]:
+    """What the chunks add up to, by choice."""
+    found: dict[int, dict[str, Any]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            one = found.setdefault(
+                choice.index, {"content": "", "reasoning": "", "calls": [], "reason": None}
+            )
+            one["content"] += choice.delta.content or ""
+            one["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
+            one["calls"] += [(c.function.name, c.function.arguments) for c in choice.delta.tool_calls or ()]
+            one["reason"] = choice.finish_reason or one["reason"]
+    return found
+
+
+def test_the_clients_own_parsing(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="qwen3-tiny",
+        messages=ASK,
+        response_format=Place,
+        max_tokens=400,
+        seed=1,
+        extra_body=NO_THOUGHTS,
+    )
+    message = answer.choices[0].message
+    assert isinstance(message.parsed, Place)
+    assert answer.choices[0].finish_reason == "stop"
+    response = client.responses.parse(
+        model="qwen3-tiny",
+        input="Name a place.",
+        text_format=Place,
+        max_output_tokens=400,
+        extra_body=NO_THOUGHTS,
+    )
+    assert isinstance(response.output_parsed, Place)
+
+
+def test_n_streams_logprobs_and_the_rest_go_with_it(client: openai.OpenAI) -> None:
+    options = {
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "response_format": FORMAT,
+        "presence_penalty": 0.5,
+    }
+    whole = chat(client, **options)
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) > 1
+    for choice in whole.choices:
+        Place.model_validate_json(choice.message.content)
+        assert choice.finish_reason == "stop"
+        said = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content[:-1])
+        assert said.decode() == choice.message.content
+    parts = streamed(chat(client, stream=True, **options))
+    assert [parts[i]["content"] for i in range(3)] == texts
+    cut = chat(client, response_format=FORMAT, max_tokens=5)
+    assert cut.choices[0].finish_reason == "length"
+    stopped = chat(client, response_format=FORMAT, stop=['"kind"'])
+    assert '"kind"' not in (stopped.choices[0].message.content or '"kind"')
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_it_begins_after_the_thoughts(client: openai.OpenAI, stream: bool) -> None:
+    body = {"logit_bias": {str(THINK): 7.0, str(END_THINK): 6.5}}
+    answer = chat(client, response_format=FORMAT, stream=stream, extra_body=body, max_tokens=600)
+    if stream:
+        (one,) = streamed(answer).values()
+        thoughts, content = one["reasoning"], one["content"]
+    else:
+        thoughts, content = answer.choices[0].message.reasoning, answer.choices[0].message.content
+    assert thoughts.strip()
+    with pytest.raises(ValueError):
+        json.loads(thoughts)
+    Place.model_validate_json(content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "wait"}}])
+def test_calls_are_forced(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    answer = chat(client, tools=TOOLS, tool_choice=choice, n=4, stream=stream, max_tokens=1000)
+    if stream:
+        found = [(one["calls"], one["content"], one["reason"]) for one in streamed(answer).values()]
+    else:
+        found = [
+            (
+                [(c.function.name, c.function.arguments) for c in one.message.tool_calls],
+                one.message.content,
+                one.finish_reason,
+            )
+            for one in answer.choices
+        ]
+    assert len(found) == 4
+    schemas = {one["function"]["name"]: one["function"]["parameters"] for one in TOOLS}
+    for calls, content, reason in found:
+        assert calls
+        assert not content
+        assert reason in ("tool_calls", "length")
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schemas[name])
+            assert choice == "required" or name == "wait"
+
+
+def test_one_call_where_calls_are_not_parallel(client: openai.OpenAI) -> None:
+    answer = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, n=6)
+    for choice in answer.choices:
+        assert [len(choice.message.tool_calls), choice.finish_reason] == [1, "tool_calls"]
+
+
+def test_the_loop_of_a_tool(client: openai.OpenAI) -> None:
+    first = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0].message
+    messages = [*ASK, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "done"}]
+    second = chat(client, messages=messages, tools=TOOLS, tool_choice="none", response_format=FORMAT)
+    Place.model_validate_json(second.choices[0].message.content)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"guided_regex": "[a-f]{4}-[0-9]{2}"}, r"[a-f]{4}-[0-9]{2}"),
+        ({"structured_outputs": {"choice": ["yes", "no", "Ümlaut"]}}, "yes|no|Ümlaut"),
+        ({"guided_grammar": 'start: "a" b+\nb: "b" | "c"'}, "a[bc]+"),
+        ({"guided_grammar": 'root ::= "a" [bc]{2,9}'}, "a[bc]{2,9}"),
+        ({"ebnf": 'root ::= "x" | "y"'}, "x|y"),
+    ],
+    ids=str,
+)
+def test_the_other_kinds(url: str, fields: Any, fits: str) -> None:
+    body = {"prompt": ["Say", "it"], "max_tokens": 200, "temperature": 1, "seed": 3, "n": 2, **fields}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert re.fullmatch(fits, choice["text"]), choice
+        assert choice["finish_reason"] == "stop"
+
+
+def test_anthropics_words(url: str) -> None:
+    body = {
+        "messages": ASK,
+        "max_tokens": 400,
+        "thinking": {"type": "disabled"},
+        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    }
+    answer = httpx.post(f"{url}/v1/messages", json=body, timeout=120).json()
+    Place.model_validate_json(answer["content"][0]["text"])
+    tools = [{"name": "visit", "input_schema": SCHEMA}]
+    forced = {
+        "messages": ASK,
+        "max_tokens": 900,
+        "tools": tools,
+        "tool_choice": {"type": "tool", "name": "visit"},
+    }
+    answer = httpx.post(
+        f"{url}/v1/messages", json={**forced, "thinking": {"type": "disabled"}}, timeout=120
+    ).json()
+    assert answer["content"][0]["type"] == "tool_use"
+    Place.model_validate(answer["content"][0]["input"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keyword", ["not", "uniqueItems", "dependentRequired"])
+def test_a_keyword_that_cannot_be_kept_is_a_400_with_its_name(url: str, keyword: str, stream: bool) -> None:
+    value = {"not": {"type": "null"}, "uniqueItems": True, "dependentRequired": {"a": ["b"]}}[keyword]
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {keyword: value}}}
+    for extra in ({"response_format": wanted}, {"tools": [tool("f", {"type": "object", keyword: value})]}):
+        choice = {"tool_choice": "required"} if "tools" in extra else {}
+        body = {"messages": ASK, "stream": stream, **extra, **choice, **NO_THOUGHTS}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.status_code == 400, answer.text
+        assert keyword in answer.json()["error"]["message"]
+
+
+# -- schemas of every kind --
+
+
+def made_schema(index: int) -> dict[str, Any]:
+    """The sampler's seeded schemas."""
+    spec = importlib.util.spec_from_file_location("sampler_test_grammar", SAMPLER_TESTS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.schema_of(index))
+
+
+async def valid_outputs(url: str, tokenizer_bias: dict[str, float], indices: range) -> int:
+    """Generate under each schema, several at once and free ones beside them; how many were valid."""
+    limits = httpx.Limits(max_connections=16)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+
+        async def one(index: int) -> bool:
+            schema = made_schema(index)
+            body: dict[str, Any] = {"prompt": f"{index}:", "seed": index, "temperature": 1}
+            if index % 4 == 3:
+                await http.post("/v1/completions", json={**body, "max_tokens": 20})
+            body |= {"max_tokens": 3000, "logit_bias": tokenizer_bias, "guided_json": schema}
+            answer = (await http.post("/v1/completions", json=body)).json()
+            (choice,) = answer["choices"]
+            assert choice["finish_reason"] == "stop", (index, schema, choice["text"][-200:])
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            jsonschema.Draft202012Validator(schema, format_checker=checker).validate(
+                json.loads(choice["text"])
+            )
+            return True
+
+        return sum(await asyncio.gather(*map(one, indices)))
+
+
+@pytest.mark.parametrize(
+    "indices", [range(20), pytest.param(range(20, 200), marks=pytest.mark.slow)], ids=str
+)
+def test_schemas_of_every_kind_give_valid_json(url: str, indices: range) -> None:
+    tokens = {text: httpx.post(f"{url}/tokenize", json={"prompt": text}).json()["tokens"] for text in '"}]'}
+    bias = {str(ids[0]): 5.0 for ids in tokens.values()} | {"0": 5.0, "2": 5.0}
+    assert asyncio.run(valid_outputs(url, bias, indices)) == len(indices)
+
+
+def test_nothing_is_left_behind(tiny: Any, start: Callable[..., Any], url: str) -> None:
+    """After all of the above: nothing runs, no block is held."""
+    server = start(tiny.path, "--max-num-seqs", "16")
+    assert server.url == url
+    gauges = server.settled()
+    assert len(gauges) == 3
+    assert not any(gauges.values())
