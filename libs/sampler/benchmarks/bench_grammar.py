@@ -1,13 +1,21 @@
-"""What grammars cost on a CPU: python benchmarks/bench_grammar.py [--vocabulary V] [--texts N].
+"""What grammars cost on a CPU: python benchmarks/bench_grammar.py [--tokenizer DIR] [--texts N] [--json FILE].
 
-The vocabulary is made up, seeded: all bytes, and pieces of syllables, digits and punctuation, as byte-level BPE has.
-Each text is random output under one of the JSON schemas below; every mask on the way is timed.
+DIR holds a byte-level tokenizer.json, such as scripts/bpe_tokenizer.py writes. Without it the vocabulary is made up,
+seeded: all bytes, and pieces of syllables, digits and punctuation. Each text is random output under one of the JSON
+schemas below, or of the 200 of tests/test_grammar.py; every mask on the way is timed, by the clock and by the processor
+time of its thread, which other programs on the machine do not lengthen.
 """
 
 import argparse
+import datetime
+import importlib.util
 import json
+import os
+import platform
 import random
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -75,38 +83,111 @@ def make_tokens(size):
     return [b"<eos>", *(bytes([i]) for i in range(256)), *(piece.encode() for piece in sorted(pieces))]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument("--texts", type=int, default=40)
-    args = parser.parse_args()
-    tokens, rng = make_tokens(args.vocabulary), np.random.default_rng(0)
-    start = time.perf_counter()
-    compiler = Compiler(tokens, [0], [0])
-    print(f"{len(tokens)} tokens; ready in {time.perf_counter() - start:.2f} s")
-    mask, masks, accepts, compiles = np.zeros(-(-len(tokens) // 32), np.int32), [], [], []
-    for index in range(args.texts):
-        grammar = Grammar("json_schema", json.dumps(SCHEMAS[index % len(SCHEMAS)]))
-        start = time.perf_counter()
-        matcher = compiler.compile(grammar)
-        if index < len(SCHEMAS):
-            compiles.append(time.perf_counter() - start)
+def tokens_of(folder):
+    """The bytes of a byte-level tokenizer's tokens, and its special ids."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {
+        chr(0x100 + n): byte for n, byte in enumerate(others)
+    }
+    added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    vocabulary = tokenizer["model"]["vocab"]
+    tokens = [b""] * (max(*vocabulary.values(), *added) + 1)
+    for token, token_id in vocabulary.items():
+        tokens[token_id] = bytes(byte_of[char] for char in token)
+    for token_id, content in added.items():
+        tokens[token_id] = content.encode()
+    return tokens, sorted(token["id"] for token in tokenizer["added_tokens"] if token["special"])
+
+
+def varied_schemas():
+    """The 200 of the tests."""
+    path = Path(__file__).parents[1] / "tests" / "test_grammar.py"
+    spec = importlib.util.spec_from_file_location("test_grammar", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [module.schema_of(index) for index in range(200)]
+
+
+class Times:
+    """Of one kind of call: by the clock, and of the processor."""
+
+    def __init__(self, what):
+        self.what, self.wall, self.cpu = what, [], []
+
+    def __enter__(self):
+        self.began = time.perf_counter_ns(), time.thread_time_ns()
+
+    def __exit__(self, *_):
+        self.cpu.append((time.thread_time_ns() - self.began[1]) / 1e3)
+        self.wall.append((time.perf_counter_ns() - self.began[0]) / 1e3)
+
+    def result(self):
+        found = {"what": self.what, "count": len(self.cpu)}
+        for name, times in (("", self.cpu), ("wall_", self.wall)):
+            p50, p99 = np.percentile(times, [50, 99])
+            found |= {f"{name}p50_us": p50, f"{name}p99_us": p99, f"{name}max_us": max(times)}
+        return found
+
+
+def measure(compiler, vocabulary, eos, name, schemas, texts):
+    """Masks, accepted tokens and compilations (which a worker does: clock only) of `texts` texts."""
+    mask, rng = np.zeros(-(-vocabulary // 32), np.int32), np.random.default_rng(0)
+    masks, accepts, compiles = (
+        Times(f"{what}, {name}") for what in ("mask", "accept", "compile, waited for")
+    )
+    for index in range(texts):
+        grammar = Grammar("json_schema", json.dumps(schemas[index % len(schemas)]))
+        with compiles:
+            matcher = compiler.compile(grammar)
         for _ in range(200):
-            start = time.perf_counter()
-            matcher.fill(mask)
-            masks.append(time.perf_counter() - start)
+            with masks:
+                matcher.fill(mask)
             token = int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
-            start = time.perf_counter()
-            matcher.accept(token)
-            accepts.append(time.perf_counter() - start)
-            if token == 0:
+            with accepts:
+                matcher.accept(token)
+            if token in eos:
                 break
-    for name, times in (("compile", compiles), ("mask", masks), ("accept", accepts)):
-        p50, p99 = np.percentile(times, [50, 99]) * 1e6
+    return [times.result() for times in (masks, accepts, compiles)]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="of the made-up one")
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    tokens, special = tokens_of(args.tokenizer) if args.tokenizer else (make_tokens(args.vocabulary), [0])
+    eos = special[-1:]
+    start = time.perf_counter()
+    compiler = Compiler(tokens, special, eos)
+    print(f"{len(tokens)} tokens; ready in {time.perf_counter() - start:.2f} s")
+    results = measure(compiler, len(tokens), eos, "200 varied schemas", varied_schemas(), args.texts)
+    results += measure(
+        compiler, len(tokens), eos, "4 schemas with long strings and keys", SCHEMAS, args.texts // 5
+    )
+    for found in results:
         print(
-            f"{name:8} {len(times):6} times: p50 {p50:8.1f} us, p99 {p99:8.1f} us, max {max(times) * 1e6:9.1f} us"
+            f"{found['what']:52} {found['count']:6}: p50 {found['p50_us']:7.1f} us, p99 {found['p99_us']:7.1f} us, "
+            f"max {found['max_us']:8.1f} us (clock: {found['wall_p50_us']:.1f}, {found['wall_p99_us']:.1f})"
         )
     compiler.close()
+    if args.json:
+        record = {
+            "bench": "grammar",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": " ".join(["python", "libs/sampler/benchmarks/bench_grammar.py", *sys.argv[1:]]),
+            "gpu": None,
+            "tokens": len(tokens),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "results": results,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
