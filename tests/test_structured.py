@@ -273,8 +273,7 @@ async def valid_outputs(url: str, tokenizer_bias: dict[str, float], indices: ran
             answer = (await http.post("/v1/completions", json=body)).json()
             (choice,) = answer["choices"]
             assert choice["finish_reason"] == "stop", (index, schema, choice["text"][-200:])
-            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-            jsonschema.Draft202012Validator(schema, format_checker=checker).validate(
+            jsonschema.Draft202012Validator(schema, format_checker=FORMATS).validate(
                 json.loads(choice["text"])
             )
             return True

@@ -111,6 +111,7 @@ class Qwen35Engine:
         )
         self._seqs: dict[int, Seq] = {}
         self._max_rows, self._max_queued = max_rows, max_queued
+        self._table: TokenTable | None = None
         self._grammars: PendingGrammars[Seq] | None = None
         self._updates: list[Update] = []
         self._stats = EngineStats()
@@ -239,10 +240,13 @@ class Qwen35Engine:
 
     def _take_tokens(self, table: TokenTable) -> None:
         """Get ready for grammars."""
-        if "grammar" not in self.info.features or self._grammars is not None:
+        if table == self._table:
+            return  # from another frontend of the same model
+        if "grammar" not in self.info.features or self._table is not None:
             raise Unsupported(
-                "this engine takes no TokenTable: it has one, or openinfer-sampler[grammar] is missing"
+                "this engine takes no TokenTable: it has another, or openinfer-sampler[grammar] is missing"
             )
+        self._table = table
         vocab = self._config.vocab_size
         special_ids = [token for token in table.special_ids if token < vocab]
         compiler = Compiler(table.tokens[:vocab], special_ids, self._config.eos_token_ids, vocabulary=vocab)
