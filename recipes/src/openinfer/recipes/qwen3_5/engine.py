@@ -80,7 +80,7 @@ class Batch(NamedTuple):
             [position for position, _ in emitting],
             [seq.id for seq in seqs],
             [seq.tokens.append for seq in seqs],  # type: ignore[attr-defined]
-            any(_params(seq).params.logprobs is not None for seq in seqs),
+            any(seq.owner.params.logprobs is not None for seq in seqs),  # type: ignore[attr-defined]
         )
 
 

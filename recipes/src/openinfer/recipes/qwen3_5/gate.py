@@ -269,20 +269,20 @@ def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterabl
     """Verdicts on models that are wrong on purpose: each must fail. The model is put right again after each."""
     forced, few, chunk = Forced(runner), sequences[:5], runner.buckets.mixed_tokens[-1]
     model, stream = runner.model, runner.stream
-    table = model.cos_sin.numpy()
+    table = model.cos_sin.numpy().copy()
     backwards = table * np.array([1, -1], np.float32)[:, None]
     model.cos_sin.copy_from(backwards, stream)
     yield judge("control: rotation backwards", few, decode_all(forced, few, chunk=chunk))
     model.cos_sin.copy_from(table, stream)
     layer = model.weights.layers[len(model.weights.layers) // 2]
     up = layer.mlp.gate_up.weight
-    weight = up.numpy()
+    weight = up.numpy().copy()
     up.copy_from(np.roll(weight, weight.shape[-2] // 2, axis=-2), stream)
     name = "experts" if isinstance(layer.mlp, Mixture) else "MLP"
     yield judge(f"control: gate and up swapped in one {name}", few, decode_all(forced, few, chunk=chunk))
     up.copy_from(weight, stream)
     delta = next(x.mixer for x in model.weights.layers if isinstance(x.mixer, DeltaNet))
-    decay = delta.decay.numpy()
+    decay = delta.decay.numpy().copy()
     delta.decay.copy_from(decay * np.float32(4), stream)
     yield judge("control: one layer forgets too fast", few, decode_all(forced, few, chunk=chunk))
     delta.decay.copy_from(decay, stream)

@@ -73,6 +73,13 @@ class Runner:
     _shape: tuple[int, int, int] = (0, 0, 0)
     _wants_logprobs: bool = False
     _constrained: Constrained = ()
+    _asks_logprobs: np.ndarray[Any, Any] = field(init=False)  # by slot, as are the next
+    _has_constraint: np.ndarray[Any, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots = self.model.rows["alive"].shape[0]
+        self._asks_logprobs, self._has_constraint = np.zeros(slots, bool), np.zeros(slots, bool)
+
     _waiting: tuple[Step, Constrained] | None = None
     """The last launched step, if its `sample` waits for the result of the step before."""
 
@@ -196,6 +203,10 @@ class Runner:
         p, lease = sampling.params, _lease(seq)
         (live,) = lease.block_table(STATES)
         sources = [copy.source for copy in lease.copies if copy.group == STATES]
+        self._asks_logprobs[slot], self._has_constraint[slot] = (
+            bool(p.logprobs),
+            sampling.constraint is not None,
+        )
         rows.set("alive", slot, 1)
         rows.set("seq_lens", slot, lease.num_cached)
         rows.set("state_from", slot, sources[0] if sources else live)
@@ -224,27 +235,32 @@ class Runner:
 
     def _write_batch(self, step: Step) -> None:
         """The step's rows and its prompt chunks, and the segment that it runs in."""
-        lengths = np.fromiter((row.num_tokens for row in step.rows), np.int32, len(step.rows))
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        self._shape = num_tokens, num_rows, _ = self.buckets.choose(int(starts[-1]), len(step.rows))
-        self._wants_logprobs = any(_asks_logprobs(row.seq) for row in step.rows)
-        self._constrained = [
-            (position, row.seq, constraint)
-            for position, row in enumerate(step.rows)
-            if row.emits and (constraint := _constraint(row.seq)) is not None
-        ]
-        slots = np.zeros(num_rows, np.int32)
-        slots[: len(step.rows)] = [row.seq.slot for row in step.rows]
-        emits = np.zeros(num_rows, np.int32)
-        emits[: len(step.rows)] = [row.emits for row in step.rows]
-        q_starts = np.full(num_rows + 1, starts[-1], np.int32)
-        q_starts[: len(starts)] = starts
+        count, decoding = len(step.rows), step.num_decode  # decode rows have one token each, and emit
+        chunks = step.rows[decoding:]
+        lengths = np.ones(count, np.int32)
+        lengths[decoding:] = [row.num_tokens for row in chunks]
+        starts = np.zeros(count + 1, np.int32)
+        lengths.cumsum(out=starts[1:])
+        total = int(starts[-1])
+        self._shape = num_tokens, num_rows, _ = self.buckets.choose(total, count)
+        slots, emits = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        slots[:count] = [row.seq.slot for row in step.rows]
+        emits[:decoding] = 1
+        emits[decoding:count] = [row.emits for row in chunks]
+        q_starts = np.full(num_rows + 1, total, np.int32)
+        q_starts[: count + 1] = starts
         prompt = np.full(num_tokens, -1, np.int32)
-        for row, start in zip(step.rows[step.num_decode :], starts[step.num_decode :].tolist(), strict=False):
+        for row, start in zip(chunks, starts[decoding:].tolist(), strict=False):
             if row.start is not None:
                 prompt[start : start + row.num_tokens] = row.seq.tokens[
                     row.start : row.start + row.num_tokens
                 ]
+        self._wants_logprobs = bool(self._asks_logprobs[slots].any())
+        self._constrained = [
+            (at, step.rows[at].seq, constraint)
+            for at in np.flatnonzero(self._has_constraint[slots[:count]] & (emits[:count] != 0)).tolist()
+            if (constraint := _constraint(step.rows[at].seq)) is not None
+        ]
         rows = self.model.rows
         if self._shape[2] > 1:
             self._write_snapshots(step)
@@ -287,10 +303,6 @@ def _lease(seq: Seq) -> Lease:
 
 def _constraint(seq: Seq) -> Constraint | None:
     return seq.owner.constraint if isinstance(seq.owner, Sampling) else None
-
-
-def _asks_logprobs(seq: Seq) -> bool:
-    return isinstance(seq.owner, Sampling) and bool(seq.owner.params.logprobs)
 
 
 READBACK_BYTES_PER_ROW = 4 * (3 + 2 * MAX_LOGPROBS)
