@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import importlib.util
 import json
 import os
@@ -69,32 +70,25 @@ def libraries(work: Path) -> Result:
     return _pytest("libs/tensor/tests", "libs/graph/tests", "tests")
 
 
-def reference(work: Path) -> Result:
-    """A checkpoint of the Qwen3-4B shape with random weights, and transformers' log-probabilities on it."""
+def _reference(recipe: str, folder: Path) -> Result:
+    """A checkpoint with random weights in `folder`, and transformers' log-probabilities on it."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return {"ok": False, "why": "needs torch and transformers for the reference"}
     shape = os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")
-    command = [sys.executable, "scripts/qwen3_reference.py", "--shape", shape, "--out", str(work / "model")]
+    command = [sys.executable, f"scripts/{recipe}_reference.py", "--shape", shape, "--out", str(folder)]
     done = subprocess.run(command, check=False)
     if done.returncode == 0:
-        vocab_size = json.loads((work / "model" / "config.json").read_text())["vocab_size"]
-        command = [
-            sys.executable,
-            "scripts/bpe_tokenizer.py",
-            str(work / "model"),
-            f"--vocab-size={vocab_size}",
-        ]
+        vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        command = [sys.executable, "scripts/bpe_tokenizer.py", str(folder), f"--vocab-size={vocab_size}"]
         done = subprocess.run(command, check=False)
     return {"ok": done.returncode == 0, "shape": shape}
 
 
-def gates(work: Path) -> Result:
-    """The accuracy gate on every path, and its negative controls."""
-    from openinfer.recipes.qwen3 import gate
-    from openinfer.recipes.qwen3.startup import build
-
-    sequences = gate.load_reference(work / "model" / "reference.npz")
-    engine = build(str(work / "model"), enable_prefix_caching=False)
+def _gates(recipe: str, folder: Path) -> Result:
+    gate = importlib.import_module(f"openinfer.recipes.{recipe}.gate")
+    startup = importlib.import_module(f"openinfer.recipes.{recipe}.startup")
+    sequences = gate.load_reference(folder / "reference.npz")
+    engine = startup.build(str(folder), enable_prefix_caching=False)
     verdicts = []
     for verdict in gate.run(engine.runner, sequences):
         print(verdict, flush=True)
@@ -111,16 +105,44 @@ def gates(work: Path) -> Result:
     }
 
 
-def bench(work: Path) -> Result:
-    """Prefill and decode of one sequence, 1,024 tokens."""
-    from openinfer.recipes.qwen3.bench import measure
-    from openinfer.recipes.qwen3.startup import build
-
-    engine = build(str(work / "model"), enable_prefix_caching=False)
-    figures = list(measure(engine, ["decode:1,1024", "prefill:1024"]))
+def _bench(recipe: str, folder: Path) -> Result:
+    startup = importlib.import_module(f"openinfer.recipes.{recipe}.startup")
+    module = importlib.import_module(f"openinfer.recipes.{recipe}.bench")
+    engine = startup.build(str(folder), enable_prefix_caching=False)
+    figures = list(module.measure(engine, ["decode:1,1024", "prefill:1024"]))
     compiles = engine.stats().compiles_after_ready
     engine.close()
     return {"ok": compiles == 0, "compiles_after_ready": compiles, "points": figures}
+
+
+def reference(work: Path) -> Result:
+    """A checkpoint of the Qwen3-4B shape with random weights, and transformers' log-probabilities on it."""
+    return _reference("qwen3", work / "model")
+
+
+def gates(work: Path) -> Result:
+    """The accuracy gate on every path, and its negative controls."""
+    return _gates("qwen3", work / "model")
+
+
+def bench(work: Path) -> Result:
+    """Prefill and decode of one sequence, 1,024 tokens."""
+    return _bench("qwen3", work / "model")
+
+
+def hybrid_reference(work: Path) -> Result:
+    """The same of the Qwen3.5-4B shape."""
+    return _reference("qwen3_5", work / "hybrid")
+
+
+def hybrid_gates(work: Path) -> Result:
+    """The hybrid's accuracy gate on every path, and its negative controls."""
+    return _gates("qwen3_5", work / "hybrid")
+
+
+def hybrid_bench(work: Path) -> Result:
+    """The hybrid's prefill and decode of one sequence, 1,024 tokens."""
+    return _bench("qwen3_5", work / "hybrid")
 
 
 def serve(work: Path) -> Result:
@@ -136,6 +158,9 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "bench": (bench, 60),
     "serve": (serve, 60),
     "libraries": (libraries, 60),
+    "hybrid_reference": (hybrid_reference, 150),
+    "hybrid_gates": (hybrid_gates, 120),
+    "hybrid_bench": (hybrid_bench, 60),
 }
 """Name: the stage, and about how many seconds it takes. In order of worth."""
 
@@ -149,7 +174,7 @@ def main(argv: list[str]) -> int:
         "--out", type=Path, default=Path("selftest"), help="folder of the results; default: ./selftest"
     )
     parser.add_argument(
-        "--work", type=Path, help="folder of the checkpoint (8 GB); default: the results' folder"
+        "--work", type=Path, help="folder of the checkpoints (8 GB each); default: the results' folder"
     )
     parser.add_argument("--only", nargs="+", choices=STAGES, help="these stages only")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")

@@ -65,12 +65,15 @@ class Verdict:
     mean: float
     p99: float
     maximum: float  # printed, not gated
+    regret_limit: float
     mean_limit: float
     p99_limit: float
 
     @property
     def passed(self) -> bool:
-        return self.regret <= REGRET_NAT and self.mean <= self.mean_limit and self.p99 <= self.p99_limit
+        found = (self.regret, self.mean, self.p99)
+        limits = (self.regret_limit, self.mean_limit, self.p99_limit)
+        return all(value <= limit for value, limit in zip(found, limits, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed}
@@ -78,7 +81,7 @@ class Verdict:
     def __str__(self) -> str:
         return (
             f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.positions:4d} positions: "
-            f"regret {self.regret:.3f} (<= {REGRET_NAT}), "
+            f"regret {self.regret:.3f} (<= {self.regret_limit:.3f}), "
             f"mean {self.mean:.4f} (<= {self.mean_limit:.3f}), p99 {self.p99:.3f} "
             f"(<= {self.p99_limit:.3f}), max {self.maximum:.3f}"
         )
@@ -214,7 +217,8 @@ def _read(logits: Array, top_ids: Array) -> Array:
 
 def judge(path: str, sequences: Sequence[Reference], found: Sequence[Array]) -> Verdict:
     """Compare what decode_all gave with the reference's bf16 run. The limits are widened to 1.5 times what the
-    reference's own bf16 run deviates from its float32 run."""
+    reference's own float32 run deviates from its bf16 run. Of dense models that is little; in a mixture of experts
+    bf16 lets another expert in here and there, which moves a position by more than rounding does."""
     own = np.abs(np.concatenate([s.bf16 - s.fp32 for s in sequences]))
     ours = np.abs(np.concatenate([f[:, :-1] - s.bf16 for s, f in zip(sequences, found, strict=True)]))
     if not np.isfinite(ours).all():
@@ -226,6 +230,9 @@ def judge(path: str, sequences: Sequence[Reference], found: Sequence[Array]) -> 
         for s, f in zip(sequences, found, strict=True)
         for row, choice in zip(s.bf16, f[:, -1], strict=True)
     )
+    own_regret = max(
+        float((s.bf16[:, 0] - s.bf16[np.arange(len(s.fp32)), s.fp32.argmax(1)]).max()) for s in sequences
+    )
     return Verdict(
         path,
         sum(len(s.top_ids) for s in sequences),
@@ -233,6 +240,7 @@ def judge(path: str, sequences: Sequence[Reference], found: Sequence[Array]) -> 
         float(ours.mean()),
         float(np.quantile(ours, 0.99)),
         float(ours.max()),
+        max(REGRET_NAT, OWN_DEVIATION_FACTOR * own_regret),
         max(MEAN_NAT, OWN_DEVIATION_FACTOR * float(own.mean())),
         max(P99_NAT, OWN_DEVIATION_FACTOR * float(np.quantile(own, 0.99))),
     )
