@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from agents import (
     Agent,
@@ -18,9 +19,11 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
+from pydantic import BaseModel, ConfigDict, Field
 from run import raises
 
 set_tracing_disabled(True)
+QUIET = ModelSettings(max_tokens=200, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
 called: list[tuple[str, int]] = []
 
 
@@ -74,5 +77,48 @@ def check_noise(real: str, speaker: str) -> None:
             cut = Agent(name="A", model=responses, model_settings=settings)
             with raises(ModelBehaviorError, "max_output_tokens"):
                 await Runner.run(cut, "hi", max_turns=1)
+
+    asyncio.run(main())
+
+
+class Answer(BaseModel):
+    """The weather; bounded, because a model of random weights would write an endless text."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Bonn", "Paris"]
+    days: int = Field(ge=0, le=9)
+
+
+@function_tool
+def pick(city: Literal["Bonn", "Paris"]) -> str:
+    """Picks one."""
+    called.append((city, 0))
+    return "picked"
+
+
+def check_typed_answers(real: str, speaker: str) -> None:
+    async def main() -> None:
+        async with models(real, "qwen3-tiny") as both:
+            for model in both:
+                agent = Agent(name="A", model=model, output_type=Answer, model_settings=QUIET)
+                assert isinstance((await Runner.run(agent, "hi", max_turns=1)).final_output, Answer)
+
+    asyncio.run(main())
+
+
+def check_a_forced_tool(real: str, speaker: str) -> None:
+    async def main() -> None:
+        async with models(real, "qwen3-tiny") as both:
+            for model in both:
+                called.clear()
+                agent = Agent(
+                    name="A",
+                    model=model,
+                    tools=[pick],
+                    model_settings=replace(QUIET, tool_choice="required", parallel_tool_calls=False),
+                    tool_use_behavior="stop_on_first_tool",
+                )
+                assert (await Runner.run(agent, "hi", max_turns=2)).final_output == "picked"
+                assert [city for city, _ in called] in (["Bonn"], ["Paris"])
 
     asyncio.run(main())

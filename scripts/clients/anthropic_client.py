@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
+import pydantic
 from run import raises
 
 WEATHER: dict[str, Any] = {
@@ -19,6 +20,13 @@ WEATHER: dict[str, Any] = {
 ASK: list[Any] = [{"role": "user", "content": "Weather in Bonn?"}]
 GREEDY: dict[str, Any] = {"model": "qwen3-tiny", "extra_body": {"temperature": 0}}
 """The API knows a temperature; this version of the client has no parameter for it."""
+
+QUIET: dict[str, Any] = {
+    "model": "qwen3-tiny",
+    "max_tokens": 200,
+    "messages": ASK,
+    "thinking": {"type": "disabled"},
+}
 
 
 def client(url: str) -> anthropic.Anthropic:
@@ -96,3 +104,39 @@ def check_many_at_once(real: str, speaker: str) -> None:
             return [repr(answer.content) for answer in await asyncio.gather(*answers)]
 
     assert len(set(asyncio.run(main()))) == 1
+
+
+def check_forced_tools(real: str, speaker: str) -> None:
+    cities = {"type": "string", "enum": ["Bonn", "Paris"]}
+    schema = {
+        "type": "object",
+        "properties": {"city": cities},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"name": "pick", "input_schema": schema}
+    with client(real) as c:
+        for kind in ({"type": "any"}, {"type": "tool", "name": "pick"}):
+            choice: Any = {**kind, "disable_parallel_tool_use": True}
+            answer = c.messages.create(
+                model="qwen3-tiny",
+                max_tokens=200,
+                messages=ASK,
+                tools=[tool],
+                tool_choice=choice,
+                thinking={"type": "disabled"},
+            )
+            (use,) = [block for block in answer.content if block.type == "tool_use"]
+            assert use.name == "pick"
+            assert use.input["city"] in ("Bonn", "Paris")
+            assert answer.stop_reason == "tool_use"
+
+
+def check_structured_output(real: str, speaker: str) -> None:
+    class Answer(pydantic.BaseModel, extra="forbid"):
+        city: Literal["Bonn", "Paris"]
+        wet: bool
+
+    with client(real) as c:
+        answer = c.messages.parse(**QUIET, output_format=Answer)
+    assert isinstance(answer.parsed_output, Answer)

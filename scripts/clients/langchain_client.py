@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, ConfigDict, Field
+
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+"""Noise would think for ever, and a schema holds only after the thoughts."""
 
 
 @tool
@@ -61,3 +65,36 @@ def check_a_tools_round(real: str, speaker: str) -> None:
         assert isinstance(result, ToolMessage)
         last = model.invoke([ask, first, result])
         assert last.text == "It will be sunny in Bonn.", last
+
+
+class Answer(BaseModel):
+    """The weather; bounded, because a model of random weights would write an endless text."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Bonn", "Paris"]
+    days: int = Field(ge=0, le=9)
+
+
+@tool
+def pick(city: Literal["Bonn", "Paris"], wet: bool) -> str:
+    """Picks one."""
+    return city
+
+
+def check_structured_output(real: str, speaker: str) -> None:
+    model = chat(real, "qwen3-tiny", max_tokens=200, extra_body=QUIET)
+    for method in ("json_schema", "function_calling"):
+        answer = model.with_structured_output(Answer, method=method).invoke("Weather in Bonn?")
+        assert isinstance(answer, Answer), (method, answer)
+    over_responses = chat(real, "qwen3-tiny", max_tokens=200, use_responses_api=True, extra_body=QUIET)
+    assert isinstance(over_responses.with_structured_output(Answer).invoke("Weather in Bonn?"), Answer)
+
+
+def check_forced_tools(real: str, speaker: str) -> None:
+    model = chat(real, "qwen3-tiny", max_tokens=200, extra_body=QUIET)
+    for choice in ("any", "pick"):
+        (call,) = (
+            model.bind_tools([pick], tool_choice=choice, parallel_tool_calls=False).invoke("hi").tool_calls
+        )
+        assert call["name"] == "pick"
+        assert pick.invoke(call["args"]) in ("Bonn", "Paris")

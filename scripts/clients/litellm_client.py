@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Literal
 
 import litellm
+from pydantic import BaseModel, ConfigDict, Field
 from run import raises
 
 ASK = [{"role": "user", "content": "Weather in Bonn?"}]
@@ -21,6 +22,8 @@ WEATHER = {
     },
 }
 litellm.telemetry = False
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+"""Noise would think for ever, and a schema holds only after the thoughts."""
 
 
 def routes(url: str, model: str) -> list[dict[str, Any]]:
@@ -83,3 +86,33 @@ def check_refusals_are_typed(real: str, speaker: str) -> None:
         litellm.completion(messages=ASK, max_tokens=1, **{**route, "model": "openai/other"})
     with raises(litellm.BadRequestError, "max_tokens"):
         litellm.completion(messages=ASK, max_tokens=10**6, **route)
+
+
+class Answer(BaseModel):
+    """The weather; bounded, because a model of random weights would write an endless text."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: Literal["Bonn", "Paris"]
+    days: int = Field(ge=0, le=9)
+
+
+PICK = {"type": "function", "function": {"name": "pick", "parameters": Answer.model_json_schema()}}
+
+
+def check_structured_output(real: str, speaker: str) -> None:
+    for route in routes(real, "qwen3-tiny")[:2]:
+        answer = litellm.completion(
+            messages=ASK, max_tokens=200, response_format=Answer, extra_body=QUIET, **route
+        )
+        assert Answer.model_validate_json(answer.choices[0].message.content)
+
+
+def check_forced_tools(real: str, speaker: str) -> None:
+    # Its route for vLLM takes additionalProperties out of tools, and noise would then add without end.
+    route = routes(real, "qwen3-tiny")[0]
+    for choice in ("required", {"type": "function", "function": {"name": "pick"}}):
+        options: dict[str, Any] = {"max_tokens": 200, "tools": [PICK], "parallel_tool_calls": False, **route}
+        answer = litellm.completion(messages=ASK, tool_choice=choice, extra_body=QUIET, **options)
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "pick"
+        assert Answer.model_validate_json(call.function.arguments)
