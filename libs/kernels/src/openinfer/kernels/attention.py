@@ -59,11 +59,11 @@ def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
     """The tile for rows of few tokens, which are bound by reading the cache. `programs`: rows times key heads; `group`:
     query heads a key head.
 
-    One wave of programs is best, whatever it takes: a second one that is not full costs up to a third. Two SM-fulls
-    and fewer are split into parts, up to five fit with small blocks; beyond, large blocks cost least.
+    One wave of programs is best, whatever it takes: a second one that is not full costs up to a third. What leaves
+    SMs idle is split into parts; up to five programs an SM fit with small blocks; beyond, large blocks cost least.
     """
     keys, stages = _keys(target, dim), _stages(target, dim)
-    if dim <= 128 and stages == 5 and programs > 2 * target.num_sms:
+    if dim <= 128 and stages == 5 and programs > target.num_sms:
         keys, stages = (32, 5) if programs <= 5 * target.num_sms else (128, 3)
     return Tile(max(16, power_of_two(group)), keys, 4, stages)
 
