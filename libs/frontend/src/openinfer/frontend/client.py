@@ -218,7 +218,9 @@ class Driver(ABC):
         try:
             for message in messages:
                 if isinstance(message, Stepped):
-                    self._stats, self._live = message.stats, message.live
+                    stats, self._live = message.stats, message.live
+                    stats.step_times = stats.step_times or self._stats.step_times
+                    self._stats = stats
                     _gather(message.outputs, deltas)
                 else:
                     self._handle(message)

@@ -37,6 +37,7 @@ __all__ = [
     "ResetPrefixCache",
     "Scheduled",
     "StepOutputs",
+    "StepTimes",
     "Terminal",
     "TokenLogprobs",
     "TokenTable",
@@ -162,6 +163,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     contract_version: int = CONTRACT_VERSION
 
 
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """How long the steps of one shape took, in sum, beside what was predicted for them."""
+
+    key: str
+    """The recorded step in words, as "64 tokens, 8 rows"."""
+    steps: int
+    predicted_s: float
+    measured_s: float
+
+
 class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """A snapshot that costs O(1). The first three are gauges, the rest count up from the engine's start."""
 
@@ -185,6 +196,10 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     host_waits_after_ready: int = 0
     """Driver calls in which the host may have waited for the device while serving, but for the one a step that reads
     its results; likewise."""
+    outlier_steps: int = 0
+    """Steps that took more than twice their prediction."""
+    step_times: list[StepTimes] = []
+    """By shape. An engine may leave them out of most snapshots, empty; the client keeps the last."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefix_cache"):

@@ -27,13 +27,16 @@ from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
-from openinfer.kernels.packs.null import NullPack
+from openinfer.kernels.packs.null import Call, NullPack
+from openinfer.kernels.prediction import SPEEDS, Prediction, Speed
 from openinfer.kernels.store import Compiled, Prepared, Store
 from openinfer.kernels.target import H200, Target
 
 __all__ = [
     "H200",
+    "SPEEDS",
     "Aligned",
+    "Call",
     "Command",
     "CompileError",
     "Compiled",
@@ -54,8 +57,10 @@ __all__ = [
     "NullPack",
     "Op",
     "Pack",
+    "Prediction",
     "Prepared",
     "Scratch",
+    "Speed",
     "Store",
     "Target",
     "TensorMap",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Literal, NamedTuple
 
 from openinfer.frontend.contract import (
@@ -18,6 +19,7 @@ from openinfer.frontend.contract import (
     ResetPrefixCache,
     Scheduled,
     StepOutputs,
+    StepTimes,
     TokenLogprobs,
     TokenTable,
     Update,
@@ -27,6 +29,7 @@ from openinfer.kernels import Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.model import MAX_STOP_IDS
+from openinfer.recipes.qwen3.pace import name_of
 from openinfer.recipes.qwen3.runner import Payload, Runner, Sampling
 from openinfer.sampler import fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
@@ -59,6 +62,9 @@ REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
 
 FEATURES = ["logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
 """What every engine of this recipe honours."""
+
+TOLD_EVERY_S = 0.5
+"""Between two snapshots that list the times of steps."""
 
 
 class Batch(NamedTuple):
@@ -117,6 +123,7 @@ class Qwen3Engine:
         self._stats = EngineStats()
         self._batch = NOBODY
         self._counts_at_ready = DriverCounts.now()
+        self._told = 0.0  # when the stats last had the times of steps
         self.info = EngineInfo(
             model=name,
             max_model_len=max_model_len,
@@ -332,7 +339,7 @@ class Qwen3Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        stats, loop, pool = self._stats, self._loop.stats, self._pool
+        stats, loop, pool, pace = copy(self._stats), self._loop.stats, self._pool, self.runner.pace
         stats.running, stats.waiting, stats.steps, stats.preemptions = (
             loop.running,
             loop.waiting + (len(self._grammars) if self._grammars is not None else 0),
@@ -346,6 +353,13 @@ class Qwen3Engine:
             now, ready = DriverCounts.now(), self._counts_at_ready
             stats.allocations_after_ready = now.allocations - ready.allocations
             stats.host_waits_after_ready = now.waits - ready.waits - self.runner.readback.waits
+        stats.outlier_steps = pace.num_outliers
+        if pace.totals and (not loop.running or time.monotonic() - self._told >= TOLD_EVERY_S):
+            self._told = time.monotonic()
+            stats.step_times = [
+                StepTimes(name_of(shape), t.steps, t.predicted_s, t.measured_s)
+                for shape, t in pace.totals.items()
+            ]
         return stats
 
     def close(self) -> None:

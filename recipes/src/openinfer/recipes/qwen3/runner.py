@@ -11,6 +11,7 @@ import numpy as np
 from openinfer.graph import Readback, StepGraphs, StepTrace, bucket_for
 from openinfer.kernels import Pack, apply_writes
 from openinfer.recipes.qwen3.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
+from openinfer.recipes.qwen3.pace import Pace
 from openinfer.sampler import SamplingParams, seed_words
 from openinfer.sampler.constraint import Constraint, Masks
 from openinfer.sampler.gpu import Adjustment, RowStatus, adjustment_values
@@ -111,6 +112,7 @@ class Runner:
     graphs: StepGraphs
     buckets: Buckets
     readback: Readback
+    pace: Pace = field(default_factory=lambda: Pace({}))
     trace: StepTrace | None = None
     masks: Masks | None = None
     """Needed for sequences with a constraint."""
@@ -120,13 +122,12 @@ class Runner:
     _constrained: Constrained = ()
     _asks_logprobs: np.ndarray[Any, Any] = field(init=False)  # by slot, as are the next
     _has_constraint: np.ndarray[Any, Any] = field(init=False)
+    _waiting: tuple[Step, Constrained] | None = None
+    """The last launched step, if its `sample` waits for the result of the step before."""
 
     def __post_init__(self) -> None:
         slots = self.model.rows["alive"].shape[0]
         self._asks_logprobs, self._has_constraint = np.zeros(slots, bool), np.zeros(slots, bool)
-
-    _waiting: tuple[Step, Constrained] | None = None
-    """The last launched step, if its `sample` waits for the result of the step before."""
 
     def record(self) -> None:
         """Record every segment of the buckets."""
@@ -168,6 +169,7 @@ class Runner:
         if trace is not None:
             trace.launch(step.index, bucket=f"{tokens} tokens, {num_rows} rows", rows=len(step.rows))
             trace.mark("launch")
+        self.pace.launch(self._shape, timed=not waits)
         self.readback.begin(self.stream)
         self.graphs.launch(("forward", tokens, num_rows, longest))
         self._launched.append((step, self._constrained))
@@ -211,8 +213,11 @@ class Runner:
         if arrays is None:
             return None
         seconds = self.readback.seconds
+        outlier = self.pace.result(seconds)
         if trace is not None:
             trace.result(seconds or 0.0)
+            if outlier is not None:
+                trace.keep()
         (step, constrained), result, tops = self._launched.pop(0), arrays[0], arrays[1:]
         if constrained:
             self._accept(constrained, result)
@@ -248,6 +253,7 @@ class Runner:
             bool(p.logprobs),
             sampling.constraint is not None,
         )
+        self.pace.join(slot, seq.lease.num_cached)
         rows.set("alive", slot, 1)
         rows.set("seq_lens", slot, seq.lease.num_cached)
         rows.set("limits", slot, seq.max_len)
@@ -283,6 +289,7 @@ class Runner:
         self._shape = num_tokens, num_rows, _ = self.buckets.choose(total, count)
         slots, emits = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         slots[:count] = [row.seq.slot for row in step.rows]
+        self.pace.change(slots[:count], lengths)
         emits[:decoding] = 1
         emits[decoding:count] = [row.emits for row in chunks]
         q_starts = np.full(num_rows + 1, total, np.int32)

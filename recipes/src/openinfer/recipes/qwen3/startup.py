@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import numpy as np
 
 from openinfer.graph import Readback, Rows, StepGraphs, StepTrace
 from openinfer.kernels import (
+    SPEEDS,
+    Call,
     CpuPack,
     CublasLt,
     CudaDriver,
@@ -32,6 +34,7 @@ from openinfer.kvpool import Group, Pool
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.engine import Qwen3Engine
 from openinfer.recipes.qwen3.model import Buffers, Model, row_fields
+from openinfer.recipes.qwen3.pace import Pace, Traced, predictions
 from openinfer.recipes.qwen3.runner import READBACK_BYTES_PER_ROW, Buckets, Runner
 from openinfer.recipes.qwen3.weights import Weights, validate
 from openinfer.scheduler import Policy, make_policy
@@ -105,6 +108,7 @@ class Plan:
     specs: list[KernelSpec]
     scratch_bytes: int
     zeroed_bytes: int
+    traced: Traced = field(default_factory=Traced)
 
 
 def build(model_dir: str, **flags: Any) -> Qwen3Engine:
@@ -136,7 +140,8 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
             stream = Stream(device)
             model = lay_out(config, sizes, arena, stream, num_pages)
         store = Store(target.arch) if target else None
-        with ThreadPoolExecutor(1) as worker:
+        with ThreadPoolExecutor(2) as worker:
+            pace = worker.submit(_pace, config, plan, target)
             kernels = (
                 worker.submit(store.prepare, plan.specs, ProgressBar("compiling", things="kernels"))
                 if store
@@ -153,7 +158,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
     pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
     readback = Readback(device, sizes.max_rows * READBACK_BYTES_PER_ROW + 256, STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets, readback, trace)
+    runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
     with _phase("steps"):
         warm_up(runner)
         runner.record()
@@ -220,12 +225,36 @@ def make_plan(config: Config, sizes: Sizes, buckets: Buckets, target: Target | N
     )
     pack = NullPack(target)
     apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
-    for tokens, rows, longest in buckets.segments():
-        short.forward(pack, tokens, rows, longest)
+    traced = Traced(bare=_bare(model, target))
+    for shape in buckets.segments():
+        start = len(pack.calls)
+        short.forward(pack, *shape)
+        traced.forward[shape] = pack.calls[start:]
     for rows in buckets.sample_rows():
+        start = len(pack.calls)
         short.sample(pack, rows)
+        traced.sample[rows] = pack.calls[start:]
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
-    return Plan(arena.used - page + scratch + zeroed + 1024, pack.specs(), scratch, zeroed)
+    return Plan(arena.used - page + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, traced)
+
+
+def _bare(model: Model, target: Target) -> list[Call]:
+    """The calls of a forward segment without layers."""
+    pack = NullPack(target)
+    dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, num_layers=0, windows=()),
+        weights=dataclasses.replace(model.weights, layers=()),
+    ).forward(pack, 1, 1, 1)
+    return pack.calls
+
+
+def _pace(config: Config, plan: Plan, target: Target | None) -> Pace:
+    """With the predictions, where the GPU's speed is known."""
+    speed = SPEEDS.get(target.gpu) if target is not None else None
+    if target is not None and speed is None:
+        log.info("steps are not compared with predictions: nobody has measured the speed of %s", target.gpu)
+    return Pace(predictions(config, plan.traced, speed) if speed is not None else {})
 
 
 def warm_up(runner: Runner) -> None:

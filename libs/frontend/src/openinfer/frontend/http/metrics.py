@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
-from openinfer.frontend.contract import Failed, Rejected, Request
+from openinfer.frontend.contract import Failed, Rejected, Request, StepTimes
 from openinfer.frontend.http.board import Board
 
 if TYPE_CHECKING:
@@ -197,6 +197,11 @@ class Metrics:
                 "Times the host waited for the device, other than to read a step's results.",
                 stats.host_waits_after_ready,
             ),
+            (
+                "openinfer:outlier_steps",
+                "Steps that took more than twice their prediction.",
+                stats.outlier_steps,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, float(value))
@@ -210,3 +215,17 @@ class Metrics:
             for reason, count in zip(reasons, cells.sums(), strict=True):
                 counter.add_metric([*labels, reason], count)
             yield counter
+
+    def _steps(self, labels: list[str], times: Sequence[StepTimes]) -> Iterable[Metric]:
+        """Times of steps by shape, and how far they are from what was predicted."""
+        shaped = [*_LABELS, "step"]
+        measured = CounterMetricFamily("openinfer:step_seconds", "Device time of steps.", labels=shaped)
+        predicted = CounterMetricFamily(
+            "openinfer:step_predicted_seconds", "... as predicted.", labels=shaped
+        )
+        ratio = GaugeMetricFamily("openinfer:step_time_ratio", "Measured over predicted.", labels=shaped)
+        for time in times:
+            measured.add_metric([*labels, time.key], time.measured_s)
+            predicted.add_metric([*labels, time.key], time.predicted_s)
+            ratio.add_metric([*labels, time.key], time.measured_s / time.predicted_s)
+        yield from (measured, predicted, ratio)

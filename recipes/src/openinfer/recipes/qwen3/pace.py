@@ -1,0 +1,152 @@
+"""Prediction meets measurement: each step's time beside the predicted one, in sum by the segment that it ran in."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.kernels import Call, Prediction, Speed
+from openinfer.recipes.qwen3.config import Config
+
+log = logging.getLogger("openinfer.qwen3")
+
+OUTLIER = 2.0
+"""A step that took longer than so many times its prediction is kept."""
+OUTLIERS_KEPT = 8
+
+Shape = tuple[int, int, int]
+"""Tokens, rows and longest row of a forward segment; what its graph is recorded under."""
+
+
+def name_of(shape: Shape) -> str:
+    """In words."""
+    tokens, rows, longest = shape
+    return f"decode, {rows} rows" if longest == 1 else f"{tokens} tokens, {rows} rows"
+
+
+class Timed(NamedTuple):
+    """A step that was read back: the segment it ran in, tokens it read from the cache, seconds."""
+
+    shape: Shape
+    kv_tokens: int
+    predicted_s: float
+    measured_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.measured_s * 1e3:.2f} ms where {self.predicted_s * 1e3:.2f} were predicted "
+            f"({name_of(self.shape)}, {self.kv_tokens} cached tokens)"
+        )
+
+
+@dataclass(slots=True)
+class Total:
+    """Of all timed steps in a segment."""
+
+    steps: int = 0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Pace:
+    """Keeps the books; O(1) a step while the batch is the same. `predictions` are by shape, both segments together;
+    without them (a device whose speed nobody has measured) nothing is counted."""
+
+    predictions: Mapping[Shape, Prediction]
+    totals: dict[Shape, Total] = field(default_factory=dict)
+    outliers: deque[Timed] = field(default_factory=lambda: deque(maxlen=OUTLIERS_KEPT))
+    num_outliers: int = 0
+    _lengths: np.ndarray[Any, Any] = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # by slot, at the last change
+    _slots: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int64))
+    _counts: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int64))
+    _steady: int = 0  # steps since the batch changed
+    _kv_tokens: int = 0
+    _pairs: int = 0
+    _under_way: deque[tuple[Shape, int, float] | None] = field(default_factory=deque)
+
+    def join(self, slot: int, length: int) -> None:
+        """A sequence with so many computed tokens takes a slot."""
+        if slot >= len(self._lengths):
+            self._lengths = np.concatenate([self._lengths, np.zeros(slot + 1, np.int64)])
+        self._settle()
+        self._lengths[slot] = length
+
+    def change(self, slots: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> None:
+        """From the next step on these slots get so many tokens each."""
+        if not self.predictions:
+            return
+        self._settle()
+        self._slots, self._counts = slots.astype(np.int64), counts.astype(np.int64)
+        before = self._lengths[self._slots]
+        self._kv_tokens = int((before + self._counts).sum())
+        self._pairs = int((self._counts * before + self._counts * (self._counts + 1) // 2).sum())
+
+    def launch(self, shape: Shape, *, timed: bool) -> None:
+        """A step of the batch is launched. `timed`: whether its time will say how long the device worked."""
+        prediction = self.predictions.get(shape)
+        if prediction is None or not timed:
+            self._under_way.append(None)
+        else:
+            self._under_way.append((shape, self._kv_tokens, prediction.seconds(self._kv_tokens, self._pairs)))
+        self._steady += 1
+        self._kv_tokens += len(self._slots)  # only decode rows run twice in the same batch
+        self._pairs += len(self._slots)
+
+    def result(self, seconds: float | None) -> Timed | None:
+        """The oldest step under way took so long; the step, if it is an outlier."""
+        launched = self._under_way.popleft()
+        if launched is None or seconds is None:
+            return None
+        shape, kv_tokens, predicted = launched
+        total = self.totals.setdefault(shape, Total())
+        total.steps += 1
+        total.predicted_s += predicted
+        total.measured_s += seconds
+        if seconds <= OUTLIER * predicted:
+            return None
+        outlier = Timed(shape, kv_tokens, predicted, seconds)
+        self.num_outliers += 1
+        self.outliers.append(outlier)
+        if self.num_outliers <= OUTLIERS_KEPT or self.num_outliers & (self.num_outliers - 1) == 0:
+            log.warning("outlier %d: %s", self.num_outliers, outlier)
+        return outlier
+
+    def _settle(self) -> None:
+        """Bring the lengths up to the steps that were launched."""
+        if self._steady and len(self._slots):
+            self._lengths[self._slots] += self._counts * self._steady
+        self._steady = 0
+
+
+@dataclass(slots=True)
+class Traced:
+    """What the null pack wrote down: the calls of each forward segment with one layer of each kind, those of each
+    sample segment by its rows, and those of a forward segment without any layer."""
+
+    forward: dict[Shape, list[Call]] = field(default_factory=dict)
+    sample: dict[int, list[Call]] = field(default_factory=dict)
+    bare: list[Call] = field(default_factory=list)
+
+
+def predictions(config: Config, traced: Traced, speed: Speed) -> dict[Shape, Prediction]:
+    """Of both segments of a step, for every shape."""
+    kinds = tuple(dict.fromkeys(config.windows))
+    found = {}
+    for shape, calls in traced.forward.items():
+        pairs = zip(calls, traced.bare, strict=False)
+        first = next(n for n, (a, b) in enumerate(pairs) if a.op is not b.op)  # where the layers begin
+        last = first + len(calls) - len(traced.bare)
+        each = (last - first) // len(kinds)
+        times = [config.windows.count(kind) for kind in kinds for _ in range(each)]
+        outside = [*calls[:first], *calls[last:], *traced.sample[shape[1]]]
+        counted = [*zip(calls[first:last], times, strict=True), *((call, 1) for call in outside)]
+        found[shape] = Prediction.of(counted, *shape[:2], speed)
+    return found
