@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from openinfer.frontend.client import EngineClient
+from openinfer.frontend.client import Driver
 from openinfer.frontend.contract import EngineInfo, EngineStats, StepOutputs, StepTimes
 from openinfer.frontend.http.metrics import Metrics
 from openinfer.frontend.wire import Stepped
@@ -29,7 +29,7 @@ def test_the_client_keeps_the_last_times_and_metrics_have_their_ratio() -> None:
     told = EngineStats(steps=4, step_times=TIMES, outlier_steps=2)
     later = EngineStats(steps=9, outlier_steps=3)
     for stats in (told, later):
-        EngineClient._receive(client, [Stepped(StepOutputs(), stats, 1)])
+        Driver._receive(client, [Stepped(StepOutputs(), stats, 1)])
     assert client._stats.steps == 9
     text = Metrics(client, "m").render().decode()
     label = 'engine="0",model_name="m",step="decode, 1 rows"'

@@ -206,6 +206,7 @@ class Metrics:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, float(value))
             yield counter
+        yield from self._steps(labels, stats.step_times)
         ended, refused = "Sequences that ended.", "Sequences the engine refused."
         for name, text, label, reasons, cells in (
             ("vllm:request_success", ended, "finished_reason", _REASONS, self._successes),
