@@ -68,6 +68,34 @@ def test_tools_are_xml_by_default(model_type: str) -> None:
     assert default_formats(model_type) == ("qwen3_xml", "qwen3")
 
 
+def test_answers_take_the_form_of_a_schema_and_have_log_probabilities(start: Callable[..., Any]) -> None:
+    """What the engine shares with the others: grammars after the thoughts, log-probabilities, several choices."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    request = {
+        "messages": [{"role": "user", "content": "Is it?"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "response_format": asked,
+        "max_tokens": 60,
+        "temperature": 1.0,
+        "seed": 3,
+        "n": 3,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    answer = httpx.post(f"{start(TINY).url}/v1/chat/completions", json=request, timeout=60)
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert len(choices) == 3
+    for choice in choices:
+        assert choice["finish_reason"] == "stop"
+        assert set(json.loads(choice["message"]["content"])) == {"ok"}
+        entries = choice["logprobs"]["content"]
+        assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in entries)
+
+
 def some_requests(rng: random.Random) -> list[dict[str, Any]]:
     """Greedy and seeded ones, prompts from 1 to 200 tokens of which some begin alike, 1 to 24 new tokens."""
     shared = [rng.randrange(3, 1000) for _ in range(130)]

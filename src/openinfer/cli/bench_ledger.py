@@ -51,7 +51,7 @@ def key(op: Op[Any], args: Mapping[str, Any], workload: Workload) -> str:
     name, first = next((n, a) for n, a in args.items() if isinstance(a, Tensor))
     parts = [f"{op.name} {name}{_shape(first)}"]
     if "weight" in args:
-        parts.append(f"weight{_shape(args['weight'])}")
+        parts.append(f"weight{_shape(args['weight'])}" + " in fp8" * (args.get("scales") is not None))
     if args.get("window"):
         parts.append(f"window {args['window']}")
     if any(n in args for n in BATCH):

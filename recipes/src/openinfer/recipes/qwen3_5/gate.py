@@ -110,6 +110,8 @@ class Forced:
         self._next_page += fresh
         if self._next_page > self._runner.model.kv.shape[0]:
             raise MemoryError("the cache has too few pages for this gate")
+        if slot >= self.num_states:
+            raise MemoryError(f"slot {slot} has no block of state: there are {self.num_states}")
         self._lengths[slot] = len(shared) * self.page_size
         rows.set("alive", slot, 1)
         rows.set("seq_lens", slot, self._lengths[slot])

@@ -17,7 +17,15 @@ from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.engine import Qwen35Engine
 from openinfer.recipes.qwen3_5.gate import Forced
 from openinfer.recipes.qwen3_5.model import Model
-from openinfer.recipes.qwen3_5.startup import OUTSIDE_BYTES, Options, Room, decide_sizes, lay_out, make_plan
+from openinfer.recipes.qwen3_5.startup import (
+    OUTSIDE_BYTES,
+    Options,
+    Room,
+    decide_sizes,
+    lay_out,
+    make_plan,
+    states_wanted,
+)
 from openinfer.recipes.qwen3_5.weights import Format, Weights
 from openinfer.tensor import Arena, Device, Stream
 
@@ -81,6 +89,7 @@ class Outline:
             ),
             "batch state": self.model.rows.words.nbytes + self.model.rows.writes.nbytes,
             "rotary table": self.model.cos_sin.nbytes,
+            "recurrent states": states_wanted(options) * config.state_bytes(sizes.dtype.itemsize),
             "workspace": plan.scratch_bytes + plan.zeroed_bytes,
             "outside the arena": OUTSIDE_BYTES,
         }

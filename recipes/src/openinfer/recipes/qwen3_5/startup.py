@@ -332,10 +332,14 @@ def decide_sizes(config: Config, options: Options, device: Device) -> Sizes:
     return Sizes(wanted, options.max_num_seqs, tokens, options.block_size, dtype, boundaries)
 
 
+def states_wanted(options: Options) -> int:
+    """Blocks of state where there is room: one a row, as many again for snapshots, and the padding block."""
+    return options.max_num_seqs * (2 if options.enable_prefix_caching else 1) + 1
+
+
 def _room(config: Config, sizes: Sizes, options: Options, device: Device, plan: Plan) -> Room:
-    """Pages of cache and blocks of state that the memory leaves room for, the padding ones included. States get as many
-    blocks as there are rows, and as many again for snapshots, but no more than half of the room; with fewer blocks
-    than rows, rows wait for one as they do for pages."""
+    """Pages of cache and blocks of state that the memory leaves room for, the padding ones included. States get no more
+    than half of the room; with fewer blocks than rows, rows wait for one as they do for pages."""
     page = config.kv_bytes_per_token(sizes.dtype.itemsize) * sizes.block_size
     state = config.state_bytes(sizes.dtype.itemsize)
     if options.kv_cache_memory_bytes is not None:
@@ -350,8 +354,7 @@ def _room(config: Config, sizes: Sizes, options: Options, device: Device, plan: 
             - OUTSIDE_BYTES
             - plan.fixed_bytes
         )
-    wanted = sizes.max_rows * (2 if options.enable_prefix_caching else 1) + 1
-    states = min(wanted, room // 2 // state)
+    states = min(states_wanted(options), room // 2 // state)
     # More pages than every row at full length are never used.
     pages = min((room - states * state) // page, sizes.max_rows * sizes.max_blocks + 1)
     if pages < 3 or states < 2:

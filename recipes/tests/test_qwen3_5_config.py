@@ -1,0 +1,119 @@
+"""config.json of Qwen3.5: the published sizes to the last parameter, both spellings, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from openinfer.recipes.qwen3_5.buckets import Boundaries
+from openinfer.recipes.qwen3_5.config import Config, UnsupportedModel
+from openinfer.recipes.qwen3_5.published import SIZES, config_json
+from openinfer.recipes.qwen3_5.weights import Format, Weights
+from openinfer.tensor import Arena, Device, bfloat16, float8_e4m3fn
+
+PUBLISHED = {  # parameters of the text model; bytes of keys and values a token, and of states a sequence
+    "0.8B": (752_393_024, 12_288, 18.9e6 + 0.66e6),
+    "2B": (1_881_825_088, 12_288, 18.9e6 + 0.66e6),
+    "4B": (4_205_751_296, 32_768, 50.3e6 + 1.18e6),
+    "9B": (8_953_803_264, 32_768, 50.3e6 + 1.18e6),
+    "27B": (26_895_998_464, 65_536, 151e6 + 2.95e6),
+    "35B-A3B": (34_660_610_688, 20_480, 62.9e6 + 1.47e6),
+    "122B-A10B": (122_111_526_912, 24_576, 151e6 + 2.65e6),
+    "397B-A17B": (396_346_350_336, 30_720, 189e6 + 3.32e6),
+}
+
+
+def weights_of(config: Config) -> Weights:
+    return Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format.published(config))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_sizes_have_their_parameters(size: str) -> None:
+    config = Config.parse(config_json(size), None)
+    weights = weights_of(config)
+    names = [*weights.loads, *weights.conversions]
+    count = sum(math.prod(place.dst.shape) for place in names if not place.name.startswith("mtp."))
+    parameters, cache, states = PUBLISHED[size]
+    assert count == parameters
+    assert config.kv_bytes_per_token(2) == cache
+    ring_row = config.num_linear * config.conv_size * 2  # ours has four, the published state three
+    assert config.state_bytes(2) - ring_row == pytest.approx(states, rel=0.005)
+    assert (weights.lm_head is weights.embed) == SIZES[size][-1]
+    assert weights.mtp is not None
+
+
+@pytest.mark.parametrize("size", ["4B", "35B-A3B"])
+def test_block_scaled_checkpoints_keep_their_weights_in_one_byte(size: str) -> None:
+    plain = weights_of(Config.parse(config_json(size), None))
+    small = weights_of(Config.parse(config_json(size, fp8=True), None))
+    kept = {load.name for load in small.loads if load.dst.dtype != float8_e4m3fn}
+    assert "model.language_model.layers.0.linear_attn.in_proj_a.weight" in kept
+    assert "model.language_model.layers.3.self_attn.q_proj.weight" not in kept
+    sizes = [
+        sum(load.dst.nbytes for load in w.loads if "embed" not in load.name and "head" not in load.name)
+        for w in (plain, small)
+    ]
+    assert sizes[1] == pytest.approx(sizes[0] / 2, rel=0.01)
+    scales = [place for place in small.conversions if place.name.endswith("_scale_inv")]
+    assert len(scales) == sum(load.dst.dtype == float8_e4m3fn for load in small.loads)
+    widths = {math.ceil(load.dst.shape[-1] / 128) for load in small.loads}
+    assert {place.dst.shape[-1] for place in scales} <= widths
+
+
+def test_flat_and_nested_configs_are_the_same_model() -> None:
+    nested = config_json("4B")
+    flat = {**nested["text_config"], "model_type": "qwen3_5_text", "tie_word_embeddings": True}
+    a, b = Config.parse(nested, None), Config.parse(flat, None)
+    assert (a.full, a.hidden_size, a.tie_word_embeddings) == (b.full, b.hidden_size, b.tie_word_embeddings)
+    assert weights_of(a).loads[0].name == "model.language_model.embed_tokens.weight"
+    assert weights_of(b).loads[0].name == "model.embed_tokens.weight"
+    assert a.full[:4] == (False, False, False, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"model_type": "qwen3"}, "'qwen3'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
+        ({"text": {"hidden_size": 0}}, "hidden_size is 0"),
+        ({"text": {"layer_types": ["linear_attention"] * 3}}, "layer_types must name"),
+        ({"text": {"layer_types": ["linear_attention"] * 32}}, "layers of both kinds"),
+        ({"text": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype is 'bfloat16'"),
+        ({"text": {"output_gate_type": "sigmoid"}}, "output_gate_type is 'sigmoid'"),
+        ({"text": {"linear_num_value_heads": 24}}, "linear_num_value_heads 24"),
+        ({"text": {"rope_parameters": {"rope_type": "yarn"}}}, "'yarn'"),
+        ({"text": {"mtp_num_hidden_layers": 2}}, "mtp_num_hidden_layers"),
+        ({"text": {"mlp_only_layers": [1]}}, "mlp_only_layers"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], names: str) -> None:
+    raw = config_json("4B")
+    raw["text_config"] |= change.pop("text", {})
+    with pytest.raises(UnsupportedModel, match=names):
+        Config.parse({**raw, **change}, None)
+
+
+def test_projections_that_do_not_go_together_are_refused() -> None:
+    config = Config.parse(config_json("4B", fp8=True), None)
+    published = Format.published(config)
+    some = frozenset({"model.language_model.layers.3.self_attn.q_proj"})
+    mixed = Format(published.prefix, some, True, True, False)
+    with pytest.raises(UnsupportedModel, match=r"q_proj.*some are FP8 and some are not"):
+        Weights.allocate(config, Arena(Device("null"), None), bfloat16, mixed)
+
+
+def test_boundaries_of_snapshots() -> None:
+    kept = Boundaries(512)
+    assert kept.within(0, 2000, 2000) == [64, 128, 256, 512, 1024, 1536, 1984]
+    assert kept.within(512, 1024, 2000) == [1024]
+    assert kept.within(0, 64, 64) == []  # a hit leaves one token to compute
+    assert kept.within(0, 65, 65) == [64]
+    assert kept.within(1984, 2000, 2000) == []
+    for prompt in range(1, 1300, 37):
+        for start in range(0, prompt, 101):
+            found = kept.within(start, prompt, prompt)
+            assert len(found) <= kept.most(prompt - start)
+            assert all(n % 64 == 0 and start < n < prompt for n in found)
