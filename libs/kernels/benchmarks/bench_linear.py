@@ -44,6 +44,12 @@ MODELS = {  # hidden, query heads, intermediate
     "32b": (5120, 64, 25600),
 }
 VOCABULARY, KV_HEADS, HEAD_DIM = 151936, 8, 128
+HYBRIDS = {  # of Qwen3.5: hidden, rows of a linear layer's input, of a full layer's, value columns, intermediate
+    "3.5-0.8b": (1024, 8224, 5120, 2048, 3584),
+    "3.5-4b": (2560, 12352, 10240, 4096, 9216),
+    "3.5-9b": (4096, 12352, 10240, 4096, 12288),
+}
+HYBRID_VOCABULARY = 248320
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 COPIES_BYTES = 256 << 20
 TOLERANCE = 1e-2
@@ -59,6 +65,18 @@ FIELDS = {
 
 def layers(model: str) -> dict[tuple[str, int, int], None]:
     """(op, rows of the weight, columns) of a model's linear layers."""
+    if model in HYBRIDS:
+        hidden, linear, full, value, inter = HYBRIDS[model]
+        return dict.fromkeys(
+            [
+                ("norm_linear", linear, hidden),
+                ("norm_linear", full, hidden),
+                ("linear_add", hidden, value),
+                ("gate_up_silu", 2 * inter, hidden),
+                ("linear_add", hidden, inter),
+                ("logits", HYBRID_VOCABULARY, hidden),
+            ]
+        )
     hidden, heads, inter = MODELS[model]
     return dict.fromkeys(
         [
@@ -256,7 +274,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, action="append", help="Qwen3 sizes; default 4b")
+    parser.add_argument(
+        "--model", choices=[*MODELS, *HYBRIDS], action="append", help="sizes of Qwen3 and Qwen3.5; default 4b"
+    )
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--write", action="store_true", help="merge the best into the package's table")
     parser.add_argument("--json", help="write this run's table to a file")
