@@ -177,3 +177,33 @@ def test_experts_cost_what_is_hit(numbers: Any, rng: np.random.Generator) -> Non
     assert whole / 4 < one.bytes < whole / 3.5  # two of eight
     assert many.bytes > whole
     assert many.flops == 64 * one.flops
+
+
+def scaled_weight(normal: Any, *parts: tuple[int, int]) -> tuple[Array, Array]:
+    """float8 values and scales of stacked projections, whose blocks differ in size."""
+    sizes = [4.0 ** (np.arange(n)[:, None] // 128 + np.arange(k)[None, :] // 128) for n, k in parts]
+    weights = [normal(n, k).astype(np.float32) * size for (n, k), size in zip(parts, sizes, strict=True)]
+    values, scales, _ = stacked(*weights)
+    return values, scales
+
+
+@pytest.mark.parametrize("m", [1, 3, 40, 65])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (336, 208)])
+def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int) -> None:
+    values, scales = scaled_weight(normal, (n, k))
+    x, h, gain = normal(m, k, scale=3.0), normal(m, k), normal(k)
+    out, limit = np.full((m, n), np.nan, bfloat16), 6e-3
+    args = {"norm_weight": gain, "weight": values, "scales": scales, "eps": 1e-6}
+    check_op(norm_linear, {"out": limit}, out=out, x=x, **args)
+    got = check_op(linear_add, {"x": limit}, x=normal(m, n, scale=9.0), h=h, weight=values, scales=scales)
+    with pytest.raises(AssertionError, match="x is off by"):  # negative control: one scale 10 % off
+        scales[-1, 0] *= 1.1
+        before = got["x"].copy()
+        check_op(linear_add, {"x": 1e-9}, x=before, h=h, weight=values, scales=scales)
+
+
+@pytest.mark.parametrize("m", [1, 3, 65])
+def test_gated_kernels_take_scales(check_op: Any, normal: Any, m: int) -> None:
+    values, scales = scaled_weight(normal, (208, 272), (208, 272))
+    args = {"x": normal(m, 272), "norm_weight": normal(272), "weight": values, "scales": scales, "eps": 1e-6}
+    check_op(gate_up_silu, {"out": 1.5e-2}, out=np.full((m, 208), np.nan, bfloat16), **args)

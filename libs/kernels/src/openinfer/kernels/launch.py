@@ -127,7 +127,7 @@ class Matmul:
 
     out: Tensor | Scratch
     x: Tensor | Scratch
-    weight: Tensor
+    weight: Tensor | Scratch
     workspace: Scratch
     accumulate: bool = False
 

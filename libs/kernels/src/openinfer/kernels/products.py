@@ -9,7 +9,7 @@ import numpy as np
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import Choice, choose
+from openinfer.kernels.tuning import Choice, choose, rule
 from openinfer.tensor import Tensor, bfloat16, int32
 
 CUBLAS_WORKSPACE = 32 << 20
@@ -30,30 +30,64 @@ def normed_product(
     gain: Tensor,
     eps: float,
     weight: Tensor,
+    scales: Tensor | None,
     *,
     gated: bool = False,
 ) -> Iterator[Command]:
     """out [M, N] = rms_norm(x [M, K]; gain, eps) @ weight [N, K]^T, or its gated form with weight [2 N, K]. `op`: the
     name the choice is looked up by. For M = 1 the product normalises x itself; else the norm is a kernel before it."""
-    m, (n, k) = x.shape[0], weight.shape
-    choice = choose(target, op, m, n, k)
+    choice = _choose(target, op, x.shape[0], weight, scales)
     if choice.kind == "gemv":
-        yield _gemv(choice, out, x, weight, gated=gated, norm=(gain, eps))
+        yield _gemv(choice, out, x, weight, scales, gated=gated, norm=(gain, eps))
         return
-    hidden = Scratch((m, k), x.dtype)
+    hidden = Scratch(x.shape, x.dtype)
     yield _norm(hidden, x, gain, eps)
-    if gated:
-        yield from gated_matmul(choice, target, out, hidden, weight)
-    else:
-        yield matmul(choice, target, out, hidden, weight)
+    yield from _product(choice, target, op, out, hidden, weight, scales, gated=gated)
 
 
 def product(
-    target: Target, op: str, out: Tensor, x: Tensor | Scratch, weight: Tensor, *, add: bool = False
+    target: Target,
+    op: str,
+    out: Tensor,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    scales: Tensor | None,
+    *,
+    add: bool = False,
 ) -> Iterator[Command]:
     """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`. `op`: the name the choice is looked up by."""
-    m, (n, k) = x.shape[0], weight.shape
-    yield matmul(choose(target, op, m, n, k), target, out, x, weight, add=add)
+    choice = _choose(target, op, x.shape[0], weight, scales)
+    yield from _product(choice, target, op, out, x, weight, scales, add=add)
+
+
+def _choose(target: Target, op: str, m: int, weight: Tensor, scales: Tensor | None) -> Choice:
+    """The tables are of bf16 weights."""
+    return (choose if scales is None else rule)(target, op, m, *weight.shape)
+
+
+def _product(
+    choice: Choice,
+    target: Target,
+    op: str,
+    out: Tensor,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    scales: Tensor | None,
+    *,
+    add: bool = False,
+    gated: bool = False,
+) -> Iterator[Command]:
+    """The product by the kernel of `choice`. Where that takes no scales, the weight is made bf16 first, which pays for
+    many tokens only."""
+    wide: Tensor | Scratch = weight
+    if scales is not None and choice.kind not in ("gemv", "small"):
+        wide, choice = Scratch(weight.shape, bfloat16), choose(target, op, x.shape[0], *weight.shape)
+        yield _dequantize(wide, weight, scales, weight.shape[0] // (2 if gated else 1))
+        scales = None
+    if gated:
+        yield from gated_matmul(choice, target, out, x, wide, scales)
+    else:
+        yield matmul(choice, target, out, x, wide, scales, add=add)
 
 
 def matmul(
@@ -61,33 +95,39 @@ def matmul(
     target: Target,
     out: Tensor | Scratch,
     x: Tensor | Scratch,
-    weight: Tensor,
+    weight: Tensor | Scratch,
+    scales: Tensor | None = None,
     *,
     add: bool = False,
     gated: bool = False,
 ) -> Command:
-    """The product by the kernel of `choice`; `gated` is for the kinds gemv and small."""
-    if weight.dtype != bfloat16:
+    """The product by the kernel of `choice`; `gated` and `scales` are for the kinds gemv and small."""
+    if x.dtype != bfloat16:
         raise ContractError(
-            f"weight is {weight.dtype.name}; linear layers on a GPU are bfloat16 (float32: the cpu pack)"
+            f"x is {x.dtype.name}; linear layers on a GPU are bfloat16 (float32: the cpu pack)"
         )
     match choice.kind:
         case "cublas":
             return Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
         case "gemv":
-            return _gemv(choice, out, x, weight, add=add, gated=gated)
+            return _gemv(choice, out, x, weight, scales, add=add, gated=gated)
         case "small":
-            return _gemm_small(choice, out, x, weight, add, gated)
+            return _gemm_small(choice, out, x, weight, scales, add, gated)
         case "tma" | "pointer":
             return _gemm(choice, target, out, x, weight, add)
 
 
 def gated_matmul(
-    choice: Choice, target: Target, out: Tensor, x: Tensor | Scratch, weight: Tensor
+    choice: Choice,
+    target: Target,
+    out: Tensor,
+    x: Tensor | Scratch,
+    weight: Tensor | Scratch,
+    scales: Tensor | None = None,
 ) -> Iterator[Command]:
     """The gated product by the kernel of `choice`, and then by silu_mul if that kernel cannot do it itself."""
     if choice.kind in ("gemv", "small"):
-        yield matmul(choice, target, out, x, weight, gated=True)
+        yield matmul(choice, target, out, x, weight, scales, gated=True)
         return
     m, width = out.shape
     both, block = Scratch((m, 2 * width), bfloat16), 1024
@@ -105,11 +145,26 @@ def _norm(out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
     return launch(_NORM, "rms_norm", (rows,), args, constants, num_warps=8 if block > 2048 else 4)
 
 
+def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, part: int) -> Command:
+    """A float8 weight made bf16; every `part` rows its blocks begin anew."""
+    (n, k), block = weight.shape, 32
+    args: dict[str, Arg] = {
+        "out": out,
+        "weight": weight,
+        "scales": scales,
+        "part": part,
+        "N": n,
+        "K": Aligned(k),
+    }
+    return launch(_LINEAR, "dequantize", (-(-n // block), -(-k // 128)), args, {"BN": block})
+
+
 def _gemv(
     c: Choice,
     out: Tensor | Scratch,
     x: Tensor | Scratch,
-    weight: Tensor,
+    weight: Tensor | Scratch,
+    scales: Tensor | None,
     *,
     add: bool = False,
     gated: bool = False,
@@ -123,6 +178,7 @@ def _gemv(
         "x": x,
         "gain": gain,
         "weight": weight,
+        "scales": x if scales is None else scales,
         "N": Aligned(n),
         "K": Aligned(k),
         "eps": eps,
@@ -134,6 +190,7 @@ def _gemv(
         "NORM": 1 << (k - 1).bit_length() if norm else 0,
         "ADD": add,
         "GATED": gated,
+        "SCALED": scales is not None,
     }
     return launch(_LINEAR, "gemv", (programs,), args, constants, num_warps=c.warps)
 
@@ -142,7 +199,8 @@ def _gemm_small(
     c: Choice,
     out: Tensor | Scratch,
     x: Tensor | Scratch,
-    weight: Tensor,
+    weight: Tensor | Scratch,
+    scales: Tensor | None,
     add: bool,
     gated: bool,
 ) -> Command:
@@ -152,6 +210,7 @@ def _gemm_small(
         "out": out,
         "x": x,
         "weight": weight,
+        "scales": x if scales is None else scales,
         "partial": Scratch((1,) if whole else ((2 if gated else 1) * c.split, c.bm, n), np.dtype(np.float32)),
         "counter": Scratch((1,) if whole else (tiles,), int32, zeroed=True),
         "M": m,
@@ -159,13 +218,13 @@ def _gemm_small(
         "K": Aligned(k),
     }
     constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split}
-    constants |= {"ADD": add, "GATED": gated}
+    constants |= {"ADD": add, "GATED": gated, "SCALED": scales is not None}
     grid = (tiles, c.split)
     return launch(_LINEAR, "gemm_small", grid, args, constants, num_warps=c.warps, num_stages=c.stages)
 
 
 def _gemm(
-    c: Choice, target: Target, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor, add: bool
+    c: Choice, target: Target, out: Tensor | Scratch, x: Tensor | Scratch, weight: Tensor | Scratch, add: bool
 ) -> Command:
     (m, n), k = out.shape, weight.shape[1]
     tiles = -(-m // c.bm) * -(-n // c.bn)

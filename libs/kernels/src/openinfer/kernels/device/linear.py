@@ -3,6 +3,9 @@
 ADD: out += the product (a residual stream). GATED: weight is [2 N, K], a gate's rows and an up projection's, and
 out = silu(gate) * up. K is a multiple of BK; M and N are anything: rows past the end are clamped when read (which costs
 nothing) and masked when written.
+
+SCALED: weight is float8 with a float32 scale for each block of 128 x 128, scales [cdiv(N, 128), cdiv(K, 128)] or twice
+that (GATED). BN divides 128; the products of a block's numbers are scaled in float32.
 """
 
 # mypy: ignore-errors
@@ -30,10 +33,42 @@ def _unit(x, gain, scale, NORM: tl.constexpr):
 
 
 @triton.jit
+def _scaled(value, scale, SCALED: tl.constexpr):
+    """`value` times the scales at `scale` if SCALED."""
+    if SCALED:
+        value *= tl.load(scale)
+    return value
+
+
+@triton.jit
+def add_product(acc, weight, x, scale, SCALED: tl.constexpr):
+    """acc + weight @ x; if SCALED, of float8 weights of one block, whose scale is at `scale`."""
+    if SCALED:
+        acc += tl.dot(weight.to(x.dtype), x) * tl.load(scale)
+    else:
+        acc = tl.dot(weight, x, acc)
+    return acc
+
+
+@triton.jit
+def dequantize(out, weight, scales, part, N, K, BN: tl.constexpr):
+    """out [N, K] = the values of a float8 weight, rounded; every `part` rows the blocks begin anew. Grid (cdiv(N, BN),
+    cdiv(K, 128))."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    block = row // part * tl.cdiv(part, 128) + row % part // 128
+    scale = tl.load(scales + block * tl.cdiv(K, 128) + tl.program_id(1), mask=row < N, other=0.0)
+    inside = (row < N)[:, None] & (column < K)[None, :]
+    place = row.to(tl.int64)[:, None] * K + column[None, :]
+    value = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def gemv(
-    out, x, gain, weight, N, K, eps,
+    out, x, gain, weight, scales, N, K, eps,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """M = 1, on the CUDA cores: BN rows of the weights a program. Grid (cdiv(N, BN),).
 
@@ -54,15 +89,18 @@ def gemv(
         whole = tl.arange(0, NORM)
         all_x = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(all_x * all_x, 0) / K + eps)
+    of_blocks = scales + tl.program_id(0) * BN // 128 * tl.cdiv(K, 128)
+    of_up_blocks = of_blocks + tl.cdiv(N, 128) * tl.cdiv(K, 128)
     value = _unit(x + rk, gain + rk, scale, NORM)
-    acc = early.to(tl.float32) * value[None, :]
+    acc = early.to(tl.float32) * _scaled(value, of_blocks + rk // 128, SCALED)[None, :]
     if GATED:
-        up = early_up.to(tl.float32) * value[None, :]
+        up = early_up.to(tl.float32) * _scaled(value, of_up_blocks + rk // 128, SCALED)[None, :]
     for k in tl.range(BK, K, BK, num_stages=STAGES):
         value = _unit(x + k + rk, gain + k + rk, scale, NORM)
-        acc += tl.load(row + k).to(tl.float32) * value[None, :]
+        acc += tl.load(row + k).to(tl.float32) * _scaled(value, of_blocks + (k + rk) // 128, SCALED)[None, :]
         if GATED:
-            up += tl.load(up_row + k).to(tl.float32) * value[None, :]
+            up_value = _scaled(value, of_up_blocks + (k + rk) // 128, SCALED)
+            up += tl.load(up_row + k).to(tl.float32) * up_value[None, :]
     total = tl.sum(acc, 1)
     if GATED:
         total = gated(total, tl.sum(up, 1), out.dtype.element_ty)
@@ -79,9 +117,9 @@ def _store_small(out, acc, up, rm, rn, M, N, ADD: tl.constexpr, GATED: tl.conste
 
 @triton.jit
 def gemm_small(
-    out, x, weight, partial, counter, M, N, K,
+    out, x, weight, scales, partial, counter, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """M <= BM: the weights are the tall operand of the tensor cores, K is split over SPLIT programs, and the last one
     to finish sums their parts in a fixed order. Grid (cdiv(N, BN), SPLIT).
@@ -100,13 +138,15 @@ def gemm_small(
     row += rk[None, :]
     up_row += rk[None, :]
     column = x + tl.minimum(rm, M - 1)[None, :] * K + rk[:, None]
+    of_blocks = scales + tile * BN // 128 * tl.cdiv(K, 128)
+    of_up_blocks = of_blocks + tl.cdiv(N, 128) * tl.cdiv(K, 128)
     acc = tl.zeros((BN, BM), tl.float32)
     up = tl.zeros((BN, BM), tl.float32)
     for k in range(first, tl.minimum(first + steps * BK, K), BK):
         value = tl.load(column + k)
-        acc = tl.dot(tl.load(row + k), value, acc)
+        acc = add_product(acc, tl.load(row + k), value, of_blocks + k // 128, SCALED)
         if GATED:
-            up = tl.dot(tl.load(up_row + k), value, up)
+            up = add_product(up, tl.load(up_row + k), value, of_up_blocks + k // 128, SCALED)
     acc = tl.trans(acc)
     up = tl.trans(up)
     if SPLIT == 1:

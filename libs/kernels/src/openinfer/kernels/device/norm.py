@@ -9,8 +9,10 @@ import triton.language as tl
 def weighted(unit, gain, dtype: tl.constexpr):
     """Float32 `unit` times a weight, rounded to `dtype` before and after; only after if the weight is float32."""
     if gain.dtype == tl.float32:
-        return (unit * gain).to(dtype)
-    return (unit.to(dtype).to(tl.float32) * gain.to(tl.float32)).to(dtype)
+        unit *= gain
+    else:
+        unit = unit.to(dtype).to(tl.float32) * gain.to(tl.float32)
+    return unit.to(dtype)
 
 
 @triton.jit

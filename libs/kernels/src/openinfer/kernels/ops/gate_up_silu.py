@@ -53,8 +53,7 @@ def _launches(
     eps: float,
     scales: Tensor | None = None,
 ) -> Iterator[Command]:
-    require(scales is None, "weight is float8_e4m3fn; on a GPU it is bfloat16 (block scales: the cpu pack)")
-    yield from normed_product(target, "gate_up_silu", out, x, norm_weight, eps, weight, gated=True)
+    yield from normed_product(target, "gate_up_silu", out, x, norm_weight, eps, weight, scales, gated=True)
 
 
 def _cost(

@@ -36,8 +36,7 @@ def _reference(*, x: Array, h: Array, weight: Array, scales: Array | None = None
 def _launches(
     target: Target, *, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None
 ) -> Iterator[Command]:
-    require(scales is None, "weight is float8_e4m3fn; on a GPU it is bfloat16 (block scales: the cpu pack)")
-    yield from product(target, "linear_add", x, h, weight, add=True)
+    yield from product(target, "linear_add", x, h, weight, scales, add=True)
 
 
 def _cost(workload: Workload, *, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None) -> Cost:

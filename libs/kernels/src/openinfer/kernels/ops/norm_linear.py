@@ -51,9 +51,8 @@ def _launches(
     eps: float,
     scales: Tensor | None = None,
 ) -> Iterator[Command]:
-    require(scales is None, "weight is float8_e4m3fn; on a GPU it is bfloat16 (block scales: the cpu pack)")
     op = "norm_linear" if out.dtype == x.dtype else "logits"
-    yield from normed_product(target, op, out, x, norm_weight, eps, weight)
+    yield from normed_product(target, op, out, x, norm_weight, eps, weight, scales)
 
 
 def _cost(
