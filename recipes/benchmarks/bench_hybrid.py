@@ -1,10 +1,11 @@
 """Measure the kernels of Qwen3.5 on this GPU, the choices beside each other.
 
     python recipes/benchmarks/bench_hybrid.py                         everything, for the 4B shape
-    python recipes/benchmarks/bench_hybrid.py --only delta --check    a part; --check: small shapes against the reference
+    python recipes/benchmarks/bench_hybrid.py --only delta,moe        parts whose names contain one of these
 
-Times are medians of a CUDA graph of calls on one layer after another, so that the L2 cache does not serve them. `floor`:
-the op's cost at 4.59 TB/s and 780 TFLOP/s. A variant that fails is reported, and the others go on.
+Small shapes are checked against the reference first. Times are medians of a CUDA graph of calls on one layer after
+another, so that the L2 cache does not serve them. `floor`: the op's cost at 4.59 TB/s and 780 TFLOP/s. A variant that
+fails is reported, and the others go on.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "libs/kernels/benchmarks"), str(Path(__file__).parent)]
 
-from bench_linear import Bench
+from bench_linear import Bench  # noqa: E402
 
-from openinfer.kernels import Command, Cost, CpuPack, Launch, Op, Workload, attend
-from openinfer.kernels.attention import Call as AttendCall
-from openinfer.kernels.attention import Tile, launches
-from openinfer.kernels.attention import choose as choose_attend
-from openinfer.recipes.qwen3_5 import delta
-from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.kernels import Command, Cost, CpuPack, Launch, Op, Workload, attend  # noqa: E402
+from openinfer.kernels.attention import Call as AttendCall  # noqa: E402
+from openinfer.kernels.attention import Tile, launches  # noqa: E402
+from openinfer.kernels.attention import choose as choose_attend  # noqa: E402
+from openinfer.recipes.qwen3_5 import delta  # noqa: E402
+from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net  # noqa: E402
+from openinfer.tensor import Tensor, bfloat16, float32  # noqa: E402
 
 BANDWIDTH, FLOPS = 4.59e12, 780e12
 LAYERS, KEY_HEADS, HEADS, DIM, TAPS = 24, 16, 32, 128, 4

@@ -41,7 +41,7 @@ def normed_product(
         yield _gemv(choice, out, x, weight, scales, gated=gated, norm=(gain, eps))
         return
     hidden = Scratch(x.shape, x.dtype)
-    yield _norm(hidden, x, gain, eps)
+    yield norm(hidden, x, gain, eps)
     yield from _product(choice, target, op, out, hidden, weight, scales, gated=gated)
 
 
@@ -62,6 +62,7 @@ def product(
 
 def _choose(target: Target, op: str, m: int, weight: Tensor, scales: Tensor | None) -> Choice:
     """The tables are of bf16 weights."""
+    expect_float8(target, scales)
     return (choose if scales is None else rule)(target, op, m, *weight.shape)
 
 
@@ -137,7 +138,14 @@ def gated_matmul(
     yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, constants)
 
 
-def _norm(out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
+def expect_float8(target: Target, scales: Tensor | None) -> None:
+    """Raise ContractError if a weight has scales and the target cannot read float8."""
+    if scales is not None and target.arch < 89:
+        raise ContractError(f"weights of float8 are given for sm_{target.arch}; float8 is for sm_89 and up")
+
+
+def norm(out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
+    """out = rms_norm(x; gain, eps)."""
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()
     args: dict[str, Arg] = {"out": out, "x": x, "weight": gain, "width": Aligned(width), "eps": eps}

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
-from openinfer.kernels.errors import ContractError
-from openinfer.kernels.launch import Command
+from openinfer.kernels.experts import Call, launches, tile
+from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.products import expect_float8, norm
 from openinfer.kernels.reference import Array, dequantized, f32, halves, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
 def _contract(
@@ -80,8 +81,30 @@ def _reference(
     x[:] = f32(x) + rounded(total, x.dtype)
 
 
-def _launches(target: Target, **args: object) -> Iterator[Command]:
-    raise ContractError("experts_add has no kernels yet; it runs in the cpu pack")
+def _launches(
+    target: Target,
+    *,
+    x: Tensor,
+    norm_weight: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    eps: float,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+) -> Iterator[Command]:
+    require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    expect_float8(target, gate_up_scales or down_scales)
+    hidden = Scratch(x.shape, x.dtype)
+    yield norm(hidden, x, norm_weight, eps)
+    (experts, width, inter), pairs = down.shape, expert_ids.shape[0] * expert_ids.shape[1]
+    tiles = (
+        tile(target, pairs, experts, inter, width, first=True),
+        tile(target, pairs, experts, width, inter, first=False),
+    )
+    call = Call(x, hidden, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales)
+    yield from launches(call, *tiles)
 
 
 def _cost(

@@ -1,0 +1,137 @@
+"""A mixture of experts: which rows go to which expert, and their products with the experts' weights.
+
+A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
+has order[starts[e]] to order[starts[e + 1]]. How many pairs an expert has is data: it gets the tiles from
+starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at once.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.kernels.device.linear import add_product
+from openinfer.kernels.device.norm import gated
+
+
+@triton.jit
+def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
+    """The pairs of expert program_id(0), in their order, after those of the experts before it. Grid (experts + 1,): the
+    last one only writes the end. Pairs of no expert (id -1) are in nobody's range."""
+    expert = tl.program_id(0)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        given = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
+        before += ((given >= 0) & (given < expert)).to(tl.int32)
+    place = tl.sum(before, 0)
+    tl.store(starts + expert, place)
+    if expert < tl.num_programs(0) - 1:
+        for start in range(0, pairs, BLOCK):
+            pair = start + tl.arange(0, BLOCK)
+            mine = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+            rank = tl.cumsum(mine, 0)
+            tl.store(order + place + rank - 1, pair, mask=mine != 0)
+            place += tl.sum(mine, 0)
+
+
+@triton.jit
+def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr):
+    """A tile's expert, its first place in the order, and the place after the expert's last."""
+    expert = tl.arange(0, E_BLOCK)
+    start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
+    owner = tl.sum((start // BM + expert <= tile).to(tl.int32), 0) - 1
+    first = tl.load(starts + owner)
+    return owner, first + (tile - first // BM - owner) * BM, tl.load(starts + owner + 1)
+
+
+@triton.jit
+def experts_product(
+    out, x, weight, scales, order, starts, N, K,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr,
+):  # fmt: skip
+    """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), pairs // BM + EXPERTS).
+
+    FIRST: from tokens x [T, K] to hidden rows out [pairs, N] in sorted order, the gated product with weight
+    [EXPERTS, 2 N, K]. Else from hidden rows x [pairs, K] to out [pairs, N] in the order of pairs, with weight
+    [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py.
+    """
+    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM)
+    if begin >= end:
+        return
+    rows: tl.constexpr = 2 if FIRST else 1
+    on = tl.program_id(0) * BN
+    rn, rm, rk = on + tl.arange(0, BN), begin + tl.arange(0, BM), tl.arange(0, BK)
+    inside = rm < end
+    pair = tl.load(order + rm, mask=inside, other=0)
+    source = tl.minimum(rm, end - 1)
+    if FIRST:
+        source = tl.load(order + source) // CHOSEN
+    of_expert = weight + expert.to(tl.int64) * rows * N * K
+    of_rows = tl.minimum(rn, N - 1) * K
+    up = of_expert + N.to(tl.int64) * K
+    blocks = tl.cdiv(N, 128) * tl.cdiv(K, 128)
+    of_blocks = scales + expert * rows * blocks + on // 128 * tl.cdiv(K, 128)
+    of_x = source.to(tl.int64) * K
+    if TALL:
+        acc = tl.zeros((BN, BM), tl.float32)
+        acc_up = tl.zeros((BN, BM), tl.float32)
+        for k in range(0, K, BK):
+            value = tl.load(x + of_x[None, :] + (k + rk)[:, None])
+            place = of_rows[:, None] + (k + rk)[None, :]
+            acc = add_product(acc, tl.load(of_expert + place), value, of_blocks + k // 128, SCALED)
+            if FIRST:
+                acc_up = add_product(
+                    acc_up, tl.load(up + place), value, of_blocks + blocks + k // 128, SCALED
+                )
+        acc = tl.trans(acc)
+        acc_up = tl.trans(acc_up)
+    else:
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc_up = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            value = tl.load(x + of_x[:, None] + (k + rk)[None, :])
+            place = of_rows[None, :] + (k + rk)[:, None]
+            acc = add_product_t(acc, value, tl.load(of_expert + place), of_blocks + k // 128, SCALED)
+            if FIRST:
+                acc_up = add_product_t(
+                    acc_up, value, tl.load(up + place), of_blocks + blocks + k // 128, SCALED
+                )
+    if FIRST:
+        acc = gated(acc, acc_up, out.dtype.element_ty)
+        target = rm
+    else:
+        target = pair
+    to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (rn < N)[None, :])
+
+
+@triton.jit
+def add_product_t(acc, x, weight, scale, SCALED: tl.constexpr):
+    """acc + x @ weight; if SCALED, of float8 weights of one block."""
+    if SCALED:
+        acc += tl.dot(x, weight.to(x.dtype)) * tl.load(scale)
+    else:
+        acc = tl.dot(x, weight, acc)
+    return acc
+
+
+@triton.jit
+def add_chosen(x, results, expert_ids, expert_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """x[t] += the sum of a token's results [pairs, width], weighted, in the order of its choices; results of no expert
+    are not read. Grid (T, cdiv(width, BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + choice
+        chosen = tl.load(expert_ids + pair) >= 0
+        share = tl.load(expert_weights + pair).to(tl.float32)
+        result = tl.load(results + pair * width + column, mask=inside & chosen, other=0.0).to(tl.float32)
+        total += tl.where(chosen, share, 0.0) * result
+    place = x + token * width + column
+    dtype = x.dtype.element_ty
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) + total.to(dtype).to(tl.float32)
+    tl.store(place, value.to(dtype), mask=inside)

@@ -1,0 +1,122 @@
+"""experts_add: the kernels in the interpreter, and on a GPU, against the reference."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from openinfer.kernels import ContractError, NullPack, Store, Target, experts, experts_add
+from openinfer.kernels.experts import Tile
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.tensor import bfloat16, float32, int32
+
+BF16 = 1e-2  # relative error: two products and three roundings to 8 bits
+F8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+def mixture(rng, normal, tokens, count, chosen, hidden, inter, *, scaled=False, skewed=False):
+    """Arguments with random routing, some of it to no expert. `skewed`: most tokens choose the first experts."""
+    preference = rng.random((tokens, count)) + (np.arange(count) < chosen) * 0.9 * skewed
+    ids = np.argsort(-preference, axis=1)[:, :chosen].astype(np.int32)
+    ids[rng.random(ids.shape) < 0.1] = -1
+    weights = rng.random((tokens, chosen)).astype(bfloat16)
+    args = {
+        "x": normal(tokens, hidden),
+        "norm_weight": 1 + normal(hidden, scale=0.3).astype(float32),
+        "expert_ids": ids,
+        "expert_weights": weights,
+        "gate_up": normal(count, 2 * inter, hidden, scale=4 * hidden**-0.5),
+        "down": normal(count, hidden, inter, scale=4 * inter**-0.5),
+        "eps": 1e-6,
+    }
+    if scaled:
+        up, across = 2 * -(-inter // 128), -(-hidden // 128)
+        args["gate_up"] = args["gate_up"].astype(F8)
+        args["gate_up_scales"] = rng.uniform(0.3, 3, (count, up, across)).astype(float32)
+        args["down"] = args["down"].astype(F8)
+        args["down_scales"] = rng.uniform(0.3, 3, (count, across, -(-inter // 128))).astype(float32)
+    return args
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "count", "chosen", "hidden", "inter"),
+    [(1, 8, 2, 128, 64), (3, 5, 3, 160, 80), (20, 4, 2, 64, 208), (150, 3, 2, 64, 48)],
+)
+def test_any_sizes(check_op, rng, normal, tokens, count, chosen, hidden, inter, scaled):
+    args = mixture(rng, normal, tokens, count, chosen, hidden, inter, scaled=scaled)
+    before = args["x"].astype(float32)
+    after = check_op(experts_add, {"x": BF16}, **args)["x"].astype(float32)
+    assert np.linalg.norm(after - before) > 0.3 * np.linalg.norm(before)  # the bound means something
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 64, 32, True), Tile(32, 32, 64, True), Tile(64, 64, 32, False)])
+def test_tiles_that_some_experts_overflow_and_others_leave_empty(check_op, rng, normal, tile, monkeypatch):
+    monkeypatch.setattr("openinfer.kernels.ops.experts_add.tile", lambda *_, **__: tile)
+    monkeypatch.setattr(experts, "SORT_BLOCK", 32)
+    args = mixture(rng, normal, 70, 9, 2, 64, 64, skewed=True)
+    assert np.bincount(args["expert_ids"][args["expert_ids"] >= 0]).max() > 3 * 16
+    check_op(experts_add, {"x": BF16}, **args)
+
+
+def test_no_expert_at_all_leaves_the_tokens_alone(check_op, rng, normal):
+    args = mixture(rng, normal, 4, 4, 2, 64, 48)
+    args["expert_ids"][:] = -1
+    got = check_op(experts_add, {"x": 0}, **args)
+    np.testing.assert_array_equal(got["x"], args["x"])
+
+
+def test_a_wrong_expert_shows(check_op, rng, normal):
+    """Negative control: one expert's down projection 5 % larger is out of bounds."""
+    args = mixture(rng, normal, 6, 3, 2, 64, 48)
+    got = check_op(experts_add, {"x": BF16}, **args)["x"]
+    args["down"][1] *= bfloat16.type(1.05)
+    want = check_op(experts_add, {"x": BF16}, **args)["x"]
+    error = np.linalg.norm((got - want).astype(float32)) / np.linalg.norm(want.astype(float32))
+    assert error > BF16
+
+
+def null_call(arena, tokens, count, chosen, hidden, inter, dtype=bfloat16):
+    scaled = dtype == F8
+    up, across, deep = 2 * -(-inter // 128), -(-hidden // 128), -(-inter // 128)
+    return {
+        "x": arena.alloc((tokens, hidden), bfloat16),
+        "norm_weight": arena.alloc((hidden,), float32),
+        "expert_ids": arena.alloc((tokens, chosen), int32),
+        "expert_weights": arena.alloc((tokens, chosen), bfloat16),
+        "gate_up": arena.alloc((count, 2 * inter, hidden), dtype),
+        "down": arena.alloc((count, hidden, inter), dtype),
+        "gate_up_scales": arena.alloc((count, up, across), float32) if scaled else None,
+        "down_scales": arena.alloc((count, across, deep), float32) if scaled else None,
+        "eps": 1e-6,
+    }
+
+
+def test_float32_is_for_the_cpu_pack(arena):
+    args = null_call(arena, 3, 4, 2, 64, 48)
+    args |= {k: arena.alloc(args[k].shape, float32) for k in ("x", "expert_weights", "gate_up", "down")}
+    with pytest.raises(ContractError, match="float32: the cpu pack"):
+        experts_add(NullPack(Target(90, 132)), **args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "sms"), [(80, 108), (90, 132), (120, 188)])
+@pytest.mark.parametrize("dtype", [bfloat16, F8])
+def test_kernels_of_published_sizes_compile(arena, cubins, arch, sms, dtype):
+    pack, store = NullPack(Target(arch, sms)), Store(arch, cubins, folders=[])
+    for tokens in (1, 64, 8192):
+        args = null_call(arena, tokens, 256, 8, 2048, 512, dtype)
+        if arch == 80 and dtype == F8:
+            with pytest.raises(ContractError, match="float8 is for sm_89 and up"):
+                experts_add(pack, **args)
+            return
+        experts_add(pack, **args)
+    store.prepare(pack.specs())
+    assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(arch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_on_gpu(check_op_gpu, rng, normal, tokens, scaled):
+    args = mixture(rng, normal, tokens, 32, 4, 512, 256, scaled=scaled, skewed=True)
+    check_op_gpu(experts_add, {"x": BF16}, **args)
