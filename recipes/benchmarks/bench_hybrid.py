@@ -26,13 +26,26 @@ sys.path[:0] = [str(Path(__file__).parents[2] / "libs/kernels/benchmarks"), str(
 
 from bench_linear import Bench  # noqa: E402
 
-from openinfer.kernels import Command, Cost, CpuPack, Launch, Op, Workload, attend  # noqa: E402
+from openinfer.kernels import (  # noqa: E402
+    Command,
+    Cost,
+    CpuPack,
+    Launch,
+    Op,
+    Scratch,
+    Workload,
+    attend,
+    experts,
+    experts_add,
+)
 from openinfer.kernels.attention import Call as AttendCall  # noqa: E402
 from openinfer.kernels.attention import Tile, launches  # noqa: E402
 from openinfer.kernels.attention import choose as choose_attend  # noqa: E402
+from openinfer.kernels.products import matmul, normed_product, product  # noqa: E402
+from openinfer.kernels.tuning import Choice, depth  # noqa: E402
 from openinfer.recipes.qwen3_5 import delta  # noqa: E402
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net  # noqa: E402
-from openinfer.tensor import Tensor, bfloat16, float32  # noqa: E402
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32  # noqa: E402
 
 BANDWIDTH, FLOPS = 4.59e12, 780e12
 LAYERS, KEY_HEADS, HEADS, DIM, TAPS = 24, 16, 32, 128, 4
@@ -159,30 +172,29 @@ def delta_call(tensors: Mapping[str, Any]) -> delta.Call:
     return delta.Call({k: v for k, v in tensors.items() if isinstance(v, Tensor)}, key_heads, 1e-6)
 
 
-TUNINGS = {
+TUNINGS: dict[str, dict[str, int]] = {
     "as chosen": {},
-    "prepare 8 warps": {"prepare_warps": 8},
+    "scan 2 stages": {"scan_stages": 2},
+    "scan 4 stages": {"scan_stages": 4},
+    "scan 64 columns 2 stages": {"columns": 64, "scan_stages": 2},
     "inputs 4 warps": {"inputs_warps": 4},
-    "norm 4 warps": {"norm_warps": 4},
-    "scan 32 columns 4 warps 1 stage": {"scan_stages": 1},
-    "scan 32 columns 4 warps 3 stages": {"scan_stages": 3},
-    "scan 64 columns 4 warps 2 stages": {"columns": 64},
-    "scan 64 columns 8 warps 2 stages": {"columns": 64, "scan_warps": 8},
-    "scan 16 columns 4 warps 2 stages": {"columns": 16},
+    "prepare 8 warps": {"prepare_warps": 8},
+}
+STEPS: dict[str, dict[str, int]] = {
+    f"step {columns} columns {warps} warps": {"step_columns": columns, "step_warps": warps}
+    for columns, warps in ((32, 1), (16, 1), (32, 2), (64, 2), (64, 4), (128, 4), (32, 4))
 }
 
 
 def delta_checks(report: Report) -> None:
     bench = report.bench
     for case, lengths, before in (
-        ("check step", [1] * 9, [0, 1, 2, 3, 4, 63, 64, 65, 500]),
+        ("check step", [1] * 9, [0, 7, 8, 0, 4, 63, 64, 65, 500]),
         ("check mixed", [1, 130, 64, 1, 3, 70, 200], [9, 0, 70, 0, 2, 63, 31]),
         ("check prompt", [333], [5]),
     ):
         args = delta_small(lengths, before)
-        names = {"as chosen", *(("step 4 warps", "step 16 warps") if max(lengths) == 1 else TUNINGS)}
-        for name in sorted(names):
-            change = TUNINGS.get(name) or ({"step_warps": int(name.split()[1])} if "step" in name else {})
+        for name, change in (STEPS if max(lengths) == 1 else TUNINGS).items():
             tuning = dataclasses.replace(delta.Tuning(), **change)
 
             def work(name: str = name, args: Any = args, tuning: Any = tuning, case: str = case) -> None:
@@ -258,9 +270,9 @@ def delta_times(report: Report) -> None:
     for rows in DECODE:
         layers = DeltaLayers(report.bench, rows, rows, 1024)
         variants: list[Variant] = []
-        for warps in (8, 4, 16):
-            tuning = dataclasses.replace(delta.Tuning(), step_warps=warps)
-            variants.append((f"step {warps} warps", functools.partial(layers.commands, tuning)))
+        for name, change in STEPS.items():
+            tuning = dataclasses.replace(delta.Tuning(), **change)
+            variants.append((name, functools.partial(layers.commands, tuning)))
         report.time(
             f"delta decode {rows}", variants, layers.cost, LAYERS * (layers.groups if rows < 8 else 1)
         )
@@ -277,10 +289,13 @@ def delta_times(report: Report) -> None:
 
 ATTEND_LAYERS, ATTEND_HEADS, ATTEND_KV_HEADS, ATTEND_DIM, PAGE = 8, 16, 4, 256, 16
 LONG = [
-    Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(128, 32, 8, 5), Tile(64, 32, 4, 3),
-    Tile(64, 64, 4, 3), Tile(128, 64, 8, 1), Tile(64, 32, 4, 5),
-]  # fmt: skip
-SHORT = [Tile(16, 64, 4, 3), Tile(16, 32, 4, 3), Tile(16, 32, 4, 5), Tile(16, 64, 8, 3), Tile(16, 16, 4, 5)]
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 64, 8, 4),
+    Tile(128, 128, 8, 1),
+    Tile(128, 80, 8, 3),
+]
+SHORT = [Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 16, 4, 5), Tile(16, 16, 4, 7), Tile(16, 32, 8, 5)]
 
 
 def attend_times(report: Report) -> None:
@@ -332,10 +347,163 @@ def attend_case(report: Report, bench: Bench, case: str, rows: int, length: int,
     report.time(case, variants, cost, ATTEND_LAYERS)
 
 
+# Linear layers of float8 weights
+
+SHAPES = [
+    ("norm_linear", 12288, 2560), ("norm_linear", 10240, 2560), ("linear_add", 2560, 4096),
+    ("gate_up_silu", 18432, 2560), ("linear_add", 2560, 9216),
+]  # fmt: skip
+GEMV = [
+    (8, 512, 4, 3),
+    (4, 1024, 4, 3),
+    (8, 1024, 4, 3),
+    (8, 1024, 8, 3),
+    (16, 512, 8, 3),
+    (4, 512, 4, 4),
+    (4, 512, 2, 4),
+]
+SMALL = [
+    (64, 128, 4, 4),
+    (64, 128, 4, 5),
+    (128, 128, 8, 4),
+    (128, 128, 4, 3),
+    (32, 128, 4, 5),
+    (64, 64, 4, 6),
+]
+F8 = np.dtype(float8_e4m3fn)
+
+
+def scaled_times(report: Report) -> None:
+    for op, n, k in SHAPES:
+        for m in (1, 8, 32, 64, 128, 1024):
+            case = f"fp8 {op} {n}x{k} M {m}"
+            report.guarded(case, "", functools.partial(scaled_case, report, case, op, m, n, k))
+
+
+def scaled_case(report: Report, case: str, op: str, m: int, n: int, k: int) -> None:
+    bench, rng, gated = report.bench, np.random.default_rng(3), op == "gate_up_silu"
+    copies = max(2, min(16, (256 << 20) // (n * k)))
+    weights = [Tensor.empty((n, k), F8, bench.device) for _ in range(copies)]
+    scales = [Tensor.empty((-(-n // 128), -(-k // 128)), float32, bench.device) for _ in range(copies)]
+    for tensor in weights:
+        bench.fill(tensor, 40.0, rng)
+    for tensor in scales:
+        bench.fill(tensor, 1e-3, rng)
+    x = Tensor.empty((m, k), bfloat16, bench.device)
+    bench.fill(x, 1.0, rng)
+    out = Tensor.empty((m, n // 2 if gated else n), bfloat16, bench.device)
+    gain = upload(bench, np.ones(k, float32))
+    cost = Cost(n * k + 2 * m * (n + k), 2 * m * n * k)
+
+    def chosen(i: int) -> list[Command]:
+        w, s = weights[i % copies], scales[i % copies]
+        if op == "linear_add":
+            return list(product(bench.target, op, out, x, w, s, add=True))
+        return list(normed_product(bench.target, op, out, x, gain, 1e-6, w, s, gated=gated))
+
+    def alone(choice: Choice, i: int) -> list[Command]:
+        w, s = weights[i % copies], scales[i % copies]
+        return [matmul(choice, bench.target, out, x, w, s, add=op == "linear_add", gated=gated)]
+
+    variants: list[Variant] = [("as chosen, with the norm", chosen)]
+    if m == 1:
+        for bn, bk, warps, stages in GEMV:
+            choice = Choice("gemv", 1, bn, depth(k, bk), 1, warps, stages)
+            variants.append((f"gemv {bn} {bk} w{warps} s{stages}", functools.partial(alone, choice)))
+    elif m <= 128:
+        for bn, bk, warps, stages in SMALL:
+            for split in (1, 2, 4, 8):
+                tiles = n // bn // (2 if gated else 1)
+                if split > 1 and (tiles * split > 4 * bench.target.num_sms or k // bk < 2 * split):
+                    continue
+                choice = Choice("small", max(16, m), bn, depth(k, bk), split, warps, stages)
+                variants.append(
+                    (f"small {bn} {bk} /{split} w{warps} s{stages}", functools.partial(alone, choice))
+                )
+    report.time(case, variants, cost, 24)
+
+
+# Mixtures of experts
+
+EXPERTS, CHOSEN, HIDDEN, INTER, MOE_LAYERS = 256, 8, 2048, 512, 3
+TALL = [
+    experts.Tile(16, 64, 128, True, 4, 3), experts.Tile(16, 32, 128, True, 4, 4), experts.Tile(16, 64, 128, True, 4, 4),
+    experts.Tile(16, 32, 256, True, 4, 3), experts.Tile(16, 128, 128, True, 8, 3),
+    experts.Tile(32, 64, 128, True, 4, 3),
+]  # fmt: skip
+WIDE = [
+    experts.Tile(128, 64, 64, False, 8, 3), experts.Tile(128, 128, 64, False, 8, 3),
+    experts.Tile(64, 128, 64, False, 4, 3), experts.Tile(128, 128, 64, False, 8, 4),
+    experts.Tile(64, 64, 128, False, 4, 3),
+]  # fmt: skip
+
+
+def mixture(bench: Bench, tokens: int, scaled: bool) -> dict[str, Any]:
+    """The tensors of MOE_LAYERS layers; weights of the first axis."""
+    rng, dtype = np.random.default_rng(4), F8 if scaled else bfloat16
+    ids = np.stack([rng.permutation(EXPERTS)[:CHOSEN] for _ in range(tokens)]).astype(np.int32)
+
+    def random(*shape: int, dtype: Any = bfloat16, scale: float = 1.0) -> Tensor:
+        tensor = Tensor.empty(shape, dtype, bench.device)
+        bench.fill(tensor, scale, rng)
+        return tensor
+
+    tensors: dict[str, Any] = {
+        "x": random(tokens, HIDDEN),
+        "norm_weight": upload(bench, np.ones(HIDDEN, float32)),
+        "expert_ids": upload(bench, ids),
+        "expert_weights": random(tokens, CHOSEN, scale=0.1),
+        "gate_up": random(MOE_LAYERS, EXPERTS, 2 * INTER, HIDDEN, dtype=dtype, scale=0.02),
+        "down": random(MOE_LAYERS, EXPERTS, HIDDEN, INTER, dtype=dtype, scale=0.02),
+    }
+    if scaled:
+        tensors["gate_up_scales"] = random(EXPERTS, 2 * INTER // 128, HIDDEN // 128, dtype=float32)
+        tensors["down_scales"] = random(EXPERTS, HIDDEN // 128, INTER // 128, dtype=float32)
+    return tensors
+
+
+def experts_times(report: Report) -> None:
+    for scaled in (False, True):
+        for tokens in (1, 8, 64, 256, 1024, 8192):
+            case = f"moe {'fp8' if scaled else 'bf16'} {tokens}"
+            report.guarded(case, "", functools.partial(experts_case, report, case, tokens, scaled))
+
+
+def experts_case(report: Report, case: str, tokens: int, scaled: bool) -> None:
+    bench = report.bench
+    tensors = mixture(bench, tokens, scaled)
+
+    def on(n: int) -> dict[str, Any]:
+        layer = n % MOE_LAYERS
+        return {**tensors, "gate_up": tensors["gate_up"][layer], "down": tensors["down"][layer], "eps": 1e-6}
+
+    def tiled(first: experts.Tile, second: experts.Tile, n: int) -> list[Command]:
+        args = on(n)
+        hidden = Scratch(args["x"].shape, bfloat16)
+        call = experts.Call(
+            args["x"], hidden, args["expert_ids"], args["expert_weights"], args["gate_up"], args["down"],
+            args.get("gate_up_scales"), args.get("down_scales"),
+        )  # fmt: skip
+        return list(experts.launches(call, first, second))
+
+    workload = Workload(tokens, tokens, 0, 0)
+    variants: list[Variant] = [("as chosen", lambda n: op_commands(bench, on(n)))]
+    for tile in TALL if tokens * CHOSEN <= 32 * EXPERTS else WIDE:
+        deep = dataclasses.replace(tile, bk=min(tile.bk, 128))
+        variants.append((f"{tile}"[4:], functools.partial(tiled, tile, deep)))
+    report.time(case, variants, experts_add.cost(workload, **on(0)), MOE_LAYERS * 2)
+
+
+def op_commands(bench: Bench, args: dict[str, Any]) -> list[Command]:
+    return list(experts_add.plan(bench.target, args))
+
+
 def parts() -> Iterator[tuple[str, Callable[[Report], None]]]:
     yield "delta check", delta_checks
     yield "delta", delta_times
     yield "attend", attend_times
+    yield "fp8", scaled_times
+    yield "moe", experts_times
 
 
 def main() -> None:

@@ -54,7 +54,10 @@ def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], di
             plan = NullPack(SMALL)
             plan.run(op, tensors)
             scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
-            LaunchPack(SMALL, InterpDriver(), Tensor.from_numpy(scratch), None).run(op, tensors)
+            zeros = np.zeros(plan.workspace_bytes(zeroed=True) + 256, np.uint8)
+            pack = LaunchPack(SMALL, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
+            pack.run(op, tensors)
+            assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
             assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
         results.append(arrays)
     return results[0], results[1]

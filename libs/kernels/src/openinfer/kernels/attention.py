@@ -72,6 +72,8 @@ def long_tile(target: Target, group: int, dim: int) -> Tile:
     """The tile for rows of many tokens."""
     if dim <= 128 and _stages(target, dim) == 5:
         return Tile(max(128, power_of_two(group)), 64, 8, 5)
+    if dim == 256 and _keys(target, dim) == 64:
+        return Tile(max(128, power_of_two(group)), 64, 8, 3)
     warps = 4 if dim <= 128 else 8
     return Tile(max(64, power_of_two(group)), _keys(target, dim), warps, _stages(target, dim))
 

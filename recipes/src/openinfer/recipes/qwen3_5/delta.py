@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from openinfer.kernels import Command, Launch, Scratch, launch
 from openinfer.kernels.launch import Arg, aligned, power_of_two
-from openinfer.tensor import Tensor, float32
+from openinfer.tensor import Tensor, float32, int32
 
 CHUNK = 64
 """Tokens of a chunk: the triangular system of one has this size, and the state exists at its multiples."""
@@ -18,14 +18,16 @@ _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the kernels are compiled. `columns`: of a state's DV, those that one program of the scan carries."""
+    """How the kernels are compiled. `step_columns`, `columns`: of a state's DV, those that a program of the step or of
+    the scan has."""
 
-    step_warps: int = 8
+    step_columns: int = 32
+    step_warps: int = 1
     inputs_warps: int = 8
     prepare_warps: int = 4
     columns: int = 32
     scan_warps: int = 4
-    scan_stages: int = 2
+    scan_stages: int = 3
     norm_warps: int = 8
 
 
@@ -71,14 +73,20 @@ def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
 
 def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
     """Rows of one token, and zeros for the tokens from the last row's end to `tokens`."""
+    (_, heads, _, dv), rows = call.t["state"].shape, call.t["slots"].shape[0]
+    columns = min(tuning.step_columns, dv)
     args = (
         call.tensors("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
         | call.tensors("state", *_OF_ROWS, "state_from", "state_to")
+        | {
+            "partial": Scratch((rows, heads, dv), float32),
+            "arrived": Scratch((rows, heads), int32, zeroed=True),
+        }
         | call.strides("qkv", "z", "ba", "conv_state", "state")
         | {"key_heads": call.key_heads, "eps": call.eps, "tokens": tokens}
     )
-    grid = (call.t["state"].shape[1], call.t["slots"].shape[0])
-    constants = call.sizes | call.taps
+    grid = (heads * (dv // columns), rows)
+    constants = call.sizes | call.taps | {"BV": columns}
     return launch(_DEVICE + "delta_step", "delta_step", grid, args, constants, num_warps=tuning.step_warps)
 
 
@@ -119,9 +127,9 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
     yield launch(
         _CHUNKS,
         "delta_prepare",
-        (heads, tiles),
+        (heads, tiles, 2),
         solved | inputs | call.tensors("ba", "decay", "dt_bias", *_OF_ROWS) | call.strides("ba") | common,
-        sizes | {"LEVELS": CHUNK.bit_length() - 1},
+        sizes | {"LEVELS": CHUNK.bit_length() - 1, "HALF": min(dk, dv, 64)},
         num_warps=tuning.prepare_warps,
     )
     yield _scan(call, tuning, {"out": o, "q": q, "k": k, **solved}, short)

@@ -48,23 +48,28 @@ def _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C: tl.const
 
 @triton.jit
 def _convolved(
-    channel, position, inside, first, before, qkv, stride, ring, width, weight, C: tl.constexpr, TAPS: tl.constexpr,
+    channel, start, end, first, before, qkv, stride, ring, width, weight, C: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """silu of the causal convolution of channels [N] at positions [C], rounded: [C, N]. Only `inside` is meant."""
+    """silu of the causal convolution of channels [N] at positions from `start`, rounded: [C, N]. Positions outside the
+    step's, `before` to `end`, get anything."""
+    i, tap_of = tl.arange(0, C), tl.arange(0, TAPS)[None, :]
+    taps = tl.load(weight + channel[:, None] * TAPS + tap_of).to(tl.float32)
+    token = qkv + (first + start - before).to(tl.int64) * stride
+    last = end - 1 - start
     total = tl.zeros((C, channel.shape[0]), tl.float32)
     for tap in tl.static_range(TAPS):
-        at = position - (TAPS - 1) + tap
-        value = tl.load(
-            qkv + (first - before).to(tl.int64) * stride + at.to(tl.int64)[:, None] * stride + channel[None, :],
-            mask=((at >= before) & inside)[:, None], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        if tap < TAPS - 1:
-            old = tl.load(
-                ring + ((at + TAPS) % TAPS)[:, None] * width + channel[None, :],
-                mask=((at < before) & (at >= 0) & inside)[:, None], other=0.0,
-            )  # fmt: skip
-            value += old.to(tl.float32)
-        total += value * tl.load(weight + channel * TAPS + tap).to(tl.float32)[None, :]
+        of_tap = tl.sum(tl.where(tap_of == tap, taps, 0.0), 1)
+        at = tl.minimum(i, last) + tap - (TAPS - 1)
+        if start - (TAPS - 1) < before:  # some inputs are from before the step
+            past = start + at
+            value = tl.load(
+                token + at[:, None] * stride + channel[None, :], mask=(past >= before)[:, None], other=0.0
+            )
+            old = ring + ((past + TAPS) % TAPS)[:, None] * width + channel[None, :]
+            value += tl.load(old, mask=((past < before) & (past >= 0))[:, None], other=0.0)
+        else:
+            value = tl.load(token + at[:, None] * stride + channel[None, :])
+        total += value.to(tl.float32) * of_tap[None, :]
     return silu(total).to(qkv.dtype.element_ty)
 
 
@@ -84,42 +89,31 @@ def delta_inputs(
     heads = key_heads * GROUP
     width = 2 * key_heads * DK + heads * DV
     ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
-    position = start + tl.arange(0, C)
-    inside = (position >= before) & (position < end)
-    at = (first + position - before).to(tl.int64)[:, None]
-    write = inside[:, None]
+    i = tl.arange(0, C)
+    write = ((start + i >= before) & (start + i < end))[:, None]
+    token = (first + start - before).to(
+        tl.int64
+    )  # of the chunk's first position; what follows are 32-bit offsets
     if part < 2 * key_heads:
         column = tl.arange(0, DK)
-        x = _convolved(
-            part * DK + column,
-            position,
-            inside,
-            first,
-            before,
-            qkv,
-            qkv_stride,
-            ring,
-            width,
-            conv_weight,
-            C,
-            TAPS,
-        )
+        channel = part * DK + column
+        x = _convolved(channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS)
         wide = x.to(tl.float32)
         wide *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
-        if part < key_heads:
-            to = q + (at * key_heads + part) * DK + column[None, :]
-            tl.store(to, (wide * DK**-0.5).to(x.dtype), mask=write)
+        to, head = q, part
+        if part >= key_heads:
+            to, head = k, part - key_heads
         else:
-            to = k + (at * key_heads + part - key_heads) * DK + column[None, :]
-            tl.store(to, wide.to(x.dtype), mask=write)
+            wide *= DK**-0.5
+        to += (token * key_heads + head) * DK
+        tl.store(to + i[:, None] * key_heads * DK + column[None, :], wide.to(x.dtype), mask=write)
     else:
         column = tl.arange(0, DV)
         head = part - 2 * key_heads
         channel = 2 * key_heads * DK + head * DV + column
-        x = _convolved(
-            channel, position, inside, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
-        )
-        tl.store(v + (at * heads + head) * DV + column[None, :], x, mask=write)
+        x = _convolved(channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS)
+        to = v + (token * heads + head) * DV
+        tl.store(to + i[:, None] * heads * DV + column[None, :], x, mask=write)
 
 
 @triton.jit
@@ -134,21 +128,30 @@ def _inverse(m, C: tl.constexpr, LEVELS: tl.constexpr):
     x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, m, 0.0)
     half = m.to(tl.float16)
     for level in tl.static_range(1, LEVELS):
-        below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
         inverse = x.to(tl.float16)
+        below = (i >> (level + 1) == j >> (level + 1)) & (i >> level != j >> level)
         product = tl.dot(tl.where(below, half, 0.0), inverse)
         x -= tl.dot(inverse, product.to(tl.float16))
     return x
 
 
 @triton.jit
+def _fading(g, C: tl.constexpr):
+    """D of a chunk from its g: [C, C]."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.exp(tl.where(i >= j, g[:, None] - g[None, :], -1.0e30))
+
+
+@triton.jit
 def delta_prepare(
     w, u, scores, decays, q, k, v, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride, rows, short,
     DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk knows without the state, for rows of more than `short` tokens. Grid (value heads, T // C + 2 rows).
+    """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, T // C + 2 rows, 2).
 
-    Out, by token: w [T, heads, DK], u [T, heads, DV], scores [T, heads, C], decays float32 [T, heads] (G).
+    Out, by token: w [T, heads, DK], u [T, heads, DV], HALF columns at a time, by the one half of the programs, and
+    scores [T, heads, C], decays float32 [T, heads] (G) by the other.
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
@@ -156,7 +159,7 @@ def delta_prepare(
     _, first, before, end, start = _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C)
     if start >= end:
         return
-    i, ck, cv = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, DV)
+    i, ck, half = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, HALF)
     inside = (start + i >= before) & (start + i < end)
     write = inside[:, None]
     token = (first + start - before).to(
@@ -167,29 +170,32 @@ def delta_prepare(
         tl.load(gates + heads, mask=inside, other=0.0), tl.load(decay + head), tl.load(dt_bias + head)
     )
     g = tl.cumsum(tl.where(inside, g, 0.0), 0)
-    beta = (
-        sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)).to(k.dtype.element_ty).to(tl.float32)
-    )
-    beta = tl.where(inside, beta, 0.0)
     of_head = token * heads + head
     by_head = i[:, None] * heads
-    tl.store(decays + of_head + i * heads, g, mask=inside)
     of_key = (token * (heads // GROUP) + head // GROUP) * DK
-    by_key = i[:, None] * (heads // GROUP) * DK + ck[None, :]
-    key = tl.load(k + of_key + by_key, mask=write, other=0.0)
-    query = tl.load(q + of_key + by_key, mask=write, other=0.0)
+    by_key = i[:, None] * (heads // GROUP) * DK
+    key = tl.load(k + of_key + by_key + ck[None, :], mask=write, other=0.0)
     dtype = key.dtype
-    keys = tl.trans(key)
-    d = tl.exp(tl.where(i[:, None] >= i[None, :], g[:, None] - g[None, :], -1.0e30))
-    to_scores = scores + of_head * C + by_head * C + i[None, :]
-    tl.store(to_scores, (tl.dot(query, keys) * d).to(dtype), mask=write)
-    system = tl.where(i[:, None] > i[None, :], tl.dot(key, keys) * d * beta[:, None], 0.0)
-    solved = _inverse(system, C, LEVELS)
-    value = tl.load(v + of_head * DV + by_head * DV + cv[None, :], mask=write, other=0.0)
-    result = tl.dot((solved * beta[None, :]).to(dtype), value)
-    tl.store(u + of_head * DV + by_head * DV + cv[None, :], result.to(dtype), mask=write)
-    result = tl.dot((solved * (beta * tl.exp(g))[None, :]).to(dtype), key)
-    tl.store(w + of_head * DK + by_head * DK + ck[None, :], result.to(dtype), mask=write)
+    if tl.program_id(2) == 0:
+        beta = sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        beta = tl.where(inside, beta, 0.0)
+        system = tl.dot(key, tl.trans(key)) * _fading(g, C) * beta[:, None]
+        solved = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), C, LEVELS)
+        factor = (solved * beta[None, :]).to(dtype)
+        for part in tl.static_range(DV // HALF):
+            place = of_head * DV + by_head * DV + part * HALF + half[None, :]
+            value = tl.load(v + place, mask=write, other=0.0)
+            tl.store(u + place, tl.dot(factor, value).to(dtype), mask=write)
+        factor = (solved * (beta * tl.exp(g))[None, :]).to(dtype)
+        for part in tl.static_range(DK // HALF):
+            columns = part * HALF + half[None, :]
+            value = tl.load(k + of_key + by_key + columns, mask=write, other=0.0)
+            tl.store(w + of_head * DK + by_head * DK + columns, tl.dot(factor, value).to(dtype), mask=write)
+    else:
+        query = tl.load(q + of_key + by_key + ck[None, :], mask=write, other=0.0)
+        score = tl.dot(query, tl.trans(key)) * _fading(g, C)
+        tl.store(scores + of_head * C + by_head * C + i[None, :], score.to(dtype), mask=write)
+        tl.store(decays + of_head + i * heads, g, mask=inside)
 
 
 @triton.jit

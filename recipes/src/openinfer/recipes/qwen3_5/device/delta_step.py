@@ -1,8 +1,8 @@
 """One token a row through a gated delta-rule layer: convolution, gates, state and gated norm in one pass.
 
-A state of a value head is [DK, DV] float32; a program reads and writes one, once. GROUP value heads share a key head.
-Inputs of the convolution are kept in a ring of TAPS rows: with the input of position p in row p % TAPS, no program
-reads a row that another one writes.
+A state of a value head is [DK, DV] float32; a program reads and writes BV columns of one, once. GROUP value heads
+share a key head. Inputs of the convolution are kept in a ring of TAPS rows: with the input of position p in row
+p % TAPS, no program reads a row that another one writes.
 """
 
 # mypy: ignore-errors
@@ -17,10 +17,9 @@ def _inputs(channel, token, source, width, position, TAPS: tl.constexpr):
     """The inputs of the last TAPS positions: [TAPS, N], zeros before position 0. `token`: the one at `position`."""
     tap = tl.arange(0, TAPS)[:, None]
     past = position - (TAPS - 1) + tap
-    is_new = tap == TAPS - 1
     of_old = source + (past + TAPS) % TAPS * width + channel[None, :]
     old = tl.load(of_old, mask=(past >= 0) & (tap < TAPS - 1), other=0.0)
-    return old + tl.load(token + channel[None, :] + tap * 0, mask=is_new, other=0.0)
+    return old + tl.load(token + channel[None, :] + tap * 0, mask=tap == TAPS - 1, other=0.0)
 
 
 @triton.jit
@@ -45,24 +44,29 @@ def _convolved(inputs, channel, weight, TAPS: tl.constexpr):
 @triton.jit
 def delta_step(
     out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state, slots, q_starts, seq_lens, alive,
-    state_from, state_to, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, key_heads, eps, tokens,
-    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
+    state_from, state_to, partial, arrived, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, key_heads, eps,
+    tokens,
+    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (value heads,
-    rows)."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    heads, rows = tl.num_programs(0), tl.num_programs(1)
-    i, j = tl.arange(0, DK), tl.arange(0, DV)
+    """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
+    of BV columns, rows): the part of a head that arrives last does the norm.
+
+    partial: float32 [rows, heads, DV]; arrived: int32 [rows, heads], zero before and after.
+    """
+    PARTS: tl.constexpr = DV // BV
+    head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    heads, rows = tl.num_programs(0) // PARTS, tl.num_programs(1)
+    i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
     dtype = out.dtype.element_ty
     for token in range(tl.load(q_starts + rows) + row, tokens, rows):
-        tl.store(out + (heads.to(tl.int64) * token + head) * DV + j, tl.zeros((DV,), dtype))
+        tl.store(out + (heads.to(tl.int64) * token + head) * DV + j, tl.zeros((BV,), dtype))
     first = tl.load(q_starts + row).to(tl.int64)
     if tl.load(q_starts + row + 1) - first != 1:
         return
     slot = tl.load(slots + row)
-    to = out + (first * heads + head) * DV + j
+    to = out + (first * heads + head) * DV
     if tl.load(alive + slot) == 0:
-        tl.store(to, tl.zeros((DV,), dtype))
+        tl.store(to + j, tl.zeros((BV,), dtype))
         return
 
     position = tl.load(seq_lens + slot)
@@ -73,7 +77,7 @@ def delta_step(
     width = 2 * key_heads * DK + heads * DV
     token = qkv + first * qkv_stride
     old_ring, new_ring = conv_state + source * conv_stride, conv_state + target * conv_stride
-    whole = (source != target) | (position == 0)
+    moved = (source != target) | (position == 0)
     of_q = key_head * DK + i
     of_k = of_q + key_heads * DK
     of_v = 2 * key_heads * DK + head * DV + j
@@ -83,10 +87,10 @@ def delta_step(
     q = _convolved(q_in, of_q, conv_weight, TAPS)
     k = _convolved(k_in, of_k, conv_weight, TAPS)
     v = _convolved(v_in, of_v, conv_weight, TAPS)
-    _keep(v_in, of_v, new_ring, width, position, whole, TAPS)
-    if head % GROUP == 0:
-        _keep(q_in, of_q, new_ring, width, position, whole, TAPS)
-        _keep(k_in, of_k, new_ring, width, position, whole, TAPS)
+    _keep(v_in, of_v, new_ring, width, position, moved, TAPS)
+    if head % GROUP == 0 and part == 0:
+        _keep(q_in, of_q, new_ring, width, position, moved, TAPS)
+        _keep(k_in, of_k, new_ring, width, position, moved, TAPS)
 
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * DK**-0.5
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
@@ -95,6 +99,19 @@ def delta_step(
     beta = sigmoid(tl.load(gates).to(tl.float32)).to(dtype).to(tl.float32)
     u = beta * (v - left * tl.sum(s * k[:, None], 0))
     o = left * tl.sum(s * q[:, None], 0) + tl.sum(q * k, 0) * u  # of the state after the update
+    o = o.to(dtype).to(tl.float32)
     tl.store(state + target * state_stride + place, left * s + k[:, None] * u[None, :])
-    gate, weight = tl.load(z + first * z_stride + head * DV + j), tl.load(norm_weight + j)
-    tl.store(to, gated_norm(o.to(dtype).to(tl.float32), gate, weight, eps, DV, dtype))
+
+    of_z = z + first * z_stride + head * DV
+    if PARTS == 1:
+        tl.store(to + j, gated_norm(o, tl.load(of_z + j), tl.load(norm_weight + j), eps, DV, dtype))
+    else:
+        of_head = row * heads + head
+        tl.store(partial + of_head * DV + j, o)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        if tl.atomic_add(arrived + of_head, 1, sem="acq_rel") == PARTS - 1:
+            # .cg: not from this SM's first-level cache
+            whole = tl.load(partial + of_head * DV + whole_j, cache_modifier=".cg")
+            gate, weight = tl.load(of_z + whole_j), tl.load(norm_weight + whole_j)
+            tl.store(to + whole_j, gated_norm(whole, gate, weight, eps, DV, dtype))
+            tl.store(arrived + of_head, 0)

@@ -7,15 +7,14 @@ import triton.language as tl
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x), without overflow."""
-    small = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, small, 1.0) / (1.0 + small)
+    """1 / (1 + e^-x); where that overflows, 0."""
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def silu(x):
-    """x sigmoid(x)."""
-    return x * sigmoid(x)
+    """x sigmoid(x); -0 where e^-x overflows."""
+    return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
