@@ -197,7 +197,7 @@ def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int)
     check_op(norm_linear, {"out": limit}, out=out, x=x, **args)
     residual = normal(m, n, scale=9.0)
     got = check_op(linear_add, {"x": limit}, x=residual, h=h, weight=values, scales=scales)
-    scales[-1, 0] *= 1.1  # negative control: one scale 10 % off
+    scales[-1, -1] *= 1.1  # negative control: one scale 10 % off
     other = check_op(linear_add, {"x": limit}, x=residual, h=h, weight=values, scales=scales)
     difference = np.linalg.norm((got["x"] - other["x"]).astype(np.float32))
     assert difference > limit * np.linalg.norm(got["x"].astype(np.float32))
