@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 
@@ -15,6 +16,7 @@ import pytest
 
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, NullPack, Op, Store, Target
 from openinfer.kernels.tuning import shared_bytes
+from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
@@ -146,6 +148,11 @@ def check_delta(args: dict[str, Any], limit: float) -> None:
 def test_a_decode_step(rng: np.random.Generator, heads: tuple[int, int, int, int]) -> None:
     lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 1, 2, 9, 3, 70, 4]
     check_delta(delta_step(rng, lengths, before, heads=heads, tokens=7, dead=(1, 3), moved=(0, 4, 5)), STEP)
+
+
+def test_a_decode_step_in_parts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "Tuning", functools.partial(delta.Tuning, step_columns=16))
+    check_delta(delta_step(rng, [1, 0, 1, 1], [0, 3, 70, 4], heads=(1, 2, 16, 64), dead=(3,), tokens=4), STEP)
 
 
 @pytest.mark.parametrize("heads", [(1, 2, 16, 32), (1, 1, 32, 16)])

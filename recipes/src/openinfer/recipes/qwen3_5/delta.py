@@ -21,8 +21,8 @@ class Tuning:
     """How the kernels are compiled. `step_columns`, `columns`: of a state's DV, those that a program of the step or of
     the scan has."""
 
-    step_columns: int = 32
-    step_warps: int = 1
+    step_columns: int = 128
+    step_warps: int = 4
     inputs_warps: int = 8
     prepare_warps: int = 4
     columns: int = 32
