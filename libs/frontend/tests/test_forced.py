@@ -1,6 +1,7 @@
 """Forced calls: whatever a model of random logits says under a format's grammar, the format's parser reads as calls
 that the tools' schemas allow."""
 
+import contextlib
 import json
 import random
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from openinfer.frontend.chat import TOOL_FORMATS, Content, OutputParser, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
@@ -221,6 +224,11 @@ def test_what_a_format_cannot_promise_is_named(name: str, parameter: Any, reason
         ({"properties": {}, "minProperties": 1}, "'minProperties' of the parameters"),
         ({"properties": {}, "required": ["x"]}, "required parameter 'x'"),
         ({"properties": {'a"': {}}}, "cannot be written"),
+        ({"properties": 3}, "must be an object"),
+        ({"properties": {}, "required": "x"}, "a list"),
+        ({"properties": {"p": {"enum": 3}}}, "list of values"),
+        ({"properties": {"p": {"type": "string", "minLength": "3"}}}, "are no lengths"),
+        ({"properties": {"p": {"type": "string", "minLength": 3, "maxLength": 2}}}, "are no lengths"),
     ],
     ids=str,
 )
@@ -229,3 +237,48 @@ def test_what_parameters_cannot_be_is_named(parameters: Any, reason: str) -> Non
     asked = Chat(messages=[], tools=tools, tool_choice="required")
     with pytest.raises(APIError, match=reason):
         ChatFormat(tools=TOOL_FORMATS["qwen3_xml"]).grammar(asked, "", None)
+
+
+KEYWORDS = [
+    *(
+        "type",
+        "properties",
+        "required",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "$ref",
+        "$defs",
+        "minLength",
+        "maxLength",
+    ),
+    *("additionalProperties", "description", "pattern", "items", "a", "b"),
+]
+ANYTHING = st.recursive(
+    st.sampled_from(
+        [None, True, 0, -1, 2, 1.5, "", "a", "string", "null", "object", "#/$defs/a", "#/properties/b"]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(KEYWORDS), ANYTHING, max_size=4),
+    st.dictionaries(st.sampled_from("ab"), st.dictionaries(st.sampled_from(KEYWORDS), ANYTHING, max_size=4)),
+    st.sampled_from(FORMATS),
+)
+def test_no_schema_breaks_the_server(schema: Any, properties: Any, name: str) -> None:
+    """It is forced, or refused."""
+    for parameters in (schema, {"type": "object", "properties": properties, "$defs": properties}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        asked = Chat(messages=[], tools=[tool], tool_choice="required")
+        with contextlib.suppress(APIError):
+            assert ChatFormat(tools=TOOL_FORMATS[name]).grammar(asked, "", None) is not None
+        for text in (
+            "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
+            '{"name": "f", "arguments": {}}',
+        ):
+            TOOL_FORMATS[name].parse(text, {"f": parameters})

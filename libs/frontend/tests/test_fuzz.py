@@ -53,6 +53,32 @@ VALUES: list[Any] = [
     [{"name": "f", "input_schema": {}}],
     [{"type": "function", "name": "f", "parameters": {}}],
     [{"type": "function", "function": {"name": "f", "parameters": {"properties": 3}}}],
+    [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": {"a": 3}}}}],
+    [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"required": {"a": 1}}}}],
+    [
+        {
+            "type": "function",
+            "strict": True,
+            "name": "f",
+            "function": {
+                "name": "f",
+                "strict": True,
+                "parameters": {
+                    "properties": {
+                        "a": {"$ref": "#/a/b"},
+                        "b": {"enum": [[], {}, None]},
+                        "c": {"type": ["string", 3]},
+                        "d": {"anyOf": 3, "const": "x"},
+                    },
+                    "required": ["a", 3],
+                },
+            },
+        }
+    ],
+    *("required", {"type": "function", "name": "f", "function": {"name": "f"}}, {"type": "any"}),
+    *({"type": "json_object"}, {"type": "json_schema", "schema": {}, "json_schema": {"schema": {"type": 3}}}),
+    *({"format": {"type": "json_schema", "schema": {"not": 1}, "name": "x"}}, {"regex": "("}, {"choice": []}),
+    *('start: "a"', 'root ::= "a"', '{"type": "object"}'),
 ]
 BASES: dict[str, dict[str, Any]] = {
     "CompletionBody": {"prompt": [5], "max_tokens": 3},
@@ -65,14 +91,15 @@ BASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(3000, marks=pytest.mark.slow)])
-def test_no_body_is_a_500(cases: int) -> None:
-    features = ["penalties", "logit_bias", "bad_words", "allowed_token_ids"]
+@pytest.mark.parametrize("tools", ["hermes", "qwen3_xml"])
+def test_no_body_is_a_500(cases: int, tools: str) -> None:
+    features = ["penalties", "logit_bias", "bad_words", "allowed_token_ids", "grammar"]
     driver = ThreadDriver(lambda: FakeEngine(features=features))
     tokenizer = Tokenizer.load(DATA, 1024)
     source = find_template(DATA, tokenizer.config)
     assert source is not None
     template = ChatTemplate(source, tokenizer.special_tokens)
-    options: dict[str, Any] = {"tool_parser": "hermes", "reasoning_parser": "qwen3"}
+    options: dict[str, Any] = {"tool_parser": tools, "reasoning_parser": "qwen3"}
     app = create_app(driver, tokenizer=tokenizer, template=template, **options)
 
     async def main() -> None:

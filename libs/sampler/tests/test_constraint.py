@@ -194,6 +194,23 @@ def test_requests_wait_for_their_grammars(compiler):
     assert {ready.problem for ready in found} == {"", 'json_schema: Unimplemented keys: ["not"]'}
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("odd"), BaseException("a panic")], ids=str)
+def test_a_compiler_that_breaks_refuses_the_grammar(monkeypatch, fault):
+    def fail(self, grammar):
+        raise fault
+
+    monkeypatch.setattr(Compiler, "_alone", fail)
+    broken = Compiler(TOKENS, [EOS], [EOS])
+    with pytest.raises(InvalidGrammar, match=f"the compiler fails: {fault}"):
+        broken.compile(Grammar("regex", "a"))
+    broken.close()
+
+
+def test_half_a_character_is_no_choice(compiler):
+    with pytest.raises(InvalidGrammar, match="choice"):
+        compiler.compile(Grammar("choice", '["\\ud800"]'))
+
+
 def test_waiting_does_not_block_and_the_deadline_is_told(monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(Compiler, "_compile", lambda self, grammar: release.wait(10))

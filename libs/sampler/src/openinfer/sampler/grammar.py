@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_NESTING = 64
+MAX_STATES = 50_000
+"""Of a matcher's lexer, at 1 to 2 KB each."""
 
 # Whitespace in JSON is optional and bounded: a model that likes it could go on forever.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n]{1,24}", "lenient": False}
@@ -67,6 +69,14 @@ class Grammar:
             raise InvalidGrammar("only a lark grammar has a content, and that has none of its own")
         if self.kind in ("json_schema", "choice"):
             self._check_json()
+
+    @classmethod
+    def of_schema(cls, schema: Mapping[str, Any]) -> Grammar:
+        """A json_schema grammar from the schema as an object."""
+        try:
+            return cls("json_schema", json.dumps(schema))
+        except RecursionError as error:
+            raise InvalidGrammar(f"json_schema is nested more than {MAX_NESTING} levels deep") from error
 
     def _check_json(self) -> None:
         try:
@@ -206,7 +216,7 @@ class Compiler:
         padded = [*tokens, *[b""] * (self._vocabulary - len(tokens))]  # a token of no bytes is never allowed
         wrapper = llguidance.TokenizerWrapper(_Tokens(padded, special_ids, eos_ids[0]))
         self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(eos_ids))
-        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._deadline_s, self._cached = deadline_s, cached
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
@@ -230,6 +240,15 @@ class Compiler:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
+        try:
+            return self._compiled_or_refused(grammar)
+        except InvalidGrammar:
+            raise
+        # A bug in the compiler, and a panic is no Exception: one request's grammar must not take an engine along.
+        except BaseException as error:
+            raise InvalidGrammar(f"{grammar.kind}: the compiler fails: {_first_line(str(error))}") from error
+
+    def _compiled_or_refused(self, grammar: Grammar) -> LLMatcher:
         matcher = self._ll.LLMatcher(
             self._tokenizer, self._translated(grammar), log_level=0, limits=self._limits
         )

@@ -36,7 +36,7 @@ class Lark:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON after a schema, references within it from its own root. Raises InvalidGrammar."""
-        Grammar("json_schema", json.dumps(schema))
+        Grammar.of_schema(schema)
         return self._name("r", "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
 
     def until(self, marker: str, *, before: str = "", least: int = 0, most: int | None = None) -> str:

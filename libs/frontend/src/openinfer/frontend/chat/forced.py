@@ -40,6 +40,10 @@ def each_argument(
     schema = checked(parameters)
     _only(schema, _ROOT | _NOTES, "the parameters of a tool")
     properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise InvalidGrammar("properties must be an object and required a list")
+    if not all(isinstance(name, str) for name in required):
+        raise InvalidGrammar("required must hold names")
     unknown = [name for name in required if name not in properties]
     if unknown:
         raise InvalidGrammar(f"the required parameter {unknown[0]!r} has no schema among the properties")
@@ -61,6 +65,8 @@ def bare_value(
     end = lark.text(before + marker)
     allowed = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     if allowed is not None:
+        if not isinstance(allowed, list) or not allowed:
+            raise InvalidGrammar("enum must be a list of values")
         _only(schema, _BARE | _NOTES | {"$defs", "definitions"}, "a parameter with enum or const")
         texts = [lark.text(one) for one in allowed if isinstance(one, str)]
         rest = [lark.text(json.dumps(one)) for one in allowed if not isinstance(one, str)]
@@ -78,6 +84,8 @@ def bare_value(
         "a text",
     )
     least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if not isinstance(least, int) or not isinstance(most, int | None) or least < 0 or (most or least) < least:
+        raise InvalidGrammar(f"minLength {least!r} and maxLength {most!r} are no lengths")
     if others and (least or most is not None or not _plain(schema)):
         raise InvalidGrammar(
             "a parameter that is a text or something else cannot be held to more than its types"
@@ -88,7 +96,8 @@ def bare_value(
 
 def _plain(schema: Mapping[str, Any]) -> bool:
     """Whether the options say nothing but their types."""
-    options = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    groups = [schema[name] for name in ("anyOf", "oneOf") if name in schema]
+    options = [option for group in groups for option in (group if isinstance(group, list) else [None])]
     return all(isinstance(option, Mapping) and option.keys() <= {"type"} | _NOTES for option in options)
 
 

@@ -69,11 +69,13 @@ def grammar_of(body: "CommonBody", format_field: str) -> tuple[str, Grammar] | N
     response_format. Raises APIError (400) naming the field, also where two fields ask for different ones."""
     found: dict[Grammar, str] = {}
     for field, kind, value in _wishes(body, format_field):
-        text = value if isinstance(value, str) else json.dumps(value)
-        if kind == "lark" and "::=" in text:
-            kind = "gbnf"
         try:
-            found.setdefault(Grammar(kind, text), field)
+            if isinstance(value, dict):
+                grammar = Grammar.of_schema(value)
+            else:
+                text = value if isinstance(value, str) else json.dumps(value)
+                grammar = Grammar("gbnf" if kind == "lark" and "::=" in text else kind, text)
+            found.setdefault(grammar, field)
         except InvalidGrammar as error:
             raise APIError(f"{field}: {error}", param=field.split(".")[0]) from error
     if len(found) > 1:
