@@ -133,7 +133,7 @@ class Times:
 
 def measure(compiler, vocabulary, eos, name, schemas, texts):
     """Masks, accepted tokens and compilations (which a worker does: clock only) of `texts` texts."""
-    mask, rng = np.zeros(-(-vocabulary // 32), np.int32), np.random.default_rng(0)
+    mask, rng, forced = np.zeros(-(-vocabulary // 32), np.int32), np.random.default_rng(0), 0
     masks, accepts, compiles = (
         Times(f"{what}, {name}") for what in ("mask", "accept", "compile, waited for")
     )
@@ -144,12 +144,15 @@ def measure(compiler, vocabulary, eos, name, schemas, texts):
         for _ in range(200):
             with masks:
                 matcher.fill(mask)
-            token = int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            forced += len(allowed) == 1
+            token = int(rng.choice(allowed))
             with accepts:
                 matcher.accept(token)
             if token in eos:
                 break
-    return [times.result() for times in (masks, accepts, compiles)]
+    share = {"forced": forced / len(masks.cpu)}
+    return [masks.result() | share, accepts.result(), compiles.result()]
 
 
 def main():
@@ -175,6 +178,8 @@ def main():
             f"{found['what']:52} {found['count']:6}: p50 {found['p50_us']:7.1f} us, p99 {found['p99_us']:7.1f} us, "
             f"max {found['max_us']:8.1f} us (clock: {found['wall_p50_us']:.1f}, {found['wall_p99_us']:.1f})"
         )
+        if "forced" in found:
+            print(f"{found['forced']:.0%} of these masks had one token")
     compiler.close()
     if args.json:
         record = {

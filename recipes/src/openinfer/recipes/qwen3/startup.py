@@ -173,11 +173,14 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
         path.name, device, sizes.dtype, sizes.max_rows, sizes.max_tokens, sizes.max_model_len,
         pool.capacity_tokens, len(graphs),
     )  # fmt: skip
-    return Qwen3Engine(
+    engine = Qwen3Engine(
         config, runner, pool, policy, store,
         name=path.name, max_rows=sizes.max_rows, max_model_len=sizes.max_model_len,
         max_queued=options.max_num_queued_reqs,
     )  # fmt: skip
+    if "grammar" not in engine.info.features:
+        log.info("no structured output: pip install 'openinfer-recipes[grammar]'")
+    return engine
 
 
 def kernel_specs(model_dir: str, target: Target, **flags: Any) -> list[KernelSpec]:
