@@ -119,6 +119,7 @@ class Model:
         slots, q_starts = rows["slots"][:r], rows["q_starts"][: r + 1]
         seq_lens, alive, block_tables = rows["seq_lens"], rows["alive"], rows["block_tables"]
         positions, token_slots, x = b.positions[:t], b.token_slots[:t], b.x[:t]
+        qkv, heads, mlp = b.qkv[:t], b.heads[:t], b.mlp[:t]
         expand_rows(
             pack,
             token_ids=b.token_ids[:t],
@@ -135,13 +136,13 @@ class Model:
         for n, layer in enumerate(w.layers):
             kv = self.kv[:, n]
             norm_linear(
-                pack, out=b.qkv[:t], x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=c.rms_norm_eps
+                pack, out=qkv, x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=c.rms_norm_eps
             )
             norm_rope_attend(
                 pack,
-                out=b.heads[:t],
+                out=heads,
                 kv=kv,
-                qkv=b.qkv[:t],
+                qkv=qkv,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
                 cos_sin=self.cos_sin,
@@ -157,16 +158,16 @@ class Model:
                 window=c.windows[n],
                 max_q_len=max_q_len,
             )
-            linear_add(pack, x=x, h=b.heads[:t], weight=layer.o)
+            linear_add(pack, x=x, h=heads, weight=layer.o)
             gate_up_silu(
                 pack,
-                out=b.mlp[:t],
+                out=mlp,
                 x=x,
                 norm_weight=layer.post_norm,
                 weight=layer.gate_up,
                 eps=c.rms_norm_eps,
             )
-            linear_add(pack, x=x, h=b.mlp[:t], weight=layer.down)
+            linear_add(pack, x=x, h=mlp, weight=layer.down)
         select_rows(pack, out=b.last[:r], x=x, q_starts=q_starts)
         norm_linear(
             pack, out=b.logits[:r], x=b.last[:r], norm_weight=w.norm, weight=w.lm_head, eps=c.rms_norm_eps

@@ -155,7 +155,8 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
             if kernels is not None:
                 with _phase("kernels"):
                     log.info("kernels: %d, of which %d were compiled now", *kernels.result())
-    pack = _pack(device, target, stream, store, arena, plan)
+    with _phase("libraries"):
+        pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
     readback = Readback(device, sizes.max_rows * READBACK_BYTES_PER_ROW + 256, STEPS_IN_FLIGHT)
     runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
