@@ -5,7 +5,6 @@ DIR gets a byte-level tokenizer of made-up words.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import sys
@@ -53,4 +52,6 @@ async def serve(port: int, folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(serve(int(sys.argv[1]), Path(sys.argv[2]))))
+    from openinfer.frontend.web import run_loop
+
+    sys.exit(run_loop(serve(int(sys.argv[1]), Path(sys.argv[2]))))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import statistics
 import sys
 import tempfile
@@ -118,6 +119,8 @@ async def _frontend(server: Server, rounds: int, *, stream: bool) -> dict[str, A
         "cpu_us_a_token": used / max(1, tokens) * 1e6,
         "cpu_us_a_request": used / max(1, len(good)) * 1e6,
         "errors": count - len(good),
+        "event_loop": "uvloop" if importlib.util.find_spec("uvloop") else "asyncio",
+        "http_parser": "httptools" if importlib.util.find_spec("httptools") else "h11",
         "client_cpu_share": run.cpu_seconds / run.seconds,
     }
 

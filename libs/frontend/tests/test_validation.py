@@ -1,0 +1,110 @@
+"""The bounds that users of vLLM know, one row each: what is just inside is taken, what is outside a 400 by name."""
+
+from typing import Any
+
+import pytest
+
+P = {"prompt": [5], "max_tokens": 4}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+FEATURES = {"features": ["penalties", "logit_bias", "allowed_token_ids", "bad_words"]}
+
+
+@pytest.fixture(scope="module")
+def live(start: Any) -> Any:
+    return start(FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("field", "inside", "outside"),
+    [
+        ("frequency_penalty", [-2, 2], [-2.01, 2.01]),
+        ("presence_penalty", [-2, 2], [-2.01, 2.01]),
+        ("temperature", [0, 2], [-0.1, 2.1]),
+        ("top_p", [0.01, 1], [0, 1.01]),
+        ("top_k", [-1, 0, 1, 10**6], [-2]),
+        ("min_p", [0, 1], [-0.1, 1.1]),
+        ("max_tokens", [1], [0, -1]),
+        ("min_tokens", [0, 4], [-1, 5]),
+        ("seed", [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
+        ("n", [1, 128], [0, 129, -1]),
+        ("stop", ["x", ["a", "b", "c", "d"]], ["", [""], ["a"] * 5]),
+        ("stop_token_ids", [[0], [1023]], [[1024], [-1]]),
+        ("logit_bias", [{"0": -100}, {"1023": 100}], [{"1024": 1}, {"-1": 1}, {"5": 100.1}, {"x": 1}]),
+        ("allowed_token_ids", [[5]], [[], [1024]]),
+        ("cache_salt", ["s", "x" * 128], ["a@b", "a/b", "a\\b", "a\0b", "x" * 129]),
+        ("priority", [0], ["high"]),
+    ],
+)
+def test_bounds(live: Any, field: str, inside: list[Any], outside: list[Any]) -> None:
+    for path, base in (("/v1/completions", P), ("/v1/chat/completions", CHAT)):
+        for value in inside:
+            answer = live.http.post(path, json=base | {field: value})
+            assert answer.status_code == 200, (path, value, answer.text)
+        for value in outside:
+            answer = live.http.post(path, json=base | {field: value})
+            assert answer.status_code == 400, (path, value, answer.text)
+            error = answer.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == field, (path, value, error)
+            assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/v1/completions", {"logprobs": 20}, 200),
+        ("/v1/completions", {"logprobs": 21}, 400),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 20}, 200),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 21}, 400),
+        ("/v1/chat/completions", {"top_logprobs": 1}, 400),
+        ("/v1/completions", {"stream_options": {"include_usage": True}}, 400),
+        ("/v1/completions", {"stream": True, "stream_options": {"include_usage": True}}, 200),
+        ("/v1/completions", {"prompt": []}, 400),
+        ("/v1/completions", {"prompt": [[]]}, 400),
+        ("/v1/completions", {"prompt": ""}, 400),
+        ("/v1/completions", {"prompt": [5] * 4092}, 200),
+        ("/v1/completions", {"prompt": [5] * 4093}, 400),  # with 4 tokens to come, more than 4096
+        ("/v1/completions", {"best_of": 2}, 400),
+        ("/v1/completions", {"use_beam_search": True}, 400),
+        ("/v1/completions", {"suffix": "x"}, 400),
+        ("/v1/completions", {"some_field_nobody_knows": 1}, 200),
+        ("/v1/chat/completions", {"messages": []}, 400),
+        ("/v1/chat/completions", {"max_completion_tokens": 2}, 200),
+    ],
+)
+def test_rules(live: Any, path: str, fields: dict[str, Any], status: int) -> None:
+    base = P if path == "/v1/completions" else CHAT
+    answer = live.http.post(path, json=base | fields)
+    assert answer.status_code == status, answer.text[:500]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[]",
+        b"5",
+        b'"x"',
+        b"null",
+        b"",
+        b"{",
+        b'{"prompt": NaN}',
+        b'{"prompt": [5], "temperature": 1e999}',
+        b"\xff",
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"]
+)
+def test_what_is_no_object_is_400(live: Any, path: str, raw: bytes) -> None:
+    assert live.http.post(path, content=raw).status_code == 400
+
+
+def test_max_completion_tokens_wins(live: Any) -> None:
+    body = CHAT | {"max_tokens": 9, "max_completion_tokens": 2, "ignore_eos": True}
+    assert live.http.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 2
+
+
+def test_completions_give_16_tokens_unless_asked(live: Any) -> None:
+    answer = live.post("/v1/completions", prompt=[5], ignore_eos=True).json()
+    assert answer["usage"]["completion_tokens"] == 16
