@@ -1,11 +1,11 @@
 """Write a Qwen3 checkpoint of a published shape with seeded random weights, and what transformers says of it.
 
-    python scripts/qwen3_reference.py --shape 4b --out DIR [--layers N] [--device cuda]
+    python scripts/qwen3_reference.py --shape 4b --out DIR [--layers N] [--device cuda] [--long]
 
 Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
 the published format (two shards and an index) and reference.npz, which openinfer.recipes.qwen3.gate reads: token
 sequences, and at the last positions of each the reference's 64 most likely tokens with their log-probabilities in bf16
-and in float32.
+and in float32. With --long, DIR has the checkpoint already and gets long.npz, of prompts up to the model's maximum.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ SHAPES = {  # hidden, layers, heads, intermediate, tied
 }
 LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 4200)
 """Prompt lengths; FORCED more tokens follow each."""
+LONG_LENGTHS = (16384, 40960 - 24)
 FORCED = 24
 TOP = 64
 LOGIT_STD = 2.5
@@ -135,6 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--long", action="store_true", help="long prompts on the checkpoint that is there")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -143,13 +145,13 @@ def main() -> None:
         print(f"{time.perf_counter() - start:6.1f} s  {what}", flush=True)
 
     config = config_of(args.shape, args.layers)
-    weights = random_weights(config, args.device, args.seed)
-    save(weights, config, args.out)
-    note("checkpoint written")
+    if not args.long:
+        save(random_weights(config, args.device, args.seed), config, args.out)
+        note("checkpoint written")
     rng = np.random.default_rng(args.seed)
     limit = min(config.vocab_size, 151000)
-    sequences = [rng.integers(0, limit, n + FORCED).tolist() for n in LENGTHS]
-    del weights
+    lengths = LONG_LENGTHS if args.long else LENGTHS
+    sequences = [rng.integers(0, limit, n + FORCED).tolist() for n in lengths]
     runs = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = Qwen3ForCausalLM.from_pretrained(args.out, dtype=dtype).to(args.device).eval()
@@ -168,9 +170,10 @@ def main() -> None:
             f"s{n}.bf16": values.numpy(),
             f"s{n}.fp32": fp32.gather(-1, ids).numpy(),
         }
-    np.savez(args.out / "reference.npz", **arrays)
+    name = "long.npz" if args.long else "reference.npz"
+    np.savez(args.out / name, **arrays)
     std = float(torch.stack([r[-1].std() for r in runs[torch.float32]]).mean())
-    note(f"reference.npz written; logits have a standard deviation of {std:.2f}")
+    note(f"{name} written; logits have a standard deviation of {std:.2f}")
 
 
 if __name__ == "__main__":

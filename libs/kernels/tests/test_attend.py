@@ -219,7 +219,7 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
         ("attend_short", 128),
         ("attend_short", 32),
     ]  # few, more, most of an SM
-    assert {s.function for s in pack.specs()} == {"attend_short", "attend_prompt"}
+    assert {s.function for s in pack.specs()} == {"attend_short", "attend_long", "attend_prompt"}
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,17 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
     ],
 )
 def test_prompts_have_a_kernel_for_hopper(arena, plan, target, change, function):
-    assert plan(attend, target=target, **call(arena, 64, 1, 32, 64, **change)).specs()[0].function == function
+    assert (
+        plan(attend, target=target, **call(arena, 512, 1, 32, 512, **change)).specs()[0].function == function
+    )
+
+
+def test_short_prompts_take_the_other_kernel(arena, plan):
+    assert plan(attend, **call(arena, 128, 1, 32, 128)).specs()[0].function == "attend_long"
 
 
 def test_pages_that_are_no_rows_of_a_matrix_take_the_other_kernel(arena, plan):
-    args = call(arena, 64, 1, 32, 64)
+    args = call(arena, 512, 1, 32, 512)
     kv = args["kv"]
     kv = Tensor(kv.ptr, kv.shape, kv.dtype, kv.device, (kv.strides[0] + 16, *kv.strides[1:]), kv)
     assert plan(attend, **{**args, "kv": kv}).specs()[0].function == "attend_long"

@@ -125,6 +125,28 @@ def gates(work: Path) -> Result:
     return _gates("qwen3", work / "model")
 
 
+def long(work: Path) -> Result:
+    """The accuracy gate with pages of 64 tokens: every path again, and prompts up to the model's maximum."""
+    from openinfer.recipes.qwen3 import gate
+    from openinfer.recipes.qwen3.startup import build
+
+    folder = work / "model"
+    script = [sys.executable, "scripts/qwen3_reference.py", "--long", "--out", str(folder)]
+    script += ["--shape", os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")]
+    if subprocess.run(script, check=False).returncode:
+        return {"ok": False, "why": "no reference for long prompts"}
+    engine = build(str(folder), enable_prefix_caching=False, block_size=64)
+    verdicts = []
+    for verdict in (
+        *gate.run(engine.runner, gate.load_reference(folder / "reference.npz")),
+        *gate.run_long(engine.runner, gate.load_reference(folder / "long.npz")),
+    ):
+        print(verdict, flush=True)
+        verdicts.append(verdict)
+    engine.close()
+    return {"ok": all(v.passed for v in verdicts), "verdicts": [v.as_dict() for v in verdicts]}
+
+
 def bench(work: Path) -> Result:
     """Prefill and decode of one sequence, 1,024 tokens."""
     return _bench("qwen3", work / "model")
@@ -158,6 +180,7 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "bench": (bench, 60),
     "serve": (serve, 60),
     "libraries": (libraries, 60),
+    "long": (long, 150),
     "hybrid_reference": (hybrid_reference, 150),
     "hybrid_gates": (hybrid_gates, 120),
     "hybrid_bench": (hybrid_bench, 60),

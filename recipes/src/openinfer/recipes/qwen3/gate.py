@@ -239,6 +239,15 @@ def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     yield judge("cached prefix", sequences[3:], cached(forced, sequences[3:], largest))
 
 
+def run_long(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
+    """Prompts that fill the model's context, one at a time, and after one another in one batch."""
+    forced, largest = Forced(runner), runner.buckets.mixed_tokens[-1]
+    for sequence in sequences:
+        found = decode_all(forced, [sequence], chunk=largest)
+        yield judge(f"long, {len(sequence.tokens)} tokens", [sequence], found)
+    yield judge("long, all, chunks of 1000", sequences, decode_all(forced, sequences, chunk=1000))
+
+
 def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     """Verdicts on models that are wrong on purpose: each must fail. The model is put right again after each."""
     forced, few, chunk = Forced(runner), sequences[:5], runner.buckets.mixed_tokens[-1]
