@@ -4,6 +4,7 @@ from openinfer.sampler.gpu.ops.adjustments import SlotField, adjustment_fields, 
 from openinfer.sampler.gpu.ops.advance import advance
 from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
 from openinfer.sampler.gpu.ops.sample import sample
+from openinfer.sampler.gpu.ops.score import score
 from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "adjustment_values",
     "advance",
     "sample",
+    "score",
     "top_logprobs",
 ]
