@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class Outcome:
     logprobs: list[TokenLogprobs | None]
     terminals: list[Any]
     cached: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Session:
@@ -92,7 +93,13 @@ class Session:
         self.outcomes: dict[int, Outcome] = {}
 
     def submit(
-        self, prompt: list[int], max_tokens: int, *, grammar: Grammar | None = None, **sampling: Any
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        grammar: Grammar | None = None,
+        prompt_logprobs: int | None = None,
+        **sampling: Any,
     ) -> int:
         request_id = len(self.outcomes)
         self.outcomes[request_id] = Outcome([], [], [])
@@ -105,6 +112,7 @@ class Session:
                 max_tokens=max_tokens,
                 arrival=0.0,
                 grammar=grammar,
+                prompt_logprobs=prompt_logprobs,
             )
         )
         return request_id
@@ -112,6 +120,10 @@ class Session:
     def step(self) -> StepOutputs:
         outputs = self.engine.step(0.0)
         logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
+        for scored in outputs.prompt_logprobs:
+            outcome = self.outcomes[scored.id]
+            assert not outcome.terminals and not outcome.tokens, "a prompt's logprobs after its end"
+            outcome.prompt_logprobs += scored.logprobs
         for owner, token, logprob in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
             assert not self.outcomes[owner].terminals, "a token after the terminal"
             self.outcomes[owner].tokens.append(token)

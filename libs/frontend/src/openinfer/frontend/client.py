@@ -50,6 +50,8 @@ class Delta(msgspec.Struct):
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     """Parallel to token_ids, or None."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's next tokens; they come before the first of token_ids."""
     scheduled: Scheduled | None = None
     """Happened before the tokens."""
     terminal: Terminal | None = None
@@ -291,6 +293,9 @@ def _gather(outputs: StepOutputs, deltas: dict[int, Delta]) -> None:
             delta.logprobs.append(logprobs[position])
         elif delta.logprobs is not None:
             delta.logprobs.append(None)
+    for scored in outputs.prompt_logprobs:
+        delta = deltas.setdefault(scored.id, Delta([]))
+        delta.prompt_logprobs = [*(delta.prompt_logprobs or ()), *scored.logprobs]
     for update in outputs.updates:
         delta = deltas.get(update.id)
         if delta is None:

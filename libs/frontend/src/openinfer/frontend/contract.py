@@ -32,6 +32,7 @@ __all__ = [
     "EngineStats",
     "Failed",
     "Finished",
+    "PromptLogprobs",
     "Rejected",
     "Request",
     "ResetPrefixCache",
@@ -71,18 +72,31 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """W3C traceparent of the caller, passed through for tracing."""
     grammar: Grammar | None = None
     """What the output has to be; EOS is drawn only where it may end. Needs the feature "grammar" and a TokenTable."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens: None for none, 0 for theirs alone, n for the n most likely
+    alternatives' as well. Needs the feature "prompt_logprobs"."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities (natural log, of the raw logits) at one generated position."""
+    """Log-probabilities (natural log, of the raw logits) at one position."""
 
     logprob: float
-    """Of the token that was chosen."""
+    """Of the token that was chosen, or that the prompt has."""
     top_token_ids: list[int]
     """The alternatives asked for with SamplingParams.logprobs, most probable first (the chosen one
     may be among them)."""
     top_logprobs: list[float]
     """Parallel to top_token_ids."""
+    rank: int | None = None
+    """1 and the number of likelier tokens; of prompt tokens only."""
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The next of a prompt's tokens: a request that asks gets its prompt_token_ids[1:], in order and in pieces."""
+
+    id: int
+    logprobs: list[TokenLogprobs]
+    """With as many alternatives as Request.prompt_logprobs asks for."""
 
 
 class Scheduled(msgspec.Struct, frozen=True, array_like=True, tag="s"):
@@ -129,7 +143,7 @@ TERMINALS = (Finished, Rejected, Failed)
 class StepOutputs(msgspec.Struct, array_like=True):
     """What one step produced, in columns; objects appear only for first and terminal updates.
 
-    Read it so: Scheduled updates first, then the tokens in order, then the terminals.
+    Read it so: Scheduled updates first, then prompt_logprobs, then the tokens in order, then the terminals.
     """
 
     request_ids: list[int] = msgspec.field(default_factory=list)
@@ -139,6 +153,8 @@ class StepOutputs(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprobs | None] | None = None
     """None when no request of the step asked; else parallel to request_ids (None for those that did not)."""
     updates: list[Update] = msgspec.field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = msgspec.field(default_factory=list)
+    """Complete before the request's first token."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,9 +173,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens a KV block holds."""
     features: list[str] = []
-    """What this engine honours beyond the bare contract: "logprobs", "prefix_cache", "priority", and of SamplingParams
-    "penalties" (all three), "logit_bias", "allowed_token_ids", "bad_words"; "grammar", once it was sent a TokenTable.
-    The frontend refuses the rest by name."""
+    """What this engine honours beyond the bare contract: "logprobs", "prompt_logprobs", "prefix_cache", "priority",
+    and of SamplingParams "penalties" (all three), "logit_bias", "allowed_token_ids", "bad_words"; "grammar", once it
+    was sent a TokenTable. The frontend refuses the rest by name."""
     contract_version: int = CONTRACT_VERSION
 
 

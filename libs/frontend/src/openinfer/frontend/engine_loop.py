@@ -101,7 +101,7 @@ class _Desk:
         for client, last in self._heard.items():
             part = parts.get(client) or StepOutputs()
             due = now - last > SIGN_OF_LIFE_S or not self._busy
-            if due or part.token_ids or part.updates:
+            if due or part.token_ids or part.updates or part.prompt_logprobs:
                 stats = stats or self._engine.stats()
                 self._send(client, Stepped(part, stats, len(self.live)))
                 self._heard[client] = now
@@ -142,6 +142,8 @@ def _split(outputs: StepOutputs) -> dict[int, StepOutputs]:
         part.token_ids.append(outputs.token_ids[position])
         if part.logprobs is not None and outputs.logprobs is not None:
             part.logprobs.append(outputs.logprobs[position])
+    for scored in outputs.prompt_logprobs:
+        parts.setdefault(owner(scored.id), StepOutputs()).prompt_logprobs.append(scored)
     for update in outputs.updates:
         parts.setdefault(owner(update.id), StepOutputs()).updates.append(update)
     return parts

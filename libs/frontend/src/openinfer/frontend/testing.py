@@ -11,6 +11,7 @@ from openinfer.frontend.contract import (
     EngineStats,
     Failed,
     Finished,
+    PromptLogprobs,
     Rejected,
     Request,
     ResetPrefixCache,
@@ -169,6 +170,13 @@ class FakeEngine:
             stops.update(self.info.eos_token_ids)
         self._running[request.id] = _Live(request, stops=frozenset(stops))
         outputs.updates.append(Scheduled(request.id, cached, time.monotonic()))
+        wanted = request.prompt_logprobs
+        if wanted is not None:
+            scores = [self._logprobs(token, wanted, wanted + 1) for token in prompt[1:]]
+            half = len(scores) // 2  # in two pieces, as of a prompt in chunks
+            outputs.prompt_logprobs += [
+                PromptLogprobs(request.id, part) for part in (scores[:half], scores[half:])
+            ]
 
     def _generate(self, live: _Live, outputs: StepOutputs) -> None:
         request = live.request
@@ -192,9 +200,9 @@ class FakeEngine:
         elif live.generated == request.max_tokens:
             self._finish(outputs, Finished(request.id, "length"))
 
-    def _logprobs(self, token: int, wanted: int) -> TokenLogprobs:
-        top = [(token + rank) % self.info.vocab_size for rank in range(wanted)]
-        return TokenLogprobs(-0.5, top, [-0.5 - rank for rank in range(wanted)])
+    def _logprobs(self, token: int, wanted: int, rank: int | None = None) -> TokenLogprobs:
+        top = [(token + place) % self.info.vocab_size for place in range(wanted)]
+        return TokenLogprobs(-0.5, top, [-0.5 - place for place in range(wanted)], rank)
 
     def _finish(self, outputs: StepOutputs, finished: Finished) -> None:
         del self._running[finished.id]

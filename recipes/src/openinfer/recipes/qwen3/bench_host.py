@@ -15,7 +15,7 @@ from openinfer.kernels import Op
 from openinfer.kvpool import Group, Pool
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.engine import Qwen3Engine
-from openinfer.recipes.qwen3.runner import READBACK_BYTES_PER_ROW, Buckets, Runner
+from openinfer.recipes.qwen3.runner import Buckets, Runner, readback_bytes
 from openinfer.recipes.qwen3.startup import Sizes, lay_out
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus
@@ -58,7 +58,7 @@ class HostEngine:
             graphs.record(("forward", *segment), _nothing)
         for count in buckets.sample_rows():
             graphs.record(("sample", count), _nothing)
-        readback = Readback(device, rows * READBACK_BYTES_PER_ROW + 256, 2)
+        readback = Readback(device, readback_bytes(rows, rows), 2)
         runner = Runner(self._model, _Idle(), stream, graphs, buckets, readback)
         pool = Pool([Group("kv", 16, pages, 1)], prefix_cache=False)
         self.engine = Qwen3Engine(

@@ -1,4 +1,4 @@
-"""Qwen3, as a straight list of op calls: two segments of a step, `forward` and `sample`.
+"""Qwen3, as a straight list of op calls: two segments of a step, `forward` and `sample`; and `score`, for prompts.
 
 Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences) in it, S slots.
 """
@@ -22,8 +22,9 @@ from openinfer.kernels import (
     select_rows,
 )
 from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.qwen3.scoring import padded, score_fields
 from openinfer.recipes.qwen3.weights import Weights
-from openinfer.sampler.gpu import adjustment_fields, advance, sample, top_logprobs
+from openinfer.sampler.gpu import adjustment_fields, advance, sample, score, top_logprobs
 from openinfer.tensor import Arena, Tensor, float32, int32
 
 MAX_STOP_IDS = 20
@@ -32,7 +33,7 @@ MAX_LOGPROBS = 20
 
 def row_fields(max_rows: int, max_tokens: int, max_blocks: int, vocab_size: int) -> list[Field]:
     """The batch on the device. By slot (0 is padding): the state of a sequence. By row: the step's sequences. By
-    token: the ids that prompt chunks bring (-1: the token sampled last)."""
+    token: the ids that prompt chunks bring (-1: the token sampled last), and what is asked about the prompt."""
     slots = max_rows + 1
     return [
         Field("alive", (slots,), device_written=True),
@@ -53,6 +54,7 @@ def row_fields(max_rows: int, max_tokens: int, max_blocks: int, vocab_size: int)
         Field("q_starts", (max_rows + 1,)),
         Field("emits", (max_rows,)),
         Field("prompt", (max_tokens,)),
+        *score_fields(max_rows, max_tokens),
     ]
 
 
@@ -74,6 +76,10 @@ class Buffers:
     result: Tensor
     top_ids: Tensor
     top_values: Tensor
+    score_logprobs: Tensor
+    score_ranks: Tensor
+    score_top_ids: Tensor
+    score_top_values: Tensor
 
     @classmethod
     def allocate(
@@ -81,6 +87,7 @@ class Buffers:
     ) -> Buffers:
         """For steps of at most max_tokens tokens and max_rows rows."""
         q_size = config.num_heads * config.head_dim
+        scored = padded(max_tokens, max_rows)
         return cls(
             token_ids=arena.alloc((max_tokens,), int32),
             positions=arena.alloc((max_tokens,), int32),
@@ -96,6 +103,10 @@ class Buffers:
             result=arena.alloc((max_rows, 3), int32),
             top_ids=arena.alloc((max_rows, MAX_LOGPROBS), int32),
             top_values=arena.alloc((max_rows, MAX_LOGPROBS), float32),
+            score_logprobs=arena.alloc((scored,), float32),
+            score_ranks=arena.alloc((scored,), int32),
+            score_top_ids=arena.alloc((scored, MAX_LOGPROBS), int32),
+            score_top_values=arena.alloc((scored, MAX_LOGPROBS), float32),
         )
 
 
@@ -234,4 +245,32 @@ class Model:
             adjusts=rows["adjusts"],
             output_counts=rows["output_counts"],
             recent_tokens=rows["recent_tokens"],
+        )
+
+    def score(self, pack: Pack, offset: int) -> None:
+        """Log-probabilities of the prompt tokens from `offset` on that a step is asked about, as many as the buffer of
+        logits has rows. After forward and sample of the step: it takes their hidden states and their buffers."""
+        b, w, rows = self.buffers, self.weights, self.rows
+        size = b.logits.shape[0]
+        part, tops = slice(offset, offset + size), rows["score_tops"][offset : offset + size]
+        select_rows(pack, out=b.last, x=b.x, q_starts=rows["score_after"][offset : offset + size + 1])
+        norm_linear(
+            pack, out=b.logits, x=b.last, norm_weight=w.norm, weight=w.lm_head, eps=self.config.rms_norm_eps
+        )
+        score(
+            pack,
+            logprobs=b.score_logprobs[part],
+            ranks=b.score_ranks[part],
+            logits=b.logits,
+            targets=rows["score_targets"][part],
+        )
+        top_logprobs(
+            pack,
+            ids=b.score_top_ids[part],
+            values=b.score_top_values[part],
+            logits=b.logits,
+            slots=rows["score_rows"],
+            alive=tops,
+            emits=tops,
+            num_logprobs=tops,
         )

@@ -35,7 +35,7 @@ from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.engine import Qwen3Engine
 from openinfer.recipes.qwen3.model import Buffers, Model, row_fields
 from openinfer.recipes.qwen3.pace import Pace, Traced, predictions
-from openinfer.recipes.qwen3.runner import READBACK_BYTES_PER_ROW, Buckets, Runner
+from openinfer.recipes.qwen3.runner import Buckets, Runner, readback_bytes
 from openinfer.recipes.qwen3.weights import Weights, validate
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
@@ -158,7 +158,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
     with _phase("libraries"):
         pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
-    readback = Readback(device, sizes.max_rows * READBACK_BYTES_PER_ROW + 256, STEPS_IN_FLIGHT)
+    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
     runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
     with _phase("steps"):
         warm_up(runner)
@@ -238,6 +238,8 @@ def make_plan(config: Config, sizes: Sizes, buckets: Buckets, target: Target | N
         start = len(pack.calls)
         short.sample(pack, rows)
         traced.sample[rows] = pack.calls[start:]
+    for offset in range(0, short.buffers.score_ranks.shape[0], sizes.max_rows):
+        short.score(pack, offset)
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     return Plan(arena.used - page + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, traced)
 
@@ -270,6 +272,7 @@ def warm_up(runner: Runner) -> None:
         model.forward(pack, buckets.mixed_tokens[0], 1, buckets.mixed_tokens[0])
         model.forward(pack, 1, 1, 1)
         model.sample(pack, 1)
+        model.score(pack, 0)
         runner.stream.synchronize()
 
 

@@ -208,6 +208,8 @@ class Qwen35Engine:
                 request.id,
                 f"at most {MAX_STOP_IDS - len(self._config.eos_token_ids)} stop_token_ids are possible",
             )
+        if request.prompt_logprobs is not None:
+            return Rejected(request.id, "prompt_logprobs is not supported by this engine", "unsupported")
         return None if request.grammar is None else self._grammar_problem(request.id)
 
     def _grammar_problem(self, request_id: int) -> Rejected | None:

@@ -14,6 +14,8 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.structured import ResponseFormat, StructuredOutputs
 
 __all__ = [
+    "CHAT_REFUSED",
+    "REFUSED",
     "ChatBody",
     "CommonBody",
     "CompletionBody",
@@ -77,6 +79,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    prompt_logprobs: int | None = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
@@ -84,6 +87,7 @@ class CompletionBody(CommonBody, kw_only=True):
 
     prompt: str | list[Any] | None = None
     logprobs: int | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
@@ -140,9 +144,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "use_beam_search": (None, False),
     "early_stopping": (None, False),
-    "echo": (None, False),
     "suffix": (None, ""),
-    "prompt_logprobs": _NOTHING,
     "prompt_embeds": _NOTHING,
     "logprob_token_ids": (None, []),
     "truncate_prompt_tokens": _NOTHING,
@@ -166,6 +168,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_request": _NOTHING,
     "extra_key": _NOTHING,
 }
+CHAT_REFUSED = {**REFUSED, "echo": (None, False)}
 _WHERE = re.compile(r" - at `\$\.?(?P<path>(?P<field>\w*)[^`]*)`$")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 

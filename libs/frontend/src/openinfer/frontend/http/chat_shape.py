@@ -21,6 +21,7 @@ from openinfer.frontend.http.shapes import (
     error_body,
     event,
     has_news,
+    prompt_logprobs,
     stream_end,
     stream_error,
     token_text,
@@ -70,6 +71,7 @@ class ChatResponse(msgspec.Struct):
     choices: Sequence[_Choice]
     usage: UsageBody | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class ChatShape:
@@ -128,11 +130,14 @@ class ChatShape:
             for call in message.tool_calls or ():
                 call.index = UNSET
             bodies.append(self._choice(choice, message, UNSET, token_ids, logprobs))
-        prompt = choices[0].request.prompt_token_ids if self._plan.return_token_ids else UNSET
+        ids, asked = choices[0].request.prompt_token_ids, self._plan.prompt_logprobs
+        scores: list[dict[str, Any] | None] | UnsetType = UNSET
+        if asked is not None:
+            scores = prompt_logprobs(self._tokenizer, ids, choices[0].prompt_logprobs, asked)
+        prompt = ids if self._plan.return_token_ids else UNSET
         identity, _, created, model = self._head
-        return encode(
-            ChatResponse(identity, "chat.completion", created, model, bodies, usage_body(usage), prompt)
-        )
+        head = (identity, "chat.completion", created, model)
+        return encode(ChatResponse(*head, bodies, usage_body(usage), prompt, scores))
 
     def _message(self, index: int, parts: list[Part]) -> _Message:
         if not parts:

@@ -29,7 +29,8 @@ class Choice:
     """One sequence of a request: what came out of the engine and has not been taken yet.
 
     The response takes text, token_ids and logprobs (parallel to token_ids, if asked for), and reads finish_reason,
-    stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens, cached_tokens.
+    stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens, cached_tokens, and, complete with
+    the first token, prompt_logprobs (of prompt_token_ids[1:], if asked for).
     """
 
     __slots__ = (
@@ -39,6 +40,7 @@ class Choice:
         "_include_stop",
         "_last_time",
         "_metrics",
+        "_only_echo",
         "_scheduled_time",
         "_stops",
         "_stream",
@@ -51,6 +53,7 @@ class Choice:
         "index",
         "logprobs",
         "num_tokens",
+        "prompt_logprobs",
         "request",
         "started",
         "stop_reason",
@@ -74,6 +77,7 @@ class Choice:
         self._stops = StopStrings(plan.stop, plan.include_stop) if plan.stop else None
         self._metrics = metrics
         self._stream = plan.stream
+        self._only_echo = plan.only_echo
         self._wake = wake
         self._abort = abort
         self._scheduled_time = self._first_time = self._last_time = 0.0
@@ -81,6 +85,7 @@ class Choice:
         self._undecoded: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs | None] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Rejected | Failed | None = None
@@ -101,9 +106,12 @@ class Choice:
         if delta.scheduled is not None:
             self.cached_tokens = delta.scheduled.cached_tokens
             self._scheduled_time = delta.scheduled.time
+        if delta.prompt_logprobs:
+            self.prompt_logprobs += delta.prompt_logprobs
         if delta.token_ids:
             self._observe_tokens()
-            self._take_tokens(delta)
+            if not self._only_echo:
+                self._take_tokens(delta)
         terminal = delta.terminal
         if terminal is not None and not self.done:
             if isinstance(terminal, Finished):
@@ -266,6 +274,7 @@ class Generation:
                     cache_salt=plan.cache_salt,
                     trace_parent=trace_parent,
                     grammar=plan.grammar,
+                    prompt_logprobs=plan.wanted_of_prompt,
                 )
                 index_of_all = len(self.choices)
                 self.choices.append(

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.http import messages_body, responses_body
-from openinfer.frontend.http.body import REFUSED, ChatBody, CompletionBody
+from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, CompletionBody
 from openinfer.frontend.http.chat_shape import ChatResponse
 from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeBody
 from openinfer.frontend.http.messages_body import MessagesBody
@@ -62,7 +62,8 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
             *(REFUSED, CompletionResponse, True),
         ),
         Endpoint(
-            *("/v1/chat/completions", service.chat, "Answer a chat", ChatBody, REFUSED, ChatResponse, True)
+            *("/v1/chat/completions", service.chat, "Answer a chat", ChatBody),
+            *(CHAT_REFUSED, ChatResponse, True),
         ),
         Endpoint(
             *("/v1/responses", dialects.responses, "Answer a list of items", ResponsesBody),

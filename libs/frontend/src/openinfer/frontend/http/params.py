@@ -26,6 +26,7 @@ __all__ = [
     "max_tokens_for",
     "prompt_ids",
     "top_logprobs",
+    "with_echo",
 ]
 
 MAX_N = 128
@@ -100,6 +101,18 @@ class Plan(msgspec.Struct, frozen=True):
     cache_salt: str
     grammar: Grammar | None = None
     """Of the content; what stands around it in a chat comes with the chat's format."""
+    prompt_logprobs: int | None = None
+    """Alternatives of the prompt's tokens in the answer's field of that name; None leaves it out."""
+    echo: bool = False
+    """The answer's text begins with the prompt, and its logprobs with the prompt's."""
+    only_echo: bool = False
+    """... and ends with it: the one token that is generated all the same is not shown."""
+
+    @property
+    def wanted_of_prompt(self) -> int | None:
+        """Request.prompt_logprobs."""
+        asked = [self.prompt_logprobs, self.sampling.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
 
 def make_plan(
@@ -152,7 +165,37 @@ def make_plan(
         tenant=body.user or "",
         cache_salt=salt,
         grammar=_grammar(body, info, tokenizer, format_field),
+        prompt_logprobs=_prompt_logprobs(body, info),
     )
+
+
+def with_echo(plan: Plan, info: EngineInfo, tokenizer: Tokenizer | None, max_tokens: int | None) -> Plan:
+    """The plan for echo: true. Raises APIError (400)."""
+    if tokenizer is None:
+        raise APIError("echo needs a tokenizer, and this server runs without", param="echo")
+    if plan.sampling.logprobs is not None and "prompt_logprobs" not in info.features:
+        raise APIError(
+            "echo with logprobs is not supported by this engine; leave one of them out",
+            param="echo",
+            code="unsupported",
+        )
+    return msgspec.structs.replace(plan, echo=True, only_echo=max_tokens == 0)
+
+
+def _prompt_logprobs(body: CommonBody, info: EngineInfo) -> int | None:
+    asked = body.prompt_logprobs
+    if asked is None:
+        return None
+    if "prompt_logprobs" not in info.features:
+        raise APIError(
+            "prompt_logprobs is not supported by this engine; leave it out",
+            param="prompt_logprobs",
+            code="unsupported",
+        )
+    _check(0 <= asked <= MAX_LOGPROBS, "prompt_logprobs", asked, f"0 to {MAX_LOGPROBS}")
+    if body.stream:
+        raise APIError("prompt_logprobs is not possible with stream: true", param="prompt_logprobs")
+    return asked
 
 
 def check_grammars(field: str, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
@@ -299,6 +342,14 @@ def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, 
             f"log-probabilities come to {entries} entries, one request may have {MAX_LOGPROB_ENTRIES}: lower n, "
             "max_tokens or the number of alternatives",
             param="logprobs",
+            code="request_too_large",
+        )
+    entries = plan.n * sum(map(len, prompts)) * (1 + (plan.wanted_of_prompt or 0))
+    if plan.wanted_of_prompt is not None and entries > MAX_LOGPROB_ENTRIES:
+        raise APIError(
+            f"log-probabilities of prompts come to {entries} entries, one request may have {MAX_LOGPROB_ENTRIES}: "
+            "shorten the prompts, lower n or the number of alternatives",
+            param="echo" if plan.prompt_logprobs is None else "prompt_logprobs",
             code="request_too_large",
         )
 

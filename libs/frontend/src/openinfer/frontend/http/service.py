@@ -18,6 +18,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import Answer
 from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.body import (
+    CHAT_REFUSED,
     REFUSED,
     ChatBody,
     CommonBody,
@@ -40,6 +41,7 @@ from openinfer.frontend.http.params import (
     max_tokens_for,
     prompt_ids,
     top_logprobs,
+    with_echo,
 )
 from openinfer.frontend.http.shapes import CompletionShape, Shape
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -101,18 +103,21 @@ class Service:
                 "are allowed in one request",
                 param="prompt",
             )
-        info = self.client.info
+        info, asked = self.client.info, body.max_tokens
+        if body.echo:
+            plan = with_echo(plan, info, self.tokenizer, asked)
+            asked = 1 if plan.only_echo else asked
         limits = [
-            max_tokens_for(len(ids), body.max_tokens, COMPLETION_MAX_TOKENS, plan, info, "max_tokens")
+            max_tokens_for(len(ids), asked, COMPLETION_MAX_TOKENS, plan, info, "max_tokens")
             for ids in prompts
         ]
-        shape = CompletionShape(model, plan, self.tokenizer)
+        shape = CompletionShape(model, plan, self.tokenizer, self._echoes(body, prompts) if plan.echo else ())
         return self.answer(request, plan, prompts, limits, arrival, shape)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         arrival = time.monotonic()
-        body = decode_body(await read_body(request), ChatBody, REFUSED)
+        body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
         model, plan = self.check(body, top_logprobs(body))
         chat = Chat(
             messages=chat_messages(body.messages),
@@ -247,6 +252,15 @@ class Service:
             except APIError as error:
                 raise APIError(str(error), param="prompt", code=error.code) from error
         return found
+
+    def _echoes(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
+        """The prompts as text: as it came, or what the ids say."""
+        if isinstance(body.prompt, str):
+            return [body.prompt]
+        if body.prompt and isinstance(body.prompt[0], str):
+            return body.prompt
+        assert self.tokenizer is not None
+        return [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:

@@ -24,6 +24,7 @@ __all__ = [
     "event",
     "has_news",
     "named_event",
+    "prompt_logprobs",
     "stream_end",
     "stream_error",
     "token_text",
@@ -53,6 +54,7 @@ class _Completion(msgspec.Struct):
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct):
@@ -87,7 +89,11 @@ class Shape(Protocol):
 class CompletionShape:
     """/v1/completions."""
 
-    def __init__(self, model: str, plan: Plan, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, model: str, plan: Plan, tokenizer: Tokenizer | None, echoes: Sequence[str] = ()
+    ) -> None:
+        """echoes: the text of each prompt, where the plan echoes."""
+        self._echoes = echoes
         self._head = (f"cmpl-{uuid.uuid4().hex}", "text_completion", int(time.time()), model)
         self._plan = plan
         self._tokenizer = tokenizer
@@ -115,13 +121,16 @@ class CompletionShape:
 
     def _choice(self, choice: Choice) -> _Completion:
         text, token_ids, logprobs = choice.take()
-        ids: list[int] | UnsetType = UNSET
-        prompt: list[int] | UnsetType = UNSET
-        if self._plan.return_token_ids:
-            ids = token_ids
-            if choice.index not in self._begun:
-                self._begun.add(choice.index)
-                prompt = choice.request.prompt_token_ids
+        ids = token_ids if self._plan.return_token_ids else UNSET
+        prompt, scores = choice.request.prompt_token_ids, choice.prompt_logprobs
+        is_first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        if is_first and self._plan.echo:
+            text = self._echoes[choice.index // self._plan.n] + text
+            token_ids = prompt + token_ids
+            if self._plan.sampling.logprobs is not None:
+                logprobs = [None, *scores, *logprobs]
+        asked = self._plan.prompt_logprobs
         return _Completion(
             choice.index,
             text,
@@ -129,13 +138,14 @@ class CompletionShape:
             choice.finish_reason,
             choice.stop_reason,
             ids,
-            prompt,
+            prompt if is_first and self._plan.return_token_ids else UNSET,
+            UNSET if asked is None else prompt_logprobs(self._tokenizer, prompt, scores, asked),
         )
 
     def _logprobs(
         self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs | None]
     ) -> dict[str, Any]:
-        """OpenAI's four parallel lists; offsets are characters from the start of the generated text."""
+        """OpenAI's four parallel lists; offsets are characters from the start of the text."""
         tokens, values, tops, offsets = [], [], [], []
         offset = self._text_offsets.get(index, 0)
         for token_id, entry in zip(token_ids, logprobs, strict=True):
@@ -149,12 +159,11 @@ class CompletionShape:
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _top(self, token: str, entry: TokenLogprobs) -> dict[str, float] | None:
-        if not self._plan.sampling.logprobs:
+        count = self._plan.sampling.logprobs
+        if not count:
             return None
-        top = {
-            token_text(self._tokenizer, top_id): value
-            for top_id, value in zip(entry.top_token_ids, entry.top_logprobs, strict=True)
-        }
+        tops = zip(entry.top_token_ids[:count], entry.top_logprobs[:count], strict=True)
+        top = {token_text(self._tokenizer, top_id): value for top_id, value in tops}
         top.setdefault(token, entry.logprob)
         return top
 
@@ -189,6 +198,25 @@ def has_news(choice: Choice, plan: Plan) -> bool:
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
     return tokenizer.token_text(token_id) if tokenizer else f"token_id:{token_id}"
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer | None, prompt: list[int], scores: Sequence[TokenLogprobs], count: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's prompt_logprobs: nothing is known of the first token; of each other one, by id, its own and those of the
+    `count` most likely."""
+
+    def entry(token_id: int, value: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": value, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, score in zip(prompt[1:], scores, strict=True):
+        of_token = {str(token_id): entry(token_id, score.logprob, score.rank)}
+        tops = zip(score.top_token_ids[:count], score.top_logprobs[:count], strict=True)
+        for rank, (top_id, value) in enumerate(tops, start=1):
+            of_token.setdefault(str(top_id), entry(top_id, value, rank))
+        found.append(of_token)
+    return found
 
 
 def event(response: msgspec.Struct) -> bytes:
