@@ -122,7 +122,8 @@ class Session:
         logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
         for scored in outputs.prompt_logprobs:
             outcome = self.outcomes[scored.id]
-            assert not outcome.terminals and not outcome.tokens, "a prompt's logprobs after its end"
+            assert not outcome.terminals, "a prompt's logprobs after the terminal"
+            assert not outcome.tokens, "a prompt's logprobs after the first token"
             outcome.prompt_logprobs += scored.logprobs
         for owner, token, logprob in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
             assert not self.outcomes[owner].terminals, "a token after the terminal"

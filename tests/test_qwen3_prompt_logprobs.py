@@ -31,9 +31,10 @@ def errors(golden, index, entries, shift=0):
         if shift == 0 and entry.rank <= len(entry.top_token_ids):
             assert entry.top_logprobs[entry.rank - 1] == pytest.approx(entry.logprob, abs=1e-6)
         if shift == 0:
-            assert abs(1 + (row > row[token] + 1e-3).sum() - entry.rank) <= 1 + (
-                abs(row - row[token]) < 1e-3
-            ).sum()
+            assert (
+                abs(1 + (row > row[token] + 1e-3).sum() - entry.rank)
+                <= 1 + (abs(row - row[token]) < 1e-3).sum()
+            )
     return max(worst, default=0)
 
 

@@ -78,7 +78,6 @@ def live(start: Any) -> Any:
             "continuous_usage_stats",
         ),
         ({**P, "stream": True, "stream_options": {"include_usage": 3}}, "stream_options", "expected bool"),
-        ({**P, "echo": True}, "echo", "not supported"),
         ({**P, "best_of": 2}, "best_of", "not supported"),
         ({**P, "suffix": "x"}, "suffix", "not supported"),
         ({**P, "use_beam_search": True}, "use_beam_search", "not supported"),

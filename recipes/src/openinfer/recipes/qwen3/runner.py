@@ -214,7 +214,7 @@ class Runner:
         if launched.wants_logprobs:
             results += [b.top_ids[:n], b.top_values[:n]]
         if launched.shares:
-            scored = sum(share.count for share in launched.shares)
+            scored = sum(share.size for share in launched.shares)
             for offset in range(0, scored, self._slice):
                 self.graphs.launch(("score", offset))
             scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)

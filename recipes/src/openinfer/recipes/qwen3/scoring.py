@@ -30,10 +30,10 @@ class PromptScore:
 
 
 class Share(NamedTuple):
-    """`count` scores of a step belong to `seq`, each with `tops` alternatives."""
+    """`size` scores of a step belong to `seq`, each with `tops` alternatives."""
 
     seq: Seq
-    count: int
+    size: int
     tops: int
 
 
@@ -95,7 +95,7 @@ def write_scores(rows: Rows, slice_rows: int, asked: Iterable[tuple[Row, int, Pr
 def read_scores(shares: Sequence[Share], arrays: Sequence[Array]) -> Iterator[Scores]:
     """What a step's shares came to, from its logprobs, ranks, top_ids and top_logprobs."""
     start = 0
-    for seq, count, tops in shares:
-        logprobs, ranks, top_ids, top_logprobs = (array[start : start + count] for array in arrays)
+    for seq, size, tops in shares:
+        logprobs, ranks, top_ids, top_logprobs = (array[start : start + size] for array in arrays)
         yield Scores(seq, logprobs, ranks, top_ids[:, :tops], top_logprobs[:, :tops])
-        start += count
+        start += size
