@@ -122,8 +122,8 @@ def test_a_chats_prompt_has_them_too(live: Any) -> None:
         ("live", {"prompt_logprobs": True}, "prompt_logprobs", "expected int"),
         ("live", {"echo": 1}, "echo", "expected bool"),
         ("live", {"max_tokens": 0}, "max_tokens", "at least 1"),
-        ("live", {"prompt": [[5] * 4000] * 20, "n": 1, "prompt_logprobs": 20}, "prompt_logprobs", "1048576"),
-        ("live", {"prompt": [[5] * 4000] * 20, "echo": True, "logprobs": 20}, "echo", "1048576"),
+        ("live", {"prompt": [5] * 4000, "n": 128, "prompt_logprobs": 20}, "prompt_logprobs", "8388608"),
+        ("live", {"prompt": [5] * 4000, "n": 128, "echo": True, "logprobs": 20}, "echo", "8388608"),
     ],
 )
 def test_what_is_refused(

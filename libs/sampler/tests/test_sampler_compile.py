@@ -7,7 +7,7 @@ import os
 import pytest
 
 from openinfer.kernels import NullPack, Store, Target
-from openinfer.sampler.gpu import adjustment_fields, advance, sample, top_logprobs
+from openinfer.sampler.gpu import adjustment_fields, advance, sample, score, top_logprobs
 from openinfer.tensor import Arena, Device, float32, int32
 
 ARCHS = (80, 90, 100, 120)
@@ -46,6 +46,7 @@ def plan(arch, vocabularies):
             top_ps=f(slots), min_ps=f(slots), seeds=i(slots, 2), **step, **lengths, **stops, **adjustments,
         )  # fmt: skip
         top_logprobs(pack, ids=i(rows, 20), values=f(rows, 20), logits=logits, num_logprobs=i(slots), **step)
+        score(pack, logprobs=logprobs, ranks=tokens, logits=logits, targets=i(rows))
         advance(
             pack, result=i(rows, 3), tokens=tokens, logprobs=logprobs, last_tokens=i(slots), limits=i(slots),
             **step, **lengths, **stops, **kept,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.gpu import advance, sample, top_logprobs
+from openinfer.sampler.gpu import advance, sample, score, top_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +83,20 @@ def test_top_logprobs(run_gpu, run_cpu, rows):
     want, got = run_cpu(top_logprobs, **args), run_gpu(top_logprobs, **args)
     np.testing.assert_array_equal(got["ids"], want["ids"])
     np.testing.assert_allclose(got["values"], want["values"], atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_score(run_gpu, run_cpu, rows):
+    rng = np.random.default_rng(rows)
+    args = {
+        "logprobs": np.zeros(rows, np.float32),
+        "ranks": np.zeros(rows, np.int32),
+        "logits": np.round(rng.normal(0, 2.5, (rows, VOCABULARY)), 2).astype(np.float32),  # with ties
+        "targets": np.append(7, rng.integers(-1, VOCABULARY, rows - 1)).astype(np.int32),
+    }
+    want, got = run_cpu(score, **args), run_gpu(score, **args)
+    np.testing.assert_allclose(got["logprobs"], want["logprobs"], atol=1e-4)
+    np.testing.assert_array_equal(got["ranks"], want["ranks"])
 
 
 def test_advance(run_gpu, run_cpu):
