@@ -252,13 +252,13 @@ def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterabl
     """Verdicts on models that are wrong on purpose: each must fail. The model is put right again after each."""
     forced, few, chunk = Forced(runner), sequences[:5], runner.buckets.mixed_tokens[-1]
     model, stream = runner.model, runner.stream
-    table = model.cos_sin.numpy()
+    table = np.array(model.cos_sin.numpy())  # on a CPU numpy() is the tensor itself
     backwards = table * np.array([1, -1], np.float32)[:, None]
     model.cos_sin.copy_from(backwards, stream)
     yield judge("control: rotation backwards", few, decode_all(forced, few, chunk=chunk))
     model.cos_sin.copy_from(table, stream)
     layer = model.weights.layers[len(model.weights.layers) // 2]
-    weight = layer.gate_up.numpy()
+    weight = np.array(layer.gate_up.numpy())
     layer.gate_up.copy_from(np.roll(weight, len(weight) // 2, axis=0), stream)
     yield judge("control: gate and up swapped in one layer", few, decode_all(forced, few, chunk=chunk))
     layer.gate_up.copy_from(weight, stream)
