@@ -17,6 +17,7 @@ import openai
 import pydantic
 import pytest
 
+GOLDENS = Path(__file__).parent / "goldens"
 SAMPLER_TESTS = Path(__file__).parents[1] / "libs/sampler/tests/test_grammar.py"
 THINK, END_THINK = 638, 639
 """Of the golden checkpoint's tokenizer."""
@@ -297,3 +298,19 @@ def test_nothing_is_left_behind(tiny: Any, start: Callable[..., Any], url: str) 
     gauges = server.settled()
     assert len(gauges) == 3
     assert not any(gauges.values())
+
+
+def test_the_hybrids_calls_are_in_its_own_format(start: Callable[..., Any]) -> None:
+    """Qwen3.5 writes arguments one by one, as bare text."""
+    url = start(GOLDENS / "qwen3_5-tiny", "--max-num-seqs", "8").url
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=120) as client:
+        raw = client.chat.completions.parse(
+            model="qwen3_5-tiny", messages=ASK, response_format=Place, max_tokens=400, extra_body=NO_THOUGHTS
+        )
+        assert isinstance(raw.choices[0].message.parsed, Place)
+        options = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "n": 4}
+        answer = chat(client, model="qwen3_5-tiny", **options)
+    schemas = {one["function"]["name"]: one["function"]["parameters"] for one in TOOLS}
+    for choice in answer.choices:
+        (call,) = choice.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), schemas[call.function.name])
