@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from openinfer.sampler.constraint import Constraint, Masks
 from openinfer.sampler.grammar import Compiler, Grammar
 
 PERSON = {
@@ -155,6 +156,29 @@ def measure(compiler, vocabulary, eos, name, schemas, texts):
     return [masks.result() | share, accepts.result(), compiles.result()]
 
 
+def measure_steps(compiler, vocabulary, eos, schemas, rows=64, steps=100):
+    """The masks of a step with `rows` sequences, each under a schema of its own; who ends makes room for another."""
+    rng, made = np.random.default_rng(0), iter(schemas * steps)
+
+    def another():
+        return Constraint(compiler.compile(Grammar("json_schema", json.dumps(next(made)))), (), vocabulary)
+
+    running, masks, fills = (
+        [another() for _ in range(rows)],
+        Masks(rows, vocabulary),
+        Times(f"masks of {rows} rows"),
+    )
+    for _ in range(steps):
+        with fills:
+            filled, _ = masks.fill(running)
+        for row, mask in enumerate(filled):
+            token = int(rng.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
+            running[row].accept(token)
+            if token in eos:
+                running[row] = another()
+    return fills.result()
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,6 +197,7 @@ def main():
     results += measure(
         compiler, len(tokens), eos, "4 schemas with long strings and keys", SCHEMAS, args.texts // 5
     )
+    results.append(measure_steps(compiler, len(tokens), eos, varied_schemas()))
     for found in results:
         print(
             f"{found['what']:52} {found['count']:6}: p50 {found['p50_us']:7.1f} us, p99 {found['p99_us']:7.1f} us, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -54,27 +53,23 @@ class Constraint:
 
 
 class Masks:
-    """Makes the masks of a step's sequences, several at once in threads that do not hold the GIL.
+    """Makes the masks of a step's sequences, one after the other: they are some microseconds of work each, and a GPU is
+    busy with the step's forward pass meanwhile.
 
     rows: sequences at most; vocabulary: the model's.
     """
 
     def __init__(self, rows: int, vocabulary: int) -> None:
-        import llguidance
-
         self._masks = np.zeros((rows, -(-vocabulary // 32)), np.int32)
-        self._executor = llguidance.LLExecutor(min(rows, 8, os.cpu_count() or 1))
+        self._addresses = [mask.ctypes.data for mask in self._masks]
+        self._nbytes = self._masks[0].nbytes
 
     def fill(self, constraints: Sequence[Constraint]) -> tuple[NDArray[np.int32], list[bool]]:
         """int32[n, (V + 31) // 32], bits as in `Matcher.fill`, valid until the next call, all zeros where nothing can
         follow; and for each whether nothing but EOS may come."""
+        for one, address in zip(constraints, self._addresses, strict=False):
+            one.matcher.inner.unsafe_compute_mask_ptr(address, self._nbytes)
         masks = self._masks[: len(constraints)]
-        width = masks.shape[1] * masks.itemsize
-        if len(constraints) == 1:
-            constraints[0].matcher.inner.unsafe_compute_mask_ptr(masks.ctypes.data, width)
-        else:
-            pairs = [(constraint.matcher.inner, row) for row, constraint in enumerate(constraints)]
-            self._executor.unsafe_compute_mask_ptr(pairs, masks.ctypes.data, width, len(pairs))
         return masks, [one.restrict(mask) for one, mask in zip(constraints, masks, strict=True)]
 
 
