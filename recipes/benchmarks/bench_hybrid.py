@@ -11,6 +11,7 @@ fails is reported, and the others go on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -30,6 +31,7 @@ from openinfer.kernels import (  # noqa: E402
     Command,
     Cost,
     CpuPack,
+    KernelsError,
     Launch,
     Op,
     Scratch,
@@ -39,7 +41,7 @@ from openinfer.kernels import (  # noqa: E402
     experts_add,
 )
 from openinfer.kernels.attention import Call as AttendCall  # noqa: E402
-from openinfer.kernels.attention import Tile, launches  # noqa: E402
+from openinfer.kernels.attention import HopperTile, Tile, launches  # noqa: E402
 from openinfer.kernels.attention import choose as choose_attend  # noqa: E402
 from openinfer.kernels.products import matmul, normed_product, product  # noqa: E402
 from openinfer.kernels.tuning import Choice, depth  # noqa: E402
@@ -289,12 +291,9 @@ def delta_times(report: Report) -> None:
 
 ATTEND_LAYERS, ATTEND_HEADS, ATTEND_KV_HEADS, ATTEND_DIM, PAGE = 8, 16, 4, 256, 16
 LONG = [
-    Tile(128, 64, 8, 3),
-    Tile(128, 64, 8, 2),
-    Tile(128, 64, 8, 4),
-    Tile(128, 128, 8, 1),
-    Tile(128, 80, 8, 3),
-]
+    Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), HopperTile(64, 2, False, True), HopperTile(64, 2, True, True),
+    HopperTile(32, 4, False, True), HopperTile(32, 4, True, True), HopperTile(64, 2, False, False),
+]  # fmt: skip
 SHORT = [Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 16, 4, 5), Tile(16, 16, 4, 7), Tile(16, 32, 8, 5)]
 
 
@@ -341,9 +340,22 @@ def attend_case(report: Report, bench: Bench, case: str, rows: int, length: int,
         call = AttendCall.of({**tensors, "kv": cache[:, n]}, ATTEND_DIM**-0.5, 0)
         return list(launches(call, choice, length))
 
-    variants: list[Variant] = [
-        (name, functools.partial(commands, choice)) for name, choice in choices.items()
-    ]
+    def result(choice: Any) -> np.ndarray:
+        out.zero_(bench.stream)
+        bench.pack.submit("attend", commands(choice, 0))
+        bench.stream.synchronize()
+        return np.concatenate([out[:300].numpy(), out[-300:].numpy()]).astype(float32)
+
+    variants: list[Variant] = []
+    want = result(dataclasses.replace(plain, long=Tile(64, 64, 8, 3)))
+    for name, choice in choices.items():
+        error = float("nan")
+        with contextlib.suppress(KernelsError):
+            error = float(np.linalg.norm(result(choice) - want) / np.linalg.norm(want))
+        if error < 1e-2:
+            variants.append((name, functools.partial(commands, choice)))
+        else:
+            print(f"{case:26} {name:44} WRONG or not compiled: error {error:.1e}", flush=True)
     report.time(case, variants, cost, ATTEND_LAYERS)
 
 

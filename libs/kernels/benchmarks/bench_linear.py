@@ -106,7 +106,7 @@ def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[Choi
             (32, 128, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 4, 3), (128, 64, 4, 4),
             (128, 64, 4, 5), (128, 128, 8, 3), (128, 128, 4, 3), (128, 128, 4, 4),
         ):  # fmt: skip
-            for split in (1, 2, 4, 8):
+            for split in (1, 2, 3, 4, 5, 6, 8):
                 tiles = -(-n // bn) // (2 if op == "gate_up_silu" else 1)
                 if split == 1 or (tiles * split <= 6 * target.num_sms and k // depth(k, bk) >= 2 * split):
                     yield Choice("small", bm, bn, depth(k, bk), split, warps, stages)
