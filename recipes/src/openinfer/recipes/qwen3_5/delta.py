@@ -102,14 +102,9 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
     )
     dtype = call.t["out"].dtype
     q, k = (Scratch((tokens, call.key_heads, dk), dtype) for _ in range(2))
-    v, u, o = (Scratch((tokens, heads, dv), dtype) for _ in range(3))
-    inputs: dict[str, Arg] = {"q": q, "k": k, "v": v}
-    solved: dict[str, Arg] = {
-        "w": Scratch((tokens, heads, dk), dtype),
-        "u": u,
-        "scores": Scratch((tokens, heads, CHUNK), dtype),
-        "decays": Scratch((tokens, heads), float32),
-    }
+    v, o = (Scratch((tokens, heads, dv), dtype) for _ in range(2))
+    solved, scores = (Scratch((tokens, heads, CHUNK), dtype) for _ in range(2))
+    made: dict[str, Arg] = {"solved": solved, "scores": scores, "decays": Scratch((tokens, heads), float32)}
     common: dict[str, Arg] = {"rows": rows, "short": short}
     tiles = tokens // CHUNK + 2 * rows
     sizes = call.sizes | {"C": CHUNK}
@@ -117,7 +112,7 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         _CHUNKS,
         "delta_inputs",
         (2 * call.key_heads + heads, tiles),
-        inputs
+        {"q": q, "k": k, "v": v}
         | call.tensors("qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
         | call.strides("qkv", "conv_state")
         | {"key_heads": call.key_heads, **common},
@@ -128,11 +123,15 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         _CHUNKS,
         "delta_prepare",
         (heads, tiles, 2),
-        solved | inputs | call.tensors("ba", "decay", "dt_bias", *_OF_ROWS) | call.strides("ba") | common,
-        sizes | {"LEVELS": CHUNK.bit_length() - 1, "HALF": min(dk, dv, 64)},
+        made
+        | {"q": q, "k": k}
+        | call.tensors("ba", "decay", "dt_bias", *_OF_ROWS)
+        | call.strides("ba")
+        | common,
+        {"DK": dk, "GROUP": sizes["GROUP"], "C": CHUNK, "LEVELS": CHUNK.bit_length() - 1},
         num_warps=tuning.prepare_warps,
     )
-    yield _scan(call, tuning, {"out": o, "q": q, "k": k, **solved}, short)
+    yield _scan(call, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
     yield launch(
         _CHUNKS,
         "delta_norm",

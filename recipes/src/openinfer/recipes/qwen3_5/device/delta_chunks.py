@@ -5,8 +5,8 @@ state S by a chunk's tokens depend on each other only through a triangular syste
 
     (I + strictly_lower(diag(beta) K K^T . D)) V' = diag(beta) (V - diag(exp G) K S)
 
-`delta_inputs` makes Q, K and V; `delta_prepare` solves the system of every chunk by itself, as V' = U - W S with S
-left open; `delta_scan` goes through a row's chunks in order, carries S, and gives the outputs
+`delta_inputs` makes Q, K and V; `delta_prepare` inverts every chunk's system by itself, into `solved`, times diag(beta),
+and has Q K^T . D as `scores`; `delta_scan` goes through a row's chunks in order, carries S, and gives the outputs
 diag(exp G) Q S + (Q K^T . D) V'; `delta_norm` is the gated norm. Never exp(-G), which overflows: only differences,
 which are at most 0.
 """
@@ -144,14 +144,13 @@ def _fading(g, C: tl.constexpr):
 
 @triton.jit
 def delta_prepare(
-    w, u, scores, decays, q, k, v, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride, rows, short,
-    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
-    HALF: tl.constexpr,
+    solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride, rows, short,
+    DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, T // C + 2 rows, 2).
 
-    Out, by token: w [T, heads, DK], u [T, heads, DV], HALF columns at a time, by the one half of the programs, and
-    scores [T, heads, C], decays float32 [T, heads] (G) by the other.
+    Out, by token: solved [T, heads, C] by the one half of the programs, and by the other scores [T, heads, C] and decays
+    float32 [T, heads] (G).
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
@@ -159,43 +158,33 @@ def delta_prepare(
     _, first, before, end, start = _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C)
     if start >= end:
         return
-    i, ck, half = tl.arange(0, C), tl.arange(0, DK), tl.arange(0, HALF)
+    i, ck = tl.arange(0, C), tl.arange(0, DK)
     inside = (start + i >= before) & (start + i < end)
     write = inside[:, None]
     token = (first + start - before).to(
         tl.int64
     )  # of the chunk's first position; what follows are 32-bit offsets
     gates = ba + token * ba_stride + head + i * ba_stride
+    of_key = (token * (heads // GROUP) + head // GROUP) * DK
+    by_key = i[:, None] * (heads // GROUP) * DK + ck[None, :]
+    key = tl.load(k + of_key + by_key, mask=write, other=0.0)
     g = log_decay(
         tl.load(gates + heads, mask=inside, other=0.0), tl.load(decay + head), tl.load(dt_bias + head)
     )
     g = tl.cumsum(tl.where(inside, g, 0.0), 0)
-    of_head = token * heads + head
-    by_head = i[:, None] * heads
-    of_key = (token * (heads // GROUP) + head // GROUP) * DK
-    by_key = i[:, None] * (heads // GROUP) * DK
-    key = tl.load(k + of_key + by_key + ck[None, :], mask=write, other=0.0)
+    place = (token * heads + head) * C + i[:, None] * heads * C + i[None, :]
     dtype = key.dtype
     if tl.program_id(2) == 0:
         beta = sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
         beta = tl.where(inside, beta, 0.0)
         system = tl.dot(key, tl.trans(key)) * _fading(g, C) * beta[:, None]
-        solved = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), C, LEVELS)
-        factor = (solved * beta[None, :]).to(dtype)
-        for part in tl.static_range(DV // HALF):
-            place = of_head * DV + by_head * DV + part * HALF + half[None, :]
-            value = tl.load(v + place, mask=write, other=0.0)
-            tl.store(u + place, tl.dot(factor, value).to(dtype), mask=write)
-        factor = (solved * (beta * tl.exp(g))[None, :]).to(dtype)
-        for part in tl.static_range(DK // HALF):
-            columns = part * HALF + half[None, :]
-            value = tl.load(k + of_key + by_key + columns, mask=write, other=0.0)
-            tl.store(w + of_head * DK + by_head * DK + columns, tl.dot(factor, value).to(dtype), mask=write)
+        inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), C, LEVELS)
+        tl.store(solved + place, (inverse * beta[None, :]).to(dtype), mask=write)
     else:
-        query = tl.load(q + of_key + by_key + ck[None, :], mask=write, other=0.0)
+        query = tl.load(q + of_key + by_key, mask=write, other=0.0)
         score = tl.dot(query, tl.trans(key)) * _fading(g, C)
-        tl.store(scores + of_head * C + by_head * C + i[None, :], score.to(dtype), mask=write)
-        tl.store(decays + of_head + i * heads, g, mask=inside)
+        tl.store(scores + place, score.to(dtype), mask=write)
+        tl.store(decays + token * heads + head + i * heads, g, mask=inside)
 
 
 @triton.jit
@@ -212,7 +201,7 @@ def _keep(channel, end, first, before, qkv, stride, old, new, width, TAPS: tl.co
 
 @triton.jit
 def delta_scan(
-    out, q, k, w, u, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from, state_to,
+    out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from, state_to,
     snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, key_heads, snapshots, short,
     DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
@@ -252,16 +241,17 @@ def delta_scan(
             g = tl.load(decays + of_head + i * heads, mask=inside, other=0.0)
             last = tl.load(decays + of_head + (tl.minimum(start + C, end) - 1 - start) * heads)
             s16 = s.to(dtype)
-            fresh = tl.load(u + of_head * DV + by_head * DV + cv[None, :], mask=load, other=0.0).to(
-                tl.float32
-            )
-            fresh -= tl.dot(tl.load(w + of_head * DK + by_head * DK + ck[None, :], mask=load, other=0.0), s16)
-            o = tl.dot(tl.load(q + of_key + by_key, mask=load, other=0.0), s16) * tl.exp(g)[:, None]
-            score = tl.load(scores + of_head * C + by_head * C + i[None, :], mask=load, other=0.0)
-            o = tl.dot(score, fresh.to(dtype), o)
+            by_chunk = of_head * C + by_head * C + i[None, :]
+            key = tl.load(k + of_key + by_key, mask=load, other=0.0)
+            left = tl.load(v + of_head * DV + by_head * DV + cv[None, :], mask=load, other=0.0).to(tl.float32)
+            grown = tl.exp(g)[:, None]
+            left -= tl.dot(key, s16) * grown
+            fresh = tl.dot(tl.load(solved + by_chunk, mask=load, other=0.0), left.to(dtype))
+            o = tl.dot(tl.load(q + of_key + by_key, mask=load, other=0.0), s16) * grown
+            o = tl.dot(tl.load(scores + by_chunk, mask=load, other=0.0), fresh.to(dtype), o)
             tl.store(out + of_head * DV + by_head * DV + cv[None, :], o.to(dtype), mask=load)
             rest = (fresh * tl.exp(last - g)[:, None]).to(dtype)
-            s = tl.dot(tl.trans(tl.load(k + of_key + by_key, mask=load, other=0.0)), rest, s * tl.exp(last))
+            s = tl.dot(tl.trans(key), rest, s * tl.exp(last))
         reached = upto
         due = ends == upto
         block = tl.load(snapshot_blocks + row * snapshots + which, mask=due & (which < snapshots), other=0)
