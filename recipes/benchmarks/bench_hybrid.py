@@ -176,9 +176,10 @@ def delta_call(tensors: Mapping[str, Any]) -> delta.Call:
 
 TUNINGS: dict[str, dict[str, int]] = {
     "as chosen": {},
-    "scan 2 stages": {"scan_stages": 2},
-    "scan 4 stages": {"scan_stages": 4},
-    "scan 64 columns 2 stages": {"columns": 64, "scan_stages": 2},
+    "scan 4 warps 4 stages": {"scan_stages": 4},
+    "scan 8 warps 3 stages": {"scan_warps": 8},
+    "scan 64 columns 4 warps 3 stages": {"columns": 64},
+    "scan 64 columns 8 warps 3 stages": {"columns": 64, "scan_warps": 8},
     "inputs 4 warps": {"inputs_warps": 4},
     "prepare 8 warps": {"prepare_warps": 8},
 }

@@ -5,8 +5,8 @@ state S by a chunk's tokens depend on each other only through a triangular syste
 
     (I + strictly_lower(diag(beta) K K^T . D)) V' = diag(beta) (V - diag(exp G) K S)
 
-`delta_inputs` makes Q, K and V; `delta_prepare` inverts every chunk's system by itself, into `solved`, times diag(beta),
-and has Q K^T . D as `scores`; `delta_scan` goes through a row's chunks in order, carries S, and gives the outputs
+`delta_inputs` makes Q, K and V; `delta_prepare` inverts every chunk's system by itself: `solved`, times diag(beta); and
+has Q K^T . D as `scores`; `delta_scan` goes through a row's chunks in order, carries S, and gives the outputs
 diag(exp G) Q S + (Q K^T . D) V'; `delta_norm` is the gated norm. Never exp(-G), which overflows: only differences,
 which are at most 0.
 """
@@ -149,8 +149,8 @@ def delta_prepare(
 ):  # fmt: skip
     """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, T // C + 2 rows, 2).
 
-    Out, by token: solved [T, heads, C] by the one half of the programs, and by the other scores [T, heads, C] and decays
-    float32 [T, heads] (G).
+    Out, by token: solved [T, heads, C] by the one half of the programs, and by the other scores [T, heads, C] and
+    decays float32 [T, heads] (G).
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
@@ -201,8 +201,8 @@ def _keep(channel, end, first, before, qkv, stride, old, new, width, TAPS: tl.co
 
 @triton.jit
 def delta_scan(
-    out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from, state_to,
-    snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, key_heads, snapshots, short,
+    out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from,
+    state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, key_heads, snapshots, short,
     DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
