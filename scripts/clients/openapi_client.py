@@ -27,7 +27,7 @@ def check_the_document_is_kept(real: str, speaker: str) -> None:
         "--seed",
         "7",
     ]
-    more = ["--continue-on-failure", "--generation-database", "none", "--warnings", "off", "--workers", "4"]
+    more = ["--continue-on-failure", "--generation-database", "none", "--warnings", "off"]
     done = subprocess.run([*run, f"{real}/openapi.json", *options, *more], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     print(

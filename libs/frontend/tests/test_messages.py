@@ -178,6 +178,12 @@ def test_tokenize_refusals(start: Any, path: str, body: dict[str, Any]) -> None:
     assert start().post(path, **body).status_code == 400
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_the_tokenizers_model_is_checked(start: Any, path: str) -> None:
+    refused = start().post(path, model="other", prompt="x", tokens=[5])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_one_model(start: Any) -> None:
     live = start(app={"model_names": ["org/name"]})
     assert live.http.get("/v1/models/org/name").json()["max_model_len"] == 4096

@@ -95,15 +95,43 @@ FRAGMENTS = st.sampled_from(
         ),
     ]
 )
-TEXTS = st.lists(FRAGMENTS | st.text(max_size=5), max_size=12).map("".join)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(TEXTS, st.lists(st.integers(0, 10**6), max_size=12), st.sampled_from([*FORMATS, None]), st.booleans())
-def test_any_split_reads_as_the_whole(text: str, cuts: list[int], name: str | None, inside: bool) -> None:
+@st.composite
+def broken_calls(draw: st.DrawFn) -> str:
+    """A call of any format with something cut out, put in, or doubled."""
+    text = draw(st.sampled_from(sorted(CALLS.values())))
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.integers(0, 12)))
+        kept = text[:start] + draw(FRAGMENTS | st.text(max_size=3) | st.just(text[start:end] * 2))
+        text = kept + text[end:]
+    return text
+
+
+TEXTS = st.lists(FRAGMENTS | broken_calls() | st.text(max_size=5), max_size=12).map("".join)
+CUTS = st.lists(st.integers(0, 10**6), max_size=12)
+
+
+def check_any_split(text: str, cuts: list[int], name: str | None, inside: bool) -> None:
     whole = read([text], name, in_reasoning=inside)
     assert read(split(text, cuts), name, in_reasoning=inside) == whole
     assert read(text, name, in_reasoning=inside) == whole
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(TEXTS, CUTS, st.sampled_from([*FORMATS, None]), st.booleans())
+def test_any_split_reads_as_the_whole(text: str, cuts: list[int], name: str | None, inside: bool) -> None:
+    check_any_split(text, cuts, name, inside)
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, deadline=None, derandomize=True)
+@given(TEXTS, CUTS, st.sampled_from([*FORMATS, None]), st.booleans())
+def test_any_split_reads_as_the_whole_at_length(
+    text: str, cuts: list[int], name: str | None, inside: bool
+) -> None:
+    check_any_split(text, cuts, name, inside)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -138,6 +166,40 @@ def test_a_truncated_call_is_text(name: str) -> None:
             assert closing.startswith(text[:end].rstrip()[text.rindex(closing) :]), end
         else:
             assert parts == [Content(text[:end])]
+
+
+@pytest.mark.parametrize(
+    ("pushes", "parts"),
+    [
+        (["Hello", " world", " "], [[Content("Hello")], [Content(" world")], []]),
+        (["\n", "x"], [[], [Content("\nx")]]),
+        (["<th", "ink>", "a", "\n", "b"], [[], [], [Reasoning("a")], [], [Reasoning("\nb")]]),
+        (["<think>a</thi", "nk>b"], [[Reasoning("a")], [Content("b")]]),
+        (["<think>a</think>b"], [[Reasoning("a"), Content("b")]]),
+        (["<thx"], [[Content("<thx")]]),
+        (["b <", "x"], [[Content("b")], [Content(" <x")]]),
+        (["b <to", "ol_call>", "{"], [[Content("b")], [], []]),
+        ([HERMES, HERMES[:-1], ">"], [[EXPECTED], [], [EXPECTED]]),
+        (["<tool_call>x</tool_call>"], [[Content("<tool_call>x</tool_call>")]]),
+    ],
+)
+def test_what_is_certain_is_said_at_once(pushes: list[str], parts: list[list[Part]]) -> None:
+    parser = OutputParser(reasoning=True, tools=TOOL_FORMATS["hermes"], schemas=SCHEMAS)
+    assert [parser.push(piece) for piece in pushes] == parts
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_space_at_the_end_is_kept_unless_a_call_has_just_ended(name: str) -> None:
+    assert read(["b \n"], name) == [Content("b \n")]
+    assert read([f"{CALLS[name]} and \n"], name) == [EXPECTED, Content(" and \n")]
+    assert read([f"{CALLS[name]} \n"], name) == [EXPECTED]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_read_without_schemas(name: str) -> None:
+    (call,) = OutputParser(tools=TOOL_FORMATS[name]).push(CALLS[name])
+    assert isinstance(call, ToolCall)
+    assert json.loads(call.arguments)["city"] == "Köln"
 
 
 @pytest.mark.parametrize("name", FORMATS)

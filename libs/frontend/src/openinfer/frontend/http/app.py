@@ -77,10 +77,10 @@ def create_app(
     )
 
     table = endpoints(service, Dialects(service), Page(service))
-    described = msgspec.json.encode(document(table, package_version()))
 
     async def openapi(request: Request) -> Response:
-        return Response(described, media_type="application/json")
+        described = document(table, package_version(), service.names())
+        return Response(msgspec.json.encode(described), media_type="application/json")
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

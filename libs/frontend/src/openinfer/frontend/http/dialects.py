@@ -89,6 +89,7 @@ class Dialects:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
         body = decode_body(await read_body(request), TokenizeBody, {})
+        self._service.known(body.model)
         tokenizer = self._tokenizer()
         if (body.prompt is None) == (body.messages is None):
             raise APIError("give either prompt or messages", param="prompt")
@@ -121,6 +122,7 @@ class Dialects:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
         body = decode_body(await read_body(request), DetokenizeBody, {})
+        self._service.known(body.model)
         ids = prompt_ids(body.tokens, self._service.client.info, "tokens") if body.tokens else []
         text = await asyncio.to_thread(self._tokenizer().decode, ids, False)
         return json_response({"prompt": text})

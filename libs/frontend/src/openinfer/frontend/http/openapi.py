@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from openinfer.frontend.http import messages_body, responses_body
 from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, CompletionBody
+from openinfer.frontend.http.bounds import EXAMPLES, narrow
 from openinfer.frontend.http.chat_shape import ChatResponse
 from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeBody
 from openinfer.frontend.http.messages_body import MessagesBody
@@ -88,8 +89,8 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
     ]
 
 
-def document(table: Sequence[Endpoint], version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 document."""
+def document(table: Sequence[Endpoint], version: str, models: Sequence[str]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document. models: the names that requests may give."""
     types = {kind for endpoint in table for kind in (endpoint.body, endpoint.answer) if kind is not None}
     _, schemas = msgspec.json.schema_components(
         sorted(types, key=lambda kind: kind.__name__), ref_template=_REF
@@ -98,8 +99,10 @@ def document(table: Sequence[Endpoint], version: str) -> dict[str, Any]:
         if endpoint.body is not None:
             properties = schemas[endpoint.body.__name__]["properties"]
             properties |= {name: _only(values) for name, values in endpoint.refused.items()}
+            narrow(properties, models)
     paths = {
-        one.path.replace("{name:path}", "{name}"): {one.method.lower(): _operation(one)} for one in table
+        one.path.replace("{name:path}", "{name}"): {one.method.lower(): _operation(one, models)}
+        for one in table
     }
     return {
         "openapi": "3.1.0",
@@ -109,7 +112,7 @@ def document(table: Sequence[Endpoint], version: str) -> dict[str, Any]:
     }
 
 
-def _operation(endpoint: Endpoint) -> dict[str, Any]:
+def _operation(endpoint: Endpoint, models: Sequence[str]) -> dict[str, Any]:
     whole: dict[str, Any] = {} if endpoint.answer is None else _ref(endpoint.answer.__name__)
     kind = {"/metrics": "text/plain", "/": "text/html"}.get(endpoint.path, "application/json")
     content = {kind: {"schema": whole}}
@@ -121,12 +124,12 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
     answers |= {str(status): {"description": text, "content": error} for status, text in _REFUSALS.items()}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
     if endpoint.body is not None:
-        schema = _ref(endpoint.body.__name__)
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        name = endpoint.body.__name__
+        body = {"schema": _ref(name), "example": EXAMPLES[name]}
+        operation["requestBody"] = {"required": True, "content": {"application/json": body}}
     if "{" in endpoint.path:
-        operation["parameters"] = [
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        schema = {"enum": [*models]}
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": schema}]
     return operation
 
 

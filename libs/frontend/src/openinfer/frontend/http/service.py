@@ -162,11 +162,11 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        return json_response({"object": "list", "data": [self._model(name) for name in self._names()]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.names()]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
-        return json_response(self._model(self._known(request.path_params["name"])))
+        return json_response(self._model(self.known(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {
@@ -205,11 +205,13 @@ class Service:
         renderer = self.chat_format.renderer
         return renderer.variables if renderer else frozenset()
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """What requests may call the model; the client must have been started."""
         return self._model_names or [self.client.info.model]
 
-    def _known(self, model: str | None) -> str:
-        names = self._names()
+    def known(self, model: str | None) -> str:
+        """The name to answer with. Raises APIError (404) for one that is not ours."""
+        names = self.names()
         if model is not None and model not in names:
             raise APIError(
                 f"the model {model!r} does not exist; this server has {', '.join(names)}",
@@ -225,7 +227,7 @@ class Service:
         """The model's name in the answer, and what to generate. Raises APIError naming the field."""
         if self.draining:
             raise APIError("the server is shutting down", status=503, code="shutting_down")
-        model = self._known(body.model)
+        model = self.known(body.model)
         plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer, format_field)
         return model, plan
 
