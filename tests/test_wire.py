@@ -76,6 +76,11 @@ def good(rng: random.Random) -> bytes:
     )
 
 
+def lines(text: str) -> list[str]:
+    """One a line, with escapes."""
+    return [line.strip().encode().decode("unicode_escape") for line in text.strip().splitlines()]
+
+
 def cut(rng: random.Random, raw: bytes, most: int = 8) -> list[bytes]:
     edges = sorted({0, len(raw), *(rng.randrange(len(raw) + 1) for _ in range(rng.randint(0, most)))})
     return [raw[a:b] for a, b in itertools.pairwise(edges)]
@@ -149,48 +154,43 @@ def garbage(rng: random.Random) -> Case:
 
 
 HEADERS = [
+    *lines(r"""
+        Content-Length: -1
+        Content-Length: 5, 6
+        Content-Length: 99999999999999999999
+        Content-Length: 1e3
+        Content-Length: \xb2
+        Content-Length:
+        Content-Length: 5\r\nContent-Length: 6
+        Content-Length: 10\r\nTransfer-Encoding: chunked
+        Transfer-Encoding: identity
+        X: a\r\n b
+        X : a
+        : a
+        X\xe9: a
+        X: \x01\x02
+        X: \xff\xfe
+        novalue
+        Connection: close, keep-alive
+        Connection: \xff
+        Expect: 100-continue
+        Expect: 200-maybe
+        Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13
+        Upgrade: h2c\r\nConnection: Upgrade
+        Host: a\r\nHost: b
+        Content-Type: text/xml
+        Content-Encoding: gzip
+        traceparent: 00-zz-yy-01
+        X-Request-Id: \xe9 x
+        Authorization: Bearer \xff
+        x-api-key: \xe9
+        Accept-Encoding: \xff
+    """),
     *(
-        "Content-Length: -1",
-        "Content-Length: 5, 6",
-        "Content-Length: 99999999999999999999",
-        "Content-Length: 1e3",
+        f"{name}: {'a' * size}"
+        for name, size in (("traceparent", 999), ("X-Request-Id", 999), ("Cookie", 9000))
     ),
-    *(
-        "Content-Length: 5\r\nContent-Length: 6",
-        "Content-Length: 10\r\nTransfer-Encoding: chunked",
-        "Content-Length:",
-    ),
-    *(
-        "Content-Length: \u00b2",
-        "X: a\r\n b",
-        "X : a",
-        ": a",
-        "X\u00e9: a",
-        "X: \x01\x02",
-        "X: \xff\xfe",
-        "novalue",
-    ),
-    *("Connection: close, keep-alive", "Connection: \xff", "Expect: 100-continue", "Expect: 200-maybe"),
-    *("Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: eA==\r\nSec-WebSocket-Version: 13",),
-    *(
-        "Upgrade: h2c\r\nConnection: Upgrade",
-        "Host: a\r\nHost: b",
-        "Content-Type: text/xml",
-        "Content-Encoding: gzip",
-    ),
-    *(
-        "traceparent: 00-zz-yy-01",
-        "traceparent: " + "0" * 999,
-        "X-Request-Id: " + "a" * 999,
-        "X-Request-Id: \xe9 x",
-    ),
-    *("Authorization: Bearer \xff", "Authorization: " + "x" * 9000, "x-api-key: \xe9", "Range: bytes=5-1"),
-    *(
-        "Cookie: " + "a=b; " * 3000,
-        "X: " + "a" * 70_000,
-        "Accept-Encoding: \xff",
-        "Transfer-Encoding: identity",
-    ),
+    *(f"{name}: {'a' * size}" for name, size in (("Authorization", 9000), ("X", 70_000))),
 ]
 
 
@@ -203,33 +203,28 @@ def odd_headers(rng: random.Random) -> Case:
 
 
 TARGETS = [
-    *(
-        "*",
-        "//",
-        "/../../etc/passwd",
-        "/%00",
-        "/%ff%fe",
-        "/%",
-        "/v1/models/%2e%2e/%00",
-        "/v1/models/" + "a" * 8000,
-    ),
-    *(
-        "http://x/health",
-        "http://[::1/health",
-        "/health?" + "q=1&" * 2000,
-        "/v1/models/\xe9",
-        "/health#f",
-        "x",
-        "?",
-    ),
-    *(
-        "/v1/models/%F0%9F%98%80",
-        "/v1//completions",
-        "/v1/completions/",
-        "/V1/MODELS",
-        "/state?x=%00",
-        "http://",
-    ),
+    *lines(r"""
+        *
+        //
+        /../../etc/passwd
+        /%00
+        /%ff%fe
+        /%
+        /v1/models/%2e%2e/%00
+        /v1/models/\xe9
+        /v1/models/%F0%9F%98%80
+        http://
+        http://x/health
+        http://[::1/health
+        /health#f
+        x
+        ?
+        /v1//completions
+        /v1/completions/
+        /V1/MODELS
+        /state?x=%00
+    """),
+    *("/v1/models/" + "a" * 8000, "/health?" + "q=1&" * 2000),
 ]
 
 

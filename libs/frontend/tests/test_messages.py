@@ -133,6 +133,7 @@ def test_thinking_can_be_switched_off(speak: Any) -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, 400, "no grammars"),
         ({"tools": [{"type": "web_search_1", "name": "web"}]}, 400, "tools"),
         ({"mcp_servers": [{}]}, 400, "mcp_servers"),
+        ({"output_config": {"format": {"schema": {}}}}, 400, "type"),
     ],
 )
 def test_refusals_are_anthropics(speak: Any, fields: dict[str, Any], status: int, word: str) -> None:

@@ -57,9 +57,15 @@ def test_fields_and_what_is_refused(live: Any, document: Any) -> None:
 
 
 def test_answers_have_the_documented_fields(live: Any, document: Any) -> None:
-    answer = live.post("/v1/completions", prompt=[5], max_tokens=1).json()
-    schema = document["components"]["schemas"]["CompletionResponse"]
-    assert set(schema["required"]) <= set(answer) <= set(schema["properties"])
+    schemas = document["components"]["schemas"]
+    message = [{"role": "user", "content": "x"}]
+    for name, choice, answer in (
+        ("CompletionResponse", "_Completion", live.post("/v1/completions", prompt=[5], max_tokens=1)),
+        ("ChatResponse", "_Choice", live.post("/v1/chat/completions", messages=message, max_tokens=1)),
+    ):
+        parts = [(schemas[name], answer.json()), (schemas[choice], answer.json()["choices"][0])]
+        for schema, part in parts:
+            assert set(schema["required"]) <= set(part) <= set(schema["properties"])
 
 
 def test_a_wrong_method_is_told_the_right_one(live: Any) -> None:

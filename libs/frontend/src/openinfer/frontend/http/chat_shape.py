@@ -53,11 +53,11 @@ class _Message(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     index: int
-    message: _Message | UnsetType
-    delta: _Message | UnsetType
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
+    message: _Message | UnsetType = UNSET
+    delta: _Message | UnsetType = UNSET
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -100,7 +100,7 @@ class ChatShape:
         first = b""
         if choice.index not in self._begun:
             self._begun.add(choice.index)
-            role = _Choice(choice.index, UNSET, _Message("assistant", ""), None, None, None)
+            role = _Choice(choice.index, delta=_Message("assistant", ""))
             prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
             first = event(ChatResponse(*self._head, [role], prompt_token_ids=prompt))
         delta = self._message(choice.index, parts)

@@ -38,9 +38,10 @@ class Thinking(msgspec.Struct):
     budget_tokens: int | None = None
 
 
-class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+class OutputFormat(msgspec.Struct):
     """output_format: JSON after a schema."""
 
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
