@@ -25,8 +25,6 @@ import numpy as np
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "libs/kernels/benchmarks"), str(Path(__file__).parent)]
 
-from bench_linear import Bench  # noqa: E402
-
 from openinfer.kernels import (  # noqa: E402
     Command,
     Cost,
@@ -44,6 +42,7 @@ from openinfer.kernels.attention import Call as AttendCall  # noqa: E402
 from openinfer.kernels.attention import HopperTile, Tile, launches  # noqa: E402
 from openinfer.kernels.attention import choose as choose_attend  # noqa: E402
 from openinfer.kernels.products import matmul, normed_product, product  # noqa: E402
+from openinfer.kernels.tuner import DeviceMeter as Bench  # noqa: E402
 from openinfer.kernels.tuning import Choice, depth  # noqa: E402
 from openinfer.recipes.qwen3_5 import delta  # noqa: E402
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net  # noqa: E402

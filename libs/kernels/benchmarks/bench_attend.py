@@ -17,10 +17,10 @@ import sys
 from collections.abc import Iterator
 
 import numpy as np
-from bench_linear import Bench
 
 from openinfer.kernels import KernelsError, Workload, attend
 from openinfer.kernels.attention import Call, Choice, Tile, choose, launches
+from openinfer.kernels.tuner import DeviceMeter as Bench
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Tensor, bfloat16, int32
 

@@ -19,10 +19,10 @@ import sys
 
 import numpy as np
 from bench_attend import DIM, KV_HEADS, Case, Step
-from bench_linear import Bench
 
 from openinfer.kernels import CpuPack, KernelsError, Store, attend
 from openinfer.kernels.attention import Call, Choice, HopperTile, Tile, choose, launches
+from openinfer.kernels.tuner import DeviceMeter as Bench
 from openinfer.tensor import Tensor, bfloat16, int32
 
 TOLERANCE = 2e-2

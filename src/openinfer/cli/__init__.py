@@ -64,10 +64,17 @@ def _explain(argv: list[str]) -> int:
     return main(argv)
 
 
+def _tune(argv: list[str]) -> int:
+    from openinfer.cli.tune import main
+
+    return main(argv)
+
+
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _serve),
     "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _compile),
     "bench": ("measure: a server, steps, ops, the host", _bench),
+    "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _tune),
     "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _explain),
     "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),
 }

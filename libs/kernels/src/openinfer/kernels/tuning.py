@@ -1,7 +1,7 @@
 """Which kernel a matrix product uses: measured tables where there are some, a rule where there are none.
 
 A table is a file `tables/<gpu name>.json` of this package (lower case, _ for what is not a letter or digit), written by
-`benchmarks/bench_linear.py`:
+`openinfer tune`, which keeps tables of its own beside the compiled kernels:
 
     {"norm_linear": {"6144x2560": {"1": {"kind": "gemv", "bn": 8, "bk": 512}, "16": {...}}}}
 
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from openinfer.kernels.errors import LaunchError
+from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
 
 Kind = Literal["gemv", "small", "tma", "pointer", "cublas"]
@@ -28,6 +30,9 @@ TABLES = Path(__file__).parent / "tables"
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 """Shared memory a block may have, by architecture; the others have CONSUMER_SHARED_BYTES."""
 CONSUMER_SHARED_BYTES = 99 << 10
+
+Table = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
+"""Entries by op, by "NxK", by M."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +109,53 @@ def depth(k: int, most: int) -> int:
 
 
 @functools.cache
-def _table(gpu: str) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    name = re.sub(r"[^a-z0-9]+", "_", gpu.lower()) + ".json"
-    file = TABLES / name
+def _table(gpu: str) -> Table:
+    """What the package knows of a GPU, and over it what was measured on this machine."""
+    shipped, own = load(table_file(TABLES, gpu)), load(table_file(user_tables(), gpu))
+    return merged(shipped, own)
+
+
+def table_file(folder: Path, gpu: str) -> Path:
+    """Where a folder has the table of a GPU."""
+    return folder / (re.sub(r"[^a-z0-9]+", "_", gpu.lower()) + ".json")
+
+
+def user_tables() -> Path:
+    """The folder that `openinfer tune` writes to: `tables` beside the compiled kernels."""
+    return default_cache().parent / "tables"
+
+
+def load(file: Path) -> Table:
+    """A table, empty if there is no such file. Raises LaunchError (a RuntimeError) for a file that is none."""
     if not file.is_file():
         return {}
-    table: Mapping[str, Mapping[str, Mapping[str, Any]]] = json.loads(file.read_text())
+    try:
+        table: Table = json.loads(file.read_text())
+        for shapes in table.values():
+            for by_m in shapes.values():
+                for m, entry in by_m.items():
+                    int(m)
+                    Choice(**entry)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LaunchError(f"{file} is no table of kernels ({error}); tune again or delete it") from None
     return table
+
+
+def merged(table: Table, over: Table) -> Table:
+    """Both, `over` before `table` where both have an entry."""
+    found: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
+    for part in (table, over):
+        for op, shapes in part.items():
+            for shape, by_m in shapes.items():
+                found.setdefault(op, {}).setdefault(shape, {}).update(by_m)
+    return found
+
+
+def save(file: Path, table: Table) -> None:
+    """Write a table, an entry a line, in one piece."""
+    text = json.dumps(table, indent=2)
+    text = re.sub(r"\{\s+(\"kind\"[^{}]*?)\s+\}", lambda m: "{" + re.sub(r"\s+", " ", m[1]) + "}", text)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(".new")
+    fresh.write_text(text + "\n")
+    fresh.replace(file)

@@ -1,0 +1,119 @@
+"""`openinfer tune MODEL_DIR`: measure which kernels are fastest for a model's linear layers on this GPU.
+
+What is found is kept after every measurement, so a run that was stopped goes on where it was, and engines started later
+use it. `--out` writes a table elsewhere: the package's own (libs/kernels, tables/) are made so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from openinfer.cli import bench_recipe
+from openinfer.cli.bench_ledger import Recorder
+from openinfer.cli.bench_record import add_arguments, progress, record, write
+from openinfer.frontend.contract import EngineSpec
+from openinfer.kernels import H200, tuner, tuning
+from openinfer.kernels.tuner import DeviceMeter, Measured, Shape, entry
+from openinfer.tensor import ProgressBar, float32
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+LINEAR = ("norm_linear", "linear_add", "gate_up_silu")
+"""The ops that look a choice up."""
+
+
+def main(argv: list[str]) -> int:
+    """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
+    return bench_recipe.run(argv, "tune", "segments", __doc__, _flags, _tune)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", metavar="N", default=list(TOKENS),
+        help="tokens of a step to measure at; between two, the larger counts; default: %(default)s")  # fmt: skip
+    add(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        default=math.inf,
+        help="stop after so long; run again to go on",
+    )
+    add("--again", action="store_true", help="measure what was measured before, too")
+    add("--out", type=Path, metavar="FILE",
+        help=f"the table to write; default: the GPU's in {tuning.user_tables()}, which engines read")  # fmt: skip
+    add_arguments(parser)
+
+
+def _tune(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> int:
+    if min(args.tokens) < 1:
+        raise bench_recipe.BadFlags(f"--tokens {args.tokens}: they must be at least 1")
+    shapes = shapes_of(segments.Outline(target=H200, **spec.kwargs))
+    meter = DeviceMeter()
+    gpu = meter.target.gpu
+    file = args.out or tuning.table_file(tuning.user_tables(), gpu)
+    known = tuning.load(file)
+    progress(f"{gpu}: {len(shapes)} layers, {len(args.tokens)} token counts, into {file}")
+    bar, results = ProgressBar("measuring", things="products"), []
+    try:
+        for found in tuner.tune(meter, shapes, args.tokens, {} if args.again else known, bar, args.budget):
+            results.append(_result(found))
+            print(line(found), flush=True)
+            known = tuning.merged(known, _table(found))
+            tuning.save(file, known)
+    finally:
+        if args.json:
+            write(args.json, record("tune", args, results, target=gpu))
+    left = sum(map(len, tuner.missing(shapes, args.tokens, known).values()))
+    print(f"{len(results)} measured, {left} left (run it again to go on)" if left else f"{file} is complete")
+    return 0
+
+
+def shapes_of(outline: Any) -> list[Shape]:
+    """The linear layers of a model, by a trace of its largest step."""
+    recorder = Recorder()
+    for segment in outline.prefill(outline.buckets.mixed_tokens[-1])[0]:
+        segment.run(recorder)
+    found: dict[Shape, None] = {}
+    for op, args in recorder.calls:
+        if op.name in LINEAR:
+            name = "logits" if args.get("out") is not None and args["out"].dtype == float32 else op.name
+            found[Shape(name, *args["weight"].shape)] = None
+    return list(found)
+
+
+def _table(found: Measured) -> tuning.Table:
+    op, n, k = found.shape
+    return {op: {f"{n}x{k}": {str(found.m): entry(found.best)}}}
+
+
+def _result(found: Measured) -> dict[str, Any]:
+    return {
+        **found.shape._asdict(),
+        "m": found.m,
+        "best": entry(found.best),
+        "us": [{**entry(choice), "us": seconds * 1e6} for choice, seconds in found.seconds.items()],
+        "problems": list(found.problems),
+    }
+
+
+def line(found: Measured) -> str:
+    """The best beside the untuned choice and cuBLASLt, as text."""
+    op, n, k = found.shape
+    best, untuned = found.seconds[found.best], next(iter(found.seconds.values()))
+    cublas = next((s for c, s in found.seconds.items() if c.kind == "cublas"), math.nan)
+    moved = 2 * (n * k + found.m * k) + found.m * n * (4 if op == "logits" else 2)
+    return (
+        f"{op:>12} {n:6} x {k:5}, {found.m:5} tokens: {best * 1e6:8.1f} us, untuned {untuned * 1e6:8.1f}, cuBLASLt "
+        f"{cublas * 1e6:8.1f}, {moved / best / 1e9:5.0f} GB/s {2 * found.m * n * k / best / 1e12:5.0f} TFLOP/s: "
+        + " ".join(f"{name} {value}" for name, value in entry(found.best).items() if name != "kind")
+        + f" {found.best.kind}"
+        + "".join(f"\n    {problem[:110]}" for problem in found.problems if "wrong" in problem)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
