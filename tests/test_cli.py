@@ -69,7 +69,11 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
     ("arguments", "code", "message"),
     [
         (["serv"], 2, "unknown command 'serv'; did you mean 'serve'?"),
-        (["quantize"], 2, "unknown command 'quantize'; there are serve, compile, bench, explain, selftest"),
+        (
+            ["quantize"],
+            2,
+            "unknown command 'quantize'; there are serve, compile, bench, tune, explain, selftest",
+        ),
         (["serve"], 2, "MODEL_DIR comes first: openinfer serve MODEL_DIR"),
         (["serve", "--port", "1", str(TINY)], 2, "MODEL_DIR comes first"),
         (["serve", str(TINY), "--max-model-length", "3"], 2, "unrecognized arguments: --max-model-length"),
