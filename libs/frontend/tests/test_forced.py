@@ -29,9 +29,10 @@ PIECES = [
     b'{"',
     b'": ',
 ]
+OPENING = [b"<tool_call>", "<｜DSML｜tool_calls>".encode()]
 CLOSING = [b"</think>", b"\n</parameter>", "</｜DSML｜parameter>".encode(), b'"', b"}"]
-TOKENS = [b"<eos>", *(bytes([i]) for i in range(256)), *PIECES, *CLOSING]
-CLOSES = [EOS, *(TOKENS.index(token) for token in CLOSING)]
+TOKENS = [b"<eos>", *(bytes([i]) for i in range(256)), *PIECES, *OPENING, *CLOSING]
+CLOSES = [EOS, *(TOKENS.index(token) for token in (*OPENING, *CLOSING))]
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -133,6 +134,25 @@ def test_what_is_forced_is_read_as_calls(compiler: Compiler, name: str, prompt: 
     assert most > 1
 
 
+def calls_said(compiler: Compiler, form: ChatFormat, rng: random.Random, parallel: bool) -> list[int]:
+    """How many calls there are in some texts of a model that may decide; each of them is checked."""
+    asked = chat(tool_choice="auto", strict=["weather"], parallel_calls=parallel)
+    grammar = form.grammar(asked, "", None)
+    assert grammar is not None
+    counts = []
+    for _ in range(25):
+        text = say(compiler, grammar, rng)
+        parts = read(form, asked, "", text)
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        for call in calls:
+            check(call)
+        assert form.tools is not None
+        spoken = "".join(part.text for part in parts if isinstance(part, Content))
+        assert form.tools.opening not in spoken, text
+        counts.append(len(calls))
+    return counts
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_strict_tools_hold_calls_that_the_model_decides_on(compiler: Compiler, name: str) -> None:
     form, rng = ChatFormat(tools=TOOL_FORMATS[name]), random.Random(name)
@@ -150,11 +170,9 @@ def test_strict_tools_hold_calls_that_the_model_decides_on(compiler: Compiler, n
     assert matcher.allowed().sum() <= 2
     plain = form.grammar(chat(tool_choice="auto"), "", None)
     assert plain is None
-    for _ in range(10):
-        parts = read(form, asked, "", say(compiler, grammar, rng))
-        for part in parts:
-            if isinstance(part, ToolCall):
-                check(part)
+    counts = {parallel: calls_said(compiler, form, rng, parallel) for parallel in (False, True)}
+    assert max(counts[False]) == 1
+    assert max(counts[True]) > 1
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -227,6 +245,7 @@ def test_what_a_format_cannot_promise_is_named(name: str, parameter: Any, reason
         ({"properties": 3}, "must be an object"),
         ({"properties": {}, "required": "x"}, "a list"),
         ({"properties": {"p": {"enum": 3}}}, "list of values"),
+        ({"properties": {"p": {"const": "a</parameter>"}}}, "which end it"),
         ({"properties": {"p": {"type": "string", "minLength": "3"}}}, "are no lengths"),
         ({"properties": {"p": {"type": "string", "minLength": 3, "maxLength": 2}}}, "are no lengths"),
     ],

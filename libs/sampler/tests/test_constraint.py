@@ -59,6 +59,13 @@ def test_text_until_a_marker_has_a_length_and_an_end(compiler):
     assert [whole(compiler, grammar, text) for text in texts] == [False, True, True, False, False, False]
 
 
+def test_text_until_a_marker_may_be_kept_from_another(compiler):
+    lark = Lark()
+    grammar = lark.grammar(lark.until("</p>", never="</call>"))
+    texts = ["a</p>", "a</cal</p>", "a</call</p>", "a</call></p>"]
+    assert [whole(compiler, grammar, text) for text in texts] == [True, True, True, False]
+
+
 def test_text_without_a_marker(compiler):
     lark = Lark()
     grammar = lark.grammar(lark.without("<t>"))

@@ -39,12 +39,17 @@ class Lark:
         Grammar.of_schema(schema)
         return self._name("r", "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
 
-    def until(self, marker: str, *, before: str = "", least: int = 0, most: int | None = None) -> str:
-        """Any text of `least` to `most` characters, `before`, and `marker`, which comes nowhere earlier."""
+    def until(
+        self, marker: str, *, before: str = "", least: int = 0, most: int | None = None, never: str = ""
+    ) -> str:
+        """Any text of `least` to `most` characters, `before`, and `marker`, which comes nowhere earlier; nor does
+        `never` come anywhere, if it is given."""
         count = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
         end = _pattern(marker)
         # What goes on behind the marker is out: without this, the text could run past the first one.
         body = f"/(?s:.{count}){_pattern(before)}{end}/ & ~/(?s:.*){end}(?s:.+)/"
+        if never:
+            body += f" & ~/(?s:.*){_pattern(never)}(?s:.*)/"
         return self._name("T", body)
 
     def without(self, marker: str) -> str:

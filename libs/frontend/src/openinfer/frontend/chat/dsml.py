@@ -39,7 +39,7 @@ class DsmlFormat:
         newline = lark.text("\n")
 
         def write(name: str, schema: Mapping[str, Any]) -> str:
-            text, other = bare_value(lark, schema, _END_PARAMETER)
+            text, other = bare_value(lark, schema, _END_PARAMETER, self.closing)
             heads = (f'<{DSML}parameter name="{name}" string="{flag}">' for flag in ("true", "false"))
             values = [
                 f"{lark.text(head)} {value}"

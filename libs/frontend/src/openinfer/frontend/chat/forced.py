@@ -58,15 +58,17 @@ def each_argument(
 
 
 def bare_value(
-    lark: Lark, schema: Mapping[str, Any], marker: str, *, before: str = ""
+    lark: Lark, schema: Mapping[str, Any], marker: str, closing: str, *, before: str = ""
 ) -> tuple[str | None, str | None]:
     """Expressions of a value written as it is, where it can be a string, and as JSON, where it can be something else;
-    each with `before` and `marker` at its end."""
+    each with `before` and `marker` at its end. A text never holds `closing`, which would end the call."""
     end = lark.text(before + marker)
     allowed = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     if allowed is not None:
         if not isinstance(allowed, list) or not allowed:
             raise InvalidGrammar("enum must be a list of values")
+        if any(end in one for one in allowed if isinstance(one, str) for end in (marker, closing)):
+            raise InvalidGrammar(f"a value of enum or const holds {marker!r} or {closing!r}, which end it")
         _only(schema, _BARE | _NOTES | {"$defs", "definitions"}, "a parameter with enum or const")
         texts = [lark.text(one) for one in allowed if isinstance(one, str)]
         rest = [lark.text(json.dumps(one)) for one in allowed if not isinstance(one, str)]
@@ -90,7 +92,7 @@ def bare_value(
         raise InvalidGrammar(
             "a parameter that is a text or something else cannot be held to more than its types"
         )
-    text = lark.until(marker, before=before, least=least, most=most)
+    text = lark.until(marker, before=before, least=least, most=most, never=closing)
     return text, f"{lark.json({'type': sorted(others)})} {end}" if others else None
 
 

@@ -38,7 +38,7 @@ class QwenXmlFormat:
 
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
         def write(name: str, schema: Mapping[str, Any]) -> str:
-            text, other = bare_value(lark, schema, _END_PARAMETER, before="\n")
+            text, other = bare_value(lark, schema, _END_PARAMETER, self.closing, before="\n")
             if text and other and "enum" in schema:
                 text = lark.any_of([text, other])
             # Free text may read as another type of the schema's, and then is that: it needs no expression of its own.

@@ -128,8 +128,9 @@ class ChatFormat:
             return lark.content(content)
         opening = self.tools.opening
         if not forced and content is None:  # free text, in which a call that begins must become one
-            call = lark.rule(f"{lark.until(opening)} {self.tools.grammar(lark, schemas, many=False)}")
-            return f"{call}* {lark.without(opening)}"
+            many = chat.parallel_calls
+            call = lark.rule(f"{lark.until(opening)} {self.tools.grammar(lark, schemas, many=many)}")
+            return f"{call}{'*' if many else '?'} {lark.without(opening)}"
         calls = f"{lark.text(opening)} {self.tools.grammar(lark, schemas, many=chat.parallel_calls)}"
         return calls if forced or content is None else lark.any_of([calls, lark.content(content)])
 
