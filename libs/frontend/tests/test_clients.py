@@ -153,8 +153,9 @@ def test_what_a_dead_client_had_sent_is_not_run() -> None:
         _, sink = send(joined[0], [10], 3)
         _, other = send(joined[1], [10], 30)
         await other.ended.wait()
+        await until(lambda: joined[1].stats().running == 0)
         assert not sink.deltas
-        assert other.tokens
+        assert joined[1].stats().generation_tokens == len(other.tokens) == 30
 
     run(use)
 
