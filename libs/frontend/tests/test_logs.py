@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from openinfer.frontend.logs import REQUEST_ID, set_up_logging
+from openinfer.frontend.logs import REQUEST_ID, LogLines, set_up_logging
 
 SECRET = "s3cret-key-1"
 
@@ -67,6 +67,14 @@ def test_a_traceback_forges_nothing_and_no_secret_shows(
     else:
         assert lines[0] == "ERROR x: with *** and a key\\nERROR forged"
         assert all(line.startswith("  ") for line in lines[1:])
+
+
+def test_what_is_printed_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    stream = LogLines(logging.getLogger("x"))
+    with caplog.at_level(logging.INFO, "x"):
+        print("half a ", end="", file=stream)
+        print("line\rnext\n\nthird", end="", file=stream)
+    assert [record.getMessage() for record in caplog.records] == ["half a line", "next"]
 
 
 def test_every_line_of_a_server_is_json(model_dir: Path, launch: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
-from openinfer.frontend.logs import set_up_logging
+from openinfer.frontend.logs import LogLines, set_up_logging
 from openinfer.frontend.wire import Boot, FromEngine, StartFailed, ToEngine
 
 __all__ = ["main"]
@@ -35,6 +35,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_logging(boot.log_level, boot.log_format)
+    if boot.log_format == "json":
+        sys.stderr = LogLines(_log)  # the log itself has the stream that was there before
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.set_hwm(0)

@@ -1,13 +1,14 @@
 """Log lines: text for people, or one JSON object a line for collectors. Neither lets a client forge a line."""
 
 import contextvars
+import io
 import json
 import logging
 import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["REQUEST_ID", "log_settings", "say", "set_up_logging"]
+__all__ = ["REQUEST_ID", "LogLines", "log_settings", "say", "set_up_logging"]
 
 REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
 """Set while a request is handled; its log lines name it."""
@@ -78,6 +79,21 @@ def log_settings() -> tuple[str, str]:
     """Level and form in force, for a child process to log alike."""
     level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
     return level, "json" if isinstance(_formatter(), _Json) else "text"
+
+
+class LogLines(io.TextIOBase):
+    """A stream for sys.stderr where every line must be an object: what is printed, such as progress, is logged."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).replace("\r", "\n").split("\n")
+        for line in lines:
+            if line.strip():
+                self._logger.info("%s", line.rstrip())
+        return len(text)
 
 
 def say(line: str) -> None:
