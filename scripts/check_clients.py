@@ -105,19 +105,21 @@ def check(client: str, real: str, speaker: str) -> int:
         venv.create(folder, with_pip=True)
         python = str(folder / "bin" / "python")
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *CLIENTS[client]]
-        command(f"install {' '.join(CLIENTS[client])}", pip, dict(os.environ))
+        command(f"install {' '.join(CLIENTS[client])}", pip, dict(os.environ), folder)
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env |= {"TMPDIR": temporary, **ALONE}
         program = [python, str(PROGRAMS / "run.py"), f"{client}_client", real, speaker]
-        code, output = command(client, program, env)
+        code, output = command(client, program, env, folder)
     print("\n".join(line for line in output.splitlines() if line.startswith(f"{client}_client")), flush=True)
     return code
 
 
-def command(what: str, arguments: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run a command; its exit code (0 or SKIPPED) and output. Raises CheckFailed with its last lines."""
+def command(what: str, arguments: list[str], env: dict[str, str], cwd: Path) -> tuple[int, str]:
+    """Run a command where litter may lie; its exit code (0 or SKIPPED) and output. Raises CheckFailed."""
     try:
-        done = subprocess.run(arguments, env=env, text=True, capture_output=True, timeout=CLIENT_LIMIT_S)
+        done = subprocess.run(
+            arguments, env=env, text=True, capture_output=True, timeout=CLIENT_LIMIT_S, cwd=cwd
+        )
     except subprocess.TimeoutExpired as error:
         raise CheckFailed(f"{what} took longer than {CLIENT_LIMIT_S} s") from error
     if done.returncode not in (0, SKIPPED):

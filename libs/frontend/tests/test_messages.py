@@ -92,6 +92,12 @@ def test_usage_counts_the_cache_apart_and_the_count_agrees(speak: Any) -> None:
     assert again["input_tokens"] + again["cache_read_input_tokens"] == counted
 
 
+def test_the_count_checks_what_it_does_not_use(speak: Any) -> None:
+    refused = speak("x").post("/v1/messages/count_tokens", **{**ASK, "max_tokens": 0})
+    assert refused.status_code == 400
+    assert "max_tokens" in refused.json()["error"]["message"]
+
+
 def test_turns_go_back(speak: Any) -> None:
     live = speak(TEXT)
     first = live.post("/v1/messages", **ASK, tools=[TOOL]).json()

@@ -190,6 +190,7 @@ def test_what_is_certain_is_said_at_once(pushes: list[str], parts: list[list[Par
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_space_at_the_end_is_kept_unless_a_call_has_just_ended(name: str) -> None:
+    assert read([" \n"], name) == [Content(" \n")]
     assert read(["b \n"], name) == [Content("b \n")]
     assert read([f"{CALLS[name]} and \n"], name) == [EXPECTED, Content(" and \n")]
     assert read([f"{CALLS[name]} \n"], name) == [EXPECTED]

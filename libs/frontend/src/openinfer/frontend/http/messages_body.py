@@ -63,7 +63,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 
     messages: list[dict[str, Any]]
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
