@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import pytest
 from openinfer.cli import bench_gaps, bench_serve, bench_step
 from openinfer.cli.bench_server import free_port
 from openinfer.graph import Readback
+from openinfer.recipes.qwen3 import invariance
 from openinfer.recipes.qwen3.bench_host import HostEngine
+from openinfer.recipes.qwen3.gate import Forced
+from openinfer.recipes.qwen3.recipe import RECIPE
 from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, Stream, Tensor, cuda
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
@@ -208,3 +213,38 @@ def test_bench_serve_runs_for_seconds_and_says_what_the_counters_did(
     assert bench_serve.main([str(TINY), "--seconds", "5"]) == 1
     assert "needs finite rates" in capsys.readouterr().err
     assert bench_serve.counters(f"http://127.0.0.1:{free_port()}") == {}  # nobody counts there
+
+
+# -- batch invariance --
+
+
+def test_on_a_cpu_logits_are_the_same_bits_in_any_company_and_chunks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [str(TINY), "--device", "cpu", "--max-num-seqs", "9", "--kv-cache-memory-bytes", "64000000"]
+    monkeypatch.setattr(sys, "argv", ["invariance", *flags, "--length", "90", "--batch-invariant"])
+    assert invariance.main() == 0
+    out = capsys.readouterr().out
+    assert "same beside 8 others" in out
+    assert "same chunks of 33 beside 8 others" in out
+
+
+def test_a_row_that_sees_its_company_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RECIPE.engine_spec(TINY, _args("--max-num-seqs", "9"))
+    engine: Any = spec.build()
+    step = Forced.step
+
+    def disturbed(self: Forced, items: Any, pad_rows: int = 0) -> Any:
+        return step(self, items, pad_rows) + (1e-6 if len(items) > 3 else 0)
+
+    monkeypatch.setattr(Forced, "step", disturbed)
+    found = invariance.differences(engine, 90)
+    engine.close()
+    assert max(found["chunks of 7"]) == 0
+    assert min(found["beside 8 others"]) > 0
+
+
+def _args(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    RECIPE.add_arguments(parser)
+    return parser.parse_args(["--device", "cpu", "--kv-cache-memory-bytes", "64000000", *flags])

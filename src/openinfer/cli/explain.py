@@ -17,7 +17,7 @@ from openinfer.cli import bench_ledger, bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.frontend.contract import EngineSpec
-from openinfer.kernels import H200, NullPack
+from openinfer.kernels import H200, NullPack, Target
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ def _explain(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -
     else:
         rows, context = _pair(args.decode)
         title, steps = f"decode of {rows} rows, context {context}", outline.decode(rows, context)
-    lines = trace(steps, machine(args), measured)
+    lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
@@ -83,11 +83,11 @@ def _pair(text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def trace(steps: list[list[Any]], limits: Machine, measured: dict[str, float]) -> list[Line]:
+def trace(steps: list[list[Any]], target: Target, limits: Machine, measured: dict[str, float]) -> list[Line]:
     """The lines of a list of steps, each a list of segments, in the order in which ops are first called."""
     lines: dict[str, Line] = {}
     for segment in (segment for step in steps for segment in step):
-        pack = NullPack(H200)
+        pack = NullPack(target)
         segment.run(pack)
         for call in pack.calls:
             cost = call.cost(segment.workload)

@@ -84,6 +84,7 @@ def hopper_tile(target: Target, call: Call) -> HopperTile | None:
     if (
         target.arch != 90
         or target.interpreted
+        or target.batch_invariant
         or call.tokens < HOPPER_TOKENS
         or call.dim not in (64, 128)
         or call.group > HopperTile.bm
@@ -176,6 +177,8 @@ class Choice:
     splits: int
     part_size: int
     num_sms: int
+    only_long: bool = False
+    """Whether rows of few tokens take the kernel of the others."""
 
 
 def choose(target: Target, call: Call) -> Choice:
@@ -183,7 +186,7 @@ def choose(target: Target, call: Call) -> Choice:
     short = short_tile(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
-    return Choice(short, long, *parts, target.num_sms)
+    return Choice(short, long, *parts, target.num_sms, only_long=target.batch_invariant)
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -192,6 +195,8 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     Rows of few tokens go to one kernel, which splits their keys; the others to another; a step may have both. The
     tokens after the last row are zeroed by the first launch.
     """
+    if choice.only_long:
+        return [_long_rows(call, choice, short=0)]
     pairs = power_of_two(max_q_len * call.group)
     if pairs <= SHORT_PAIRS:
         tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))

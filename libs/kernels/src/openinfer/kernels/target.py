@@ -11,13 +11,15 @@ from openinfer.tensor import Device
 class Target:
     """A kind of GPU. `arch` is the compute capability as an int (90); `cublas` says whether matrix products may go to
     cuBLASLt; `gpu` is the name that the measured tables are looked up by ("" = the generic choice); `interpreted` says
-    that launches are for Triton's interpreter, which has no Gluon."""
+    that launches are for Triton's interpreter, which has no Gluon; `batch_invariant` asks for one kernel an op,
+    whatever the number of tokens and rows, so that what is computed for a row does not depend on the others."""
 
     arch: int
     num_sms: int
     cublas: bool = False
     gpu: str = ""
     interpreted: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, device: Device, *, cublas: bool) -> Target:

@@ -51,6 +51,8 @@ class Choice:
 @functools.cache
 def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
     """The kernel for out[m, n] = x[m, k] @ weight^T as part of `op`; n counts the weight's rows."""
+    if target.batch_invariant:
+        return rule(target, op, m, n, k)
     by_m = _table(target.gpu).get(op, {}).get(f"{n}x{k}", {})
     for limit, entry in sorted((int(limit), entry) for limit, entry in by_m.items()):
         if m <= limit:
@@ -63,6 +65,8 @@ def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
 
 def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
     """The choice for a product that nobody has measured."""
+    if target.batch_invariant:
+        return _large(target, op, 1, k)
     gated = op == "gate_up_silu"
     if m == 1:
         bn = 4 if gated else 8  # gated programs read two sets of rows

@@ -85,6 +85,12 @@ class Qwen3Recipe:
         )
 
         add(
+            "--batch-invariant",
+            action="store_true",
+            help="one kernel an op and no splits, so that a row's logits are the same bits whatever else is in its "
+            "steps; slower on a GPU, and so always on a CPU",
+        )
+        add(
             "--trace",
             metavar="FILE",
             help="write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
@@ -96,7 +102,7 @@ class Qwen3Recipe:
         names = (
             "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs",
             "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "enforce_eager", "enable_prefix_caching",
-            "scheduling_policy", "trace",
+            "scheduling_policy", "trace", "batch_invariant",
         )  # fmt: skip
         kwargs = {"model_dir": str(model_dir), **{name: getattr(args, name) for name in names}}
         return EngineSpec("openinfer.recipes.qwen3.startup:build", kwargs)

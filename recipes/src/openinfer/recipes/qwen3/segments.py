@@ -58,7 +58,7 @@ class Outline:
     """An engine with these flags on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
     `memory` is bytes by what they are for, the cache aside; `page_bytes` and `page_tokens` are a cache page's,
-    `max_pages` as many as all rows at full length take.
+    `max_pages` as many as all rows at full length take. `target` is what is planned for.
     """
 
     def __init__(self, model_dir: str, target: Target, **flags: Any) -> None:
@@ -68,7 +68,8 @@ class Outline:
         arena = Arena(null, None)
         self.model = lay_out(config, sizes, arena, Stream(null), 1)
         self.buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
-        plan = make_plan(config, sizes, self.buckets, target)
+        self.target = options.on(target)
+        plan = make_plan(config, sizes, self.buckets, self.target)
         weights = Arena(null, None)
         Weights.allocate(config, weights, sizes.dtype)
         self.page_tokens, self.max_pages = sizes.block_size, sizes.max_rows * sizes.max_blocks + 1

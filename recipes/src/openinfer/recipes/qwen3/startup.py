@@ -82,6 +82,13 @@ class Options:
     enable_prefix_caching: bool = True
     scheduling_policy: str | Policy = "fcfs"
     trace: str | None = None
+    batch_invariant: bool = False
+
+    def on(self, target: Target) -> Target:
+        """The target as these flags want it. cuBLASLt's kernels depend on the number of tokens."""
+        if not self.batch_invariant:
+            return target
+        return dataclasses.replace(target, batch_invariant=True, cublas=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +136,8 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
     with checkpoint:
         validate(checkpoint, config, Weights.allocate(config, Arena(Device("null"), None), sizes.dtype))
         buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
-        target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
+        on_gpu = device.kind == "cuda"
+        target = options.on(Target.of(device, cublas=cublas_available())) if on_gpu else None
         with _phase("plan"):
             plan = make_plan(config, sizes, buckets, target)
             num_pages = _num_pages(config, sizes, options, device, plan)
@@ -191,8 +199,9 @@ def kernel_specs(model_dir: str, target: Target, **flags: Any) -> list[KernelSpe
 
 def specs_of(config: Config, target: Target, **flags: Any) -> list[KernelSpec]:
     """kernel_specs, of a model by its config."""
-    sizes = decide_sizes(config, Options(**flags), Device("cuda"))
-    return make_plan(config, sizes, Buckets.up_to(sizes.max_rows, sizes.max_tokens), target).specs
+    options = Options(**flags)
+    sizes = decide_sizes(config, options, Device("cuda"))
+    return make_plan(config, sizes, Buckets.up_to(sizes.max_rows, sizes.max_tokens), options.on(target)).specs
 
 
 def lay_out(config: Config, sizes: Sizes, arena: Arena, stream: Stream, num_pages: int) -> Model:
@@ -257,8 +266,10 @@ def _bare(model: Model, target: Target) -> list[Call]:
 
 def _pace(config: Config, plan: Plan, target: Target | None) -> Pace:
     """With the predictions, where the GPU's speed is known."""
-    speed = SPEEDS.get(target.gpu) if target is not None else None
-    if target is not None and speed is None:
+    if target is None or target.batch_invariant:
+        return Pace({})
+    speed = SPEEDS.get(target.gpu)
+    if speed is None:
         log.info("steps are not compared with predictions: nobody has measured the speed of %s", target.gpu)
     return Pace(predictions(config, plan.traced, speed) if speed is not None else {})
 

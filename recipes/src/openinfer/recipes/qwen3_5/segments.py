@@ -77,6 +77,7 @@ class Outline:
         arena = Arena(null, None)
         self.model = lay_out(config, form, sizes, arena, Stream(null), Room(1, 1))
         self.buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
+        self.target = target
         plan = make_plan(config, form, sizes, self.buckets, target)
         weights = Arena(null, None)
         Weights.allocate(config, weights, sizes.dtype, form)

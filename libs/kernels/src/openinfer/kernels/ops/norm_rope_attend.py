@@ -92,11 +92,11 @@ def _launches(
     q = Scratch((out.shape[0], out.shape[1] // dim, dim), out.dtype)
     tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest[name] for name in ATTENDING}}
     call = Call.of(tensors, scale, window)
-    if max_q_len == 1 and call.group <= NEW_PAIRS:
+    if max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant:
         new = {name: rest[name] for name in ("qkv", "q_norm", "k_norm", "cos_sin")}
         yield new_tokens(call, choose(target, call), new, eps)
         return
-    yield write_launch(q=q, **{name: rest[name] for name in WRITING})
+    yield write_launch(target, q=q, **{name: rest[name] for name in WRITING})
     yield from launches(call, choose(target, call), max_q_len)
 
 

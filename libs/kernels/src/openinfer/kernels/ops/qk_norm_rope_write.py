@@ -95,6 +95,7 @@ def _reference(
 
 
 def write_launch(
+    target: Target,
     *,
     q: Tensor | Scratch,
     kv: Tensor,
@@ -111,9 +112,8 @@ def write_launch(
     tokens, heads, dim = q.shape
     kv_heads, page_size = kv.shape[2:4]
     require(q.dtype == bfloat16, f"q is {q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    block = (
-        4 if tokens <= 128 else 16
-    )  # heads a program: many small programs hide latency, large ones cost less
+    # Heads a program: many small programs hide latency, large ones cost less. Sums are ordered by it.
+    block = 4 if tokens <= 128 and not target.batch_invariant else 16
     rotary = 2 * cos_sin.shape[2]
     parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
     return launch(
@@ -150,7 +150,7 @@ def write_launch(
 
 
 def _launches(target: Target, **args: Any) -> Iterator[Command]:
-    yield write_launch(**args)
+    yield write_launch(target, **args)
 
 
 def _cost(workload: Workload, *, q: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:
