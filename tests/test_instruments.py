@@ -6,13 +6,14 @@ import argparse
 import importlib.util
 import json
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from openinfer.cli import bench_gaps, bench_serve, bench_step
-from openinfer.cli.bench_server import free_port
+from openinfer.cli.bench_server import free_port, running
 from openinfer.graph import Readback
 from openinfer.recipes.qwen3 import invariance
 from openinfer.recipes.qwen3.bench_host import HostEngine
@@ -139,6 +140,21 @@ def test_bench_step_traces_the_steps_it_runs(tmp_path: Path) -> None:
     device = [e for e in bars if e["pid"] == 2]
     assert [e["name"] for e in device] == [e["name"] for e in steps]
     assert all(e["dur"] > 0 for e in device)
+
+
+def test_a_server_writes_its_trace_when_it_stops(tmp_path: Path) -> None:
+    path, port = tmp_path / "trace.json", free_port()
+    command = ["openinfer.cli", "serve", str(TINY), "--port", str(port), "--trace", str(path), *SMALL]
+    with running(command, port, tmp_path / "log") as server:
+        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}).encode()
+        headers = {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(f"{server.url}/v1/completions", body, headers)):
+            pass
+        assert path.read_text() == ""
+    names = [
+        e["name"] for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] == 1
+    ]
+    assert names == ["step 1", "step 2", "step 3", "step 4"]  # and none behind the last token
 
 
 # -- counters of what a step must not do --
