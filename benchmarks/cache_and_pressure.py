@@ -1,10 +1,11 @@
 """What prefix caching, a small pool and mixed loads do to a running server; each part starts its own.
 
-    python benchmarks/cache_and_pressure.py MODEL_DIR [prefix] [pressure] [mixed] [--json FILE]
+    python benchmarks/cache_and_pressure.py MODEL_DIR [prefix] [shared] [pressure] [mixed] [--json FILE]
 
 prefix: time to the first token of a 16,384-token prompt, cold and repeated, as token ids and as text, and of multi-turn
-chats. pressure: 500 requests whose working set is three times the pool. mixed: inter-token latencies of 16 steady
-streams while 8,192-token prompts arrive, under several chunk policies.
+chats. shared: 20 chats over one system prompt of 700 tokens, with the prefix cache and without.
+pressure: 500 requests whose working set is three times the pool. mixed: inter-token latencies of 16 steady streams
+while 8,192-token prompts arrive, under several chunk policies.
 """
 
 from __future__ import annotations
@@ -140,6 +141,34 @@ def prefix(model: str) -> dict[str, Any]:
     return found
 
 
+def shared(model: str) -> dict[str, Any]:
+    """Of each chat: its prompt, how much of it was found, and the time to its first token."""
+    raw = json.loads((Path(model) / "config.json").read_text())
+    vocabulary = raw.get("text_config", raw)["vocab_size"]
+    found: dict[str, Any] = {}
+    for name, flags in (("with", []), ("without", ["--no-enable-prefix-caching"])):
+        rng = random.Random(1)
+        system, chats = [rng.randrange(256, vocabulary) for _ in range(700)], []
+        with server(model, *flags) as s:
+            for _ in range(3):  # warm up, with other prompts
+                s.stream(greedy([rng.randrange(256, vocabulary) for _ in range(300)], 4))
+            queries, hits = (s.metric(f"vllm:prefix_cache_{what}_total") for what in ("queries", "hits"))
+            for _ in range(20):
+                own = [rng.randrange(256, vocabulary) for _ in range(rng.randrange(20, 200))]
+                times, usage = s.stream(greedy(system + own, 16))
+                cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+                chats.append({"prompt": len(system + own), "cached": cached, "ttft_ms": 1e3 * times[0]})
+            queries = s.metric("vllm:prefix_cache_queries_total") - queries
+            hits = s.metric("vllm:prefix_cache_hits_total") - hits
+        found[name] = {
+            "hit_rate": hits / queries if queries else 0.0,
+            "chats_that_hit": sum(chat["cached"] > 0 for chat in chats),
+            "ttft_ms_median_from_the_second": statistics.median(chat["ttft_ms"] for chat in chats[1:]),
+            "chats": chats,
+        }
+    return found
+
+
 def text_of(s: Server, rng: random.Random, words: list[str]) -> str:
     """Text of about 16,384 tokens."""
     sample = " ".join(rng.choices(words, k=400))
@@ -227,7 +256,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model")
-    parser.add_argument("parts", nargs="*", default=["prefix", "pressure", "mixed"])
+    parser.add_argument("parts", nargs="*", default=["prefix", "shared", "pressure", "mixed"])
     parser.add_argument("--json", type=Path)
     parser.add_argument(
         "--policy",
@@ -243,7 +272,12 @@ def main() -> None:
     }
     found: dict[str, Any] = {"command": " ".join(sys.argv)}
     for part in args.parts:
-        run = {"prefix": prefix, "pressure": pressure, "mixed": lambda m: mixed(m, policies)}[part]
+        run = {
+            "prefix": prefix,
+            "shared": shared,
+            "pressure": pressure,
+            "mixed": lambda m: mixed(m, policies),
+        }[part]
         found[part] = run(args.model)
         print(part, json.dumps(found[part], indent=1), flush=True)
         if args.json:

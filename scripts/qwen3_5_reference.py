@@ -6,7 +6,7 @@ Needs torch and transformers, which no distribution of this project does: it mak
 the text model in the published format (flat config, two shards and an index) and reference.npz, which
 openinfer.recipes.qwen3_5.gate reads: token sequences, and at the last positions of each the reference's 64 most likely
 tokens with their log-probabilities in bf16 and in float32. With --fp8 the checkpoint is quantised by the published
-scheme (e4m3, a BF16 scale for each block of 128 x 128), and the reference runs on what these weights mean (OUT/meant).
+scheme (e4m3, a BF16 scale for each block of 128 x 128), and the reference runs on what these weights mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SHAPES = {  # hidden, layers, heads, kv heads, linear value heads, MLP or (experts, chosen, width), tied
     "tiny": (256, 4, 4, 2, 32, 384, True),
@@ -190,7 +190,7 @@ def meant(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def quantized(
     weights: dict[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors of a block-scaled checkpoint, and of one without scales that means the same."""
+    """The tensors of a block-scaled checkpoint, and what they mean."""
     small, same = {}, {}
     for name, tensor in weights.items():
         if any(part in name for part in NEVER_FP8):
@@ -246,16 +246,27 @@ def logprobs(model: Any, sequences: list[list[int]], device: str) -> list[torch.
     return found
 
 
-def reference(folder: Path, sequences: list[list[int]], device: str) -> dict[str, np.ndarray]:
-    """The arrays of reference.npz for the checkpoint in `folder`, which has no scales."""
+def reference(
+    config: dict[str, Any], weights: dict[str, torch.Tensor], sequences: list[list[int]], device: str
+) -> dict[str, np.ndarray]:
+    """The arrays of reference.npz for these weights."""
     runs = {}
+    known = {name: value for name, value in config.items() if name != "architectures"}
     for dtype in (torch.bfloat16, torch.float32):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known), dtype=dtype).eval()
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise ValueError(f"transformers misses {missing} and does not know {unexpected}")
+        model.tie_weights()
         runs[dtype] = logprobs(model, sequences, device)
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
-    arrays: dict[str, np.ndarray] = {"count": np.array(len(sequences))}
+    arrays: dict[str, np.ndarray] = {
+        "count": np.array(len(sequences)),
+        "mixture": np.array("num_experts" in raw),
+    }
     for n, tokens in enumerate(sequences):
         bf16, fp32 = runs[torch.bfloat16][n], runs[torch.float32][n]
         values, ids = bf16.topk(TOP, -1)
@@ -287,11 +298,10 @@ def main() -> None:
     def note(what: str) -> None:
         print(f"{time.perf_counter() - start:6.1f} s  {what}", flush=True)
 
-    config, plain = config_of(args.shape, args.layers), args.out
+    config = config_of(args.shape, args.layers)
     weights = random_weights(config, args.device, args.seed)
     if args.fp8:
         small, weights = quantized(weights)
-        plain = args.out / "meant"
         scheme = {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -300,14 +310,14 @@ def main() -> None:
         }
         save(small, {**config, "quantization_config": scheme}, args.out)
         del small
-    save(weights, config, plain)
-    del weights
+    else:
+        save(weights, config, args.out)
     note("checkpoint written")
     rng = np.random.default_rng(args.seed)
     lengths = [n for n in LENGTHS if n <= args.longest]
     limit = min(config["vocab_size"], 248000)
     sequences = [rng.integers(0, limit, n + FORCED).tolist() for n in lengths]
-    np.savez(args.out / "reference.npz", **reference(plain, sequences, args.device))
+    np.savez(args.out / "reference.npz", **reference(config, weights, sequences, args.device))
     note("reference.npz written")
 
 
