@@ -289,7 +289,7 @@ def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterabl
     model.cos_sin.copy_from(backwards, stream)
     yield judge("control: rotation backwards", few, decode_all(forced, few, chunk=chunk))
     model.cos_sin.copy_from(table, stream)
-    layer = model.weights.layers[len(model.weights.layers) // 2]
+    layer = model.weights.layers[1]
     up = layer.mlp.gate_up.weight
     weight = up.numpy().copy()
     up.copy_from(np.roll(weight, weight.shape[-2] // 2, axis=-2), stream)
