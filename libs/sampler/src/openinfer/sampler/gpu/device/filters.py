@@ -8,7 +8,7 @@ of those that have its quotient.
 import triton
 import triton.language as tl
 
-from openinfer.sampler.gpu.device.noise import LOG2_E, first_maximum, perturbed
+from openinfer.sampler.gpu.device.noise import LOG2_E, first_maximum, least_likelihood, likelihood, perturbed
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -101,18 +101,55 @@ def least_by_min_p(peak, min_p, temperature):
 
 @triton.jit
 def best_from(
+    bound,
+    first,
+    end,
+    top,
+    temperature,
+    seeds,
+    position,
+    logits,
+    vocabulary,
+    stop_ids,
+    stops,
+    BLOCK: tl.constexpr,
+):
+    """The best candidate, (value, id), of logits [first, end) of a row that reach `bound`, BLOCK at a time, since noise
+    takes many registers. top: the largest logit of the row, finite, and so is its quotient by the temperature."""
+    # By likelihood first, keeping the best two of each lane.
+    most, second = tl.full((BLOCK,), -1.0, tl.float32), tl.full((BLOCK,), -1.0, tl.float32)
+    most_id = tl.full((BLOCK,), 2147483647, tl.int32)
+    for start in tl.range(first, end, BLOCK, loop_unroll_factor=1):
+        token = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
+        x = without(x, token, stop_ids, stops)
+        likely = tl.where(x >= bound, likelihood(x, token, top, temperature, seeds, position), -1.0)
+        second = tl.maximum(second, tl.minimum(most, likely))
+        most_id = tl.where(likely > most, token, most_id)
+        most = tl.maximum(most, likely)
+    _, best_id = first_maximum(most, most_id)
+    x = tl.load(logits + best_id, mask=best_id < vocabulary, other=float("-inf"))
+    best = perturbed(x, best_id, temperature, seeds, position)
+    least = least_likelihood(best, top, temperature)
+    rivals = tl.sum((most >= least).to(tl.int32) + (second >= least).to(tl.int32), 0)
+    if rivals > 1:
+        best, best_id = exactly_best_from(
+            bound, first, end, temperature, seeds, position, logits, vocabulary, stop_ids, stops, BLOCK
+        )
+    return best, best_id
+
+
+@triton.jit
+def exactly_best_from(
     bound, first, end, temperature, seeds, position, logits, vocabulary, stop_ids, stops, BLOCK: tl.constexpr
 ):
-    """The best candidate, (value, id), of logits [first, end) of a row whose quotients reach `bound`; BLOCK at a time,
-    since noise takes many registers."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_id = tl.full((BLOCK,), 2147483647, tl.int32)
     for start in tl.range(first, end, BLOCK, loop_unroll_factor=1):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(logits + token, mask=token < vocabulary, other=float("-inf"))
         x = without(x, token, stop_ids, stops)
-        value = perturbed(x, token, temperature, seeds, position)
-        value = tl.where(tl.div_rn(x, temperature) >= bound, value, float("-inf"))
+        value = tl.where(x >= bound, perturbed(x, token, temperature, seeds, position), float("-inf"))
         best_id = tl.where(value > best, token, best_id)
         best = tl.maximum(best, value)
     return first_maximum(best, best_id)

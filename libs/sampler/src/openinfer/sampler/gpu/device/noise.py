@@ -60,21 +60,28 @@ def first_maximum(values, ids):
 
 
 @triton.jit
+def likelihood(x, token, top, temperature, seeds, position):
+    """exp(x / temperature) / v in units of `top`'s: never below the exponential of the perturbed logit, since
+    -log(1 - v) is above its series, and close to it where v is small. It takes no logarithm, so it is found sooner."""
+    v = uniform(hashed(token, seeds, position))
+    return tl.exp2((x - top) * (LOG2_E / temperature)) / (v * (1.0 + v * (0.5 + v * 0.3333333)))
+
+
+@triton.jit
+def least_likelihood(best, top, temperature):
+    """Whose likelihood is below this has no perturbed logit as large as `best`, however that was rounded."""
+    scaled = tl.div_rn(top, temperature)
+    return tl.exp2((best - scaled - (1e-3 + 1e-6 * tl.abs(scaled))) * LOG2_E)
+
+
+@triton.jit
 def likely_best(x, token, top, temperature, seeds, position):
     """The largest perturbed logit and its id, or perhaps another's: (value, id, whether it is sure). top: max(x),
-    finite, and so is its quotient by the temperature.
-
-    exp(logit / temperature) / v orders like the perturbed logits where v is small, and is never below their
-    exponentials: -log(1 - v) is above its series. So it finds the best without logarithms, and shows whether another
-    could be better still.
-    """
-    v = uniform(hashed(token, seeds, position))
-    bound = tl.exp2((x - top) * (LOG2_E / temperature)) / (v * (1.0 + v * (0.5 + v * 0.3333333)))
-    _, best_id = first_maximum(bound, token)
+    finite, and so is its quotient by the temperature."""
+    likely = likelihood(x, token, top, temperature, seeds, position)
+    _, best_id = first_maximum(likely, token)
     best = perturbed(
         tl.max(tl.where(token == best_id, x, float("-inf")), 0), best_id, temperature, seeds, position
     )
-    scaled = tl.div_rn(top, temperature)
-    margin = 1e-3 + 1e-6 * tl.abs(scaled)  # what rounding may change of a perturbed logit
-    rivals = tl.sum((bound >= tl.exp2((best - scaled - margin) * LOG2_E)).to(tl.int32), 0)
+    rivals = tl.sum((likely >= least_likelihood(best, top, temperature)).to(tl.int32), 0)
     return best, best_id, rivals == 1

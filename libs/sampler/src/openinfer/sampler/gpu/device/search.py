@@ -197,8 +197,8 @@ def sift(
             tl.store(list_ids + row * LIST + at, token, mask=within & (at < LIST))
         if not few:
             best, best_id = best_from(
-                tl.div_rn(p_high, temperature), part * CHUNK, part * CHUNK + CHUNK, temperature, seeds + slot * 2,
-                position, candidates, vocabulary, stop_ids + slot * stop_width, stops, BLOCK,
+                p_high, part * CHUNK, part * CHUNK + CHUNK, peak, temperature, seeds + slot * 2, position, candidates,
+                vocabulary, stop_ids + slot * stop_width, stops, BLOCK,
             )  # fmt: skip
     tl.store(counts + out, count)
     tl.store(k_masses + out, k_mass)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from openinfer.sampler.gpu.device.filters import LOWEST, best_from, key_of, of_key, without
+from openinfer.sampler.gpu.device.filters import LOWEST, best_from, key_of, logit_of, of_key, without
 from openinfer.sampler.gpu.device.noise import LOG2_E, first_maximum, perturbed
 
 UNIT = tl.constexpr(
@@ -124,6 +124,7 @@ def searched(
             BLOCK,
         )
     _, token = best_from(
-        bound, 0, vocabulary, temperature, seeds, position, logits, vocabulary, stop_ids, stops, BLOCK
-    )
+        logit_of(bound, temperature), 0, vocabulary, peak, temperature, seeds, position, logits, vocabulary, stop_ids,
+        stops, BLOCK,
+    )  # fmt: skip
     return token
