@@ -95,6 +95,20 @@ def brackets(
 
 
 @triton.jit
+def kth_peak(peaks, row, parts, k, PARTS: tl.constexpr):
+    """A bound that at least k parts reach, and so at least k logits; the lowest float without one, or without k."""
+    bound = tl.full((), LOWEST, tl.float32)
+    if PARTS > 128:  # all pairs would be too many
+        return bound
+    if (k > 0) & (k <= parts):
+        part = tl.arange(0, PARTS)
+        x = tl.load(peaks + row * parts + part, mask=part < parts, other=float("-inf"))
+        reaching = tl.sum((x[None, :] >= x[:, None]).to(tl.int32), 1)
+        bound = tl.maximum(tl.max(tl.where((reaching >= k) & (part < parts), x, LOWEST), 0), LOWEST)
+    return bound
+
+
+@triton.jit
 def spread(
     bounds, bins, below, arrived, peaks, masses, floors, adjusted, logits, slots, q_starts, seq_lens, alive, emits,
     temperatures, top_ks, top_ps, min_ps, seeds, min_lens, stop_ids, adjusts, vocabulary, stop_width, parts,
@@ -123,20 +137,27 @@ def spread(
             # All logits below weigh less together than (1 - top_p) times the whole.
             low = peak - temperature * (tl.log(vocabulary / ((1.0 - top_p) * mass)) + 1.0)
         low = tl.minimum(tl.maximum(low, floor), peak)
+        part_peak = tl.load(peaks + row * parts + part)
+        lighter_mass = tl.zeros((), tl.float32)
+        crest = kth_peak(peaks, row, parts, top_k, PARTS)
+        low = tl.maximum(low, crest)
         width = peak / BINS - low / BINS
-        token = part * CHUNK + tl.arange(0, CHUNK)
-        candidates = tl.where(tl.load(adjusts + slot) != 0, adjusted, logits) + row.to(tl.int64) * vocabulary
-        x = tl.load(candidates + token, mask=token < vocabulary, other=float("-inf"))
-        position = tl.load(seq_lens + slot) + tl.load(q_starts + row + 1) - tl.load(q_starts + row)
-        early = position < tl.load(min_lens + slot)
-        x = without(x, token, stop_ids + slot * stop_width, tl.where(early, stop_width, 0))
-        lighter = tl.where(x < low, tl.exp2((x - peak) * (LOG2_E / temperature)), 0.0)
-        tl.store(below + row * parts + part, tl.sum(lighter, 0))
-        if tl.load(peaks + row * parts + part) >= low:
-            per_bin = 1.0 / tl.maximum(width, 1e-37)
-            bin_of = tl.minimum((x - low) * per_bin, BINS - 1.0).to(tl.int32)
-            found = tl.histogram(tl.where(x >= low, bin_of, 0), BINS, mask=x >= low)
-            tl.atomic_add(bins + row * BINS + index, found, mask=found > 0, sem="relaxed")
+        if (part_peak >= low) | (crest == LOWEST):  # what lies below matters to top_p alone
+            token = part * CHUNK + tl.arange(0, CHUNK)
+            candidates = (
+                tl.where(tl.load(adjusts + slot) != 0, adjusted, logits) + row.to(tl.int64) * vocabulary
+            )
+            x = tl.load(candidates + token, mask=token < vocabulary, other=float("-inf"))
+            position = tl.load(seq_lens + slot) + tl.load(q_starts + row + 1) - tl.load(q_starts + row)
+            early = position < tl.load(min_lens + slot)
+            x = without(x, token, stop_ids + slot * stop_width, tl.where(early, stop_width, 0))
+            lighter_mass = tl.sum(tl.where(x < low, tl.exp2((x - peak) * (LOG2_E / temperature)), 0.0), 0)
+            if part_peak >= low:
+                per_bin = 1.0 / tl.maximum(width, 1e-37)
+                bin_of = tl.minimum((x - low) * per_bin, BINS - 1.0).to(tl.int32)
+                found = tl.histogram(tl.where(x >= low, bin_of, 0), BINS, mask=x >= low)
+                tl.atomic_add(bins + row * BINS + index, found, mask=found > 0, sem="relaxed")
+        tl.store(below + row * parts + part, lighter_mass)
         tl.debug_barrier()
         last = tl.atomic_add(arrived + row, 1, sem="acq_rel") == parts - 1
     if last:
