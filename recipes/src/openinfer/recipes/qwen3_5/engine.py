@@ -13,6 +13,7 @@ from openinfer.frontend.contract import (
     EngineStats,
     Failed,
     Finished,
+    PromptLogprobs,
     Rejected,
     Request,
     ResetPrefixCache,
@@ -25,9 +26,10 @@ from openinfer.frontend.contract import (
 from openinfer.frontend.errors import Unsupported
 from openinfer.kernels import Store
 from openinfer.kvpool import Pool, hash_blocks
+from openinfer.recipes.qwen3_5.batch import MAX_LOGPROBS, MAX_STOP_IDS
 from openinfer.recipes.qwen3_5.config import Config
-from openinfer.recipes.qwen3_5.model import MAX_STOP_IDS
 from openinfer.recipes.qwen3_5.runner import PAGES, Payload, Runner, Sampling
+from openinfer.recipes.qwen3_5.scoring import PromptScore
 from openinfer.sampler import fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
 from openinfer.sampler.grammar import Compiler
@@ -57,7 +59,7 @@ REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
     RejectReason.QUEUE_FULL: "queue_full",
 }
 
-FEATURES = ["logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
+FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
 """What every engine of this recipe honours."""
 
 
@@ -146,6 +148,12 @@ class Qwen35Engine:
         )
         seed = fresh_seed() if params.seed is None else params.seed
         salt, tokens = request.cache_salt.encode(), list(request.prompt_token_ids)
+        sampling = Sampling(params, seed, stop_ids)
+        if request.prompt_logprobs is not None:
+            sampling.score = PromptScore(request.prompt_logprobs)
+            salt += (
+                b"\0%d" % request.id
+            )  # cached blocks have no scores: it shares only its own, after a preemption
         # Made once, however often the queue is looked through.
         hashes = hash_blocks(tokens, self._pool.hash_block_size, salt) if self._pool.prefix_cache else None
         seq = Seq(
@@ -157,7 +165,7 @@ class Qwen35Engine:
             arrival=request.arrival,
             salt=salt,
             hashes=hashes,
-            owner=Sampling(params, seed, stop_ids),
+            owner=sampling,
         )
         if request.grammar is not None and self._grammars is not None:
             self._grammars.start(request.id, seq, request.grammar)
@@ -208,8 +216,10 @@ class Qwen35Engine:
                 request.id,
                 f"at most {MAX_STOP_IDS - len(self._config.eos_token_ids)} stop_token_ids are possible",
             )
-        if request.prompt_logprobs is not None:
-            return Rejected(request.id, "prompt_logprobs is not supported by this engine", "unsupported")
+        if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
+            return Rejected(
+                request.id, f"prompt_logprobs is {request.prompt_logprobs}; 0 to {MAX_LOGPROBS} are possible"
+            )
         return None if request.grammar is None else self._grammar_problem(request.id)
 
     def _grammar_problem(self, request_id: int) -> Rejected | None:
@@ -268,6 +278,7 @@ class Qwen35Engine:
             events += self._loop.drain()  # nobody may step again for long: blocks go back now
         if trace is not None:
             trace.mark("outputs")
+        self._prompt_logprobs(outputs)
         for event in events:
             match event:
                 case Tokens():
@@ -280,6 +291,14 @@ class Qwen35Engine:
         if trace is not None:
             trace.mark("")
         return outputs
+
+    def _prompt_logprobs(self, outputs: StepOutputs) -> None:
+        """What has been found out about prompts; that of requests which have ended is dropped."""
+        for seq, *columns in self.runner.take_scores():
+            if seq.id in self._seqs:
+                logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
+                entries = map(TokenLogprobs, logprobs, top_ids, top_logprobs, ranks)
+                outputs.prompt_logprobs.append(PromptLogprobs(seq.id, list(entries)))
 
     def _tokens(self, event: Tokens, outputs: StepOutputs) -> None:
         payload = event.payload

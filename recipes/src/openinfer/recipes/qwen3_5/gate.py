@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels import apply_writes
-from openinfer.recipes.qwen3_5.model import MAX_STOP_IDS
+from openinfer.recipes.qwen3_5.batch import MAX_STOP_IDS
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.recipes.qwen3_5.runner import Runner
 from openinfer.recipes.qwen3_5.weights import DeltaNet, Mixture

@@ -1,4 +1,4 @@
-"""Qwen3.5, as a straight list of op calls: two segments of a step, `forward` and `sample`.
+"""Qwen3.5, as a straight list of op calls: two segments of a step, `forward` and `sample`; and `score`, for prompts.
 
 Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences) in it, S slots.
 """
@@ -6,11 +6,8 @@ Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
-from openinfer.graph import Field, Rows
+from openinfer.graph import Rows
 from openinfer.kernels import (
     Pack,
     attend,
@@ -23,120 +20,14 @@ from openinfer.kernels import (
     qk_norm_rope_write,
     select_rows,
 )
+from openinfer.recipes.qwen3_5.batch import Buffers
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
-from openinfer.sampler.gpu import adjustment_fields, advance, sample, top_logprobs
-from openinfer.tensor import Arena, Tensor, float32, int32
-
-MAX_STOP_IDS = 20
-MAX_LOGPROBS = 20
-
-
-def row_fields(
-    max_rows: int, max_tokens: int, max_blocks: int, max_snapshots: int, vocab_size: int
-) -> list[Field]:
-    """The batch on the device. By slot (0 is padding): the state of a sequence. By row: the step's sequences, and where
-    snapshots of their recurrent state go. By token: the ids that prompt chunks bring (-1: the token sampled last)."""
-    slots = max_rows + 1
-    return [
-        Field("alive", (slots,), device_written=True),
-        Field("seq_lens", (slots,), device_written=True),
-        Field("last_tokens", (slots,), device_written=True),
-        Field("limits", (slots,)),
-        Field("min_lens", (slots,)),
-        Field("stop_ids", (slots, MAX_STOP_IDS)),
-        Field("temperatures", (slots,), float32),
-        Field("top_ks", (slots,)),
-        Field("top_ps", (slots,), float32),
-        Field("min_ps", (slots,), float32),
-        Field("seeds", (slots, 2)),
-        Field("num_logprobs", (slots,)),
-        *[Field(f.name, (slots, *f.shape), f.dtype, f.device_written) for f in adjustment_fields(vocab_size)],
-        Field("block_tables", (slots, max_blocks)),
-        Field("state_from", (slots,)),
-        Field("state_to", (slots,)),
-        Field("slots", (max_rows,)),
-        Field("q_starts", (max_rows + 1,)),
-        Field("emits", (max_rows,)),
-        Field("snapshot_ends", (max_rows * max_snapshots,)),
-        Field("snapshot_blocks", (max_rows * max_snapshots,)),
-        Field("prompt", (max_tokens,)),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Buffers:
-    """Activations, allocated once for the largest step; a smaller step uses their first rows. The last three of the
-    layers' are one element wide where the model has no use for them."""
-
-    token_ids: Tensor
-    positions: Tensor
-    token_slots: Tensor
-    x: Tensor
-    qkv: Tensor
-    q: Tensor
-    heads: Tensor
-    mixed: Tensor
-    values: Tensor
-    mlp: Tensor
-    ba: Tensor
-    router: Tensor
-    expert_ids: Tensor
-    expert_weights: Tensor
-    last: Tensor
-    logits: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-    result: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-
-    @classmethod
-    def allocate(
-        cls,
-        config: Config,
-        weights: Weights,
-        arena: Arena,
-        dtype: np.dtype[Any],
-        max_tokens: int,
-        max_rows: int,
-    ) -> Buffers:
-        """For steps of at most max_tokens tokens and max_rows rows."""
-        mixers = [layer.mixer for layer in weights.layers]
-        delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))
-        mlp, experts = weights.layers[0].mlp, config.experts
-        router = mlp.router.weight.shape[0] if isinstance(mlp, Mixture) else 1
-        chosen = experts.chosen if experts else 1
-
-        def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
-            return arena.alloc((max_tokens, width), kind)
-
-        return cls(
-            token_ids=arena.alloc((max_tokens,), int32),
-            positions=arena.alloc((max_tokens,), int32),
-            token_slots=arena.alloc((max_tokens,), int32),
-            x=by_token(config.hidden_size),
-            qkv=by_token(config.qkv_size),
-            q=arena.alloc((max_tokens, config.num_heads, config.head_dim), dtype),
-            heads=by_token(config.num_heads * config.head_dim),
-            mixed=by_token(delta.in_proj.weight.shape[0]),
-            values=by_token(config.z_size),
-            mlp=by_token(experts.shared_size if experts else config.intermediate_size),
-            ba=by_token(delta.ba.weight.shape[0] if delta.ba else 1),
-            router=by_token(router),
-            expert_ids=by_token(chosen, int32),
-            expert_weights=by_token(chosen),
-            last=arena.alloc((max_rows, config.hidden_size), dtype),
-            logits=arena.alloc((max_rows, config.vocab_size), float32),
-            tokens=arena.alloc((max_rows,), int32),
-            logprobs=arena.alloc((max_rows,), float32),
-            result=arena.alloc((max_rows, 3), int32),
-            top_ids=arena.alloc((max_rows, MAX_LOGPROBS), int32),
-            top_values=arena.alloc((max_rows, MAX_LOGPROBS), float32),
-        )
+from openinfer.sampler.gpu import advance, sample, score, top_logprobs
+from openinfer.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +270,34 @@ class Model:
             adjusts=rows["adjusts"],
             output_counts=rows["output_counts"],
             recent_tokens=rows["recent_tokens"],
+        )
+
+    def score(self, pack: Pack, offset: int) -> None:
+        """Log-probabilities of the prompt tokens from `offset` on that a step is asked about, as many as the buffer of
+        logits has rows. After forward and sample of the step: it takes their hidden states and their buffers."""
+        b, w, rows = self.buffers, self.weights, self.rows
+        size = b.logits.shape[0]
+        part, tops = slice(offset, offset + size), rows["score_tops"][offset : offset + size]
+        select_rows(pack, out=b.last, x=b.x, q_starts=rows["score_after"][offset : offset + size + 1])
+        norm_linear(
+            pack, out=b.logits, x=b.last, norm_weight=w.norm, weight=w.lm_head, eps=self.config.rms_norm_eps
+        )
+        score(
+            pack,
+            logprobs=b.score_logprobs[part],
+            ranks=b.score_ranks[part],
+            logits=b.logits,
+            targets=rows["score_targets"][part],
+        )
+        top_logprobs(
+            pack,
+            ids=b.score_top_ids[part],
+            values=b.score_top_values[part],
+            logits=b.logits,
+            slots=rows["score_rows"],
+            alive=tops,
+            emits=tops,
+            num_logprobs=tops,
         )
 
 

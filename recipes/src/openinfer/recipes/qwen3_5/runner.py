@@ -11,8 +11,10 @@ import numpy as np
 from openinfer.graph import Readback, StepGraphs, StepTrace
 from openinfer.kernels import Pack, apply_writes
 from openinfer.kvpool import Lease
+from openinfer.recipes.qwen3_5.batch import MAX_LOGPROBS, MAX_STOP_IDS
 from openinfer.recipes.qwen3_5.buckets import Boundaries, Buckets
-from openinfer.recipes.qwen3_5.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
+from openinfer.recipes.qwen3_5.model import Model
+from openinfer.recipes.qwen3_5.scoring import PromptScore, Scores, Share, padded, read_scores, write_scores
 from openinfer.sampler import SamplingParams, seed_words
 from openinfer.sampler.constraint import Constraint, Masks
 from openinfer.sampler.gpu import Adjustment, RowStatus, adjustment_values
@@ -34,6 +36,7 @@ class Sampling:
     seed: int
     stop_ids: tuple[int, ...]  # eos included unless ignored
     constraint: Constraint | None = None
+    score: PromptScore | None = None
 
 
 Constrained = Sequence[tuple[int, Seq, Constraint]]
@@ -48,6 +51,15 @@ class Payload(NamedTuple):
     logprobs: np.ndarray[Any, Any]
     top_ids: np.ndarray[Any, Any] | None
     top_logprobs: np.ndarray[Any, Any] | None
+
+
+class Launched(NamedTuple):
+    """A step under way, and what it was asked for."""
+
+    step: Step
+    constrained: Constrained
+    wants_logprobs: bool
+    shares: Sequence[Share]
 
 
 PAGES, STATES = 0, 1
@@ -69,19 +81,20 @@ class Runner:
     masks: Masks | None = None
     """Needed for sequences with a constraint."""
     _joined: list[tuple[int, int]] = field(default_factory=list)
-    _launched: list[tuple[Step, Constrained]] = field(default_factory=list)
+    _launched: list[Launched] = field(default_factory=list)
     _shape: tuple[int, int, int] = (0, 0, 0)
     _wants_logprobs: bool = False
     _constrained: Constrained = ()
     _asks_logprobs: np.ndarray[Any, Any] = field(init=False)  # by slot, as are the next
     _has_constraint: np.ndarray[Any, Any] = field(init=False)
+    _shares: Sequence[Share] = ()
+    _scores: list[Scores] = field(default_factory=list)
+    _waiting: Launched | None = None
+    """The last launched step, if its `sample` waits for the result of the step before."""
 
     def __post_init__(self) -> None:
         slots = self.model.rows["alive"].shape[0]
         self._asks_logprobs, self._has_constraint = np.zeros(slots, bool), np.zeros(slots, bool)
-
-    _waiting: tuple[Step, Constrained] | None = None
-    """The last launched step, if its `sample` waits for the result of the step before."""
 
     def record(self) -> None:
         """Record every segment of the buckets."""
@@ -89,12 +102,22 @@ class Runner:
             self.graphs.record(("forward", tokens, rows, longest), self._forward(tokens, rows, longest))
         for rows in self.buckets.sample_rows():
             self.graphs.record(("sample", rows), self._sample(rows))
+        for offset in range(0, self.model.buffers.score_ranks.shape[0], self._slice):
+            self.graphs.record(("score", offset), self._score(offset))
+
+    @property
+    def _slice(self) -> int:
+        """Prompt tokens that are scored at once."""
+        return self.model.buffers.logits.shape[0]
 
     def _forward(self, tokens: int, rows: int, longest: int) -> Any:
         return lambda: self.model.forward(self.pack, tokens, rows, longest)
 
     def _sample(self, rows: int) -> Any:
         return lambda: self.model.sample(self.pack, rows)
+
+    def _score(self, offset: int) -> Any:
+        return lambda: self.model.score(self.pack, offset)
 
     def launch(self, step: Step) -> None:
         """Write what changed, then put both segments and the read-back on the stream.
@@ -127,23 +150,31 @@ class Runner:
             trace.mark("launch")
         self.readback.begin(self.stream)
         self.graphs.launch(("forward", tokens, num_rows, longest))
-        self._launched.append((step, self._constrained))
+        self._launched.append(Launched(step, self._constrained, self._wants_logprobs, self._shares))
         if waits:
             self._waiting = self._launched[-1]
         else:
-            self._sample_now(step)
+            self._sample_now(self._launched[-1])
 
     def _upload(self) -> None:
         rows = self.model.rows
         for _ in rows.uploads(self.stream):
             apply_writes(self.pack, words=rows.words, writes=rows.writes)
 
-    def _sample_now(self, step: Step) -> None:
+    def _sample_now(self, launched: Launched) -> None:
         """The second half of a launch; the shape and the rows are still the step's."""
         self.graphs.launch(("sample", self._shape[1]))
-        b, n = self.model.buffers, len(step.rows)
-        tops = [b.top_ids[:n], b.top_values[:n]] if self._wants_logprobs else []
-        self.readback.enqueue(self.stream, [b.result[:n], *tops])
+        b, n = self.model.buffers, len(launched.step.rows)
+        results = [b.result[:n]]
+        if launched.wants_logprobs:
+            results += [b.top_ids[:n], b.top_values[:n]]
+        if launched.shares:
+            scored = sum(share.size for share in launched.shares)
+            for offset in range(0, scored, self._slice):
+                self.graphs.launch(("score", offset))
+            scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
+            results += [tensor[:scored] for tensor in scores]
+        self.readback.enqueue(self.stream, results)
 
     def _write_masks(self, constrained: Constrained) -> None:
         if not constrained:
@@ -170,21 +201,28 @@ class Runner:
         seconds = self.readback.seconds
         if trace is not None:
             trace.result(seconds or 0.0)
-        (step, constrained), result, tops = self._launched.pop(0), arrays[0], arrays[1:]
-        if constrained:
-            self._accept(constrained, result)
+        launched, result = self._launched.pop(0), arrays[0]
+        step, tops = launched.step, arrays[1:3] if launched.wants_logprobs else (None, None)
+        self._scores += read_scores(launched.shares, arrays[-4:])
+        if launched.constrained:
+            self._accept(launched.constrained, result)
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             if trace is not None:
                 trace.mark("masks")
             # Rows that have ended get no mask; the device skips them.
-            self._write_masks([one for one in waiting[1] if not one[2].ended])
+            self._write_masks([one for one in waiting.constrained if not one[2].ended])
             self._upload()
-            self._sample_now(waiting[0])
+            self._sample_now(waiting)
         ended = np.flatnonzero(result[:, 1] > RowStatus.RUNNING)
         finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
-        payload = Payload(result[:, 0], result[:, 2].view(np.float32), *(tops or (None, None)))
+        payload = Payload(result[:, 0], result[:, 2].view(np.float32), *tops)
         return StepResult(step.index, finished, payload, seconds=seconds)
+
+    def take_scores(self) -> list[Scores]:
+        """Of prompts, from the steps collected since the last call; a sequence's in the order of its tokens."""
+        taken, self._scores = self._scores, []
+        return taken
 
     def _accept(self, constrained: Constrained, result: np.ndarray[Any, Any]) -> None:
         """Move constraints past the tokens of a step."""
@@ -264,6 +302,12 @@ class Runner:
         rows = self.model.rows
         if self._shape[2] > 1:
             self._write_snapshots(step)
+        asked = [
+            (row, start, wish)
+            for row, start in zip(chunks, starts[decoding:].tolist(), strict=False)
+            if (wish := _wish(row.seq)) is not None
+        ]
+        self._shares = write_scores(rows, self._slice, asked)
         rows.write("slots", 0, slots)
         rows.write("emits", 0, emits)
         rows.write("q_starts", 0, q_starts)
@@ -305,5 +349,11 @@ def _constraint(seq: Seq) -> Constraint | None:
     return seq.owner.constraint if isinstance(seq.owner, Sampling) else None
 
 
-READBACK_BYTES_PER_ROW = 4 * (3 + 2 * MAX_LOGPROBS)
-"""Of results and top logprobs, for the size of the read-back ring's buffers (alignment comes on top)."""
+def _wish(seq: Seq) -> PromptScore | None:
+    return seq.owner.score if isinstance(seq.owner, Sampling) else None
+
+
+def readback_bytes(max_rows: int, max_tokens: int) -> int:
+    """What the results of one step take at most in the read-back ring."""
+    tops = 2 * MAX_LOGPROBS
+    return 4 * (max_rows * (3 + tops) + padded(max_tokens, max_rows) * (2 + tops)) + 7 * 64

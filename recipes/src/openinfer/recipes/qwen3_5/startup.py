@@ -29,12 +29,13 @@ from openinfer.kernels import (
     cublas_available,
 )
 from openinfer.kvpool import Group, Pool
+from openinfer.recipes.qwen3_5.batch import Buffers, row_fields
 from openinfer.recipes.qwen3_5.buckets import Boundaries, Buckets
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.engine import Qwen35Engine
-from openinfer.recipes.qwen3_5.model import Buffers, Model, row_fields
+from openinfer.recipes.qwen3_5.model import Model
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
-from openinfer.recipes.qwen3_5.runner import READBACK_BYTES_PER_ROW, Runner
+from openinfer.recipes.qwen3_5.runner import Runner, readback_bytes
 from openinfer.recipes.qwen3_5.weights import Format, Layer, Weights, validate
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
@@ -163,7 +164,7 @@ def build(model_dir: str, **flags: Any) -> Qwen35Engine:
                     log.info("kernels: %d, of which %d were compiled now", *kernels.result())
     pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
-    readback = Readback(device, sizes.max_rows * READBACK_BYTES_PER_ROW + 256, STEPS_IN_FLIGHT)
+    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
     runner = Runner(model, pack, stream, graphs, buckets, readback, sizes.boundaries, trace)
     with _phase("steps"):
         warm_up(runner)
@@ -252,6 +253,8 @@ def make_plan(config: Config, form: Format, sizes: Sizes, buckets: Buckets, targ
         short.forward(pack, tokens, rows, longest)
     for rows in buckets.sample_rows():
         short.sample(pack, rows)
+    for offset in range(0, short.buffers.score_ranks.shape[0], sizes.max_rows):
+        short.score(pack, offset)
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed)
 
@@ -265,6 +268,7 @@ def warm_up(runner: Runner) -> None:
         model.forward(pack, buckets.mixed_tokens[0], 1, buckets.mixed_tokens[0])
         model.forward(pack, 1, 1, 1)
         model.sample(pack, 1)
+        model.score(pack, 0)
         runner.stream.synchronize()
 
 
