@@ -6,8 +6,10 @@ installs, and builds without the variable, carry none.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,29 @@ class CubinHook(BuildHookInterface):
             return
         sys.path.insert(0, str(Path(self.root, "src")))
         from openinfer.kernels import Store, Target
-        from openinfer.recipes.qwen3.config import Config
-        from openinfer.recipes.qwen3.published import SIZES, config_json
-        from openinfer.recipes.qwen3.startup import specs_of
 
         for arch in archs:
             specs = {}
-            for size in SIZES:
-                config = Config.parse(config_json(size), None)
-                for gpu, sms in (("", 132), ("NVIDIA H200", 132)):
-                    for cublas in (False, True):
-                        specs |= dict.fromkeys(specs_of(config, Target(arch, sms, cublas, gpu)))
+            for target in (
+                Target(arch, 132, cublas, gpu) for gpu in ("", "NVIDIA H200") for cublas in (False, True)
+            ):
+                specs |= dict.fromkeys(self.specs(target))
             folder = Path(self.root, PACKAGE)
             prepared = Store(arch, cache=folder, folders=[]).prepare(specs)
             self.app.display_info(f"sm_{arch}: {prepared.kernels} kernels, {prepared.compiled} compiled now")
         build_data["artifacts"] += [f"{PACKAGE}/**/*.cubin", f"{PACKAGE}/**/*.json"]
+
+    def specs(self, target: Any) -> Iterator[Any]:
+        """The kernels of every published size of every recipe, on GPUs of the target's kind."""
+        from openinfer.recipes import qwen3, qwen3_5
+
+        for recipe in (qwen3.RECIPE, qwen3_5.RECIPE):
+            package = f"openinfer.recipes.{recipe.name}"
+            config, published, startup = (
+                importlib.import_module(f"{package}.{name}") for name in ("config", "published", "startup")
+            )
+            for size in published.SIZES:
+                yield from startup.specs_of(config.Config.parse(published.config_json(size), None), target)
+                if recipe is qwen3_5.RECIPE and target.arch >= 89:  # float8 is for sm_89 and up
+                    small = published.config_json(size, fp8=True)
+                    yield from startup.specs_of(config.Config.parse(small, None), target)

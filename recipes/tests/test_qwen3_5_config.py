@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from openinfer.kernels import Target
 from openinfer.recipes.qwen3_5.buckets import Boundaries
 from openinfer.recipes.qwen3_5.config import Config, UnsupportedModel
 from openinfer.recipes.qwen3_5.published import SIZES, config_json
+from openinfer.recipes.qwen3_5.startup import specs_of
 from openinfer.recipes.qwen3_5.weights import Format, Weights
 from openinfer.tensor import Arena, Device, bfloat16, float8_e4m3fn
 
@@ -42,6 +44,16 @@ def test_published_sizes_have_their_parameters(size: str) -> None:
     assert config.state_bytes(2) - ring_row == pytest.approx(states, rel=0.005)
     assert (weights.lm_head is weights.embed) == SIZES[size][-1]
     assert weights.mtp is not None
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_published_sizes_have_a_plan_on_a_gpu(size: str, fp8: bool) -> None:
+    config = Config.parse(config_json(size, fp8=fp8), None)
+    specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"), max_num_seqs=32)
+    modules = {spec.module for spec in specs}
+    assert any(module.startswith("openinfer.recipes.qwen3_5.device") for module in modules)
+    assert len(specs) > 30
 
 
 @pytest.mark.parametrize("size", ["4B", "35B-A3B"])

@@ -66,7 +66,7 @@ class Outline:
     """An engine with these flags on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
     `memory` is bytes by what they are for, the cache aside; `page_bytes` and `page_tokens` are a cache page's,
-    `max_pages` as many as all rows at full length take.
+    `max_pages` as many as all rows at full length take. `target` is what is planned for.
     """
 
     def __init__(self, model_dir: str, target: Target, **flags: Any) -> None:
@@ -77,6 +77,7 @@ class Outline:
         arena = Arena(null, None)
         self.model = lay_out(config, form, sizes, arena, Stream(null), Room(1, 1))
         self.buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
+        self.target = target
         self.target = target
         plan = make_plan(config, form, sizes, self.buckets, target)
         weights = Arena(null, None)
