@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, Op, apply_writes
+from openinfer.kernels import CpuPack, Op, apply_writes, expand_rows
+from openinfer.kernels.reference import rms_norm
 from openinfer.recipes.qwen3_5.buckets import Boundaries
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Model
@@ -202,6 +203,34 @@ def test_greedy_whatever_the_batch(hybrid, session, seed):
         assert tokens == hybrid.greedy(index)[: len(tokens)]
         assert request in aborted or len(tokens) == 32
         assert len(run.outcomes[request].terminals) == 1
+
+
+def test_the_mtp_weights_are_the_published_head(hybrid):
+    """Loaded, not served yet: put together here by hand, they give the goldens' logits of the token after next."""
+    if hybrid.facts["mtp"] is None:
+        assert load_model(hybrid.path).weights.mtp is None
+        return
+    facts = hybrid.facts["mtp"]
+    prompt = hybrid.prompt(facts["prompt"])
+    model, pack = load_model(hybrid.path), CpuPack()
+    mtp, b, eps, count = model.weights.mtp, model.buffers, model.config.rms_norm_eps, len(prompt) - 1
+    start_row(model, prompt)
+    model.forward(pack, len(prompt), 1, len(prompt))
+    final = rms_norm(b.x.numpy()[:count], model.weights.norm.numpy(), eps)
+    nexts = model.weights.embed.numpy()[prompt[1:]]
+    both = [rms_norm(nexts, mtp.embed_norm.numpy(), eps), rms_norm(final, mtp.hidden_norm.numpy(), eps)]
+    b.x.numpy()[:count] = np.concatenate(both, axis=1) @ mtp.fc.weight.numpy().T
+    start_row(model, prompt[:-1])
+    expand_rows(
+        pack, token_ids=b.token_ids[:count], positions=b.positions[:count], token_slots=b.token_slots[:count],
+        prompt=model.rows["prompt"][:count], slots=model.rows["slots"][:1], q_starts=model.rows["q_starts"][:2],
+        seq_lens=model.rows["seq_lens"], last_tokens=model.rows["last_tokens"], alive=model.rows["alive"],
+    )  # fmt: skip
+    model._attention(pack, mtp.layer.input_norm, mtp.layer.mixer, model.kv[:, 0], count, 1, count)
+    model._mlp(pack, mtp.layer, count)
+    normed = rms_norm(b.x.numpy()[:count], mtp.norm.numpy(), eps)
+    logits = normed[facts["positions"]] @ model.weights.lm_head.numpy().T
+    np.testing.assert_allclose(logits, hybrid.numbers["mtp.logits_fp32"], atol=TOLERANCE, rtol=0)
 
 
 def test_a_text_only_config_of_flat_keys(hybrid, session, tmp_path):
