@@ -1,9 +1,11 @@
 """norm_rope_attend: the kernels in the interpreter, and on a GPU, against the reference."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, Target, norm_rope_attend
+from openinfer.kernels import H200, CpuPack, Target, norm_rope_attend
 from openinfer.tensor import Tensor, bfloat16, float32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
@@ -92,7 +94,7 @@ def test_decode_with_any_group(check_op, rng, normal, page_size, heads, kv_heads
 @pytest.mark.parametrize("context", [0, 62, 63, 64, 127, 128, 300, 1000])
 @pytest.mark.parametrize("sms", [1, 4, 16])
 def test_decode_of_one_row_is_split(check_op, rng, normal, context, sms):
-    check(check_op, step(rng, normal, [1], [context], page_size=32), target=Target(90, sms))
+    check(check_op, step(rng, normal, [1], [context], page_size=32), target=Target(90, sms, interpreted=True))
 
 
 def test_decode_with_empty_and_dead_rows(check_op, rng, normal):
@@ -109,7 +111,7 @@ def test_a_step_without_tokens_gives_zeros(check_op, rng, normal):
 @pytest.mark.parametrize("sms", [1, 16])
 def test_decode_with_a_window(check_op, rng, normal, window, sms):
     args = step(rng, normal, [1, 1, 1], [0, 65, 300], window=window)
-    check(check_op, args, target=Target(90, sms))
+    check(check_op, args, target=Target(90, sms, interpreted=True))
 
 
 def test_other_steps_take_the_two_ops_kernels(check_op, rng, normal):
@@ -125,3 +127,44 @@ def test_decode_on_a_gpu(check_op_gpu, rng, normal, rows):
         rng, normal, [1] * rows, before, heads=32, kv_heads=8, dim=128, dead=(rows // 2,) if rows > 1 else ()
     )
     check(check_op_gpu, args)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize("page_size", [8, 16, 64, 128])
+@pytest.mark.parametrize("window", [0, 1, 100, 1000])
+def test_many_rows_of_any_kind_on_a_gpu(check_op_gpu, gpu, rng, normal, page_size, window, interpreted):
+    """The kernel for this GPU, and the one that the interpreter can run too."""
+    before = [0, 1, 63, 64, 65, 4100, 1023, 1024, *rng.integers(0, 400, 92).tolist()]
+    lengths = [0 if row % 9 == 4 else 1 for row in range(100)]
+    sizes = {"heads": 10, "kv_heads": 2, "dim": 128, "page_size": page_size, "window": window}
+    args = step(rng, normal, lengths, before, dead=(2, 50, 99), tokens=100, max_q_len=1, **sizes)
+    check(check_op_gpu, args, target=dataclasses.replace(gpu[0], interpreted=interpreted))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 512])
+def test_calls_follow_each_other_on_a_gpu(check_op_gpu, rng, normal, rows):
+    """More pieces than warpgroups, and fewer."""
+    check(check_op_gpu, step(rng, normal, [1] * rows, [17] * rows, heads=4, kv_heads=1, dim=128))
+
+
+def test_steps_that_fill_the_gpu_have_a_kernel_for_hopper(arena, plan):
+    def function(rows, target, dim=128):
+        shapes = {"qkv": (rows, 48 * dim), "q_norm": (dim,), "k_norm": (dim,), "out": (rows, 32 * dim)}
+        given = {name: arena.alloc(shape, bfloat16) for name, shape in shapes.items()}
+        ints = {"q_starts": (rows + 1,), "block_tables": (513, 64), "seq_lens": (513,), "alive": (513,)}
+        for name in ("slots", "positions", "token_slots", *ints):
+            given[name] = arena.alloc(ints.get(name, (rows,)), np.dtype(np.int32))
+        kv = arena.alloc((50, 36, 2, 8, 16, dim), bfloat16)[:, 7]
+        cos_sin = arena.alloc((1024, 2, dim // 2), float32)
+        args = {"kv": kv, "cos_sin": cos_sin, "eps": 1e-6, "scale": 0.1, "window": 0, "max_q_len": 1}
+        return plan(norm_rope_attend, target=target, **given, **args).specs()[0].function
+
+    assert function(128, H200) == "attend_new_hopper"
+    assert function(17, H200) == "attend_new_hopper"
+    assert function(16, H200) == "attend_new"
+    assert function(513, H200) == "attend_new"
+    assert function(128, H200, dim=64) == "attend_new"
+    assert function(128, Target(90, 132, interpreted=True)) == "attend_new"
+    assert function(128, Target(100, 148)) == "attend_new"

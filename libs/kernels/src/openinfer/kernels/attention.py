@@ -29,6 +29,7 @@ NEW_PAIRS = 64
 _DEVICE = "openinfer.kernels.device.attention"
 _HOPPER = "openinfer.kernels.device.attention_hopper"
 _DECODE = "openinfer.kernels.device.decode_attention"
+_DECODE_HOPPER = "openinfer.kernels.device.decode_attention_hopper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,16 @@ class HopperTile:
     resident: bool
 
     bm: ClassVar[int] = 128
+
+
+@dataclass(frozen=True, slots=True)
+class HopperRing:
+    """A program's share of a decode step in the kernel for Hopper: each of its warpgroups has `stages` blocks of `bn`
+    keys and their values in shared memory. Rows of more than `part_size` keys are split into parts."""
+
+    bn: int
+    stages: int
+    part_size: int
 
 
 def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
@@ -80,17 +91,12 @@ def long_tile(target: Target, group: int, dim: int) -> Tile:
 
 def hopper_tile(target: Target, call: Call) -> HopperTile | None:
     """The tile for rows of many tokens where the kernel for Hopper takes the call, else None."""
-    page_stride = call.kv.strides[0]
     if (
-        target.arch != 90
-        or target.interpreted
+        not _is_matrix(target, call)
         or target.batch_invariant
         or call.tokens < HOPPER_TOKENS
         or call.dim not in (64, 128)
         or call.group > HopperTile.bm
-        or call.page_size < 8
-        or page_stride % call.dim
-        or call.kv.shape[0] * page_stride // call.dim > INT32_MAX
     ):
         return None
     return HopperTile(128, 2, in_turn=False, resident=True)
@@ -98,6 +104,35 @@ def hopper_tile(target: Target, call: Call) -> HopperTile | None:
 
 HOPPER_TOKENS = 512
 """The fewest tokens of a step for which the kernel for Hopper is the faster one: 128 take it 14.6 us, the other 9.1."""
+
+
+def hopper_ring(target: Target, call: Call) -> HopperRing | None:
+    """How the kernel for Hopper takes a decode step, or None where the other one does: it is for steps whose rows fill
+    the GPU. Its copying warps keep the lengths of all rows in registers."""
+    if not _is_matrix(target, call) or call.dim != 128 or call.group >= 64 or call.rows > 512:
+        return None
+    return HopperRing(64, 3, 1024) if call.rows * call.kv_heads > target.num_sms else None
+
+
+def _is_matrix(target: Target, call: Call) -> bool:
+    """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns."""
+    page_stride = call.kv.strides[0]
+    return (
+        target.arch == 90
+        and not target.interpreted
+        and call.page_size >= 8
+        and page_stride % call.dim == 0
+        and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
+    )
+
+
+def _matrix(call: Call, bn: int) -> TensorMap:
+    """A layer's pages in a matrix of `dim` columns, with other layers' rows between them."""
+    page_rows = call.kv.strides[0] // call.dim
+    shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)
+    matrix = Tensor(call.kv.ptr, shape, call.kv.dtype, call.kv.device, (call.dim, 1), call.kv)
+    return TensorMap(matrix, (min(call.page_size, bn), 64))
+
 
 MOST_PARTS = 16
 LARGE_PART = 4096
@@ -177,6 +212,7 @@ class Choice:
     splits: int
     part_size: int
     num_sms: int
+    ring: HopperRing | None
     only_long: bool = False
     """Whether rows of few tokens take the kernel of the others."""
 
@@ -186,7 +222,8 @@ def choose(target: Target, call: Call) -> Choice:
     short = short_tile(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
-    return Choice(short, long, *parts, target.num_sms, only_long=target.batch_invariant)
+    ring = hopper_ring(target, call)
+    return Choice(short, long, *parts, target.num_sms, ring, only_long=target.batch_invariant)
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -228,10 +265,6 @@ def _long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
 
 def _long_rows_hopper(call: Call, tile: HopperTile, tiles: int, num_sms: int, short: int) -> Launch:
     items = call.kv_heads * tiles
-    page_rows = call.kv.strides[0] // call.dim
-    # The layer's pages lie in a matrix of `dim` columns with other layers' rows between them.
-    shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)
-    matrix = Tensor(call.kv.ptr, shape, call.kv.dtype, call.kv.device, (call.dim, 1), call.kv)
     named = ("out", "q", "kv", "slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width")
     return launch(
         _HOPPER,
@@ -239,8 +272,8 @@ def _long_rows_hopper(call: Call, tile: HopperTile, tiles: int, num_sms: int, sh
         (min(items, num_sms) if tile.resident else items,),
         {
             **{name: call.args[name] for name in named},
-            "kv": TensorMap(matrix, (min(call.page_size, tile.bn), 64)),
-            "page_rows": page_rows,
+            "kv": _matrix(call, tile.bn),
+            "page_rows": call.kv.strides[0] // call.dim,
             "window": call.args["window"],
             "scale": call.args["scale"],
             "rows": call.rows,
@@ -281,6 +314,8 @@ def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: i
 
 def new_tokens(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float) -> Launch:
     """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin."""
+    if choice.ring is not None:
+        return _new_tokens_hopper(call, choice.ring, choice.num_sms, new, eps)
     splits, group = choice.splits, call.group
     merged = power_of_two(group)
     heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, group)
@@ -306,3 +341,44 @@ def new_tokens(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float) -
     return launch(
         _DECODE, "attend_new", (*heads, splits), args, constants, num_warps=tile.warps, num_stages=tile.stages
     )
+
+
+MOST_SHARES = 8
+"""Parts of a row at most in the decode kernel for Hopper, which is for many rows."""
+
+
+def _new_tokens_hopper(
+    call: Call, ring: HopperRing, num_sms: int, new: Mapping[str, Arg], eps: float
+) -> Launch:
+    splits = min(MOST_SHARES, -(-call.table_tokens // ring.part_size))
+    parts = (call.rows, call.kv_heads, splits, call.group)
+    args = {
+        "out": call.args["out"],
+        "kv": _matrix(call, ring.bn),
+        "kv_pages": call.kv,
+        **new,
+        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
+        "table_width": call.args["table_width"],
+        "page_rows": call.kv.strides[0] // call.dim,
+        **{name: call.args[name] for name in ("page_stride", "window", "scale")},
+        "eps": eps,
+        "partial": Scratch((*parts, call.dim), float32),
+        "weight": Scratch(parts, float32),
+        "arrived": Scratch((call.rows, call.kv_heads), int32, zeroed=True),
+        "queue": Scratch((2,), int32, zeroed=True),
+        "part_size": ring.part_size,
+        "splits": splits,
+        "rows": call.rows,
+        "tokens": call.tokens,
+        "kv_heads": call.kv_heads,
+    }
+    constants = {
+        "GROUP": call.group,
+        "D": call.dim,
+        "PAGE": call.page_size,
+        "BN": ring.bn,
+        "STAGES": ring.stages,
+        "ROWS": max(32, power_of_two(call.rows)),
+        "WINDOWED": call.args["window"] != NO_WINDOW,
+    }
+    return launch(_DECODE_HOPPER, "attend_new_hopper", (num_sms,), args, constants, num_warps=4)
