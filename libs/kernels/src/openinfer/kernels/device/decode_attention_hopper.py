@@ -25,8 +25,7 @@ def _weighted(unit, gain):
     """Float32 `unit` times a weight, rounded before and after; only after if the weight is float32."""
     if gain.dtype == gl.float32:
         return (unit * gain).to(gl.bfloat16)
-    else:
-        return (unit.to(gl.bfloat16).to(gl.float32) * gain.to(gl.float32)).to(gl.bfloat16)
+    return (unit.to(gl.bfloat16).to(gl.float32) * gain.to(gl.float32)).to(gl.bfloat16)
 
 
 @gluon.jit
@@ -56,8 +55,8 @@ def _heads(source, q_norm, k_norm, cos_sin, head, heads, before, eps, GROUP: gl.
 
 
 @gluon.jit
-def _blocks(begin, blocks, step, done, query, buffers, kv, full, empty, m, l, acc, before, window, scale, BN: gl.constexpr,
-            STAGES: gl.constexpr, WINDOWED: gl.constexpr, SIDE: gl.constexpr, S_LAYOUT: gl.constexpr,
+def _blocks(begin, blocks, step, done, query, buffers, kv, full, empty, m, l, acc, before, window, scale,
+            BN: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr, SIDE: gl.constexpr, S_LAYOUT: gl.constexpr,
             O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr):  # fmt: skip
     """The online softmax over cached keys, `blocks` times BN of them, `step` apart."""
     CHUNKS: gl.constexpr = BN // buffers.shape[1]
@@ -159,6 +158,18 @@ def _hand_in(out, partial, weight, arrived, tile, splits, part, parts, place, ac
 
 
 @gluon.jit
+def _fill(
+    out, within, inside, first, tokens, heads, GROUP: gl.constexpr, D: gl.constexpr, O_LAYOUT: gl.constexpr
+):
+    """Zeros for this warpgroup's share of the tokens after the last row."""
+    for token in range(first + gl.program_id(0), tokens, SIDES * gl.num_programs(0)):
+        for head in range(heads // GROUP):
+            zeros = gl.zeros([64, D], gl.bfloat16, O_LAYOUT)
+            place = (token.to(gl.int64) * heads + head * GROUP) * D
+            gl.store(out + place + within, zeros, mask=inside)
+
+
+@gluon.jit
 def _consume(out, kv_pages, qkv, q_norm, k_norm, cos_sin, qbuf, buffers, full, empty, ring, told, read, q_starts,
              block_tables, table_width, page_stride, window, scale, eps, partial, weight, arrived, splits, rows, tokens,
              kv_heads, GROUP: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
@@ -175,13 +186,8 @@ def _consume(out, kv_pages, qkv, q_norm, k_norm, cos_sin, qbuf, buffers, full, e
     group = gl.arange(0, 64, gl.SliceLayout(1, O_LAYOUT))
     inside = (group < GROUP)[:, None]
     within = group[:, None] * D + wide[None, :]
-    programs = gl.num_programs(0)
-    for token in range(
-        gl.load(q_starts + rows) + SIDE * programs + gl.program_id(0), tokens, SIDES * programs
-    ):
-        for h in range(kv_heads):
-            zeros = gl.zeros([64, D], gl.bfloat16, O_LAYOUT)
-            gl.store(out + (token.to(gl.int64) * heads + h * GROUP) * D + within, zeros, mask=inside)
+    unused = gl.load(q_starts + rows) + SIDE * gl.num_programs(0)
+    _fill(out, within, inside, unused, tokens, heads, GROUP, D, O_LAYOUT)
 
     done = 0
     turn = 1
@@ -237,8 +243,8 @@ def attend_new_hopper(
     """One token a row; a row's keys are dealt to its parts, and what is written where, as in attend_new.
 
     kv: a layer of the cache as a matrix of D columns, `page_rows` rows from one page to the next; kv_pages: the same
-    memory. queue: int32 [2], zero before and after. ROWS: `rows` or the next power of two, at least 32. Grid: any number
-    of programs.
+    memory. queue: int32 [2], zero before and after. ROWS: `rows` or the next power of two, at least 32. Grid: any
+    number of programs.
     """
     CHUNK: gl.constexpr = kv.block_type.shape[0]
     BUFFERS: gl.constexpr = SIDES * STAGES * 2
@@ -263,18 +269,18 @@ def attend_new_hopper(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (out, kv_pages, qkv, q_norm, k_norm, cos_sin, qbuf, buffers, full, empty, ring, told, read, q_starts,
-                        block_tables, table_width, page_stride, window, scale, eps, partial, weight, arrived, splits, rows,
-                        tokens, kv_heads, GROUP, D, PAGE, BN, STAGES, WINDOWED, 0)),
-            (_consume, (out, kv_pages, qkv, q_norm, k_norm, cos_sin, qbuf, buffers, full, empty, ring, told, read, q_starts,
-                        block_tables, table_width, page_stride, window, scale, eps, partial, weight, arrived, splits, rows,
-                        tokens, kv_heads, GROUP, D, PAGE, BN, STAGES, WINDOWED, 1)),
-            (_produce, (kv, buffers, full, empty, ring, told, read, queue, slots, q_starts, seq_lens, alive, block_tables,
-                        table_width, page_rows, window, part_size, splits, rows, kv_heads, D, PAGE, BN, STAGES, ROWS,
-                        WINDOWED, 0)),
-            (_produce, (kv, buffers, full, empty, ring, told, read, queue, slots, q_starts, seq_lens, alive, block_tables,
-                        table_width, page_rows, window, part_size, splits, rows, kv_heads, D, PAGE, BN, STAGES, ROWS,
-                        WINDOWED, 1)),
+            (_consume, (out, kv_pages, qkv, q_norm, k_norm, cos_sin, qbuf, buffers, full, empty, ring, told, read,
+                        q_starts, block_tables, table_width, page_stride, window, scale, eps, partial, weight,
+                        arrived, splits, rows, tokens, kv_heads, GROUP, D, PAGE, BN, STAGES, WINDOWED, 0)),
+            (_consume, (out, kv_pages, qkv, q_norm, k_norm, cos_sin, qbuf, buffers, full, empty, ring, told, read,
+                        q_starts, block_tables, table_width, page_stride, window, scale, eps, partial, weight,
+                        arrived, splits, rows, tokens, kv_heads, GROUP, D, PAGE, BN, STAGES, WINDOWED, 1)),
+            (_produce, (kv, buffers, full, empty, ring, told, read, queue, slots, q_starts, seq_lens, alive,
+                        block_tables, table_width, page_rows, window, part_size, splits, rows, kv_heads, D, PAGE, BN,
+                        STAGES, ROWS, WINDOWED, 0)),
+            (_produce, (kv, buffers, full, empty, ring, told, read, queue, slots, q_starts, seq_lens, alive,
+                        block_tables, table_width, page_rows, window, part_size, splits, rows, kv_heads, D, PAGE, BN,
+                        STAGES, ROWS, WINDOWED, 1)),
         ],
         [4, 1, 1],
         [216, 72, 72],

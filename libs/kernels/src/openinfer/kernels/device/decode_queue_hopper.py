@@ -25,15 +25,6 @@ def _add(a, b):
 
 
 @gluon.jit
-def _parts(before, window, part_size, splits, BN: gl.constexpr, WINDOWED: gl.constexpr):
-    """Into how many parts the keys of a row are dealt."""
-    low = before * 0
-    if WINDOWED:
-        low = gl.maximum(before + 1 - window, 0) // BN * BN
-    return gl.minimum((before + part_size - low) // part_size, splits)
-
-
-@gluon.jit
 def _low(before, window, BN: gl.constexpr, WINDOWED: gl.constexpr):
     """The first key of the first block that is seen."""
     low = 0
@@ -43,8 +34,14 @@ def _low(before, window, BN: gl.constexpr, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
-def _piece(t, ends, total, slots, q_starts, seq_lens, alive, window, part_size, splits, rows, kv_heads, BN: gl.constexpr,
-           WINDOWED: gl.constexpr):  # fmt: skip
+def _parts(before, window, part_size, splits, BN: gl.constexpr, WINDOWED: gl.constexpr):
+    """Into how many parts the keys of a row are dealt."""
+    return gl.minimum((before + part_size - _low(before, window, BN, WINDOWED)) // part_size, splits)
+
+
+@gluon.jit
+def _piece(t, ends, total, slots, q_starts, seq_lens, alive, window, part_size, splits, rows, kv_heads,
+           BN: gl.constexpr, WINDOWED: gl.constexpr):  # fmt: skip
     """The FIELDS of piece t. `ends`: how many parts the rows up to each have together."""
     unit = t // kv_heads
     row = gl.minimum(gl.sum((ends <= unit).to(gl.int32), 0), rows - 1)
@@ -106,9 +103,9 @@ def _copy_block(kv, buffers, full, empty, done, table, n, before, key, value, pa
 
 
 @gluon.jit
-def _produce(kv, buffers, full, empty, ring, told, read, queue, slots, q_starts, seq_lens, alive, block_tables, table_width,
-             page_rows, window, part_size, splits, rows, kv_heads, D: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
-             STAGES: gl.constexpr, ROWS: gl.constexpr, WINDOWED: gl.constexpr,
+def _produce(kv, buffers, full, empty, ring, told, read, queue, slots, q_starts, seq_lens, alive, block_tables,
+             table_width, page_rows, window, part_size, splits, rows, kv_heads, D: gl.constexpr, PAGE: gl.constexpr,
+             BN: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, WINDOWED: gl.constexpr,
              SIDE: gl.constexpr):  # fmt: skip
     """The warp that takes pieces from the queue, a turn ahead, and copies their keys and values."""
     LANES: gl.constexpr = gl.BlockedLayout([ROWS // 32], [32], [1], [0])
@@ -142,8 +139,8 @@ def _produce(kv, buffers, full, empty, ring, told, read, queue, slots, q_starts,
         full_after = gl.minimum(gl.maximum(blocks, 1), STAGES) - 1
         for j in range(gl.maximum(blocks, 1)):
             if j < blocks:
-                _copy_block(kv, buffers, full, empty, done, table, begin + j * step, stop, key, value, page_rows, PAGE, BN,
-                            D, STAGES, SIDE)  # fmt: skip
+                _copy_block(kv, buffers, full, empty, done, table, begin + j * step, stop, key, value, page_rows, PAGE,
+                            BN, D, STAGES, SIDE)  # fmt: skip
                 done += 1
             if j == full_after:  # there is time now
                 piece = _piece(workers + gl.atomic_add(queue, 1, sem="relaxed"), ends, total, slots, q_starts, seq_lens,
