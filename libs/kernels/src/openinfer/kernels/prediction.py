@@ -8,7 +8,7 @@ The three speeds are fitted to measured steps, so they are what our kernels reac
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
@@ -16,8 +16,7 @@ from openinfer.kernels.packs.null import Call
 _FAR = 1 << 20  # tokens, for the slope of a cost
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(NamedTuple):
     """Of a GPU with these kernels: memory and matrix products while they run, and what a kernel takes besides."""
 
     bytes_per_s: float
@@ -30,8 +29,7 @@ SPEEDS = {"NVIDIA H200": Speed(4.10e12, 547e12, 5.0e-6)}
 (10 % for most)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Varying:
+class _Varying(NamedTuple):
     """The cost of an op that depends on the cached tokens and the pairs of query and key: without any, what a token
     adds, what a pair adds. `times`: calls of it."""
 
@@ -41,8 +39,7 @@ class _Varying:
     pair: tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Seconds of a recorded step or segment, for any workload in it."""
 
     fixed_s: float

@@ -4,8 +4,7 @@ commands of the first call serve the others, which makes recording steps several
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from openinfer.kernels.launch import Command, Matmul, TensorMap
 from openinfer.kernels.op import Op
@@ -22,8 +21,7 @@ Source = tuple[str, int]
 """An argument of an op, and bytes from its start."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(NamedTuple):
     """The commands of a call, and where each of their tensors (by id) is among the call's arguments; None if that does
     not follow from the arguments alone."""
 
