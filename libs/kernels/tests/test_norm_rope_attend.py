@@ -132,18 +132,18 @@ def test_decode_on_a_gpu(check_op_gpu, rng, normal, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("interpreted", [False, True])
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
-@pytest.mark.parametrize("window", [0, 1, 100, 1000])
+@pytest.mark.parametrize("window", [0, 100])
 def test_many_rows_of_any_kind_on_a_gpu(check_op_gpu, gpu, rng, normal, page_size, window, interpreted):
     """The kernel for this GPU, and the one that the interpreter can run too."""
-    before = [0, 1, 63, 64, 65, 4100, 1023, 1024, *rng.integers(0, 400, 92).tolist()]
-    lengths = [0 if row % 9 == 4 else 1 for row in range(100)]
+    before = [0, 1, 63, 64, 65, 2100, 1023, 1024, *rng.integers(0, 400, 62).tolist()]
+    lengths = [0 if row % 9 == 4 else 1 for row in range(70)]
     sizes = {"heads": 10, "kv_heads": 2, "dim": 128, "page_size": page_size, "window": window}
-    args = step(rng, normal, lengths, before, dead=(2, 50, 99), tokens=100, max_q_len=1, **sizes)
+    args = step(rng, normal, lengths, before, dead=(2, 50, 69), tokens=70, max_q_len=1, **sizes)
     check(check_op_gpu, args, target=dataclasses.replace(gpu[0], interpreted=interpreted))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [64, 512])
+@pytest.mark.parametrize("rows", [140, 512])
 def test_calls_follow_each_other_on_a_gpu(check_op_gpu, rng, normal, rows):
     """More pieces than warpgroups, and fewer."""
     check(check_op_gpu, step(rng, normal, [1] * rows, [17] * rows, heads=4, kv_heads=1, dim=128))
