@@ -18,7 +18,8 @@ from openinfer.kernels.reference import rms_norm
 from openinfer.recipes.qwen3_5.buckets import Boundaries
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Model
-from openinfer.recipes.qwen3_5.startup import Room, Sizes, lay_out
+from openinfer.recipes.qwen3_5.sizes import Room, Sizes
+from openinfer.recipes.qwen3_5.startup import lay_out
 from openinfer.recipes.qwen3_5.weights import DeltaNet, Format, Mixture
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 

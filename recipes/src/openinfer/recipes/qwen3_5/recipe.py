@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from openinfer.frontend.contract import EngineSpec
@@ -49,6 +49,10 @@ class Qwen35Recipe:
             default=1024,
             help="requests that may wait; default: %(default)s",
         )
+        self._add_memory(add)
+
+    def _add_memory(self, add: Callable[..., argparse.Action]) -> None:
+        """What memory is used for, and how steps are run."""
         add(
             "--gpu-memory-utilization",
             type=float,

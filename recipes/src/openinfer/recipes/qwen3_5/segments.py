@@ -17,15 +17,8 @@ from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.engine import Qwen35Engine
 from openinfer.recipes.qwen3_5.gate import Forced
 from openinfer.recipes.qwen3_5.model import Model
-from openinfer.recipes.qwen3_5.startup import (
-    OUTSIDE_BYTES,
-    Options,
-    Room,
-    decide_sizes,
-    lay_out,
-    make_plan,
-    states_wanted,
-)
+from openinfer.recipes.qwen3_5.sizes import OUTSIDE_BYTES, Options, Room, decide_sizes, states_wanted
+from openinfer.recipes.qwen3_5.startup import lay_out, make_plan
 from openinfer.recipes.qwen3_5.weights import Format, Weights
 from openinfer.tensor import Arena, Device, Stream
 

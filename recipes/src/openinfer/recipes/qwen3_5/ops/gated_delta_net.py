@@ -88,6 +88,34 @@ def _contract(
     Dead rows and tokens past q_starts[R] change no state but block 0's, which nobody reads; what is written to `out`
     for them is finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).
     """
+    _expect_layer(out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state)
+    tokens = qkv.shape[0]
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    by_slot = {"seq_lens": seq_lens, "alive": alive, "state_from": state_from, "state_to": state_to}
+    for name, tensor in by_slot.items():
+        expect(name, tensor, (size,), int32)
+    expect("snapshot_ends", snapshot_ends, (rows, -1), int32)
+    expect("snapshot_blocks", snapshot_blocks, snapshot_ends.shape, int32)
+    require(eps > 0, f"eps is {eps}; it must be positive")
+    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
+    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+
+
+def _expect_layer(
+    out: Tensor,
+    qkv: Tensor,
+    z: Tensor,
+    ba: Tensor,
+    conv_weight: Tensor,
+    decay: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+) -> None:
+    """What is not of the batch: activations, weights and states."""
     expect("state", state, (-1, -1, -1, -1), float32, dense=False)
     expect("state[0]", state[0], state.shape[1:])
     _, heads, key_dim, value_dim = state.shape
@@ -111,17 +139,6 @@ def _contract(
     expect("norm_weight", norm_weight, (value_dim,), float32)
     expect("conv_state", conv_state, (state.shape[0], conv_weight.shape[1], width), dtype, dense=False)
     expect("conv_state[0]", conv_state[0], conv_state.shape[1:])
-    rows, size = slots.shape[0], seq_lens.shape[0]
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    by_slot = {"seq_lens": seq_lens, "alive": alive, "state_from": state_from, "state_to": state_to}
-    for name, tensor in by_slot.items():
-        expect(name, tensor, (size,), int32)
-    expect("snapshot_ends", snapshot_ends, (rows, -1), int32)
-    expect("snapshot_blocks", snapshot_blocks, snapshot_ends.shape, int32)
-    require(eps > 0, f"eps is {eps}; it must be positive")
-    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
-    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
 
 
 def causal_conv1d(m: Array, ring: Array, weight: Array, start: int) -> Array:
