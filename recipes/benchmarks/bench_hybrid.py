@@ -181,11 +181,19 @@ TUNINGS: dict[str, dict[str, int]] = {
     "scan 64 columns 8 warps 3 stages": {"columns": 64, "scan_warps": 8},
     "inputs 4 warps": {"inputs_warps": 4},
     "prepare 8 warps": {"prepare_warps": 8},
+    "prepare 168 registers": {"prepare_registers": 168},
+    "prepare 128 registers": {"prepare_registers": 128},
 }
 STEPS: dict[str, dict[str, int]] = {
-    f"step {columns} columns {warps} warps": {"step_columns": columns, "step_warps": warps}
-    for columns, warps in ((32, 1), (16, 1), (32, 2), (64, 2), (64, 4), (128, 4), (32, 4))
-}
+    f"step {columns} columns {warps} warps {registers or 'any'} registers": {
+        "step_columns": columns,
+        "step_warps": warps,
+        "step_registers": registers,
+    }
+    for columns, warps, registers in (
+        (128, 4, 0), (64, 4, 0), (64, 4, 128), (32, 1, 0), (16, 1, 0), (32, 2, 0), (64, 2, 0), (32, 4, 0),
+    )
+}  # fmt: skip
 
 
 def delta_checks(report: Report) -> None:

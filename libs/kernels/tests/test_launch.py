@@ -56,7 +56,7 @@ def test_equal_launches_share_one_spec_whatever_their_addresses_and_sizes():
 def test_a_spec_is_what_json_has_and_reads_well():
     spec = make({"a": null(256, 2)}, BLOCK=4).spec
     assert set(spec.as_json()) == {
-        "module", "function", "signature", "constants", "divisible", "num_warps", "num_stages",
+        "module", "function", "signature", "constants", "divisible", "num_warps", "num_stages", "max_registers",
     }  # fmt: skip
     assert str(spec) == "kernels.f[BLOCK=4]w4s3"
 

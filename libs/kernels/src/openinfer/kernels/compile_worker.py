@@ -33,6 +33,7 @@ def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
     signature = {n: "constexpr" if n in constants else types[n] for n in function.arg_names}
     attrs = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in spec["divisible"]}
     options = {"num_warps": spec["num_warps"], "num_stages": spec["num_stages"], "enable_fp_fusion": True}
+    options["maxnreg"] = spec["max_registers"] or None
     source = GluonASTSource if function.is_gluon() else ASTSource
     compiled = triton.compile(
         source(function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=options

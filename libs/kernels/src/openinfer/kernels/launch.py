@@ -92,11 +92,14 @@ class KernelSpec:
     divisible: tuple[str, ...]  # arguments that are multiples of 16
     num_warps: int
     num_stages: int
+    max_registers: int = 0  # a thread; 0: as many as the compiler likes. Fewer let more programs share an SM
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         values = (self.module, self.function, self.signature, self.constants, self.divisible)
-        object.__setattr__(self, "_hash", hash((*values, self.num_warps, self.num_stages)))
+        object.__setattr__(
+            self, "_hash", hash((*values, self.num_warps, self.num_stages, self.max_registers))
+        )
 
     def __hash__(self) -> int:
         return self._hash
@@ -144,6 +147,7 @@ def launch(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
+    max_registers: int = 0,
 ) -> Launch:
     """Make a launch record; types and alignments follow from the arguments.
 
@@ -157,7 +161,14 @@ def launch(
         if aligned:
             divisible.append(name)
     spec = _spec(
-        module, function, tuple(signature), tuple(constants.items()), tuple(divisible), num_warps, num_stages
+        module,
+        function,
+        tuple(signature),
+        tuple(constants.items()),
+        tuple(divisible),
+        num_warps,
+        num_stages,
+        max_registers,
     )
     x, y, z = (*grid, 1, 1)[:3]
     return Launch(spec, (x, y, z), tuple(args.values()))
@@ -172,10 +183,13 @@ def _spec(
     divisible: tuple[str, ...],
     num_warps: int,
     num_stages: int,
+    max_registers: int,
 ) -> KernelSpec:
     """One object a spec, so that looking it up compares identities: a process has hundreds of specs and millions of
     launches."""
-    return KernelSpec(module, function, signature, tuple(sorted(constants)), divisible, num_warps, num_stages)
+    return KernelSpec(
+        module, function, signature, tuple(sorted(constants)), divisible, num_warps, num_stages, max_registers
+    )
 
 
 def _type_of(name: str, arg: Arg) -> tuple[str, bool]:

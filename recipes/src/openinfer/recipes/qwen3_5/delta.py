@@ -23,8 +23,10 @@ class Tuning:
 
     step_columns: int = 128
     step_warps: int = 4
+    step_registers: int = 0
     inputs_warps: int = 8
     prepare_warps: int = 4
+    prepare_registers: int = 0
     columns: int = 32
     scan_warps: int = 4
     scan_stages: int = 3
@@ -87,7 +89,15 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
     )
     grid = (heads * (dv // columns), rows)
     constants = call.sizes | call.taps | {"BV": columns}
-    return launch(_DEVICE + "delta_step", "delta_step", grid, args, constants, num_warps=tuning.step_warps)
+    return launch(
+        _DEVICE + "delta_step",
+        "delta_step",
+        grid,
+        args,
+        constants,
+        num_warps=tuning.step_warps,
+        max_registers=tuning.step_registers,
+    )
 
 
 _CHUNKS = _DEVICE + "delta_chunks"
@@ -130,6 +140,7 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         | common,
         {"DK": dk, "GROUP": sizes["GROUP"], "C": CHUNK, "LEVELS": CHUNK.bit_length() - 1},
         num_warps=tuning.prepare_warps,
+        max_registers=tuning.prepare_registers,
     )
     yield _scan(call, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
     yield launch(
