@@ -204,7 +204,8 @@ def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int)
 
 
 @pytest.mark.parametrize("m", [1, 3, 65])
-def test_gated_kernels_take_scales(check_op: Any, normal: Any, m: int) -> None:
-    values, scales = scaled_weight(normal, (208, 272), (208, 272))
-    args = {"x": normal(m, 272), "norm_weight": normal(272), "weight": values, "scales": scales, "eps": 1e-6}
+@pytest.mark.parametrize("k", [272, 384])
+def test_gated_kernels_take_scales(check_op: Any, normal: Any, m: int, k: int) -> None:
+    values, scales = scaled_weight(normal, (208, k), (208, k))
+    args = {"x": normal(m, k), "norm_weight": normal(k), "weight": values, "scales": scales, "eps": 1e-6}
     check_op(gate_up_silu, {"out": 1.5e-2}, out=np.full((m, 208), np.nan, bfloat16), **args)

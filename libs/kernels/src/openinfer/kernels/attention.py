@@ -94,12 +94,12 @@ def hopper_tile(target: Target, call: Call) -> HopperTile | None:
     if (
         not _is_matrix(target, call)
         or target.batch_invariant
-        or call.tokens < HOPPER_TOKENS
-        or call.dim not in (64, 128)
+        or (call.tokens < HOPPER_TOKENS and call.dim < 256)
+        or call.dim not in (64, 128, 256)
         or call.group > HopperTile.bm
     ):
         return None
-    return HopperTile(128, 2, in_turn=False, resident=True)
+    return HopperTile(128 if call.dim <= 128 else 64, 2, in_turn=False, resident=True)
 
 
 HOPPER_TOKENS = 512

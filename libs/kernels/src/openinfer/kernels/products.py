@@ -8,8 +8,9 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
+from openinfer.kernels.reference import SCALE_BLOCK
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import Choice, choose, rule
+from openinfer.kernels.tuning import Choice, choose, scaled_rule
 from openinfer.tensor import Tensor, bfloat16, int32
 
 CUBLAS_WORKSPACE = 32 << 20
@@ -63,7 +64,7 @@ def product(
 def _choose(target: Target, op: str, m: int, weight: Tensor, scales: Tensor | None) -> Choice:
     """The tables are of bf16 weights."""
     expect_float8(target, scales)
-    return (choose if scales is None else rule)(target, op, m, *weight.shape)
+    return (choose if scales is None else scaled_rule)(target, op, m, *weight.shape)
 
 
 def _product(
@@ -193,13 +194,15 @@ def _gemv(
     }
     constants = {
         "BN": c.bn,
-        "BK": c.bk,
         "STAGES": c.stages,
         "NORM": 1 << (k - 1).bit_length() if norm else 0,
         "ADD": add,
         "GATED": gated,
-        "SCALED": scales is not None,
     }
+    if scales is not None and c.bk % SCALE_BLOCK == 0:
+        constants |= {"BLOCKS": c.bk // SCALE_BLOCK}
+        return launch(_LINEAR, "gemv_scaled", (programs,), args, constants, num_warps=c.warps)
+    constants |= {"BK": c.bk, "SCALED": scales is not None}
     return launch(_LINEAR, "gemv", (programs,), args, constants, num_warps=c.warps)
 
 

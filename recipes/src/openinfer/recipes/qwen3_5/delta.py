@@ -25,8 +25,9 @@ class Tuning:
     step_warps: int = 4
     step_registers: int = 0
     inputs_warps: int = 8
+    inputs_registers: int = 80
     prepare_warps: int = 4
-    prepare_registers: int = 0
+    prepare_registers: int = 168
     columns: int = 32
     scan_warps: int = 4
     scan_stages: int = 3
@@ -128,6 +129,7 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         | {"key_heads": call.key_heads, **common},
         sizes | call.taps,
         num_warps=tuning.inputs_warps,
+        max_registers=tuning.inputs_registers,
     )
     yield launch(
         _CHUNKS,

@@ -108,6 +108,43 @@ def gemv(
 
 
 @triton.jit
+def gemv_scaled(
+    out, x, gain, weight, scales, N, K, eps,
+    BN: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """gemv of float8 weights, for a K of whole blocks, BLOCKS of them at a time: a thread reads a scale once, not with
+    every weight. Grid (cdiv(N, BN),)."""
+    rn = tl.program_id(0) * BN + tl.arange(0, BN)
+    block, column = tl.arange(0, BLOCKS), tl.arange(0, 128)
+    place = block[:, None] * 128 + column[None, :]
+    row = weight + tl.minimum(rn, N - 1).to(tl.int64)[None, :, None] * K + place[:, None, :]
+    up_row = row + N.to(tl.int64) * K
+    of_blocks = scales + tl.program_id(0) * BN // 128 * (K // 128) + block
+    of_up_blocks = of_blocks + tl.cdiv(N, 128) * (K // 128)
+    scale = 1.0
+    if NORM:
+        whole = tl.arange(0, NORM)
+        all_x = tl.load(x + whole, mask=whole < K, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(all_x * all_x, 0) / K + eps)
+    acc = tl.zeros(
+        (BLOCKS, BN, 128), tl.float32
+    )  # in this order a thread has several rows, and the same x for them
+    up = tl.zeros((BLOCKS, BN, 128), tl.float32)
+    for k in tl.range(0, K, BLOCKS * 128, num_stages=STAGES):
+        value = _unit(x + k + place, gain + k + place, scale, NORM)
+        of_row = value * tl.load(of_blocks + k // 128)[:, None]
+        acc += tl.load(row + k).to(tl.float32) * of_row[:, None, :]
+        if GATED:
+            of_row = value * tl.load(of_up_blocks + k // 128)[:, None]
+            up += tl.load(up_row + k).to(tl.float32) * of_row[:, None, :]
+    total = tl.sum(tl.sum(acc, 2), 0)
+    if GATED:
+        total = gated(total, tl.sum(tl.sum(up, 2), 0), out.dtype.element_ty)
+    _finish(out + rn, total, rn < N, ADD)
+
+
+@triton.jit
 def _store_small(out, acc, up, rm, rn, M, N, ADD: tl.constexpr, GATED: tl.constexpr):
     value = acc
     if GATED:
