@@ -88,13 +88,16 @@ class Report:
                 {"case": case, "variant": variant, "error": f"{type(e).__name__}: {e}"[:1000]}
             )
 
-    def time(self, case: str, variants: list[Variant], cost: Cost | None, layers: int) -> None:
-        """Time variants of a call that a step has `layers` of, and print how the commands of the first share it."""
+    def time(
+        self, case: str, variants: list[Variant], cost: Cost | None, layers: int, *, parts: bool = True
+    ) -> None:
+        """Time variants of a call that a step has `layers` of. With `parts` the commands of the first also by
+        themselves: they find anything in scratch memory then, so it must be no index."""
         specs = [c.spec for _, commands in variants for c in commands(0) if isinstance(c, Launch)]
         self.guarded(case, "compiling", lambda: self.bench.store.prepare(specs) and None)
         for number, (name, commands) in enumerate(variants):
 
-            def work(name: str = name, commands: Any = commands, parts: bool = number == 0) -> None:
+            def work(name: str = name, commands: Any = commands, parts: bool = parts and number == 0) -> None:
                 made = [commands(n) for n in range(layers)]
                 submit = self.bench.pack.submit
                 calls = [functools.partial(submit, name, c) for c in made]
@@ -511,7 +514,7 @@ def experts_case(report: Report, case: str, tokens: int, scaled: bool) -> None:
     for tile in TALL if tokens * CHOSEN <= 32 * EXPERTS else WIDE:
         deep = dataclasses.replace(tile, bk=min(tile.bk, 128))
         variants.append((f"{tile}"[4:], functools.partial(tiled, tile, deep)))
-    report.time(case, variants, experts_add.cost(workload, **on(0)), MOE_LAYERS * 2)
+    report.time(case, variants, experts_add.cost(workload, **on(0)), MOE_LAYERS * 2, parts=False)
 
 
 def op_commands(bench: Bench, args: dict[str, Any]) -> list[Command]:

@@ -40,7 +40,7 @@ def mixture(rng, normal, tokens, count, chosen, hidden, inter, *, scaled=False, 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "count", "chosen", "hidden", "inter"),
-    [(1, 8, 2, 128, 64), (3, 5, 3, 160, 80), (20, 4, 2, 64, 208), (150, 3, 2, 64, 48)],
+    [(1, 8, 2, 128, 64), (3, 5, 3, 160, 80), (6, 20, 3, 64, 32), (20, 4, 2, 64, 208), (150, 3, 2, 64, 48)],
 )
 def test_any_sizes(check_op, rng, normal, tokens, count, chosen, hidden, inter, scaled):
     args = mixture(rng, normal, tokens, count, chosen, hidden, inter, scaled=scaled)
@@ -55,6 +55,15 @@ def test_tiles_that_some_experts_overflow_and_others_leave_empty(check_op, rng, 
     monkeypatch.setattr(experts, "SORT_BLOCK", 32)
     args = mixture(rng, normal, 70, 9, 2, 64, 64, skewed=True)
     assert np.bincount(args["expert_ids"][args["expert_ids"] >= 0]).max() > 3 * 16
+    check_op(experts_add, {"x": BF16}, **args)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 9])
+def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeypatch):
+    """Also where experts get more pairs than a tile holds."""
+    monkeypatch.setattr("openinfer.kernels.ops.experts_add.tile", lambda *_, **__: Tile(2, 16, 64, True))
+    args = mixture(rng, normal, tokens, 40, 2, 64, 64)
+    args["expert_ids"][: tokens - 2, 0] = 7
     check_op(experts_add, {"x": BF16}, **args)
 
 

@@ -37,7 +37,11 @@ def tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: boo
     mean = -(-pairs // experts)
     consumer = shared_bytes(target.arch) < 128 << 10
     if mean <= 32:
-        return Tile(max(16, power_of_two(2 * mean)), 64, depth(k, 128), True, 4, 2 if consumer else 3)
+        bn = 64
+        while bn > 16 and min(pairs, experts) * (n // bn) < 2 * target.num_sms:
+            bn //= 2
+        stages = 2 if consumer else 3 if bn == 64 else 5
+        return Tile(max(16, power_of_two(2 * mean)), bn, depth(k, 128), True, 4, stages)
     if consumer:
         return Tile(64, 64, depth(k, 64), False, 4, 2)
     return Tile(128, 64 if first else 128, depth(k, 64), False, 8, 3)
@@ -100,7 +104,9 @@ def _product(
 ) -> Launch:
     """One of the two products; the first is that from the tokens' hidden rows."""
     (n, k), experts, chosen = (out.shape[1], x.shape[1]), weight.shape[0], call.expert_ids.shape[1]
-    tiles = order.shape[0] // tile.bm + experts
+    pairs = order.shape[0]
+    few = pairs < pairs // tile.bm + experts
+    tiles = pairs if few else pairs // tile.bm + experts
     return launch(
         _DEVICE,
         "experts_product",
@@ -125,6 +131,7 @@ def _product(
             "FIRST": x is call.hidden,
             "SCALED": scales is not None,
             "TALL": tile.tall,
+            "FEW": few,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -2,7 +2,8 @@
 
 A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
 has order[starts[e]] to order[starts[e + 1]]. How many pairs an expert has is data: it gets the tiles from
-starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at once.
+starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at once. Where pairs are fewer
+than that makes tiles, there is a tile a place in the order (FEW), and those inside another's BM places end at once.
 """
 
 # mypy: ignore-errors
@@ -35,13 +36,20 @@ def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr):
-    """A tile's expert, its first place in the order, and the place after the expert's last."""
+def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
+    """A tile's expert, its first place in the order, and the place after the expert's last, which is not after the
+    first if there is nothing to do."""
     expert = tl.arange(0, E_BLOCK)
     start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
-    owner = tl.sum((start // BM + expert <= tile).to(tl.int32), 0) - 1
-    first = tl.load(starts + owner)
-    return owner, first + (tile - first // BM - owner) * BM, tl.load(starts + owner + 1)
+    if FEW:
+        owner = tl.sum((start <= tile).to(tl.int32), 0) - 1
+        first = tl.load(starts + owner)
+        begin = tl.where((tile - first) % BM == 0, tile, 1 << 30)
+    else:
+        owner = tl.sum((start // BM + expert <= tile).to(tl.int32), 0) - 1
+        first = tl.load(starts + owner)
+        begin = first + (tile - first // BM - owner) * BM
+    return owner, begin, tl.load(starts + owner + 1)
 
 
 @triton.jit
@@ -49,15 +57,15 @@ def experts_product(
     out, x, weight, scales, order, starts, N, K,
     CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr,
+    FIRST: tl.constexpr, SCALED: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), pairs // BM + EXPERTS).
+    """Products of pairs with the weights of their experts. Grid (cdiv(N, BN), tiles).
 
     FIRST: from tokens x [T, K] to hidden rows out [pairs, N] in sorted order, the gated product with weight
     [EXPERTS, 2 N, K]. Else from hidden rows x [pairs, K] to out [pairs, N] in the order of pairs, with weight
     [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py.
     """
-    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM)
+    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1
