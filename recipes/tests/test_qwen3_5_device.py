@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 
@@ -151,7 +150,7 @@ def test_a_decode_step(rng: np.random.Generator, heads: tuple[int, int, int, int
 
 
 def test_a_decode_step_in_parts(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta, "Tuning", functools.partial(delta.Tuning, step_columns=16))
+    monkeypatch.setattr(delta, "choose", lambda *_: delta.Tuning(step_columns=16))
     check_delta(delta_step(rng, [1, 0, 1, 1], [0, 3, 70, 4], heads=(1, 2, 16, 64), dead=(3,), tokens=4), STEP)
 
 

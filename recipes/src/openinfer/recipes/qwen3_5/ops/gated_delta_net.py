@@ -258,7 +258,8 @@ def _launches(
         )
     require(taps == power_of_two(taps), f"the convolution has {taps} taps; on a GPU it has a power of two")
     call = delta.Call({"qkv": qkv, "state": state, **tensors}, sizes.key_heads, eps)
-    yield from delta.launches(call, max_q_len, delta.Tuning())
+    tuning = delta.choose(target, sizes.value_heads, tensors["slots"].shape[0])
+    yield from delta.launches(call, max_q_len, tuning)
 
 
 def _cost(
