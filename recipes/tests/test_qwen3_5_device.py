@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, NullPack, Op, Store, Target
+from openinfer.kernels import ContractError, CpuPack, InterpDriver, LaunchPack, NullPack, Op, Store, Target
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
@@ -265,6 +265,11 @@ def null_step(tokens: int, rows: int, key_heads: int, heads: int) -> dict[str, A
         "eps": 1e-6,
         "max_q_len": 1 if tokens == rows else tokens,
     }
+
+
+def test_batch_invariance_is_refused() -> None:
+    with pytest.raises(ContractError, match="no batch-invariant kernels"):
+        gated_delta_net(NullPack(Target(90, 132, batch_invariant=True)), **null_step(4, 4, 16, 32))
 
 
 @pytest.mark.slow

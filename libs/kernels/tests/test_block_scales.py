@@ -12,12 +12,14 @@ from openinfer.kernels import (
     ContractError,
     CpuPack,
     Op,
+    Target,
     Workload,
     experts_add,
     gate_up_silu,
     linear_add,
     norm_linear,
 )
+from openinfer.kernels.tuning import scaled_rule
 from openinfer.tensor import Tensor, bfloat16
 
 Array = np.ndarray[Any, Any]
@@ -177,6 +179,12 @@ def test_experts_cost_what_is_hit(numbers: Any, rng: np.random.Generator) -> Non
     assert whole / 4 < one.bytes < whole / 3.5  # two of eight
     assert many.bytes > whole
     assert many.flops == 64 * one.flops
+
+
+def test_one_kernel_for_any_number_of_tokens_if_batch_invariant() -> None:
+    target = Target(90, 132, batch_invariant=True)
+    assert len({scaled_rule(target, "linear_add", m, 2560, 4096) for m in (1, 8, 64, 4096)}) == 1
+    assert len({scaled_rule(Target(90, 132), "linear_add", m, 2560, 4096) for m in (1, 8, 64)}) == 3
 
 
 def scaled_weight(normal: Any, *parts: tuple[int, int]) -> tuple[Array, Array]:

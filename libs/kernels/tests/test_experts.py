@@ -67,6 +67,13 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
     check_op(experts_add, {"x": BF16}, **args)
 
 
+def test_one_tile_for_any_number_of_tokens_if_batch_invariant():
+    target = Target(90, 132, batch_invariant=True)
+    tiles = {experts.tile(target, tokens * 8, 256, 512, 2048, first=True) for tokens in (1, 64, 8192)}
+    assert len(tiles) == 1
+    assert len({experts.tile(Target(90, 132), n * 8, 256, 512, 2048, first=True) for n in (1, 8192)}) == 2
+
+
 def test_no_expert_at_all_leaves_the_tokens_alone(check_op, rng, normal):
     args = mixture(rng, normal, 4, 4, 2, 64, 48)
     args["expert_ids"][:] = -1

@@ -36,6 +36,8 @@ def tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: boo
     """
     mean = -(-pairs // experts)
     consumer = shared_bytes(target.arch) < 128 << 10
+    if target.batch_invariant:
+        return Tile(64, 64, depth(k, 64), False, 4, 2 if consumer else 3)
     if mean <= 32:
         bn = 64
         while bn > 16 and min(pairs, experts) * (n // bn) < 2 * target.num_sms:

@@ -85,6 +85,8 @@ def scaled_rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
     A program of one token's product shares what it makes of x among many rows, as long as the programs fill the GPU
     four times. The tensor cores wait for each block's scale, which more parts of K hide.
     """
+    if target.batch_invariant:
+        return rule(target, op, m, n, k)
     if m == 1:
         rows = n // 2 if op == "gate_up_silu" else n
         bn, stages = (16, 3) if rows >= 4 * 16 * target.num_sms else (8, 5)

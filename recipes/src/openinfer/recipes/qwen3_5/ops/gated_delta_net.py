@@ -247,6 +247,10 @@ def _reference(
 def _launches(
     target: Target, *, qkv: Tensor, state: Tensor, eps: float, max_q_len: int, **tensors: Tensor
 ) -> Iterator[Command]:
+    require(
+        not target.batch_invariant,
+        "the delta rule has no batch-invariant kernels: what a step computes of a prompt at once changes its rounding",
+    )
     sizes, taps = _sizes(qkv, state), tensors["conv_weight"].shape[1]
     require(
         qkv.dtype == bfloat16, f"qkv is {qkv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
