@@ -122,5 +122,8 @@ def test_a_tensor_that_no_argument_or_more_than_one_holds_is_planned_anew():
     assert recall.sources([at], {"own": own}) is None
     assert recall.sources([at], {"x": x, "y": x[2:]}) is None  # which of the two moves with it?
     assert recall.sources([at], {"x": x, "y": x}) is not None  # the same memory in every such call
+    inner = x[2:]
+    passed_on = launch("m", "f", (1,), {"x": inner, "y": x}, {})
+    assert recall.sources([passed_on], {"x": x, "y": inner}) == {id(inner): ("y", 0), id(x): ("x", 0)}
     empty = Tensor(x.ptr, (0,), np.dtype("float32"), NULL)
     assert recall.sources([at], {"x": empty}) is None

@@ -65,10 +65,14 @@ def call_key(op: Op[Any], args: Mapping[str, Any]) -> Any:
 
 
 def sources(commands: Sequence[Command], args: Mapping[str, Any]) -> dict[int, Source] | None:
-    """Where the tensors of the commands are. None if one lies in no argument, or in two that start apart."""
+    """Where the tensors of the commands are. None if one is no argument and lies in none, or in two apart."""
+    itself = {id(v): name for name, v in args.items() if isinstance(v, Tensor)}
     spans = [(name, v.ptr, v.ptr + _extent(v)) for name, v in args.items() if isinstance(v, Tensor)]
     found: dict[int, Source] = {}
     for tensor in _tensors(commands):
+        if id(tensor) in itself:
+            found[id(tensor)] = (itself[id(tensor)], 0)
+            continue
         holders = {start: name for name, start, end in spans if start <= tensor.ptr < end}
         if len(holders) != 1:
             return None
