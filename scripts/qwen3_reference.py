@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.integrations import sdpa_attention
 
 SHAPES = {  # hidden, layers, heads, intermediate, tied
     "tiny": (256, 4, 4, 384, True),
@@ -119,6 +120,8 @@ def save(weights: dict[str, torch.Tensor], config: Qwen3Config, out: Path) -> No
 def logprobs(model: Qwen3ForCausalLM, sequences: list[list[int]], device: str) -> list[torch.Tensor]:
     """Log-probabilities [FORCED, V] of the last FORCED positions of each sequence, on the host, float32."""
     found = []
+    # With heads repeated there is a float32 kernel that does not write a 40,960 x 40,960 matrix of scores.
+    sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     with torch.no_grad():
         for tokens in sequences:
             ids = torch.tensor([tokens], device=device)

@@ -29,7 +29,6 @@ NEW_PAIRS = 64
 _DEVICE = "openinfer.kernels.device.attention"
 _HOPPER = "openinfer.kernels.device.attention_hopper"
 _DECODE = "openinfer.kernels.device.decode_attention"
-_DECODE_HOPPER = "openinfer.kernels.device.decode_attention_hopper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +53,6 @@ class HopperTile:
     resident: bool
 
     bm: ClassVar[int] = 128
-
-
-@dataclass(frozen=True, slots=True)
-class HopperRing:
-    """A program's share of a decode step in the kernel for Hopper: each of its warpgroups has `stages` blocks of `bn`
-    keys and their values in shared memory. Rows of more than `part_size` keys are split into parts."""
-
-    bn: int
-    stages: int
-    part_size: int
 
 
 def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
@@ -113,14 +102,6 @@ HOPPER_TOKENS = 512
 """The fewest tokens of a step for which the kernel for Hopper is the faster one: 128 take it 14.6 us, the other 9.1."""
 
 
-def hopper_ring(target: Target, call: Call) -> HopperRing | None:
-    """How the kernel for Hopper takes a decode step, or None where the other one does: it is for steps whose rows fill
-    the GPU. Its copying warps keep the lengths of all rows in registers."""
-    if not _is_matrix(target, call) or call.dim != 128 or call.group >= 64 or call.rows > 512:
-        return None
-    return HopperRing(64, 3, 1024) if call.rows * call.kv_heads > target.num_sms else None
-
-
 def _is_matrix(target: Target, call: Call) -> bool:
     """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns."""
     page_stride = call.kv.strides[0]
@@ -143,7 +124,8 @@ def _matrix(call: Call, bn: int) -> TensorMap:
 
 MOST_PARTS = 16
 LARGE_PART = 4096
-"""Keys of a part where the rows alone fill the GPU: only rows that others would wait for are split."""
+LARGE_PARTS = 4
+"""Keys of a part, and parts, where the rows alone fill the GPU: only rows that others would wait for are split."""
 
 
 def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
@@ -155,7 +137,7 @@ def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) 
     filling = min(2 * target.num_sms // (rows * kv_heads), MOST_PARTS)
     if filling > 1:
         return min(filling, -(-table_tokens // bn)), bn
-    return min(MOST_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
+    return min(LARGE_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
 
 
 def power_of_two(n: int) -> int:
@@ -219,7 +201,6 @@ class Choice:
     splits: int
     part_size: int
     num_sms: int
-    ring: HopperRing | None
     only_long: bool = False
     """Whether rows of few tokens take the kernel of the others."""
 
@@ -229,8 +210,7 @@ def choose(target: Target, call: Call) -> Choice:
     short = short_tile(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
-    ring = hopper_ring(target, call)
-    return Choice(short, long, *parts, target.num_sms, ring, only_long=target.batch_invariant)
+    return Choice(short, long, *parts, target.num_sms, only_long=target.batch_invariant)
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -321,8 +301,6 @@ def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: i
 
 def new_tokens(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float) -> Launch:
     """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin."""
-    if choice.ring is not None:
-        return _new_tokens_hopper(call, choice.ring, choice.num_sms, new, eps)
     splits, group = choice.splits, call.group
     merged = power_of_two(group)
     heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, group)
@@ -348,44 +326,3 @@ def new_tokens(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float) -
     return launch(
         _DECODE, "attend_new", (*heads, splits), args, constants, num_warps=tile.warps, num_stages=tile.stages
     )
-
-
-MOST_SHARES = 8
-"""Parts of a row at most in the decode kernel for Hopper, which is for many rows."""
-
-
-def _new_tokens_hopper(
-    call: Call, ring: HopperRing, num_sms: int, new: Mapping[str, Arg], eps: float
-) -> Launch:
-    splits = min(MOST_SHARES, -(-call.table_tokens // ring.part_size))
-    parts = (call.rows, call.kv_heads, splits, call.group)
-    args = {
-        "out": call.args["out"],
-        "kv": _matrix(call, ring.bn),
-        "kv_pages": call.kv,
-        **new,
-        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
-        "table_width": call.args["table_width"],
-        "page_rows": call.kv.strides[0] // call.dim,
-        **{name: call.args[name] for name in ("page_stride", "window", "scale")},
-        "eps": eps,
-        "partial": Scratch((*parts, call.dim), float32),
-        "weight": Scratch(parts, float32),
-        "arrived": Scratch((call.rows, call.kv_heads), int32, zeroed=True),
-        "queue": Scratch((2,), int32, zeroed=True),
-        "part_size": ring.part_size,
-        "splits": splits,
-        "rows": call.rows,
-        "tokens": call.tokens,
-        "kv_heads": call.kv_heads,
-    }
-    constants = {
-        "GROUP": call.group,
-        "D": call.dim,
-        "PAGE": call.page_size,
-        "BN": ring.bn,
-        "STAGES": ring.stages,
-        "ROWS": max(32, power_of_two(call.rows)),
-        "WINDOWED": call.args["window"] != NO_WINDOW,
-    }
-    return launch(_DECODE_HOPPER, "attend_new_hopper", (num_sms,), args, constants, num_warps=4)
