@@ -63,7 +63,7 @@ def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
     SMs idle is split into parts; up to five programs an SM fit with small blocks; beyond, large blocks cost least.
     """
     keys, stages = _keys(target, dim), _stages(target, dim)
-    if dim <= 128 and stages == 5 and programs > target.num_sms:
+    if dim <= 128 and stages == 5 and programs > 2 * target.num_sms:
         keys, stages = (32, 5) if programs <= 5 * target.num_sms else (128, 3)
     if (
         dim == 256 and keys == 64
@@ -90,12 +90,13 @@ def hopper_tile(target: Target, call: Call) -> HopperTile | None:
     if (
         not _is_matrix(target, call)
         or target.batch_invariant
-        or (call.tokens < HOPPER_TOKENS and call.dim < 256)
-        or call.dim not in (64, 128, 256)
+        or call.tokens < HOPPER_TOKENS
+        or call.dim
+        not in (64, 128)  # of 256 it is wrong where a chunk starts inside a block: docs/lessons.md
         or call.group > HopperTile.bm
     ):
         return None
-    return HopperTile(128 if call.dim <= 128 else 64, 2, in_turn=False, resident=True)
+    return HopperTile(128, 2, in_turn=False, resident=True)
 
 
 HOPPER_TOKENS = 512
@@ -124,8 +125,7 @@ def _matrix(call: Call, bn: int) -> TensorMap:
 
 MOST_PARTS = 16
 LARGE_PART = 4096
-LARGE_PARTS = 4
-"""Keys of a part, and parts, where the rows alone fill the GPU: only rows that others would wait for are split."""
+"""Keys of a part where the rows alone fill the GPU: only rows that others would wait for are split."""
 
 
 def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
@@ -137,7 +137,7 @@ def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) 
     filling = min(2 * target.num_sms // (rows * kv_heads), MOST_PARTS)
     if filling > 1:
         return min(filling, -(-table_tokens // bn)), bn
-    return min(LARGE_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
+    return min(MOST_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
 
 
 def power_of_two(n: int) -> int:

@@ -25,9 +25,9 @@ class Tuning:
     step_warps: int = 4
     step_registers: int = 0
     inputs_warps: int = 8
-    inputs_registers: int = 80
+    inputs_registers: int = 0
     prepare_warps: int = 4
-    prepare_registers: int = 168
+    prepare_registers: int = 0
     columns: int = 32
     scan_warps: int = 4
     scan_stages: int = 3
