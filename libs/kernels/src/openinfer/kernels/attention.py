@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from openinfer.kernels.launch import INT32_MAX, Aligned, Arg, Launch, Scratch, TensorMap, launch
+from openinfer.kernels.launch import INT32_MAX, Aligned, Arg, Launch, Scratch, TensorMap, launch, power_of_two
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Tensor, float32, int32
@@ -132,17 +132,12 @@ def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) 
     """Into how many parts at most a short row's keys are split, and the fewest keys of a part.
 
     Two programs an SM fill the GPU once; more than MOST_PARTS cost more to merge than they gain. Where the rows alone
-    fill it, a split costs up to 10 % (a part that does not exist costs next to nothing).
+    fill it, a split costs up to 10 %, and so may parts that do not exist (docs/lessons.md).
     """
     filling = min(2 * target.num_sms // (rows * kv_heads), MOST_PARTS)
     if filling > 1:
         return min(filling, -(-table_tokens // bn)), bn
     return min(MOST_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def _keys(target: Target, dim: int) -> int:
