@@ -1,0 +1,87 @@
+"""Number formats of the checkpoint, and the rounding of values that the published code does while it runs (q8, q4).
+
+Rounded values are returned as float32; a scale is always a power of two, so q8 and q4 values are exact in bfloat16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""E2M1 by code; bit 3 is the sign."""
+
+_E8M0_VALUES = np.append(2.0 ** np.arange(-127.0, 128), np.nan).astype(np.float32)
+
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+Q8_LEAST, Q4_LEAST = 1e-4, 6 * 2.0**-126
+"""Below these a block's largest magnitude counts as so large."""
+
+
+def e8m0(scales: Array) -> Array:
+    """Bytes b as float32 2^(b - 127). 255 is NaN."""
+    return np.asarray(_E8M0_VALUES[scales])
+
+
+def unpack_fp4(packed: Array) -> Array:
+    """uint8 [..., K / 2] as float32 [..., K]: the low nibble is the even column."""
+    both = np.stack([packed & 15, packed >> 4], axis=-1)
+    return np.asarray(FP4_VALUES[both.reshape(*packed.shape[:-1], -1)])
+
+
+def dequantized(weight: Array, scales: Array | None, *, block: int = 128, parts: int = 1) -> Array:
+    """A weight [..., N, K] (FP4: [..., N, K / 2]) as float32, exactly (ops.common.expect_packed)."""
+    if scales is None:
+        return weight.astype(np.float32, copy=False)
+    wide = e8m0(scales)
+    if weight.dtype == np.uint8:
+        values = unpack_fp4(weight)
+        return np.asarray(values * np.repeat(wide, values.shape[-1] // scales.shape[-1], axis=-1))
+    n, k = weight.shape[-2:]
+    columns = np.repeat(wide, block, axis=-1)[..., :k]
+    each, rows = scales.shape[-2] // parts, n // parts
+    stacked = [
+        np.repeat(columns[..., part * each : (part + 1) * each, :], block, axis=-2)[..., :rows, :]
+        for part in range(parts)
+    ]
+    return np.asarray(weight.astype(np.float32) * np.concatenate(stacked, axis=-2))
+
+
+def _scale(x: Array, least: float, most: float) -> Array:
+    """2^ceil(log2(max |x| / most)) over the last axis, kept."""
+    largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(least)) / np.float32(most)
+    mantissa, exponent = np.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
+    return np.asarray(np.ldexp(np.float32(1), exponent - (mantissa == 0.5)), np.float32)
+
+
+def q8(x: Array, block: int) -> Array:
+    """Float32 x with every `block` consecutive elements of the last axis rounded to e4m3 with a power-of-two scale."""
+    blocks = x.reshape(*x.shape[:-1], -1, block)
+    scale = _scale(blocks, Q8_LEAST, E4M3_MAX)
+    codes = np.clip(blocks / scale, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+    return np.asarray((codes.astype(np.float32) * scale).reshape(x.shape))
+
+
+def q4(x: Array) -> Array:
+    """Float32 x with every 32 consecutive elements of the last axis rounded to E2M1 (ties to the even code) with a
+    power-of-two scale."""
+    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    scale = _scale(blocks, Q4_LEAST, E2M1_MAX)
+    codes = np.clip(blocks / scale, -E2M1_MAX, E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
+    return np.asarray((codes.astype(np.float32) * scale).reshape(x.shape))
+
+
+def hadamard(x: Array) -> Array:
+    """The normalised Walsh-Hadamard transform of the last axis (a power of two) in natural order, float32."""
+    size, half = x.shape[-1], 1
+    y = x
+    while half < size:
+        pairs = y.reshape(*x.shape[:-1], size // (2 * half), 2, half)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        y = np.stack([a + b, a - b], axis=-2).reshape(x.shape)
+        half *= 2
+    return np.asarray(y * np.float32(size**-0.5), np.float32)

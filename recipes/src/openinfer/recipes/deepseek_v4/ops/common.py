@@ -1,0 +1,118 @@
+"""What the contracts and references of these ops share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer.kernels import Workload
+from openinfer.kernels.contract import expect, require
+from openinfer.kernels.reference import Array
+from openinfer.tensor import Tensor, float8_e4m3fn, float32, int32, uint8
+
+PAGE = 128
+"""Tokens of a page of either group: the least common multiple of the ratios 4 and 128."""
+
+SCALE_BLOCK = 128
+"""Rows and columns of a float8 weight that share a scale."""
+
+FP4_BLOCK = 32
+"""Columns of an FP4 weight that share a scale."""
+
+
+class Row(NamedTuple):
+    """A row that a step runs: tokens first .. last - 1 of the step are at positions start, start + 1, ..."""
+
+    slot: int
+    first: int
+    last: int
+    start: int
+
+
+def live_rows(slots: Array, q_starts: Array, seq_lens: Array, alive: Array) -> Iterator[Row]:
+    """The rows of a step that have tokens and are alive (as in expand_rows)."""
+    for row, slot in enumerate(slots):
+        first, last = int(q_starts[row]), int(q_starts[row + 1])
+        if first < last and alive[slot]:
+            yield Row(int(slot), first, last, int(seq_lens[slot]))
+
+
+def expect_rows(slots: Tensor, q_starts: Tensor, seq_lens: Tensor, alive: Tensor) -> tuple[int, int]:
+    """Raise ContractError unless these are the rows of a step (as in expand_rows). How many rows, how many slots."""
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    expect("seq_lens", seq_lens, (size,), int32)
+    expect("alive", alive, (size,), int32)
+    return rows, size
+
+
+def expect_longest(max_q_len: int, tokens: int, rows: int) -> None:
+    """Raise ContractError unless max_q_len is possible: no row has more tokens than this (1 in a decode step)."""
+    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
+    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+
+
+def expect_columns(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: np.dtype[np.generic]) -> None:
+    """As `expect`, for columns of a wider tensor: rows may be at any stride, the elements of one lie together."""
+    expect(name, tensor, shape, *dtypes, dense=False)
+    if tensor.shape[0] > 1:
+        expect(f"{name}[0]", tensor[0], tensor.shape[1:])
+
+
+def expect_packed(
+    name: str, weight: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: np.dtype[np.generic],
+    *, parts: int = 1,
+) -> None:  # fmt: skip
+    """Raise ContractError unless `weight` [..., N, K] has this shape (-1 = any) and is of one of these kinds:
+
+    - `dtype`, and no scales;
+    - float8_e4m3fn, scales uint8 [..., parts * ceil(N / parts / 128), ceil(K / 128)]: of blocks of 128 x 128;
+    - uint8 [..., N, K / 2], scales uint8 [..., N, K / 32]: FP4 pairs, column 2i in the low nibble of byte i.
+
+    Scales are the exponents of E8M0: byte b is 2^(b - 127). `parts`: projections stacked in N; float8 blocks begin anew
+    at each.
+    """
+    if scales is None:
+        expect(name, weight, shape, dtype)
+        return
+    if weight.dtype == uint8:
+        expect(name, weight, (*shape[:-1], shape[-1] // 2))
+        expect(f"scales of {name}", scales, (*weight.shape[:-1], shape[-1] // FP4_BLOCK), uint8)
+        return
+    expect(name, weight, shape, float8_e4m3fn)
+    n, k = weight.shape[-2:]
+    blocks = (parts * -(-n // parts // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+    expect(f"scales of {name}", scales, (*weight.shape[:-2], *blocks), uint8)
+
+
+def expect_cos_sin(cos_sin: Tensor, dim: int) -> None:
+    """Raise ContractError unless cos_sin is float32 [P, 2, r / 2] for heads of `dim`: cosines and sines by position."""
+    expect("cos_sin", cos_sin, (-1, 2, -1), float32)
+    require(2 * cos_sin.shape[2] <= dim, f"cos_sin rotates {2 * cos_sin.shape[2]} elements of heads of {dim}")
+
+
+def rope(x: Array, cos_sin: Array, positions: Array, *, back: bool = False) -> Array:
+    """Float32 x [T, ..., d] with its last r channels rotated in pairs (2i, 2i + 1) at `positions` [T]; `back`: by minus
+    the positions."""
+    half = cos_sin.shape[2]
+    cos, sin = cos_sin[positions, 0], cos_sin[positions, 1] * np.float32(-1 if back else 1)
+    spread = (len(positions), *(1,) * (x.ndim - 2), half)
+    cos, sin = cos.reshape(spread), sin.reshape(spread)
+    out = x.copy()
+    even, odd = x[..., -2 * half :: 2], x[..., 1 - 2 * half :: 2]
+    out[..., -2 * half :: 2] = even * cos - odd * sin
+    out[..., 1 - 2 * half :: 2] = odd * cos + even * sin
+    return out
+
+
+def unit(x: Array, eps: float) -> Array:
+    """Float32 x / rms(x) over the last axis."""
+    return np.asarray(x * (np.float32(1) / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))))
+
+
+def seen(workload: Workload) -> float:
+    """Tokens that a query sees, on average."""
+    return workload.qk_pairs / max(1, workload.tokens)

@@ -1,0 +1,222 @@
+"""compress: the tokens of a window become one entry, by a softmax per channel that is carried from token to token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.reference import Array, f32, rms_norm, rounded
+from openinfer.recipes.deepseek_v4.formats import hadamard, q4
+from openinfer.recipes.deepseek_v4.ops.common import (
+    PAGE,
+    Row,
+    expect_columns,
+    expect_cos_sin,
+    expect_rows,
+    live_rows,
+    rope,
+)
+from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
+from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
+from openinfer.tensor import Tensor, float32, int32
+
+ROUNDINGS = ("none", "q8", "hadamard_q4")
+"""What may be done to a finished entry: nothing; q8 of the channels that are not rotated, in blocks of 64; the Hadamard
+transform and q4 of all."""
+
+A_PREVIOUS, A, B = 0, 1, 2
+"""The accumulations of an overlapping compressor: the A half of the window before (complete), A and B of this one."""
+
+
+def _contract(
+    *,
+    entries: Tensor,
+    state: Tensor,
+    az: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    state_tables: Tensor,
+    entry_tables: Tensor,
+    eps: float,
+    rounding: str,
+    max_q_len: int,
+) -> None:
+    """Take the step's tokens into the open windows of their rows; write the entries of the windows that end.
+
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows. Window w of a row is its tokens w m .. w m + m - 1,
+    with m = ape.shape[0]. az float32 [T, 2 c], rows at any stride: a, then z, of c columns each; z_t += ape[t mod m]
+    (float32 [m, c]). Everything up to the entry is in float32. An accumulation is, for each of d channels, (largest z,
+    s = sum of exp(z - largest), v = sum of exp(z - largest) * a), empty = (-inf, 0, 0), and takes tokens in order:
+
+        top = max(largest, z);  s = s * exp(largest - top) + exp(z - top);  v likewise, with + exp(z - top) * a
+
+    c = d (one accumulation: no overlap): it is empty before the first token of a window; after its last, e = v / s.
+    c = 2d (three: A of the previous window, A, B): before the first token of a window, A becomes the previous one's
+    (empty at token 0), and A and B are empty. Columns :d of a and z go to A, d: to B. After the window's last token, e
+    is v / s of the previous A and B together: with top = the larger of their largest, (vA exp(largestA - top) + vB
+    exp(largestB - top)) / (the same of s).
+
+    The entry: norm_weight * e / rms(e) with e rounded first, rounded (norm_weight float32 [d]); its last r channels
+    rotated in pairs at position w m (cos_sin float32 [P, 2, r / 2]), rounded; then `rounding` of ROUNDINGS. It goes to
+    entries [pages, 128 / m, d] (float dtype; dense within a page, pages at any stride), page entry_tables[slot,
+    w m // 128], place w mod (128 / m). m divides 128.
+
+    State: state float32 [pages, accumulations, 3, d], dense within a page, pages at any stride. A row reads page
+    state_tables[slot, (n - 1) // 128] with n = seq_lens[slot], and nothing if n is 0. It leaves the accumulations as
+    they are after the last token of every page that it has tokens of in that page, state_tables[slot, p // 128]: the
+    pages it fills, and the one of its last token. Both tables int32 [S, B].
+
+    Dead rows and tokens past q_starts[R] change nothing but page 0 of entries and state, which nobody reads.
+    max_q_len: no row has more tokens than this (1 in a decode step).
+    """
+    expect("state", state, (-1, -1, 3, -1), float32, dense=False)
+    expect("state[0]", state[0], state.shape[1:])
+    dim, kinds, window = state.shape[3], state.shape[1], ape.shape[0]
+    require(kinds in (1, 3), f"state has {kinds} accumulations; it must be 1, or 3 where windows overlap")
+    columns = dim * (2 if kinds == 3 else 1)
+    require(
+        window >= 1 and PAGE % window == 0, f"ape is of windows of {window} tokens; that must divide {PAGE}"
+    )
+    expect("ape", ape, (window, columns), float32)
+    expect_columns("az", az, (-1, 2 * columns), float32)
+    expect("entries", entries, (-1, PAGE // window, dim), *FLOATS, dense=False)
+    expect("entries[0]", entries[0], entries.shape[1:])
+    expect("norm_weight", norm_weight, (dim,), float32)
+    expect_cos_sin(cos_sin, dim)
+    _, size = expect_rows(slots, q_starts, seq_lens, alive)
+    expect("state_tables", state_tables, (size, -1), int32)
+    expect("entry_tables", entry_tables, (size, -1), int32)
+    require(eps > 0, f"eps is {eps}; it must be positive")
+    require(rounding in ROUNDINGS, f"rounding is {rounding!r}; it must be one of {', '.join(ROUNDINGS)}")
+    plain = dim - 2 * cos_sin.shape[2]
+    require(
+        rounding != "q8" or plain % KV_BLOCK == 0,
+        f"{plain} channels are not rotated; q8 takes multiples of {KV_BLOCK}",
+    )
+    require(
+        rounding != "hadamard_q4" or (dim & (dim - 1) == 0 and dim >= 32),
+        f"entries of {dim}; a Hadamard transform takes powers of two from 32",
+    )
+    require(1 <= max_q_len <= az.shape[0], f"max_q_len is {max_q_len}; it must be in [1, {az.shape[0]}]")
+
+
+class _Sums(NamedTuple):
+    """Accumulations of several windows side by side, each [windows, 3, d]: largest z, s, v."""
+
+    values: Array
+
+    @classmethod
+    def empty(cls, windows: int, dim: int) -> _Sums:
+        values = np.zeros((windows, 3, dim), np.float32)
+        values[:, 0] = -np.inf
+        return cls(values)
+
+    def take(self, low: int, high: int, a: Array, z: Array) -> None:
+        """One token each to the windows low .. high - 1."""
+        part = self.values[low:high]
+        top = np.maximum(part[:, 0], z)
+        shrink, weight = np.exp(part[:, 0] - top), np.exp(z - top)
+        part[:, 1] = part[:, 1] * shrink + weight
+        part[:, 2] = part[:, 2] * shrink + weight * a
+        part[:, 0] = top
+
+
+def _merged(first: Array, second: Array) -> Array:
+    """v / s of two accumulations [windows, 3, d] together, of which the second is not empty."""
+    top = np.maximum(first[:, 0], second[:, 0])
+    one, two = np.exp(first[:, 0] - top), np.exp(second[:, 0] - top)
+    return np.asarray((first[:, 2] * one + second[:, 2] * two) / (first[:, 1] * one + second[:, 1] * two))
+
+
+def _windows(row: Row, a: Array, z: Array, old: Array | None, window: int, kinds: int, dim: int) -> Array:
+    """The accumulations [windows, kinds, 3, d] of every window that the row has tokens of, after the last of these.
+    `old` [kinds, 3, d]: the state before. Windows are side by side, the tokens of one in order: how a row is cut into
+    steps changes no bit."""
+    count = row.last - row.first
+    end, low = row.start + count, row.start // window
+    windows = -(-end // window) - low
+    halves = [_Sums.empty(windows, dim) for _ in range(2 if kinds == 3 else 1)]
+    if row.start % window and old is not None:
+        for half, kept in zip(halves, old[-len(halves) :], strict=True):
+            half.values[0] = kept
+    for j in range(window):
+        first = -(-(row.start - j) // window) - low
+        last = -(-(end - j) // window) - low
+        if first < last:
+            at = slice((first + low) * window + j - row.start, None, window)
+            for h, half in enumerate(halves):
+                columns = slice(h * dim, (h + 1) * dim)
+                half.take(first, last, a[at, columns][: last - first], z[at, columns][: last - first])
+    if kinds == 1:
+        return halves[0].values[:, None]
+    before = _Sums.empty(windows, dim).values
+    before[1:] = halves[0].values[:-1]
+    if old is not None:
+        before[0] = old[A_PREVIOUS] if row.start % window else old[A]
+    return np.stack([before, halves[0].values, halves[1].values], axis=1)
+
+
+def _reference(
+    *,
+    entries: Array,
+    state: Array,
+    az: Array,
+    ape: Array,
+    norm_weight: Array,
+    cos_sin: Array,
+    slots: Array,
+    q_starts: Array,
+    seq_lens: Array,
+    alive: Array,
+    state_tables: Array,
+    entry_tables: Array,
+    eps: float,
+    rounding: str,
+    max_q_len: int,
+) -> None:
+    (_, kinds, _, dim), (window, columns) = state.shape, ape.shape
+    dtype, per_page = entries.dtype, entries.shape[1]
+    for row in live_rows(slots, q_starts, seq_lens, alive):
+        end = row.start + row.last - row.first
+        tokens = az[row.first : row.last]
+        z = tokens[:, columns:] + ape[np.arange(row.start, end) % window]
+        old = state[state_tables[row.slot, (row.start - 1) // PAGE]] if row.start else None
+        sums = _windows(row, np.ascontiguousarray(tokens[:, :columns]), z, old, window, kinds, dim)
+        low = row.start // window
+        for page in range(row.start // PAGE, -(-end // PAGE)):
+            last = min(end, (page + 1) * PAGE) - 1
+            state[state_tables[row.slot, page]] = sums[last // window - low]
+        done = end // window - low
+        if done:
+            full = sums[:done]
+            e = _merged(full[:, A_PREVIOUS], full[:, B]) if kinds == 3 else full[:, 0, 2] / full[:, 0, 1]
+            w = low + np.arange(done)
+            y = f32(rms_norm(e.astype(dtype), norm_weight, eps))
+            y = rounded(rope(y, cos_sin, w * window), dtype)
+            if rounding == "q8":
+                y = rounded_key(y, 2 * cos_sin.shape[2])
+            elif rounding == "hadamard_q4":
+                y = q4(rounded(hadamard(y), dtype))
+            entries[entry_tables[row.slot, w // per_page], w % per_page] = y
+
+
+def _cost(
+    workload: Workload, *, state: Tensor, az: Tensor, ape: Tensor, entries: Tensor, **rest: object
+) -> Cost:
+    """Every row reads and writes its state; a token is read, and is 1 / m of an entry."""
+    _, kinds, _, dim = state.shape
+    window, columns = ape.shape
+    states = 2 * workload.rows * kinds * 3 * dim * 4
+    tokens = workload.tokens * (2 * columns * 4 + dim * entries.itemsize // window)
+    return Cost(states + tokens + ape.nbytes, 8 * workload.tokens * columns)
+
+
+compress = Op("compress", _contract, reference=_reference, launches=no_device_code, cost=_cost)

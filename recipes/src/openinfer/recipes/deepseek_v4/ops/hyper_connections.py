@@ -1,0 +1,224 @@
+"""hc_pre, hc_post, hc_head: the residual streams around a sublayer, and after the last. spread: into the streams."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded
+from openinfer.recipes.deepseek_v4.formats import q8
+from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK
+from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
+from openinfer.tensor import Tensor, float32
+
+
+def _expect_mixing(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, numbers: int, scales: int
+) -> None:
+    _, n, width = streams.shape
+    expect("fn", fn, (numbers, n * width), float32)
+    expect("base", base, (numbers,), float32)
+    expect("scale", scale, (scales,), float32)
+
+
+def _pre_contract(
+    *,
+    out: Tensor,
+    rounded_out: Tensor | None,
+    mix: Tensor,
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    hc_eps: float,
+    iters: int,
+) -> None:
+    """What a sublayer reads from the n streams, and how its output will be mixed into them.
+
+    With f = streams[t] flattened, in float32:
+
+        m = (f @ fn^T) / rms(f)                                   rms with eps; n + n + n * n numbers
+        pre_s = sigmoid(m[s] * scale[0] + base[s]) + hc_eps
+        post_s = 2 sigmoid(m[n + s] * scale[1] + base[n + s])
+        C[j, k] = m[2n + jn + k] * scale[2] + base[2n + jn + k]
+        C = softmax over k + hc_eps;  C = C / (sum over j + hc_eps)
+        iters - 1 times:  C = C / (sum over k + hc_eps);  C = C / (sum over j + hc_eps)
+        out = norm_weight * y / rms(y), with y = sum_s pre_s * streams[t, s] rounded; rounded once
+        rounded_out = q8(out), in blocks of 128 (formats.q8), unless it is None
+        mix = post, then C row by row
+
+    streams [T, n, D], out and rounded_out [T, D] of one float dtype; fn float32 [2n + n n, n D], base float32
+    [2n + n n], scale float32 [3], norm_weight float32 [D]; mix float32 [T, n + n n]. D is a multiple of 128. On a GPU
+    n is 4.
+    """
+    expect("streams", streams, (-1, -1, -1), *FLOATS)
+    tokens, n, width = streams.shape
+    expect("out", out, (tokens, width), streams.dtype)
+    if rounded_out is not None:
+        expect("rounded_out", rounded_out, (tokens, width), streams.dtype)
+    expect("mix", mix, (tokens, n + n * n), float32)
+    _expect_mixing(streams, fn, base, scale, 2 * n + n * n, 3)
+    expect("norm_weight", norm_weight, (width,), float32)
+    require(width % SCALE_BLOCK == 0, f"streams are {width} wide; it must be a multiple of {SCALE_BLOCK}")
+    require(eps > 0 and hc_eps > 0, f"eps is {eps} and hc_eps {hc_eps}; both must be positive")
+    require(iters >= 1, f"iters is {iters}; it must be at least 1")
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.asarray(np.float32(0.5) * (np.float32(1) + np.tanh(x * np.float32(0.5))), np.float32)
+
+
+def _mixing(streams: Array, fn: Array, eps: float) -> Array:
+    """float32 [T, numbers]."""
+    flat = f32(streams).reshape(len(streams), -1)
+    return np.asarray(
+        matmul_nt(flat, fn) / np.sqrt(np.mean(flat * flat, axis=1, keepdims=True) + np.float32(eps))
+    )
+
+
+def _collapsed(streams: Array, pre: Array) -> Array:
+    """sum_s pre[t, s] * streams[t, s], one stream after the other, rounded: float32 [T, D]."""
+    total = pre[:, :1] * f32(streams[:, 0])
+    for s in range(1, streams.shape[1]):
+        total = total + pre[:, s : s + 1] * f32(streams[:, s])
+    return rounded(total, streams.dtype)
+
+
+def sinkhorn(logits: Array, hc_eps: float, iters: int) -> Array:
+    """float32 [T, n, n]: rows by softmax, then columns and rows normalised in turn."""
+    eps = np.float32(hc_eps)
+    c = np.exp(logits - logits.max(axis=2, keepdims=True))
+    c = c / c.sum(axis=2, keepdims=True) + eps
+    c = c / (c.sum(axis=1, keepdims=True) + eps)
+    for _ in range(iters - 1):
+        c = c / (c.sum(axis=2, keepdims=True) + eps)
+        c = c / (c.sum(axis=1, keepdims=True) + eps)
+    return np.asarray(c, np.float32)
+
+
+def _pre_reference(
+    *,
+    out: Array,
+    rounded_out: Array | None,
+    mix: Array,
+    streams: Array,
+    fn: Array,
+    base: Array,
+    scale: Array,
+    norm_weight: Array,
+    eps: float,
+    hc_eps: float,
+    iters: int,
+) -> None:
+    tokens, n, _ = streams.shape
+    m = _mixing(streams, fn, eps)
+    pre = _sigmoid(m[:, :n] * scale[0] + base[:n]) + np.float32(hc_eps)
+    mix[:, :n] = 2 * _sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+    logits = (m[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(tokens, n, n)
+    mix[:, n:] = sinkhorn(logits, hc_eps, iters).reshape(tokens, -1)
+    normed = rms_norm(_collapsed(streams, pre).astype(streams.dtype), norm_weight, eps)
+    out[:] = normed
+    if rounded_out is not None:
+        rounded_out[:] = q8(normed, SCALE_BLOCK)
+
+
+def _pre_cost(
+    workload: Workload, *, streams: Tensor, mix: Tensor, fn: Tensor, rounded_out: object, **rest: object
+) -> Cost:
+    _, n, width = streams.shape
+    numbers = (n + 1 + (rounded_out is not None)) * width * streams.itemsize + mix.shape[1] * 4
+    return Cost(
+        fn.nbytes + 4 * width + workload.tokens * numbers, workload.tokens * 2 * (fn.shape[0] + 2) * n * width
+    )
+
+
+hc_pre = Op("hc_pre", _pre_contract, reference=_pre_reference, launches=no_device_code, cost=_pre_cost)
+
+
+def _post_contract(*, streams: Tensor, y: Tensor, mix: Tensor) -> None:
+    """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place: float32, rounded once.
+
+    streams [T, n, D], y [T, D] of one float dtype; mix float32 [T, n + n n] as hc_pre writes it: post, then C row by
+    row (the sum is over its first index). On a GPU n is 4.
+    """
+    expect("streams", streams, (-1, -1, -1), *FLOATS)
+    tokens, n, width = streams.shape
+    expect("y", y, (tokens, width), streams.dtype)
+    expect("mix", mix, (tokens, n + n * n), float32)
+
+
+def _post_reference(*, streams: Array, y: Array, mix: Array) -> None:
+    tokens, n, _ = streams.shape
+    post, comb = mix[:, :n], mix[:, n:].reshape(tokens, n, n)
+    old, added = f32(streams).copy(), f32(y)
+    for k in range(n):
+        total = post[:, k : k + 1] * added
+        for j in range(n):
+            total = total + comb[:, j, k : k + 1] * old[:, j]
+        streams[:, k] = total
+
+
+def _post_cost(workload: Workload, *, streams: Tensor, y: Tensor, mix: Tensor) -> Cost:
+    _, n, width = streams.shape
+    numbers = (2 * n + 1) * width * streams.itemsize + mix.shape[1] * 4
+    return Cost(workload.tokens * numbers, workload.tokens * 2 * (n * n + n) * width)
+
+
+hc_post = Op("hc_post", _post_contract, reference=_post_reference, launches=no_device_code, cost=_post_cost)
+
+
+def _head_contract(
+    *, out: Tensor, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc_eps: float
+) -> None:
+    """The streams as one: out = sum_s pre_s * streams[t, s], rounded, with pre as in hc_pre of n numbers m.
+
+    streams [R, n, D], out [R, D] of one float dtype; fn float32 [n, n D], base float32 [n], scale float32 [1]. On a GPU
+    n is 4.
+    """
+    expect("streams", streams, (-1, -1, -1), *FLOATS)
+    rows, n, width = streams.shape
+    expect("out", out, (rows, width), streams.dtype)
+    _expect_mixing(streams, fn, base, scale, n, 1)
+    require(eps > 0 and hc_eps > 0, f"eps is {eps} and hc_eps {hc_eps}; both must be positive")
+
+
+def _head_reference(
+    *, out: Array, streams: Array, fn: Array, base: Array, scale: Array, eps: float, hc_eps: float
+) -> None:
+    pre = _sigmoid(_mixing(streams, fn, eps) * scale[0] + base) + np.float32(hc_eps)
+    out[:] = _collapsed(streams, pre)
+
+
+def _head_cost(workload: Workload, *, streams: Tensor, fn: Tensor, **rest: object) -> Cost:
+    _, n, width = streams.shape
+    return Cost(
+        fn.nbytes + workload.rows * (n + 1) * width * streams.itemsize,
+        workload.rows * 2 * (n + 2) * n * width,
+    )
+
+
+hc_head = Op("hc_head", _head_contract, reference=_head_reference, launches=no_device_code, cost=_head_cost)
+
+
+def _spread_contract(*, streams: Tensor, x: Tensor, add: bool) -> None:
+    """streams[t, s] = x[t] for every stream s, or += with `add` (rounded once). streams [T, n, D], x [T, D] of one
+    float dtype."""
+    expect("streams", streams, (-1, -1, -1), *FLOATS)
+    expect("x", x, (streams.shape[0], streams.shape[2]), streams.dtype)
+
+
+def _spread_reference(*, streams: Array, x: Array, add: bool) -> None:
+    streams[:] = f32(streams) + f32(x)[:, None] if add else x[:, None]
+
+
+def _spread_cost(workload: Workload, *, streams: Tensor, x: Tensor, add: bool) -> Cost:
+    _, n, width = streams.shape
+    return Cost(workload.tokens * ((1 + add) * n + 1) * width * x.itemsize, workload.tokens * add * n * width)
+
+
+spread = Op(
+    "spread", _spread_contract, reference=_spread_reference, launches=no_device_code, cost=_spread_cost
+)

@@ -1,0 +1,148 @@
+"""project: a linear layer. gate_up_clamped: the first half of a clamped gated MLP. norm_rows: an RMS norm by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.recipes.deepseek_v4.formats import dequantized, q8
+from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK, expect_columns, expect_packed
+from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
+from openinfer.tensor import Tensor, float32
+
+
+def _project_contract(
+    *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, groups: int, quantized: bool
+) -> None:
+    """out = x @ weight^T; in `groups`, each with an equal part of the columns of x and of the rows of weight.
+
+    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (ops.common.expect_packed);
+    out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
+    in float32 and rounded once; with `quantized` what is rounded goes through q8 in blocks of 128 columns of out
+    (formats.q8; N is then a multiple of 128). N / G and K are multiples of 16.
+    """
+    expect_columns("x", x, (-1, -1), *FLOATS)
+    tokens, width = x.shape
+    require(groups >= 1 and width % groups == 0, f"x has {width} columns, which {groups} groups cannot share")
+    expect_packed("weight", weight, scales, (-1, width // groups), x.dtype)
+    rows = weight.shape[0]
+    expect("out", out, (tokens, rows), x.dtype, float32)
+    require(
+        rows % (16 * groups) == 0 and width // groups % 16 == 0,
+        f"weight is {weight.shape} in {groups} groups; rows of a group and columns must be multiples of 16",
+    )
+    require(
+        not quantized or rows % SCALE_BLOCK == 0,
+        f"out has {rows} columns; q8 takes multiples of {SCALE_BLOCK}",
+    )
+
+
+def _project_reference(
+    *, out: Array, x: Array, weight: Array, scales: Array | None, groups: int, quantized: bool
+) -> None:
+    wide, (n, k) = dequantized(weight, scales), weight.shape
+    each = n // groups
+    y = np.empty(out.shape, np.float32)
+    for g in range(groups):
+        part = slice(g * each, (g + 1) * each)
+        y[:, part] = matmul_nt(x[:, g * k : (g + 1) * k], wide[part])
+    y = rounded(y, out.dtype)
+    out[:] = q8(y, SCALE_BLOCK) if quantized else y
+
+
+def _weight_bytes(weight: Tensor, scales: Tensor | None) -> int:
+    return weight.nbytes + (scales.nbytes if scales else 0)
+
+
+def _project_cost(
+    workload: Workload, *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, **_: object
+) -> Cost:
+    (n, k), width = weight.shape, x.shape[1]
+    activations = workload.tokens * (width * x.itemsize + n * out.itemsize)
+    return Cost(_weight_bytes(weight, scales) + activations, 2 * workload.tokens * n * k)
+
+
+project = Op(
+    "project", _project_contract, reference=_project_reference, launches=no_device_code, cost=_project_cost
+)
+
+
+def clamped_product(gate: Array, up: Array, limit: float) -> Array:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), float32."""
+    top = np.float32(limit)
+    return np.asarray(silu(np.minimum(gate, top)) * np.clip(up, -top, top))
+
+
+def _gate_contract(
+    *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, limit: float, quantized: bool
+) -> None:
+    """out = silu(min(g, limit)) * clamp(u, -limit, limit) with [g, u] = x @ weight^T.
+
+    x [T, K], weight [2 I, K] (the gate's rows, then the up projection's) of x's dtype, or packed float8 with parts=2
+    (ops.common.expect_packed), out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer; the product
+    is in float32, rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8). K is a multiple of 16,
+    I of 128.
+    """
+    expect("x", x, (-1, -1), *FLOATS)
+    expect("out", out, (x.shape[0], -1), x.dtype)
+    expect_packed("weight", weight, scales, (2 * out.shape[1], x.shape[1]), x.dtype, parts=2)
+    require(x.shape[1] % 16 == 0, f"x has {x.shape[1]} columns; it must be a multiple of 16")
+    require(
+        out.shape[1] % SCALE_BLOCK == 0,
+        f"out has {out.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}",
+    )
+    require(limit > 0, f"limit is {limit}; it must be positive")
+
+
+def _gate_reference(
+    *, out: Array, x: Array, weight: Array, scales: Array | None, limit: float, quantized: bool
+) -> None:
+    wide, inter = dequantized(weight, scales, parts=2), out.shape[1]
+    gate, up = (rounded(matmul_nt(x, half), x.dtype) for half in (wide[:inter], wide[inter:]))
+    y = rounded(clamped_product(gate, up, limit), x.dtype)
+    out[:] = q8(y, SCALE_BLOCK) if quantized else y
+
+
+def _gate_cost(
+    workload: Workload, *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, **_: object
+) -> Cost:
+    n, k = weight.shape
+    activations = workload.tokens * (k + n // 2) * x.itemsize
+    return Cost(_weight_bytes(weight, scales) + activations, 2 * workload.tokens * n * k)
+
+
+gate_up_clamped = Op(
+    "gate_up_clamped", _gate_contract, reference=_gate_reference, launches=no_device_code, cost=_gate_cost
+)
+
+
+def _norm_contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> None:
+    """out = norm_weight * x / rms(x), rounded once, then q8 in blocks of 128 with `quantized` (formats.q8).
+
+    x and out [T, D] of one float dtype, norm_weight float32 [D]; D is a multiple of 128.
+    """
+    expect("x", x, (-1, -1), *FLOATS)
+    expect("out", out, x.shape, x.dtype)
+    expect("norm_weight", norm_weight, (x.shape[1],), float32)
+    require(
+        x.shape[1] % SCALE_BLOCK == 0, f"x has {x.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}"
+    )
+    require(eps > 0, f"eps is {eps}; it must be positive")
+
+
+def _norm_reference(*, out: Array, x: Array, norm_weight: Array, eps: float, quantized: bool) -> None:
+    y = rms_norm(x, norm_weight, eps)
+    out[:] = q8(f32(y), SCALE_BLOCK) if quantized else y
+
+
+def _norm_cost(workload: Workload, *, x: Tensor, **_: object) -> Cost:
+    return Cost(
+        4 * x.shape[1] + 2 * workload.tokens * x.shape[1] * x.itemsize, 4 * workload.tokens * x.shape[1]
+    )
+
+
+norm_rows = Op(
+    "norm_rows", _norm_contract, reference=_norm_reference, launches=no_device_code, cost=_norm_cost
+)

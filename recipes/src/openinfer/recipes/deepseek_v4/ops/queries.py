@@ -1,0 +1,127 @@
+"""q_kv_write: norms of the query's low-rank vector and of the key-value vector, which goes into its page.
+rotate_heads: norm and rotation of query heads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.reference import Array, f32, rms_norm, rounded
+from openinfer.recipes.deepseek_v4.formats import q8
+from openinfer.recipes.deepseek_v4.ops.common import (
+    PAGE,
+    SCALE_BLOCK,
+    expect_cos_sin,
+    rope,
+    unit,
+)
+from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
+from openinfer.tensor import Tensor, float32, int32
+
+KV_BLOCK = 64
+"""Channels of a key-value vector or an entry that share a scale; the rotated ones are not rounded."""
+
+
+def rounded_key(x: Array, rotary: int) -> Array:
+    """Float32 x [..., d] with all but the last `rotary` channels through q8 in blocks of 64."""
+    return np.concatenate([q8(x[..., :-rotary], KV_BLOCK), x[..., -rotary:]], axis=-1)
+
+
+def _write_contract(
+    *,
+    qr: Tensor,
+    kv: Tensor,
+    qkv: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    eps: float,
+    quantized: bool,
+) -> None:
+    """Split qkv into the query's Q columns and the key-value vector's d; normalise both; rotate and write the latter.
+
+    qkv [T, Q + d]. qr [T, Q] = q_norm * q / rms(q), rounded; with `quantized` through q8 in blocks of 128 (formats.q8).
+    The key-value vector: kv_norm * v / rms(v), rounded, its last r channels rotated in pairs (2i, 2i + 1), rounded;
+    with `quantized` the first d - r go through q8 in blocks of 64. It is written to kv [pages, 128, d]: one layer of
+    the window pages, dense within a page, pages at any stride. All of one float dtype; q_norm float32 [Q], kv_norm
+    float32 [d]. cos_sin float32 [P, 2, r / 2], by position. positions, token_slots int32 [T]; block_tables int32
+    [S, B]: the page of position p of slot s is block_tables[s, p // 128]. Slot 0's table names page 0, which nobody
+    reads: tokens of slot 0 may write there or not at all. Q is a multiple of 128, d - r of 64.
+    """
+    expect("kv", kv, (-1, PAGE, -1), *FLOATS, dense=False)
+    expect("kv[0]", kv[0], kv.shape[1:])
+    dim, tokens = kv.shape[2], positions.shape[0]
+    expect("qr", qr, (tokens, -1), kv.dtype)
+    width = qr.shape[1]
+    expect("qkv", qkv, (tokens, width + dim), kv.dtype)
+    expect("q_norm", q_norm, (width,), float32)
+    expect("kv_norm", kv_norm, (dim,), float32)
+    expect_cos_sin(cos_sin, dim)
+    expect("positions", positions, (tokens,), int32)
+    expect("token_slots", token_slots, (tokens,), int32)
+    expect("block_tables", block_tables, (-1, -1), int32)
+    plain = dim - 2 * cos_sin.shape[2]
+    require(width % SCALE_BLOCK == 0, f"qr has {width} columns; it must be a multiple of {SCALE_BLOCK}")
+    require(plain % KV_BLOCK == 0, f"{plain} channels are not rotated; it must be a multiple of {KV_BLOCK}")
+    require(eps > 0, f"eps is {eps}; it must be positive")
+
+
+def _write_reference(
+    *,
+    qr: Array,
+    kv: Array,
+    qkv: Array,
+    q_norm: Array,
+    kv_norm: Array,
+    cos_sin: Array,
+    positions: Array,
+    token_slots: Array,
+    block_tables: Array,
+    eps: float,
+    quantized: bool,
+) -> None:
+    width = qr.shape[1]
+    normed = f32(rms_norm(qkv[:, :width], q_norm, eps))
+    qr[:] = q8(normed, SCALE_BLOCK) if quantized else normed
+    live = np.flatnonzero(token_slots)
+    position = positions[live]
+    key = f32(rms_norm(qkv[live, width:], kv_norm, eps))
+    key = rounded(rope(key, cos_sin, position), kv.dtype)
+    page = block_tables[token_slots[live], position // PAGE]
+    kv[page, position % PAGE] = rounded_key(key, 2 * cos_sin.shape[2]) if quantized else key
+
+
+def _write_cost(workload: Workload, *, qkv: Tensor, **_: object) -> Cost:
+    return Cost(2 * workload.tokens * qkv.shape[1] * qkv.itemsize, 8 * workload.tokens * qkv.shape[1])
+
+
+q_kv_write = Op(
+    "q_kv_write", _write_contract, reference=_write_reference, launches=no_device_code, cost=_write_cost
+)
+
+
+def _rotate_contract(*, q: Tensor, cos_sin: Tensor, positions: Tensor, eps: float) -> None:
+    """q = q / rms(q) of each head (no weight), rounded, its last r channels rotated in pairs (2i, 2i + 1), rounded; in
+    place. q [T, A, d] of a float dtype; cos_sin float32 [P, 2, r / 2]; positions int32 [T]."""
+    expect("q", q, (-1, -1, -1), *FLOATS)
+    expect_cos_sin(cos_sin, q.shape[2])
+    expect("positions", positions, (q.shape[0],), int32)
+    require(eps > 0, f"eps is {eps}; it must be positive")
+
+
+def _rotate_reference(*, q: Array, cos_sin: Array, positions: Array, eps: float) -> None:
+    q[:] = rope(rounded(unit(f32(q), eps), q.dtype), cos_sin, positions)
+
+
+def _rotate_cost(workload: Workload, *, q: Tensor, **_: object) -> Cost:
+    numbers = workload.tokens * q.shape[1] * q.shape[2]
+    return Cost(2 * numbers * q.itemsize, 4 * numbers)
+
+
+rotate_heads = Op(
+    "rotate_heads", _rotate_contract, reference=_rotate_reference, launches=no_device_code, cost=_rotate_cost
+)

@@ -1,0 +1,88 @@
+"""route: router logits, or token ids, to the experts of each token and their weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels.contract import expect, require
+from openinfer.kernels.reference import Array
+from openinfer.recipes.deepseek_v4.ops.common import expect_columns
+from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
+from openinfer.tensor import Tensor, float32, int32
+
+
+def _contract(
+    *,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    token_ids: Tensor,
+    token_slots: Tensor,
+    scaling: float,
+    first_expert: int,
+    num_experts: int,
+) -> None:
+    """The K experts of each token, and s / (sum of their s) * scaling, with s = sqrt(softplus(logits[t])); float32.
+
+    Chosen are the K largest of s + bias (float32 [E]; of equal ones the lower index comes first), or, where bias is
+    None, table[token_ids[t]] (int32 [V, K], each in [0, E), no expert twice). Bias has no part in the weights.
+
+    This rank has the experts first_expert .. first_expert + num_experts - 1 of E: expert_ids are counted from
+    first_expert, and -1 for experts of other ranks, whose weights stay in the sum. A token of slot 0 is padding: its
+    ids are -1 and its weights 0. logits float32 [T, E], rows at any stride; token_ids, token_slots int32 [T];
+    expert_ids int32 [T, K], expert_weights float32 [T, K]; K <= E.
+    """
+    expect_columns("logits", logits, (-1, -1), float32)
+    tokens, experts = logits.shape
+    expect("expert_ids", expert_ids, (tokens, -1), int32)
+    chosen = expert_ids.shape[1]
+    expect("expert_weights", expert_weights, (tokens, chosen), float32)
+    require((bias is None) != (table is None), "experts are chosen by bias or by table: give one of them")
+    if bias is not None:
+        expect("bias", bias, (experts,), float32)
+    if table is not None:
+        expect("table", table, (-1, chosen), int32)
+    expect("token_ids", token_ids, (tokens,), int32)
+    expect("token_slots", token_slots, (tokens,), int32)
+    require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
+    require(scaling > 0, f"scaling is {scaling}; it must be positive")
+    require(
+        first_expert >= 0 and 1 <= num_experts <= experts - first_expert,
+        f"this rank has {num_experts} experts from {first_expert} on; there are {experts}",
+    )
+
+
+def _reference(
+    *,
+    expert_ids: Array,
+    expert_weights: Array,
+    logits: Array,
+    bias: Array | None,
+    table: Array | None,
+    token_ids: Array,
+    token_slots: Array,
+    scaling: float,
+    first_expert: int,
+    num_experts: int,
+) -> None:
+    live, count = token_slots[:, None] != 0, expert_ids.shape[1]
+    s = np.sqrt(np.maximum(logits, 0) + np.log1p(np.exp(-np.abs(logits))))
+    chosen = np.argsort(-(s + bias), axis=1, kind="stable")[:, :count] if table is None else table[token_ids]
+    best = np.take_along_axis(s, chosen, 1)
+    total = best[:, 0].copy()
+    for j in range(1, count):  # one after the other: numpy's sums depend on what lies beside
+        total += best[:, j]
+    mine = chosen - first_expert
+    expert_ids[:] = np.where(live & (mine >= 0) & (mine < num_experts), mine, -1)
+    expert_weights[:] = np.where(live, best / total[:, None] * np.float32(scaling), 0)
+
+
+def _cost(workload: Workload, *, logits: Tensor, expert_ids: Tensor, **_: object) -> Cost:
+    experts, chosen = logits.shape[1], expert_ids.shape[1]
+    return Cost(workload.tokens * (4 * experts + 12 * chosen), workload.tokens * 8 * experts)
+
+
+route = Op("route", _contract, reference=_reference, launches=no_device_code, cost=_cost)
