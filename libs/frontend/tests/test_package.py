@@ -8,17 +8,25 @@ import pytest
 
 import openinfer.frontend
 import openinfer.frontend.http
+from openinfer.frontend import chat, serve
 
 
 @pytest.mark.parametrize("module", [openinfer.frontend, openinfer.frontend.http])
 def test_all_is_sorted_and_nothing_leaks(module: types.ModuleType) -> None:
     assert module.__all__ == sorted(module.__all__)
+    for name in module.__all__:  # those of openinfer.frontend come when they are asked for
+        getattr(module, name)
     visible = {
         name
         for name, value in vars(module).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
     assert visible == set(module.__all__)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Egnine'"):
+        openinfer.frontend.Egnine  # noqa: B018
 
 
 def python(code: str) -> str:
@@ -36,9 +44,14 @@ def test_the_base_imports_no_web_framework() -> None:
     assert loaded == ""
 
 
+def test_the_command_line_knows_the_formats_without_importing_them() -> None:
+    assert tuple(chat.TOOL_FORMATS) == serve.TOOL_PARSERS
+    assert serve.REASONING_PARSERS == chat.REASONING_FORMATS
+
+
 def test_importing_is_quick() -> None:
     # Processor time: the wall clock of a busy machine says nothing about us.
-    code = "import time; t = time.process_time(); import openinfer.frontend; print(time.process_time() - t)"
+    code = "import time; t = time.process_time(); import openinfer.frontend.client; print(time.process_time() - t)"
     assert min(float(python(code)) for _ in range(3)) < 0.25
 
 

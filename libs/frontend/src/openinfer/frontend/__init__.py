@@ -1,36 +1,41 @@
 """The engine contract, its drivers, and an OpenAI-compatible HTTP server for any engine.
 
 Importing this needs neither a web framework nor ZeroMQ: those are behind `openinfer.frontend.http` ([http]) and
-`openinfer.frontend.process_driver` ([process]).
+`openinfer.frontend.process_driver` ([process]). The names below are imported when they are first asked for, because
+`--help` needs none of them, and numpy and asyncio come with them.
 """
 
-from openinfer.frontend.client import Delta, EngineClient, Health
-from openinfer.frontend.contract import (
-    Engine,
-    EngineInfo,
-    EngineSpec,
-    EngineStats,
-    Failed,
-    Finished,
-    Rejected,
-    Request,
-    ResetPrefixCache,
-    Scheduled,
-    StepOutputs,
-    TokenLogprobs,
-)
-from openinfer.frontend.errors import (
-    APIError,
-    EngineDeadError,
-    EngineSpecError,
-    EngineStartError,
-    FrontendError,
-    MissingExtraError,
-    ModelFilesError,
-    Unsupported,
-)
-from openinfer.frontend.recipe import Recipe
-from openinfer.frontend.thread_driver import ThreadDriver
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from openinfer.frontend.client import Delta, EngineClient, Health
+    from openinfer.frontend.contract import (
+        Engine,
+        EngineInfo,
+        EngineSpec,
+        EngineStats,
+        Failed,
+        Finished,
+        Rejected,
+        Request,
+        ResetPrefixCache,
+        Scheduled,
+        StepOutputs,
+        TokenLogprobs,
+    )
+    from openinfer.frontend.errors import (
+        APIError,
+        EngineDeadError,
+        EngineSpecError,
+        EngineStartError,
+        FrontendError,
+        MissingExtraError,
+        ModelFilesError,
+        Unsupported,
+    )
+    from openinfer.frontend.recipe import Recipe
+    from openinfer.frontend.thread_driver import ThreadDriver
 
 __all__ = [
     "APIError",
@@ -59,3 +64,15 @@ __all__ = [
     "TokenLogprobs",
     "Unsupported",
 ]
+
+_MODULES = ("errors", "recipe", "contract", "client", "thread_driver")  # the cheap ones first
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        for module in _MODULES:
+            found = getattr(importlib.import_module(f"openinfer.frontend.{module}"), name, None)
+            if found is not None:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module 'openinfer.frontend' has no attribute {name!r}")

@@ -3,9 +3,10 @@
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from openinfer.frontend.contract import EngineSpec
+if TYPE_CHECKING:
+    from openinfer.frontend.contract import EngineSpec
 
 __all__ = ["Recipe"]
 
@@ -27,7 +28,7 @@ class Recipe(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the engine's flags (`--max-model-len`, ...) to the parser that holds the frontend's already."""
 
-    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> "EngineSpec":
         """The engine for a checkpoint. Every flag of add_arguments ends up in the kwargs or is refused here.
 
         Raises ValueError or OSError with a one-line message for the user's mistakes.

@@ -1,7 +1,9 @@
-"""The command line that every recipe shares: `python -m openinfer.recipes.<name> MODEL_DIR [flags]`."""
+"""The command line that every recipe shares: `python -m openinfer.recipes.<name> MODEL_DIR [flags]`.
+
+What only a server needs is imported when there is one to start: `--help` answers at once.
+"""
 
 import argparse
-import asyncio
 import contextlib
 import json
 import logging
@@ -14,21 +16,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from openinfer.frontend.chat import REASONING_FORMATS, TOOL_FORMATS, default_formats
 from openinfer.frontend.errors import FrontendError, ModelFilesError
 from openinfer.frontend.logs import say, set_up_logging
 from openinfer.frontend.recipe import Recipe
-from openinfer.frontend.web import WebOptions, run_loop, serve_web
 
 if TYPE_CHECKING:
     from openinfer.frontend.client import EngineClient
     from openinfer.frontend.contract import EngineSpec
+    from openinfer.frontend.web import WebOptions
 
 __all__ = ["Recipe", "build_parser", "serve"]
 
 MAX_FRONTENDS = 64
+TOOL_PARSERS = ("deepseek_v4", "hermes", "qwen3_coder", "qwen3_xml")
+REASONING_PARSERS = ("deepseek_v4", "qwen3")
+"""The formats of `chat` by name, which is not imported for a help text."""
 
 
 def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
@@ -61,13 +63,13 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--tool-call-parser",
-        choices=("auto", "none", *TOOL_FORMATS),
+        choices=("auto", "none", *TOOL_PARSERS),
         default="auto",
         help="how the model writes its calls; auto: as its model_type does",
     )
     server.add_argument(
         "--reasoning-parser",
-        choices=("auto", "none", *REASONING_FORMATS),
+        choices=("auto", "none", *REASONING_PARSERS),
         default="auto",
         help="how the model marks its reasoning; none: it stays in the content",
     )
@@ -138,6 +140,10 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     args = build_parser(recipe, prog).parse_args(argv)
     args.api_key = args.api_key or os.environ.get("OPENINFER_API_KEY")
     set_up_logging(args.log_level, args.log_format, [args.api_key] if args.api_key else [])
+    import asyncio
+
+    from openinfer.frontend.web import run_loop
+
     signals: list[int] = []
     try:
         model_type = _check_checkpoint(recipe, args.model_dir)
@@ -156,6 +162,10 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
 
 async def _serve(args: argparse.Namespace, spec: "EngineSpec", signals: list[int]) -> int:
     """signals: gets the number of the signal by which this was cancelled."""
+    import asyncio
+
+    from openinfer.frontend.web import serve_web
+
     main_task = asyncio.current_task()
     assert main_task is not None
 
@@ -214,7 +224,11 @@ async def _serve_several(
     ).run(on_engine, on_ready)
 
 
-def _web_options(args: argparse.Namespace) -> WebOptions:
+def _web_options(args: argparse.Namespace) -> "WebOptions":
+    import msgspec
+
+    from openinfer.frontend.web import WebOptions
+
     values = {name: getattr(args, name) for name in WebOptions.__struct_fields__}
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
     return msgspec.convert(plain, WebOptions)
@@ -241,6 +255,8 @@ def _client(args: argparse.Namespace, spec: "EngineSpec") -> "EngineClient":
 
 def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
     """Put what `auto` and `none` stand for in their place."""
+    from openinfer.frontend.chat import default_formats
+
     tools, reasoning = default_formats(model_type)
     by_model = {"tool_call_parser": tools, "reasoning_parser": reasoning}
     for name, default in by_model.items():

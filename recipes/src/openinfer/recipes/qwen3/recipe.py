@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from openinfer.frontend.contract import EngineSpec
+if TYPE_CHECKING:
+    from openinfer.frontend.contract import EngineSpec
 
 
 class Qwen3Recipe:
@@ -105,6 +107,8 @@ class Qwen3Recipe:
             "scheduling_policy", "trace", "batch_invariant",
         )  # fmt: skip
         kwargs = {"model_dir": str(model_dir), **{name: getattr(args, name) for name in names}}
+        from openinfer.frontend.contract import EngineSpec
+
         return EngineSpec("openinfer.recipes.qwen3.startup:build", kwargs)
 
 

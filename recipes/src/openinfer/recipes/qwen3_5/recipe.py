@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from openinfer.frontend.contract import EngineSpec
+if TYPE_CHECKING:
+    from openinfer.frontend.contract import EngineSpec
 
 
 class Qwen35Recipe:
@@ -109,6 +111,8 @@ class Qwen35Recipe:
             "snapshot_interval", "scheduling_policy", "trace",
         )  # fmt: skip
         kwargs = {"model_dir": str(model_dir), **{name: getattr(args, name) for name in names}}
+        from openinfer.frontend.contract import EngineSpec
+
         return EngineSpec("openinfer.recipes.qwen3_5.startup:build", kwargs)
 
 
