@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from openinfer.frontend import EngineSpec
+from openinfer.frontend import EngineSpec, frontends
 from openinfer.frontend.serve import serve
 
 
@@ -22,6 +22,7 @@ class FakeRecipe:
         group.add_argument("--step-delay", type=float, default=0.0, help="seconds a step")
         group.add_argument("--start-delay", type=float, default=0.0, help="seconds to start")
         group.add_argument("--start-error", default=None, help="do not start")
+        group.add_argument("--frontend-silent", type=float, help="after so long an HTTP process hangs")
         group.add_argument(
             "--engine", type=json.loads, default={}, help="further arguments of FakeEngine, in JSON"
         )
@@ -29,6 +30,8 @@ class FakeRecipe:
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
         if args.max_model_len < 1:
             raise ValueError(f"--max-model-len is {args.max_model_len}, it must be at least 1")
+        if args.frontend_silent is not None:
+            frontends.SILENT_S = args.frontend_silent
         kwargs = {
             "model": model_dir.name,
             "max_model_len": args.max_model_len,

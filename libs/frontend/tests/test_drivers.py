@@ -32,7 +32,9 @@ from openinfer.sampler import SamplingParams
 KINDS = ["thread", "process"]
 
 
-def make(kind: str, hang_timeout_s: float = 60.0, close_timeout_s: float = 5.0, **kwargs: object) -> Driver:
+def make(
+    kind: str, hang_timeout_s: float | None = 60.0, close_timeout_s: float = 5.0, **kwargs: object
+) -> Driver:
     spec = EngineSpec("openinfer.frontend.testing:FakeEngine", kwargs)
     if kind == "thread":
         return ThreadDriver(
@@ -188,6 +190,17 @@ def test_a_hung_engine_is_not_healthy_and_close_does_not_wait_for_it(kind: str) 
         assert [type(terminal) for terminal in sink.terminals] == [Failed]
 
     run(make(kind, hang_timeout_s=0.1, close_timeout_s=0.1, hang_at_step=3), use)
+
+
+def test_an_engine_says_itself_when_it_hangs_unless_the_server_is_told() -> None:
+    async def use(driver: Driver) -> None:
+        send(driver, [10], 4000, ignore_eos=True)
+        await asyncio.sleep(0.3)
+        assert driver.health().ok == (driver._hang_timeout_s == 60)
+
+    for told in (None, 60):
+        engine = FakeEngine(hang_timeout_s=0.1, hang_at_step=3)
+        run(ThreadDriver(lambda engine=engine: engine, hang_timeout_s=told, close_timeout_s=0.1), use)
 
 
 @pytest.mark.parametrize("kind", KINDS)

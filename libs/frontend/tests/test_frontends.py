@@ -191,6 +191,28 @@ def test_one_that_is_killed_costs_its_own_streams_only(
     assert "was killed by SIGKILL; its connections are lost, starting another" in rest
 
 
+def test_one_that_hangs_is_replaced_and_the_others_go_on(
+    model_dir: Path, launch: Launch, connect: Connect
+) -> None:
+    server = launch(model_dir, "--frontends", 2, "--step-delay", "0.002", "--frontend-silent", "3")
+    clients = connect(server)
+    (victim, cut), (survivor, other) = ((pid, Stream(client)) for pid, client in clients.items())
+    probe = connect(server)[survivor]
+    os.kill(victim, signal.SIGSTOP)
+    cut.end()  # it is killed, and its request aborted
+    until(lambda: probe.get("/state").json()["running"] == 1)
+    until(lambda: len(found := frontends(server)) == 2 and victim not in found)
+    assert survivor in frontends(server)
+    assert other.goes_on()
+    other.leave()
+    for client in connect(server).values():
+        assert client.get("/health").status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    code, rest = server.end()
+    assert code == 0
+    assert rest.count("hangs: no sign of life for 3 s") == 1
+
+
 def test_a_client_that_leaves_one_process_ends_nothing_of_another(
     model_dir: Path, launch: Launch, connect: Connect
 ) -> None:

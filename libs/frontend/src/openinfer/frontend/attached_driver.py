@@ -15,11 +15,11 @@ class AttachedDriver(Driver):
     Whoever watches the engine calls lose() when it has died, and the ProcessDriver's forget() when we have.
 
     address: waits for the ProcessDriver's address. client: our number, never used before with this engine.
-    hang_timeout_s: requests without a step for longer make health() say that the engine hangs.
+    hang_timeout_s: requests without a step for longer make health() say that the engine hangs; None: EngineInfo's.
     """
 
     def __init__(
-        self, address: Callable[[], Awaitable[str]], client: int, *, hang_timeout_s: float = 60.0
+        self, address: Callable[[], Awaitable[str]], client: int, *, hang_timeout_s: float | None = None
     ) -> None:
         super().__init__(hang_timeout_s, first_id(client))
         self._address = address

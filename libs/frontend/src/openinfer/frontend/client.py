@@ -110,7 +110,7 @@ class EngineClient(Protocol):
 class Driver(ABC):
     """What both drivers share: who waits for what, health, and the reading of the engine's messages."""
 
-    def __init__(self, hang_timeout_s: float, first_id: int = 1) -> None:
+    def __init__(self, hang_timeout_s: float | None, first_id: int = 1) -> None:
         self._hang_timeout_s = hang_timeout_s
         self._ids = itertools.count(first_id)
         self._serials = itertools.count(1)
@@ -204,7 +204,8 @@ class Driver(ABC):
             return Health(False, "the engine is not running")
         silent_s = time.monotonic() - self._last_sign
         live = max(self._live, len(self._sinks))
-        if live and silent_s > self._hang_timeout_s:
+        limit_s = self._info.hang_timeout_s if self._hang_timeout_s is None else self._hang_timeout_s
+        if live and silent_s > limit_s:
             return Health(False, f"the engine hangs: {live} requests but no step for {silent_s:.0f} s")
         return Health(True, "ok")
 

@@ -177,6 +177,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     and of SamplingParams "penalties" (all three), "logit_bias", "allowed_token_ids", "bad_words"; "grammar", once it
     was sent a TokenTable. The frontend refuses the rest by name."""
     contract_version: int = CONTRACT_VERSION
+    hang_timeout_s: float = 60.0
+    """With requests live, this long without a step means that the engine hangs, unless the server is told otherwise."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):

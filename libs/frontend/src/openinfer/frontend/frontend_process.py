@@ -1,10 +1,12 @@
 """One of several HTTP processes: `python -m openinfer.frontend.frontend_process`, a child of frontends.
 
-Its standard input says what to do, a line of JSON each: first a FrontendBoot, then Orders. Its standard output says
-Ready or StartFailed, once. When standard input ends, the parent is gone, and so are we.
+Its standard input says what to do, a line of JSON each: first a FrontendBoot, then Orders. Its standard output is a
+Report, then an empty line now and then, by which the parent sees that the event loop turns. When standard input ends,
+the parent is gone, and so are we.
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -23,7 +25,10 @@ from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.web import WebOptions, run_loop, serve_web
 from openinfer.frontend.wire import first_id
 
-__all__ = ["Engine", "FrontendBoot", "Lost", "Order", "Report", "Stop", "main"]
+__all__ = ["BEAT_S", "Engine", "FrontendBoot", "Lost", "Order", "Report", "Stop", "main"]
+
+BEAT_S = 1.0
+"""Between two signs of life."""
 
 
 class FrontendBoot(msgspec.Struct, frozen=True):
@@ -36,7 +41,7 @@ class FrontendBoot(msgspec.Struct, frozen=True):
     """Our number with the engine."""
     boards: list[str]
     """Files that all processes count in, ours first."""
-    engine_hang_timeout: float
+    engine_hang_timeout: float | None
     restart_engine: bool
 
 
@@ -61,7 +66,7 @@ Order = Engine | Lost | Stop
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The child's one line: it serves, or why not."""
+    """The child's first line: it serves, or why not."""
 
     error: str | None = None
 
@@ -114,6 +119,12 @@ class _Orders:
 async def _serve(boot: FrontendBoot) -> int:
     orders = _Orders(boot)
     follower = asyncio.create_task(orders.follow())
+    beats: list[asyncio.Task[None]] = []
+
+    def on_ready() -> None:
+        _report(Report())
+        beats.append(asyncio.create_task(_beat()))
+
     client: EngineClient
     if boot.restart_engine:
         client = RestartingClient(orders.make_driver, first_id=first_id(boot.client), watch_hangs=False)
@@ -125,7 +136,7 @@ async def _serve(boot: FrontendBoot) -> int:
                 boot.options,
                 client,
                 listener,
-                on_ready=lambda: _report(Report()),
+                on_ready=on_ready,
                 stop=orders.stop,
                 now=orders.now,
                 boards=[Path(path) for path in boot.boards],
@@ -134,7 +145,17 @@ async def _serve(boot: FrontendBoot) -> int:
         _report(Report(one_line(error)))
         return 1
     finally:
-        follower.cancel()
+        for task in (follower, *beats):
+            task.cancel()
+
+
+async def _beat() -> None:
+    """Tell the parent that we live. A parent that does not read must not stop us."""
+    os.set_blocking(1, False)
+    while True:
+        await asyncio.sleep(BEAT_S)
+        with contextlib.suppress(BlockingIOError):
+            os.write(1, b"\n")
 
 
 def _report(report: Report) -> None:

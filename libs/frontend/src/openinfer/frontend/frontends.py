@@ -30,6 +30,8 @@ __all__ = ["Frontends"]
 
 KILL_AFTER_S = 10.0
 """Beyond the time that children give their requests."""
+SILENT_S = 20.0
+"""A child that serves gives a sign of life every BEAT_S; one that gives none for so long hangs."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Frontends:
         listeners: list[socket.socket],
         *,
         restart_engine: bool,
-        engine_hang_timeout: float,
+        engine_hang_timeout: float | None,
     ) -> None:
         self._options, self._make_engine, self._listeners = options, make_engine, listeners
         self._restart_engine = restart_engine
@@ -173,7 +175,7 @@ class Frontends:
                         ready.set_result(None)
                     else:
                         ready.set_exception(FrontendError(report.error))
-                code = await child.wait()
+                code = await _outcome(index, child)
             finally:
                 if child.returncode is not None:
                     self._children.pop(index, None)
@@ -209,6 +211,23 @@ class Frontends:
         if self._address is not None:
             _write(child, Engine(self._address))
         return child
+
+
+async def _outcome(index: int, child: asyncio.subprocess.Process) -> int:
+    """The exit code of a child that has reported, once it ends; one that hangs is killed."""
+    assert child.stdout is not None
+    missed = 0
+    while missed < 2:  # twice the half: after a pause of the whole machine all are late once
+        try:
+            if not await asyncio.wait_for(child.stdout.readline(), SILENT_S / 2):
+                break
+            missed = 0
+        except TimeoutError:
+            missed += 1
+    else:
+        _log.error("HTTP process %d hangs: no sign of life for %.0f s", index, SILENT_S)
+        child.kill()
+    return await child.wait()
 
 
 async def _wait(event: asyncio.Event) -> None:

@@ -26,12 +26,12 @@ class ProcessDriver(Driver):
     """Starts `python -m openinfer.frontend.engine_process` and speaks to it. An EngineClient.
 
     spec: what the child builds.
-    hang_timeout_s: requests without a step for longer make health() say that the engine hangs.
+    hang_timeout_s: requests without a step for longer make health() say that the engine hangs; None: EngineInfo's.
     close_timeout_s: how long close() waits before it kills the child.
     """
 
     def __init__(
-        self, spec: EngineSpec, *, hang_timeout_s: float = 60.0, close_timeout_s: float = 5.0
+        self, spec: EngineSpec, *, hang_timeout_s: float | None = None, close_timeout_s: float = 5.0
     ) -> None:
         super().__init__(hang_timeout_s)
         self._spec = spec

@@ -98,9 +98,10 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     server.add_argument(
         "--engine-hang-timeout",
         type=_seconds,
-        default=60.0,
+        default=None,
         metavar="S",
-        help="requests but no engine step for this long makes /health 503",
+        help="requests but no engine step for this long makes /health 503; None: as the engine says, 10 s on a GPU and "
+        "60 s on a CPU",
     )
     server.add_argument(
         "--restart-engine",

@@ -43,6 +43,7 @@ class FakeEngine:
     start_error: message of the ValueError that the constructor raises.
     fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
     fail_prompt, raise_prompt: a request whose prompt is this single id Fails alone, or makes submit() raise.
+    hang_timeout_s: what it says of itself in EngineInfo.
     features: what it claims to honour besides logprobs and prefix_cache (its tokens stay the known ones).
     """
 
@@ -66,6 +67,7 @@ class FakeEngine:
         fail_prompt: int | None = None,
         raise_prompt: int | None = None,
         features: list[str] | None = None,
+        hang_timeout_s: float = 60.0,
     ) -> None:
         time.sleep(start_delay_s)
         if start_error is not None:
@@ -78,6 +80,7 @@ class FakeEngine:
             kv_capacity_tokens=max_running * max_model_len,
             block_size=16,
             features=["logprobs", "prefix_cache", *(features or ())],
+            hang_timeout_s=hang_timeout_s,
         )
         self._script = script
         self._filler = filler

@@ -21,12 +21,16 @@ class ThreadDriver(Driver):
     """Runs `factory()` and the engine loop in a daemon thread. An EngineClient.
 
     factory: builds the engine; called in the thread that will own it (`spec.build` fits).
-    hang_timeout_s: requests without a step for longer make health() say that the engine hangs.
+    hang_timeout_s: requests without a step for longer make health() say that the engine hangs; None: EngineInfo's.
     close_timeout_s: how long close() waits for a step to end; a thread that hangs is left behind.
     """
 
     def __init__(
-        self, factory: Callable[[], Engine], *, hang_timeout_s: float = 60.0, close_timeout_s: float = 5.0
+        self,
+        factory: Callable[[], Engine],
+        *,
+        hang_timeout_s: float | None = None,
+        close_timeout_s: float = 5.0,
     ) -> None:
         super().__init__(hang_timeout_s)
         self._factory = factory

@@ -139,6 +139,7 @@ class Qwen3Engine:
                 *["priority"] * self._uses_priority,
                 *["grammar"] * (importlib.util.find_spec("llguidance") is not None),
             ],
+            hang_timeout_s=10.0 if runner.stream.device.kind == "cuda" else 60.0,
         )
 
     def submit(self, request: Request) -> None:
