@@ -71,6 +71,9 @@ class Cache:
     def positions(self, counts: Sequence[tuple[int, int]]) -> Array:
         return np.concatenate([self.lengths[slot] + np.arange(n) for slot, n in counts]).astype(np.int32)
 
+    def token_slots(self, counts: Sequence[tuple[int, int]]) -> Array:
+        return np.concatenate([np.full(n, slot) for slot, n in counts]).astype(np.int32)
+
     def advance(self, counts: Sequence[tuple[int, int]]) -> None:
         for slot, count in counts:
             self.lengths[slot] += count
@@ -230,11 +233,11 @@ def test_sparse_attention_is_softmax_over_window_entries_and_sink() -> None:
             sinks=sinks,
             cos_sin=angles(640),
             positions=positions,
+            token_slots=cache.token_slots(counts),
             kv_tables=cache.tables,
             entry_tables=cache.tables,
             scale=scale,
             window=window,
-            **cache.rows(counts),
         )
         slots = np.repeat([slot for slot, _ in counts], [n for _, n in counts])
         for t, (slot, p) in enumerate(zip(slots, positions, strict=True)):
@@ -263,10 +266,10 @@ def test_the_indexer_takes_the_best_and_the_first_of_equals() -> None:
         keys=keys,
         cos_sin=angles(640),
         positions=positions,
+        token_slots=cache.token_slots(counts),
         block_tables=cache.tables,
         scale=0.1,
         quantized=False,
-        **cache.rows(counts),
     )
     held = keys[cache.tables[1]].reshape(-1, DIM)
     for t, p in enumerate(positions[:3]):

@@ -49,12 +49,6 @@ def expect_rows(slots: Tensor, q_starts: Tensor, seq_lens: Tensor, alive: Tensor
     return rows, size
 
 
-def expect_longest(max_q_len: int, tokens: int, rows: int) -> None:
-    """Raise ContractError unless max_q_len is possible: no row has more tokens than this (1 in a decode step)."""
-    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
-    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
-
-
 def expect_columns(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: np.dtype[np.generic]) -> None:
     """As `expect`, for columns of a wider tensor: rows may be at any stride, the elements of one lie together."""
     expect(name, tensor, shape, *dtypes, dense=False)

@@ -12,9 +12,6 @@ from openinfer.recipes.deepseek_v4.ops.common import (
     PAGE,
     expect_columns,
     expect_cos_sin,
-    expect_longest,
-    expect_rows,
-    live_rows,
     rope,
     seen,
 )
@@ -30,29 +27,25 @@ def _contract(
     keys: Tensor,
     cos_sin: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
+    token_slots: Tensor,
     block_tables: Tensor,
     scale: float,
     quantized: bool,
-    max_q_len: int,
 ) -> None:
-    """selected[t] = the K entries with the largest scores among those that token t sees, in any order; -1 where it sees
-    fewer.
+    """selected[t] = the K entries with the largest scores among those that token t sees, in any order; where it sees
+    fewer, all of them first and then -1.
 
-    Rows, slots, q_starts, seq_lens and alive as in expand_rows. keys [pages, E, d]: one layer of the entry pages, dense
-    within a page, pages at any stride; entry w of slot s is at block_tables[s, w // E], place w mod E (int32 [S, B]),
-    and covers m = 128 / E tokens; the token at position p sees the entries w < (p + 1) // m. They are there already.
+    Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T], as expand_rows writes them). keys
+    [pages, E, d]: one layer of the entry pages, dense within a page, pages at any stride; entry w is at
+    block_tables[s, w // E], place w mod E (int32 [S, B]), and covers m = 128 / E tokens; the token sees the entries
+    w < (p + 1) // m. They are there already.
 
         q' = q with the last r channels of each head rotated at positions[t] (pairs 2i, 2i + 1), rounded
         quantized: q' = q4(hadamard(q') rounded), over d                                    (formats; keys are so too)
         score[w] = sum over heads h of weights[t, h] * scale * relu(q'[h] . key_w)          float32
 
     q [T, H, d] and keys of one float dtype; weights float32 [T, H], rows at any stride; cos_sin float32 [P, 2, r / 2];
-    positions int32 [T]; selected int32 [T, K]. Of equal scores the lower entry comes first. Tokens of dead rows and
-    those past q_starts[R] get -1. max_q_len: no row has more tokens than this (1 in a decode step).
+    selected int32 [T, K]. Of equal scores the lower entry comes first. Tokens of slot 0, the padding slot, get -1.
     """
     expect("q", q, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = q.shape
@@ -63,12 +56,11 @@ def _contract(
     expect("selected", selected, (tokens, -1), int32)
     expect_cos_sin(cos_sin, dim)
     expect("positions", positions, (tokens,), int32)
-    rows, size = expect_rows(slots, q_starts, seq_lens, alive)
-    expect("block_tables", block_tables, (size, -1), int32)
+    expect("token_slots", token_slots, (tokens,), int32)
+    expect("block_tables", block_tables, (-1, -1), int32)
     require(selected.shape[1] >= 1, "selected has no columns; at least one entry is chosen")
     require(dim & (dim - 1) == 0 and dim >= 32, f"q has heads of {dim}; it must be a power of two from 32")
     require(scale > 0, f"scale is {scale}; it must be positive")
-    expect_longest(max_q_len, tokens, rows)
 
 
 def _reference(
@@ -79,36 +71,26 @@ def _reference(
     keys: Array,
     cos_sin: Array,
     positions: Array,
-    slots: Array,
-    q_starts: Array,
-    seq_lens: Array,
-    alive: Array,
+    token_slots: Array,
     block_tables: Array,
     scale: float,
     quantized: bool,
-    max_q_len: int,
 ) -> None:
     per_page, most = keys.shape[1], selected.shape[1]
     window = PAGE // per_page
     selected[:] = -1
-    for row in live_rows(slots, q_starts, seq_lens, alive):
-        visible = (row.start + row.last - row.first) // window
-        pages = block_tables[row.slot, : -(-visible // per_page)]
-        held = f32(keys[pages]).reshape(-1, keys.shape[2])[:visible]
-        for token in range(
-            row.first, row.last
-        ):  # one query at a time: the result must not depend on the chunk
-            sees = (row.start + token - row.first + 1) // window
-            if sees <= most:
-                selected[token, :sees] = np.arange(sees)
-                continue
-            query = rounded(rope(f32(q[token : token + 1]), cos_sin, positions[token : token + 1]), q.dtype)[
-                0
-            ]
-            if quantized:
-                query = q4(rounded(hadamard(query), q.dtype))
-            scores = (weights[token] * np.float32(scale)) @ np.maximum(query @ held[:sees].T, 0)
-            selected[token] = np.sort(np.argsort(-scores, kind="stable")[:most])
+    for token in np.flatnonzero(token_slots):  # one query at a time: the result must not depend on the chunk
+        sees = (positions[token] + 1) // window
+        if sees <= most:
+            selected[token, :sees] = np.arange(sees)
+            continue
+        pages = block_tables[token_slots[token], : -(-sees // per_page)]
+        held = f32(keys[pages]).reshape(-1, keys.shape[2])[:sees]
+        query = rounded(rope(f32(q[token : token + 1]), cos_sin, positions[token : token + 1]), q.dtype)[0]
+        if quantized:
+            query = q4(rounded(hadamard(query), q.dtype))
+        scores = (weights[token] * np.float32(scale)) @ np.maximum(query @ held.T, 0)
+        selected[token] = np.sort(np.argsort(-scores, kind="stable")[:most])
 
 
 def _cost(workload: Workload, *, q: Tensor, keys: Tensor, selected: Tensor, **rest: object) -> Cost:
