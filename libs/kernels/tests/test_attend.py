@@ -130,6 +130,14 @@ def test_few_tokens_a_row_take_the_decode_kernel(check_op, rng, normal, plan):
     check(check_op, args)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_first_tokens_see_nothing_of_the_last_part(check_op, rng, normal, dim):
+    """Four tokens of which three, two or one are before the part that the last begins."""
+    for before in (61, 62, 63):
+        args = step(rng, normal, [4], [before], heads=4, kv_heads=1, dim=dim, max_q_len=4)
+        check(check_op, args, target=Target(90, 16, interpreted=True))
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (5, 1, 64), (2, 2, 64), (8, 1, 256)])
 def test_prompts_after_prefixes(check_op, rng, normal, page_size, heads, kv_heads, dim):
@@ -227,6 +235,7 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
     [
         (H200, {}, "attend_prompt"),
         (H200, {"dim": 64, "page_size": 8}, "attend_prompt"),
+        (H200, {"dim": 256}, "attend_prompt"),
         (H200, {"page_size": 4}, "attend_long"),
         (H200, {"dim": 32}, "attend_long"),
         (Target(100, 148), {}, "attend_long"),
@@ -351,6 +360,23 @@ def test_prompts_of_any_shape_on_gpu(check_op_gpu, gpu, rng, normal, page_size, 
         dead=(4,), tokens=sum(lengths) + 200, layers=2,
     )  # fmt: skip
     check(check_op_gpu, args, target=dataclasses.replace(gpu[0], interpreted=interpreted))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_chunks_that_begin_anywhere_on_gpu(check_op_gpu, rng, normal, dim, window):
+    """Tiles whose first tokens see nothing of their last block. Scales on both sides of where a fused product of a
+    large score would round: with a finite score for what is hidden these were infinite for 64 and 256."""
+    lengths, before = [200, 333, 3, 90, 4], [333, 16, 62, 1001, 61]
+    args = step(
+        rng, normal, lengths, before, heads=16, kv_heads=4, dim=dim, window=window,
+        tokens=sum(lengths) + 40, layers=2,
+    )  # fmt: skip
+    for factor in (1.0, 1.01, 0.99, 1.1):
+        check(check_op_gpu, {**args, "scale": dim**-0.5 * factor})
+    few = step(rng, normal, [4], [62], heads=16, kv_heads=4, dim=dim, window=window, max_q_len=4)
+    check(check_op_gpu, few)
 
 
 @pytest.mark.gpu

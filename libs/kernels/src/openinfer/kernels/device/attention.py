@@ -10,7 +10,11 @@ import triton
 import triton.language as tl
 
 LOW = tl.constexpr(-1.0e30)
-"""A score that nothing sees: exp2 of its distance to a real one is 0, to itself is 1 and not NaN."""
+"""The maximum before anything was seen: finite, so that its distance to a hidden score is no NaN."""
+
+HIDDEN = tl.constexpr(-float("inf"))
+"""The score of a key that a query does not see. Not a large finite one: the compiler fuses score * scale - top, which
+for a block without a seen key is then not 0 but the rounding of top, and exp2 of that infinite or 0 as it happens."""
 
 
 @triton.jit
@@ -109,8 +113,9 @@ def attend_long(
         where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
         score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
-        score = tl.where(_seen(n, position, window, stop, BN), score, LOW)
+        score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
         m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+    l = tl.where(l > 0.0, l, 1.0)  # pairs past the row's end may see nothing
     tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
@@ -194,8 +199,9 @@ def attend_short(
         where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
         score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
-        score = tl.where(_seen(n, position, window, stop, BN), score, LOW)
+        score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
         m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+    l = tl.where(l > 0.0, l, 1.0)  # a row's first tokens may see nothing of its last part; what they weigh is then LOW
     acc = acc / l[:, None]
     if parts == 1:
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)

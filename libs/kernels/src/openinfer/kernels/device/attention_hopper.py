@@ -18,7 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 LOW = gl.constexpr(-1.0e30)
-"""A score that nothing sees: exp2 of its distance to a real one is 0, to itself is 1 and not NaN."""
+"""The least maximum: finite, so that its distance to a hidden score is no NaN."""
+
+HIDDEN = gl.constexpr(-float("inf"))
+"""The score of a key that a query does not see; as in attention.py, and why it is not a large finite one."""
 
 SEARCH = gl.constexpr(128)
 """Rows looked at together for the row of a tile."""
@@ -132,7 +135,7 @@ def _clear(vbuf, stage, n, end, CHUNKS: gl.constexpr, HALVES: gl.constexpr):
 def _mask(score, n, position, window, BN: gl.constexpr, LAYOUT: gl.constexpr):
     key = n + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))[None, :]
     seen = (key <= position[:, None]) & (key > position[:, None] - window)
-    return gl.where(seen, score, LOW)
+    return gl.where(seen, score, HIDDEN)
 
 
 @gluon.jit
@@ -239,7 +242,7 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
             score = warpgroup_mma_wait(0, deps=(score,))
             mbarrier.arrive(kempty.index(stage), count=1)
             score = _mask(score, last * BN, position, window, BN, S_LAYOUT)
-            m = gl.max(score, 1) * scale
+            m = gl.maximum(gl.max(score, 1) * scale, LOW)  # the first tokens may see nothing of the last block
             weight = gl.exp2(score * scale - m[:, None])
             l = gl.sum(weight, 1)
             p = _pack(weight)

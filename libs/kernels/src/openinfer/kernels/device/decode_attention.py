@@ -8,7 +8,7 @@ The new key and value are taken from qkv, never from the cache, so no program wa
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.attention import LOW, _cached, _merge, _pairs, _update
+from openinfer.kernels.device.attention import HIDDEN, LOW, _cached, _merge, _pairs, _update
 from openinfer.kernels.device.norm import weighted
 
 
@@ -92,7 +92,7 @@ def attend_new(
         seen = number < before
         if WINDOWED:
             seen = seen & (number > before - window)
-        score = tl.where(seen[None, :], score, LOW)
+        score = tl.where(seen[None, :], score, HIDDEN)
         m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=cached, other=0.0), scale)
     if (before - low) // BN % parts == part:
         mine = source + (heads + head) * D
