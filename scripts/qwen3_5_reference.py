@@ -139,7 +139,9 @@ def attention(r: Random, c: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
     yield "self_attn.q_proj.weight", r.linear(2 * heads * d, h)
     yield "self_attn.k_proj.weight", r.linear(kv * d, h)
     yield "self_attn.v_proj.weight", r.linear(kv * d, h)
-    yield "self_attn.q_norm.weight", r.normal(d, std=0.1)
+    # Applied as 1 + w: scores with a standard deviation of 2, so that what is attended to matters, as it does in
+    # trained models. With 1, attention over random tokens is nearly their mean, and hardly notices what is missing.
+    yield "self_attn.q_norm.weight", r.normal(d, std=0.1, mean=1.0)
     yield "self_attn.k_norm.weight", r.normal(d, std=0.1)
     yield "self_attn.o_proj.weight", r.linear(h, heads * d, gain=4.0)
 
@@ -267,10 +269,7 @@ def reference(
         del model
         if device == "cuda":
             torch.cuda.empty_cache()
-    arrays: dict[str, np.ndarray] = {
-        "count": np.array(len(sequences)),
-        "mixture": np.array("num_experts" in config),
-    }
+    arrays: dict[str, np.ndarray] = {"count": np.array(len(sequences))}
     for n, tokens in enumerate(sequences):
         bf16, fp32 = runs[torch.bfloat16][n], runs[torch.float32][n]
         values, ids = bf16.topk(TOP, -1)

@@ -51,5 +51,6 @@ def test_every_control_fails(engine, hybrid):
     verdicts = list(gate.negative_controls(engine.runner, references(hybrid)))
     assert len(verdicts) == 5
     assert [str(verdict) for verdict in verdicts if verdict.passed] == []
-    few = gate.decode_all(gate.Forced(engine.runner), references(hybrid)[:2], chunk=512)
-    assert gate.judge("put right again", references(hybrid)[:2], few).passed
+    sequences = references(hybrid)
+    few = gate.decode_all(gate.Forced(engine.runner), sequences[:2], chunk=512)
+    assert gate.judge("put right again", gate.limits(sequences), sequences[:2], few).passed

@@ -3,6 +3,13 @@
 A reference (made by another implementation, see scripts/qwen3_5_reference.py) holds token sequences and, at the last
 positions of each, the ids and log-probabilities of its most likely tokens. The engine is fed the same tokens, so one
 divergence does not spread, and its log-probabilities of those ids are compared.
+
+What a right engine may deviate is what the reference's own bf16 run deviates from its float32 run, over all
+positions of the reference, times 1.5: two bf16 runs are sqrt(2) times as far from each other as one is from float32.
+That holds for the regret too. A run prefers one token to the reference's best only if its errors of the two differ by
+more than what lies between them, and among hundreds of positions there are such near ties. So a regret is held against
+how far the reference's own errors of its best token and of another likely one are apart (99th percentile), not against
+its own regret, an extreme of a few near ties that may be 0 by luck. A fault of one position alone is a regret of nats.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,13 +38,12 @@ OWN_DEVIATION_FACTOR = 1.5
 @dataclass(frozen=True, slots=True)
 class Reference:
     """One reference sequence: its tokens, and for each of the last `len(top_ids)` positions the reference's most likely
-    next tokens [P, K], their log-probabilities in its own bf16 run, and in its float32 run. `mixture`: of experts."""
+    next tokens [P, K], most likely first, their log-probabilities in its own bf16 run, and in its float32 run."""
 
     tokens: list[int]
     top_ids: Array
     bf16: Array
     fp32: Array
-    mixture: bool = False
 
     @property
     def first(self) -> int:
@@ -54,41 +60,60 @@ def load_reference(path: Path) -> list[Reference]:
                 data[f"s{n}.top_ids"],
                 data[f"s{n}.bf16"],
                 data[f"s{n}.fp32"],
-                bool(data["mixture"]),
             )
             for n in range(int(data["count"]))
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How far a run is from the reference, in nat; `passed` against the limits that were in force."""
+class Deviation(NamedTuple):
+    """How far a run is from another, in nat; or how far it may be."""
 
-    path: str
-    positions: int
     regret: float
     mean: float
     p99: float
-    maximum: float  # printed, not gated
-    regret_limit: float
-    mean_limit: float
-    p99_limit: float
+
+
+def limits(sequences: Sequence[Reference]) -> Deviation:
+    """What a run may deviate from the reference's bf16 run; from all its sequences, whichever a path runs."""
+    own = np.concatenate([s.bf16 - s.fp32 for s in sequences])
+    apart = np.abs(own[:, 1:] - own[:, :1])
+    found = (np.quantile(apart, 0.99), np.abs(own).mean(), np.quantile(np.abs(own), 0.99))
+    floors = (REGRET_NAT, MEAN_NAT, P99_NAT)
+    return Deviation(*(max(x, OWN_DEVIATION_FACTOR * float(y)) for x, y in zip(floors, found, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How far a run is from the reference. Printed and not gated: the largest deviation, and at how many positions the
+    regret is above REGRET_NAT."""
+
+    path: str
+    positions: int
+    found: Deviation
+    limits: Deviation
+    maximum: float
+    regretted: int
 
     @property
     def passed(self) -> bool:
-        found = (self.regret, self.mean, self.p99)
-        limits = (self.regret_limit, self.mean_limit, self.p99_limit)
-        return all(value <= limit for value, limit in zip(found, limits, strict=True))
+        return all(value <= limit for value, limit in zip(self.found, self.limits, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
+        return {
+            **asdict(self),
+            "found": self.found._asdict(),
+            "limits": self.limits._asdict(),
+            "passed": self.passed,
+        }
 
     def __str__(self) -> str:
+        deviations = ", ".join(
+            f"{name} {value:.3f} (<= {limit:.3f})"
+            for name, value, limit in zip(self.found._fields, self.found, self.limits, strict=True)
+        )
         return (
-            f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.positions:4d} positions: "
-            f"regret {self.regret:.3f} (<= {self.regret_limit:.3f}), "
-            f"mean {self.mean:.4f} (<= {self.mean_limit:.3f}), p99 {self.p99:.3f} "
-            f"(<= {self.p99_limit:.3f}), max {self.maximum:.3f}"
+            f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.positions:4d} positions: {deviations}, "
+            f"max {self.maximum:.3f}, {self.regretted} above {REGRET_NAT}"
         )
 
 
@@ -222,34 +247,22 @@ def _read(logits: Array, top_ids: Array) -> Array:
     return np.append(logprobs[top_ids], chosen[0] if len(chosen) else -1)
 
 
-def judge(path: str, sequences: Sequence[Reference], found: Sequence[Array]) -> Verdict:
-    """Compare what decode_all gave with the reference's bf16 run. The limits are widened to 1.5 times what the
-    reference's own float32 run deviates from its bf16 run; that of the regret for mixtures only, where bf16 lets
-    another expert in here and there, which moves a position by more than rounding does."""
-    own = np.abs(np.concatenate([s.bf16 - s.fp32 for s in sequences]))
+def judge(path: str, allowed: Deviation, sequences: Sequence[Reference], found: Sequence[Array]) -> Verdict:
+    """Compare what decode_all gave for these sequences with the reference's bf16 run."""
     ours = np.abs(np.concatenate([f[:, :-1] - s.bf16 for s, f in zip(sequences, found, strict=True)]))
-    if not np.isfinite(ours).all():
-        ours = np.where(np.isfinite(ours), ours, np.inf)
-    regret = max(
-        float(
-            row[0] - row[int(choice)]
-        )  # not among the reference's top ids: as bad as the last of them, at least
+    ours = np.where(np.isfinite(ours), ours, np.inf)
+    regrets = np.array([
+        row[0] - row[int(choice)]  # not among the reference's top ids: as bad as the last of them, at least
         for s, f in zip(sequences, found, strict=True)
         for row, choice in zip(s.bf16, f[:, -1], strict=True)
-    )
-    own_regret = max(
-        float((s.bf16[:, 0] - s.bf16[np.arange(len(s.fp32)), s.fp32.argmax(1)]).max()) for s in sequences
-    )
+    ])  # fmt: skip
     return Verdict(
         path,
-        sum(len(s.top_ids) for s in sequences),
-        regret,
-        float(ours.mean()),
-        float(np.quantile(ours, 0.99)),
+        len(ours),
+        Deviation(float(regrets.max()), float(ours.mean()), float(np.quantile(ours, 0.99))),
+        allowed,
         float(ours.max()),
-        max(REGRET_NAT, OWN_DEVIATION_FACTOR * own_regret * sequences[0].mixture),
-        max(MEAN_NAT, OWN_DEVIATION_FACTOR * float(own.mean())),
-        max(P99_NAT, OWN_DEVIATION_FACTOR * float(np.quantile(own, 0.99))),
+        int((regrets > REGRET_NAT).sum()),
     )
 
 
@@ -259,51 +272,58 @@ class NotReproducible(AssertionError):
 
 def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     """Every path of an engine, a verdict each. Raises NotReproducible where a rerun differs in a bit."""
-    largest = runner.buckets.mixed_tokens[-1]
+    largest, allowed = runner.buckets.mixed_tokens[-1], limits(sequences)
     eager = Forced(runner, eager=True)
     few = sequences[:4]
-    yield judge("eager, batch 4", few, decode_all(eager, few, chunk=largest))
+    yield judge("eager, batch 4", allowed, few, decode_all(eager, few, chunk=largest))
     forced = Forced(runner)
     first = decode_all(forced, sequences, chunk=largest)
-    yield judge(f"graph, batch {len(sequences)}", sequences, first)
+    yield judge(f"graph, batch {len(sequences)}", allowed, sequences, first)
     again = decode_all(forced, sequences, chunk=largest)
     if not all(np.array_equal(a, b) for a, b in zip(first, again, strict=True)):
         raise NotReproducible("a rerun of the same steps gave other log-probabilities")
     alone = sequences[1:4]
-    yield judge("graph, batch 1", alone, [decode_all(forced, [s], chunk=largest)[0] for s in alone])
+    yield judge("graph, batch 1", allowed, alone, [decode_all(forced, [s], chunk=largest)[0] for s in alone])
     few = sequences[:5]
-    yield judge("graph, 5 rows padded to 8", few, decode_all(forced, few, chunk=largest))
-    yield judge("graph, padded to 64", few, decode_all(forced, few, chunk=largest, pad_rows=57))
-    yield judge("chunks of 333", sequences, decode_all(forced, sequences, chunk=333))
-    yield judge("mixed steps", sequences, mixed(forced, sequences))
+    yield judge("graph, 5 rows padded to 8", allowed, few, decode_all(forced, few, chunk=largest))
+    yield judge("graph, padded to 64", allowed, few, decode_all(forced, few, chunk=largest, pad_rows=57))
+    yield judge("chunks of 333", allowed, sequences, decode_all(forced, sequences, chunk=333))
+    yield judge("mixed steps", allowed, sequences, mixed(forced, sequences))
     long = [s for s in sequences if s.first >= STATE_CHUNK]
-    yield judge("cached prefix", long, cached(forced, long, largest))
+    yield judge("cached prefix", allowed, long, cached(forced, long, largest))
 
 
 def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     """Verdicts on models that are wrong on purpose: each must fail. The model is put right again after each."""
     forced, few, chunk = Forced(runner), sequences[:5], runner.buckets.mixed_tokens[-1]
+    allowed = limits(sequences)
     model, stream = runner.model, runner.stream
     table = model.cos_sin.numpy().copy()
     backwards = table * np.array([1, -1], np.float32)[:, None]
     model.cos_sin.copy_from(backwards, stream)
-    yield judge("control: rotation backwards", few, decode_all(forced, few, chunk=chunk))
+    yield judge("control: rotation backwards", allowed, few, decode_all(forced, few, chunk=chunk))
     model.cos_sin.copy_from(table, stream)
     layer = model.weights.layers[1]
     up = layer.mlp.gate_up.weight
     weight = up.numpy().copy()
     up.copy_from(np.roll(weight, weight.shape[-2] // 2, axis=-2), stream)
     name = "experts" if isinstance(layer.mlp, Mixture) else "MLP"
-    yield judge(f"control: gate and up swapped in one {name}", few, decode_all(forced, few, chunk=chunk))
+    yield judge(
+        f"control: gate and up swapped in one {name}", allowed, few, decode_all(forced, few, chunk=chunk)
+    )
     up.copy_from(weight, stream)
     delta = next(x.mixer for x in model.weights.layers if isinstance(x.mixer, DeltaNet))
     decay = delta.decay.numpy().copy()
     delta.decay.copy_from(decay * np.float32(4), stream)
-    yield judge("control: one layer forgets too fast", few, decode_all(forced, few, chunk=chunk))
+    yield judge("control: one layer forgets too fast", allowed, few, decode_all(forced, few, chunk=chunk))
     delta.decay.copy_from(decay, stream)
     some = [s for s in sequences if s.first >= 2 * STATE_CHUNK][:2]
-    yield judge("control: half of the cache lost", some, [_with_pages_lost(runner, s, chunk) for s in some])
-    yield judge("control: a snapshot from elsewhere", some, cached(forced, some, chunk, back=STATE_CHUNK))
+    yield judge(
+        "control: half of the cache lost", allowed, some, [_with_pages_lost(runner, s, chunk) for s in some]
+    )
+    yield judge(
+        "control: a snapshot from elsewhere", allowed, some, cached(forced, some, chunk, back=STATE_CHUNK)
+    )
 
 
 def _with_pages_lost(runner: Runner, sequence: Reference, chunk: int) -> Array:
