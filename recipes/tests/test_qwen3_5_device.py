@@ -188,6 +188,19 @@ def test_a_mixed_step(rng: np.random.Generator) -> None:
     check_delta(args, CHUNKS)
 
 
+def test_chunks_that_begin_anywhere(rng: np.random.Generator) -> None:
+    """Rows of every published head's size that go on inside a chunk, with states in place; scratch and what lies
+    outside the rows is NaN. Among them chunks of 333 tokens as a prompt is cut into by its budget."""
+    starts = [333, 666, 999, *rng.integers(1, 200, 5).tolist()]
+    lengths = [333, 67, 1, *rng.integers(1, 130, 5).tolist()]
+    for rows in (slice(0, 1), slice(1, 8)):
+        args = delta_step(
+            rng, lengths[rows], starts[rows], heads=(1, 2, 128, 128), tokens=sum(lengths[rows]) + 50,
+            moved=(0,), snapshots={0: [(starts[rows][0] // 64 + 1) * 64]},
+        )  # fmt: skip
+        check_delta(args, CHUNKS)
+
+
 def test_correlated_keys_that_hardly_fade(rng: np.random.Generator) -> None:
     """The triangular system at its worst: all keys nearly alike, beta near 1 and nothing forgotten. What is left is the
     rounding of the keys, whose differences count here."""
