@@ -201,7 +201,8 @@ def attend_short(
         score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
         m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
-    l = tl.where(l > 0.0, l, 1.0)  # a row's first tokens may see nothing of its last part; what they weigh is then LOW
+    # A row's first tokens may see nothing of its last part; what they weigh is then LOW.
+    l = tl.where(l > 0.0, l, 1.0)
     acc = acc / l[:, None]
     if parts == 1:
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
