@@ -70,6 +70,11 @@ def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="session")
+def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Golden:
+    return _load("deepseek_v4-tiny", tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return _load("qwen3-tiny", tmp_path_factory.mktemp("golden"))
 
@@ -152,14 +157,14 @@ class Session:
 @pytest.fixture
 def session() -> Iterator[Callable[..., Session]]:
     """Build an engine on the CPU and a session on it; closed at the end, with the pool checked and empty."""
-    from openinfer.recipes import qwen3, qwen3_5
+    from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
 
     engines = []
 
     def make(path: Path, **flags: Any) -> Session:
         defaults = {"device": "cpu", "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
         config = json.loads((path / "config.json").read_text())
-        (recipe,) = (r for r in (qwen3.RECIPE, qwen3_5.RECIPE) if r.matches(config))
+        (recipe,) = (r for r in (qwen3.RECIPE, qwen3_5.RECIPE, deepseek_v4.RECIPE) if r.matches(config))
         startup = importlib.import_module(f"openinfer.recipes.{recipe.name}.startup")
         engine = startup.build(str(path), **{**defaults, **flags})
         engines.append(engine)

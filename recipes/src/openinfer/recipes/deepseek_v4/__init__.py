@@ -1,1 +1,7 @@
-"""DeepSeek-V4."""
+"""DeepSeek-V4: config, inventory, weights, ops, model, runner, engine, start-up.
+
+`RECIPE` is what the command line finds."""
+
+from openinfer.recipes.deepseek_v4.recipe import RECIPE
+
+__all__ = ["RECIPE"]

@@ -1,0 +1,68 @@
+"""What is kept of sequences on the device: two groups of pages of 128 tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.kvpool import Group
+from openinfer.recipes.deepseek_v4.config import CSA, HCA, Config
+from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.tensor import Arena, Stream, Tensor, float32
+
+WINDOW, ENTRIES = 0, 1
+"""The pool's groups. A page of the window group has the raw vectors of 128 tokens, all layers, and the states of the
+compressors after the last of them: a page that has left the window is given back. A page of the entries group has what
+128 tokens were compressed to. So every multiple of 128 tokens is a place where a cached prefix can end: the window
+before it is the page before it, and so are the states."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The tensors of both groups, page-first; layers of a kind in their order. States are float32 (ops.compress)."""
+
+    window: Tensor  # [pages, layers, 128, d]
+    csa_state: Tensor  # [pages, CSA layers, 3, 3, d]
+    index_state: Tensor  # [pages, CSA layers, 3, 3, di]
+    hca_state: Tensor  # [pages, HCA layers, 1, 3, d]
+    csa_entries: Tensor  # [pages, CSA layers, 32, d]
+    index_keys: Tensor  # [pages, CSA layers, 32, di]
+    hca_entries: Tensor  # [pages, HCA layers, 1, d]
+
+    @classmethod
+    def allocate(
+        cls, config: Config, arena: Arena, dtype: np.dtype[Any], window_pages: int, entry_pages: int
+    ) -> Cache:
+        """Uninitialised."""
+        c, csa, hca = config, config.count(CSA), config.count(HCA)
+        return cls(
+            window=arena.alloc((window_pages, c.num_layers, PAGE, c.head_dim), dtype, "window"),
+            csa_state=arena.alloc((window_pages, csa, 3, 3, c.head_dim), float32, "CSA states"),
+            index_state=arena.alloc((window_pages, csa, 3, 3, c.index_dim), float32, "indexer states"),
+            hca_state=arena.alloc((window_pages, hca, 1, 3, c.head_dim), float32, "HCA states"),
+            csa_entries=arena.alloc((entry_pages, csa, PAGE // CSA, c.head_dim), dtype, "CSA entries"),
+            index_keys=arena.alloc((entry_pages, csa, PAGE // CSA, c.index_dim), dtype, "indexer keys"),
+            hca_entries=arena.alloc((entry_pages, hca, PAGE // HCA, c.head_dim), dtype, "HCA entries"),
+        )
+
+    def zero_(self, stream: Stream) -> None:
+        """Kernels may multiply what nobody wrote by zero, so it must be finite."""
+        for tensor in (self.window, self.csa_state, self.index_state, self.hca_state, self.csa_entries,
+                       self.index_keys, self.hca_entries):  # fmt: skip
+            tensor.zero_(stream)
+
+
+def groups(config: Config, itemsize: int, window_pages: int, entry_pages: int) -> list[Group]:
+    """The pool's."""
+    return [
+        Group(
+            "window",
+            PAGE,
+            window_pages,
+            config.window_page_bytes(itemsize),
+            window=max(1, config.sliding_window - 1),
+        ),
+        Group("entries", PAGE, entry_pages, config.entry_page_bytes(itemsize)),
+    ]

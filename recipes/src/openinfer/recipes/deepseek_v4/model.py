@@ -1,0 +1,394 @@
+"""DeepSeek-V4, as a straight list of op calls: two segments of a step, `forward` and `sample`; `score`, for prompts.
+
+Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences) in it, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from openinfer.graph import Rows
+from openinfer.kernels import Pack, embed, expand_rows, norm_linear, select_rows
+from openinfer.recipes.deepseek_v4.batch import Buffers
+from openinfer.recipes.deepseek_v4.cache import Cache
+from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.ops.compress import compress
+from openinfer.recipes.deepseek_v4.ops.experts import experts
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
+from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
+from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, project
+from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write, rotate_heads
+from openinfer.recipes.deepseek_v4.ops.route import route
+from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
+from openinfer.recipes.deepseek_v4.weights import (
+    Attention,
+    Compressor,
+    Layer,
+    Linear,
+    Mixing,
+    Sparse,
+    Weights,
+)
+from openinfer.sampler.gpu import advance, sample, score, top_logprobs
+from openinfer.tensor import Tensor
+
+
+class Step(NamedTuple):
+    """The bucket of a step: tokens, rows, and no row has more tokens than `longest`."""
+
+    tokens: int
+    rows: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights, cache and buffers that the two segments run on. cos_sin, compress_cos_sin float32 [max_model_len, 2,
+    rope_dim / 2]: of layers without and with compressed entries. `quantized`: values are rounded where the published
+    code rounds them while it runs."""
+
+    config: Config
+    weights: Weights
+    cache: Cache
+    cos_sin: Tensor
+    compress_cos_sin: Tensor
+    rows: Rows
+    buffers: Buffers
+    quantized: bool
+
+    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+        """Tokens of the step to logits of each row's last token; what layers keep of them goes to the cache."""
+        w, b, rows, t, r = self.weights, self.buffers, self.rows, num_tokens, num_rows
+        streams, q_starts = b.streams[:t], rows["q_starts"][: r + 1]
+        expand_rows(
+            pack,
+            token_ids=b.token_ids[:t],
+            positions=b.positions[:t],
+            token_slots=b.token_slots[:t],
+            prompt=rows["prompt"][:t],
+            slots=rows["slots"][:r],
+            q_starts=q_starts,
+            seq_lens=rows["seq_lens"],
+            last_tokens=rows["last_tokens"],
+            alive=rows["alive"],
+        )
+        embed(pack, out=b.y[:t], token_ids=b.token_ids[:t], table=w.embed)
+        spread(pack, streams=streams, x=b.y[:t], add=False)
+        for layer in w.layers:
+            self.layer(pack, layer, Step(t, r, max_q_len), self.cache.window[:, layer.index])
+        select_rows(pack, out=b.last[:r], x=streams.reshape(t, -1), q_starts=q_starts)
+        self.head(pack, w.head, w.norm, r)
+
+    def layer(self, pack: Pack, layer: Layer, step: Step, kv: Tensor) -> None:
+        """Each sublayer reads one mixture of the streams, and is mixed into all of them. kv: its raw vectors."""
+        b, t = self.buffers, step.tokens
+        self._read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
+        self._attention(pack, layer.attention, layer.place, step, kv)
+        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t])
+        self._read_streams(pack, layer.ffn_mixing, layer.ffn_norm, t)
+        self._mixture(pack, layer, t)
+        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t])
+
+    def _read_streams(self, pack: Pack, mixing: Mixing, norm: Tensor, t: int) -> None:
+        """normed = the norm of a mixture of the streams; rounded = the same for products that round their input."""
+        c, b = self.config, self.buffers
+        hc_pre(
+            pack,
+            out=b.normed[:t],
+            rounded_out=b.rounded[:t] if self.quantized else None,
+            mix=b.mix[:t],
+            streams=b.streams[:t],
+            fn=mixing.fn,
+            base=mixing.base,
+            scale=mixing.scale,
+            norm_weight=norm,
+            eps=c.rms_norm_eps,
+            hc_eps=c.hc_eps,
+            iters=c.hc_iters,
+        )
+
+    def _attention(self, pack: Pack, attention: Attention, place: int, step: Step, kv: Tensor) -> None:
+        """y = attention over the window's raw vectors and the layer's entries."""
+        c, b, rows, t, r = self.config, self.buffers, self.rows, step.tokens, step.rows
+        cos_sin = self.cos_sin if attention.entries is None else self.compress_cos_sin
+        q, positions = b.q[:t], b.positions[:t]
+        self._project(pack, b.qkv[:t], b.rounded[:t], attention.into)
+        q_kv_write(
+            pack,
+            qr=b.qr[:t],
+            kv=kv,
+            qkv=b.qkv[:t],
+            q_norm=attention.q_norm,
+            kv_norm=attention.kv_norm,
+            cos_sin=cos_sin,
+            positions=positions,
+            token_slots=b.token_slots[:t],
+            block_tables=rows["window_tables"],
+            eps=c.rms_norm_eps,
+            quantized=self.quantized,
+        )
+        self._project(pack, q.reshape(t, -1), b.qr[:t], attention.q)
+        rotate_heads(pack, q=q, cos_sin=cos_sin, positions=positions, eps=c.rms_norm_eps)
+        entries, selected = None, None
+        if isinstance(attention.entries, Sparse):
+            entries, selected = self._select(pack, attention.entries, place, step), b.selected[:t]
+        elif attention.entries is not None:
+            entries, heavy = self.cache.hca_entries[:, place], attention.entries
+            az = _flat(b.compressing, t, heavy.into.shape[0])
+            self._project(pack, az, b.normed[:t], Linear(heavy.into, None))
+            self._compress(pack, entries, self.cache.hca_state[:, place], az, heavy.compressor, "q8", step)
+        sparse_attend(
+            pack,
+            out=b.heads[:t],
+            q=q,
+            kv=kv,
+            entries=entries,
+            selected=selected,
+            sinks=attention.sinks,
+            cos_sin=cos_sin,
+            positions=positions,
+            slots=rows["slots"][:r],
+            q_starts=rows["q_starts"][: r + 1],
+            seq_lens=rows["seq_lens"],
+            alive=rows["alive"],
+            kv_tables=rows["window_tables"],
+            entry_tables=rows["entry_tables"],
+            scale=c.head_dim**-0.5,
+            window=c.sliding_window,
+            max_q_len=step.longest,
+        )
+        out_a, out_b, groups = attention.out_a, attention.out_b, b.groups[:t]
+        project(
+            pack,
+            out=groups,
+            x=b.heads[:t],
+            weight=out_a.weight,
+            scales=out_a.scales,
+            groups=c.o_groups,
+            quantized=self.quantized,
+        )
+        self._project(pack, b.y[:t], groups, out_b)
+
+    def _select(self, pack: Pack, sparse: Sparse, place: int, step: Step) -> Tensor:
+        """The entries of a CSA layer; `selected` = those that each token attends to."""
+        c, b, rows, t, r, cache = self.config, self.buffers, self.rows, step.tokens, step.rows, self.cache
+        entries, keys = cache.csa_entries[:, place], cache.index_keys[:, place]
+        wide = _flat(b.compressing, t, sparse.into.shape[0])
+        main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
+        self._project(pack, wide, b.normed[:t], Linear(sparse.into, None))
+        state, index_state = cache.csa_state[:, place], cache.index_state[:, place]
+        self._compress(pack, entries, state, wide[:, :main], sparse.compressor, "q8", step)
+        own = sparse.index_compressor
+        self._compress(pack, keys, index_state, wide[:, main:index], own, "hadamard_q4", step)
+        self._project(pack, b.index_q[:t].reshape(t, -1), b.qr[:t], sparse.index_q)
+        index_topk(
+            pack,
+            selected=b.selected[:t],
+            q=b.index_q[:t],
+            weights=wide[:, index : index + c.index_heads],
+            keys=keys,
+            cos_sin=self.compress_cos_sin,
+            positions=b.positions[:t],
+            slots=rows["slots"][:r],
+            q_starts=rows["q_starts"][: r + 1],
+            seq_lens=rows["seq_lens"],
+            alive=rows["alive"],
+            block_tables=rows["entry_tables"],
+            scale=(c.index_dim * c.index_heads) ** -0.5,
+            quantized=self.quantized,
+            max_q_len=step.longest,
+        )
+        return entries
+
+    def _compress(
+        self,
+        pack: Pack,
+        entries: Tensor,
+        state: Tensor,
+        az: Tensor,
+        own: Compressor,
+        rounding: str,
+        step: Step,
+    ) -> None:
+        rows, r = self.rows, step.rows
+        compress(
+            pack,
+            entries=entries,
+            state=state,
+            az=az,
+            ape=own.ape,
+            norm_weight=own.norm,
+            cos_sin=self.compress_cos_sin,
+            slots=rows["slots"][:r],
+            q_starts=rows["q_starts"][: r + 1],
+            seq_lens=rows["seq_lens"],
+            alive=rows["alive"],
+            state_tables=rows["window_tables"],
+            entry_tables=rows["entry_tables"],
+            eps=self.config.rms_norm_eps,
+            rounding=rounding if self.quantized else "none",
+            max_q_len=step.longest,
+        )
+
+    def _mixture(self, pack: Pack, layer: Layer, t: int) -> None:
+        """y = the experts of each token, and the one that all go through."""
+        c, b, m = self.config, self.buffers, layer.mixture
+        ids, weights = b.expert_ids[:t], b.expert_weights[:t]
+        self._project(pack, b.router[:t], b.normed[:t], Linear(m.router, None))
+        route(
+            pack,
+            expert_ids=ids,
+            expert_weights=weights,
+            logits=b.router[:t, : c.num_experts],
+            bias=m.bias,
+            table=m.table,
+            token_ids=b.token_ids[:t],
+            token_slots=b.token_slots[:t],
+            scaling=c.routed_scaling_factor,
+            first_expert=0,
+            num_experts=c.num_experts,
+        )
+        gate_up_clamped(
+            pack,
+            out=b.hidden[:t],
+            x=b.rounded[:t],
+            weight=m.shared_gate_up.weight,
+            scales=m.shared_gate_up.scales,
+            limit=c.swiglu_limit,
+            quantized=self.quantized,
+        )
+        self._project(pack, b.shared[:t], b.hidden[:t], m.shared_down)
+        experts(
+            pack,
+            out=b.y[:t],
+            x=b.rounded[:t],
+            shared=b.shared[:t],
+            expert_ids=ids,
+            expert_weights=weights,
+            gate_up=m.gate_up.weight,
+            gate_up_scales=m.gate_up.scales,
+            down=m.down.weight,
+            down_scales=m.down.scales,
+            limit=c.swiglu_limit,
+            quantized=self.quantized,
+        )
+
+    def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear) -> None:
+        project(pack, out=out, x=x, weight=linear.weight, scales=linear.scales, groups=1, quantized=False)
+
+    def head(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
+        """logits = of the streams in `last`."""
+        c, b = self.config, self.buffers
+        hc_head(
+            pack,
+            out=b.collapsed[:r],
+            streams=b.last[:r].reshape(r, c.hc_mult, -1),
+            fn=mixing.fn,
+            base=mixing.base,
+            scale=mixing.scale,
+            eps=c.rms_norm_eps,
+            hc_eps=c.hc_eps,
+        )
+        norm_linear(
+            pack,
+            out=b.logits[:r],
+            x=b.collapsed[:r],
+            norm_weight=norm,
+            weight=self.weights.lm_head,
+            eps=c.rms_norm_eps,
+        )
+
+    def sample(self, pack: Pack, num_rows: int) -> None:
+        """Logits to tokens; ends rows; moves the state of live rows past the step."""
+        b, rows, r = self.buffers, self.rows, num_rows
+        logits, tokens, logprobs = b.logits[:r], b.tokens[:r], b.logprobs[:r]
+        slots, q_starts, emits = rows["slots"][:r], rows["q_starts"][: r + 1], rows["emits"][:r]
+        seq_lens, alive = rows["seq_lens"], rows["alive"]
+        sample(
+            pack,
+            tokens=tokens,
+            logprobs=logprobs,
+            logits=logits,
+            slots=slots,
+            q_starts=q_starts,
+            seq_lens=seq_lens,
+            alive=alive,
+            emits=emits,
+            temperatures=rows["temperatures"],
+            top_ks=rows["top_ks"],
+            top_ps=rows["top_ps"],
+            min_ps=rows["min_ps"],
+            seeds=rows["seeds"],
+            min_lens=rows["min_lens"],
+            stop_ids=rows["stop_ids"],
+            adjusts=rows["adjusts"],
+            prompt_lens=rows["prompt_lens"],
+            penalties=rows["penalties"],
+            prompt_masks=rows["prompt_masks"],
+            output_counts=rows["output_counts"],
+            recent_tokens=rows["recent_tokens"],
+            allowed_masks=rows["allowed_masks"],
+            bias_ids=rows["bias_ids"],
+            biases=rows["biases"],
+            bad_words=rows["bad_words"],
+        )
+        top_logprobs(
+            pack,
+            ids=b.top_ids[:r],
+            values=b.top_values[:r],
+            logits=logits,
+            slots=slots,
+            alive=alive,
+            emits=emits,
+            num_logprobs=rows["num_logprobs"],
+        )
+        advance(
+            pack,
+            result=b.result[:r],
+            tokens=tokens,
+            logprobs=logprobs,
+            slots=slots,
+            q_starts=q_starts,
+            emits=emits,
+            alive=alive,
+            seq_lens=seq_lens,
+            last_tokens=rows["last_tokens"],
+            limits=rows["limits"],
+            min_lens=rows["min_lens"],
+            stop_ids=rows["stop_ids"],
+            adjusts=rows["adjusts"],
+            output_counts=rows["output_counts"],
+            recent_tokens=rows["recent_tokens"],
+        )
+
+    def score(self, pack: Pack, offset: int) -> None:
+        """Log-probabilities of the prompt tokens from `offset` on that a step is asked about, as many as the buffer of
+        logits has rows. After forward and sample of the step: it takes their hidden states and their buffers."""
+        b, w, rows = self.buffers, self.weights, self.rows
+        size, streams = b.logits.shape[0], b.streams.reshape(b.streams.shape[0], -1)
+        part, tops = slice(offset, offset + size), rows["score_tops"][offset : offset + size]
+        select_rows(pack, out=b.last, x=streams, q_starts=rows["score_after"][offset : offset + size + 1])
+        self.head(pack, w.head, w.norm, size)
+        score(
+            pack,
+            logprobs=b.score_logprobs[part],
+            ranks=b.score_ranks[part],
+            logits=b.logits,
+            targets=rows["score_targets"][part],
+        )
+        top_logprobs(
+            pack,
+            ids=b.score_top_ids[part],
+            values=b.score_top_values[part],
+            logits=b.logits,
+            slots=rows["score_rows"],
+            alive=tops,
+            emits=tops,
+            num_logprobs=tops,
+        )
+
+
+def _flat(buffer: Tensor, tokens: int, columns: int) -> Tensor:
+    """The beginning of a buffer's memory as [tokens, columns]."""
+    return buffer.reshape(-1)[: tokens * columns].reshape(tokens, columns)

@@ -1,0 +1,67 @@
+"""The layer that predicts a further token, on what a step of the main model has left in its buffers.
+
+Nothing drafts with it yet: an engine validates its weights and does not load them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from openinfer.kernels import Pack, embed, select_rows
+from openinfer.recipes.deepseek_v4.model import Model, Step
+from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import spread
+from openinfer.recipes.deepseek_v4.ops.project import norm_rows, project
+from openinfer.recipes.deepseek_v4.weights import Linear, Mtp
+from openinfer.tensor import Arena, Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """next_ids int32 [T]: of each token of a step the one after it. kv [window pages, 128, d]: this layer's raw
+    vectors, in pages with the ids of the window group. streams [T, n, D]: room to work in."""
+
+    model: Model
+    mtp: Mtp
+    next_ids: Tensor
+    kv: Tensor
+    streams: Tensor
+
+    @classmethod
+    def allocate(cls, model: Model, arena: Arena) -> Further:
+        """Raises ValueError for a model without this layer's weights."""
+        if model.weights.mtp is None:
+            raise ValueError("the weights of the MTP layer are not loaded")
+        b, pages = model.buffers, model.cache.window.shape[0]
+        kv = arena.alloc((pages, PAGE, model.config.head_dim), b.streams.dtype, "MTP window")
+        streams = arena.alloc(b.streams.shape, b.streams.dtype, "MTP streams")
+        return cls(model, model.weights.mtp, arena.alloc(b.token_ids.shape, b.token_ids.dtype), kv, streams)
+
+    def forward(self, pack: Pack, step: Step) -> None:
+        """Between forward and sample of a step: streams of the main model's last layer to those of this one, in
+        place. `head` makes logits of them, those of the token after next_ids; fed with them again, this predicts yet
+        a token further."""
+        model, mtp, b, t = self.model, self.mtp, self.model.buffers, step.tokens
+        streams, width = b.streams[:t], b.streams.shape[2]
+        rows, work = streams.reshape(-1, width), self.streams[:t].reshape(-1, width)
+        embed(pack, out=b.shared[:t], token_ids=self.next_ids[:t], table=model.weights.embed)
+        self._normed(pack, b.normed[:t], b.shared[:t], mtp.e_norm)
+        self._project(pack, b.y[:t], b.normed[:t], mtp.e_proj)
+        self._normed(pack, work, rows, mtp.h_norm)
+        self._project(pack, rows, work, mtp.h_proj)
+        spread(pack, streams=streams, x=b.y[:t], add=True)
+        model.layer(pack, mtp.layer, step, self.kv)
+
+    def head(self, pack: Pack, ends: Tensor) -> None:
+        """Logits after the tokens ends[1:] - 1 (int32 [R + 1], as q_starts), in the model's buffer of logits."""
+        b, rows = self.model.buffers, ends.shape[0] - 1
+        streams = b.streams.reshape(b.streams.shape[0], -1)
+        select_rows(pack, out=b.last[:rows], x=streams, q_starts=ends)
+        self.model.head(pack, self.mtp.head, self.mtp.norm, rows)
+
+    def _normed(self, pack: Pack, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        eps, quantized = self.model.config.rms_norm_eps, self.model.quantized
+        norm_rows(pack, out=out, x=x, norm_weight=weight, eps=eps, quantized=quantized)
+
+    def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear) -> None:
+        project(pack, out=out, x=x, weight=linear.weight, scales=linear.scales, groups=1, quantized=False)

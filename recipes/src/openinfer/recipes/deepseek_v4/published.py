@@ -1,0 +1,85 @@
+"""The published DeepSeek-V4 sizes: what their config.json says. Kernels for them are compiled into wheels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Size(NamedTuple):
+    """What differs between the models."""
+
+    hidden: int
+    ratios: tuple[int, ...]  # of the main model's layers
+    heads: int
+    q_lora_rank: int
+    o_groups: int
+    index_topk: int
+    intermediate: int
+    experts: int
+    scaling: float
+
+
+SIZES = {
+    "Flash": Size(4096, (0, 0, *(4, 128) * 20, 4), 64, 1024, 8, 512, 2048, 256, 1.5),
+    "Pro": Size(7168, (128, 128, *(4, 128) * 29, 4), 128, 1536, 16, 1024, 3072, 384, 2.5),
+}
+
+
+def config_json(size: str, *, layers: int | None = None) -> dict[str, Any]:
+    """The keys of config.json that matter, for a size of SIZES; `layers`: only so many of them, for a model cut short
+    (which then has no MTP layer)."""
+    s = SIZES[size]
+    ratios = s.ratios[:layers]
+    return {
+        "model_type": "deepseek_v4",
+        "vocab_size": 129280,
+        "hidden_size": s.hidden,
+        "num_hidden_layers": len(ratios),
+        "compress_ratios": [*ratios, *[0] * (layers is None)],
+        "num_nextn_predict_layers": int(layers is None),
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": s.q_lora_rank,
+        "o_groups": s.o_groups,
+        "o_lora_rank": 1024,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": s.index_topk,
+        "sliding_window": 128,
+        "moe_intermediate_size": s.intermediate,
+        "n_routed_experts": s.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "num_hash_layers": 3,
+        "routed_scaling_factor": s.scaling,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "swiglu_limit": 10.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "max_position_embeddings": 1048576,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        "expert_dtype": "fp4",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+    }

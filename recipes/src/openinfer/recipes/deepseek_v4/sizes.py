@@ -1,0 +1,145 @@
+"""The flags of an engine, its limits as they follow, and how the memory is shared out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.scheduler import Policy
+from openinfer.tensor import Device, bfloat16, dtypes, float32
+
+log = logging.getLogger("openinfer.deepseek_v4")
+
+OUTSIDE_BYTES = 1 << 30
+"""Device memory that is not in the arena: the context, cubins, cuBLASLt, graph executables."""
+
+
+CPU_KV_BYTES = 2 << 30
+
+
+class SetupError(ValueError):
+    """Flags that cannot work together, or a device that is too small; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The recipe's flags. Zero or None: chosen at start-up, and said in the log."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_num_queued_reqs: int = 1024
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    activation_quantization: str = "on"
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = True
+    scheduling_policy: str | Policy = "fcfs"
+    trace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The limits of an engine, all decided."""
+
+    max_model_len: int
+    max_rows: int
+    max_tokens: int
+    dtype: np.dtype[Any]
+    quantized: bool
+
+    @property
+    def max_blocks(self) -> int:
+        return -(-self.max_model_len // PAGE)
+
+
+class Room(NamedTuple):
+    """Pages of the window group and of the entries group, the padding ones included."""
+
+    window: int
+    entries: int
+
+
+def decide_sizes(config: Config, options: Options, device: Device) -> Sizes:
+    """Check the flags against the model and the device, and fill in what they leave open."""
+    if device.kind == "null":
+        raise SetupError("--device null plans and runs nothing; use cpu or cuda")
+    default = bfloat16 if device.kind == "cuda" else float32
+    dtype = default if options.dtype == "auto" else dtypes.of(options.dtype)
+    if dtype not in (bfloat16, float32) or (device.kind == "cuda" and dtype != bfloat16):
+        raise SetupError(
+            f"--dtype {options.dtype} is not possible on {device}: cuda runs bfloat16, cpu float32 or bfloat16"
+        )
+    if options.activation_quantization not in ("on", "off"):
+        raise SetupError(
+            f"--activation-quantization {options.activation_quantization}: on and off are possible"
+        )
+    if options.max_num_seqs < 1 or options.max_num_queued_reqs < 1:
+        raise SetupError("--max-num-seqs and --max-num-queued-reqs must be at least 1")
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise SetupError(f"--gpu-memory-utilization {options.gpu_memory_utilization}: it must be in (0, 1]")
+    limit = config.max_position_embeddings
+    wanted = limit if options.max_model_len is None else options.max_model_len
+    if not 2 <= wanted <= limit:
+        raise SetupError(f"--max-model-len {wanted}: this model has positions for 2 to {limit} tokens")
+    tokens = options.max_num_batched_tokens or max(
+        2048 if device.kind == "cuda" else 512, options.max_num_seqs
+    )
+    if tokens < options.max_num_seqs:
+        raise SetupError(
+            f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {options.max_num_seqs}"
+        )
+    return Sizes(wanted, options.max_num_seqs, tokens, dtype, options.activation_quantization == "on")
+
+
+def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fixed_bytes: int) -> Room:
+    """Pages of both groups that the memory leaves room for, the padding ones included.
+
+    A prompt is admitted when all its pages fit, so the window group has to hold the longest: that much it gets where
+    --max-model-len asks for it, and half of the room otherwise. It never needs more pages than the entries do."""
+    window, entry = (
+        config.window_page_bytes(sizes.dtype.itemsize),
+        config.entry_page_bytes(sizes.dtype.itemsize),
+    )
+    if options.kv_cache_memory_bytes is not None:
+        room = options.kv_cache_memory_bytes
+    elif device.kind == "cpu":
+        room = CPU_KV_BYTES
+    else:
+        taken = device.total_memory - device.free_memory
+        room = int(device.total_memory * options.gpu_memory_utilization) - taken - OUTSIDE_BYTES - fixed_bytes
+    most = sizes.max_rows * sizes.max_blocks + 1  # every row at full length
+    least = sizes.max_blocks + sizes.max_rows + 1 if options.max_model_len is not None else 0
+    windows = min(most, max(room // 2 // window, min(least, room // (window + entry))))
+    entries = min(most, (room - windows * window) // entry) if entry else most
+    windows = min(windows, entries)
+    if windows < 3:
+        raise SetupError(
+            f"no room for the cache: {room / 1e9:.2f} GB are left on {device} beside {fixed_bytes / 1e9:.2f} GB of "
+            f"weights and buffers, and a page of {PAGE} tokens takes {(window + entry) / 1e6:.1f} MB; lower "
+            "--max-num-seqs or --max-num-batched-tokens, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+        )
+    return Room(windows, entries)
+
+
+def fit(sizes: Sizes, options: Options, found: Room) -> Sizes:
+    """A sequence must fit the cache: shorten the default length, refuse a chosen one."""
+    room = (min(found.window, found.entries) - 1) * PAGE
+    if room >= sizes.max_model_len:
+        return sizes
+    if options.max_model_len is not None:
+        raise SetupError(
+            f"--max-model-len {options.max_model_len} needs as many tokens of KV cache; there is room for {room}"
+        )
+    log.warning(
+        "max-model-len is lowered from %d to %d: the KV cache holds no more", sizes.max_model_len, room
+    )
+    return dataclasses.replace(sizes, max_model_len=room)

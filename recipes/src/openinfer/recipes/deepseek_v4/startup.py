@@ -1,0 +1,243 @@
+"""From a checkpoint on disk to an engine that is ready: plan memory, load weights, get kernels, record steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openinfer.graph import Readback, Rows, StepGraphs, StepTrace
+from openinfer.kernels import (
+    CpuPack,
+    CublasLt,
+    CudaDriver,
+    KernelSpec,
+    LaunchPack,
+    NullPack,
+    Pack,
+    Store,
+    Target,
+    apply_writes,
+    cublas_available,
+)
+from openinfer.kvpool import Pool
+from openinfer.recipes.deepseek_v4.batch import Buffers, row_fields
+from openinfer.recipes.deepseek_v4.buckets import Buckets
+from openinfer.recipes.deepseek_v4.cache import Cache, groups
+from openinfer.recipes.deepseek_v4.config import Config, rope_table
+from openinfer.recipes.deepseek_v4.engine import DeepseekV4Engine
+from openinfer.recipes.deepseek_v4.model import Model
+from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.runner import Runner, readback_bytes
+from openinfer.recipes.deepseek_v4.sizes import Options, Room, Sizes, decide_sizes, fit, room_for
+from openinfer.recipes.deepseek_v4.weights import Format, Weights, validate
+from openinfer.scheduler import Policy, make_policy
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    CudaError,
+    Device,
+    DriverNotFound,
+    ProgressBar,
+    Stream,
+    float32,
+    uint8,
+)
+
+log = logging.getLogger("openinfer.deepseek_v4")
+
+STEPS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, and the
+    workspace. Made without a GPU."""
+
+    fixed_bytes: int
+    specs: list[KernelSpec]
+    scratch_bytes: int
+    zeroed_bytes: int
+
+
+def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
+    """The engine for a checkpoint directory; what the EngineSpec names. `flags` are Options' fields.
+
+    Raises UnsupportedModel, CheckpointError or SetupError (all ValueErrors) for what the user can mend.
+    """
+    options, path = Options(**flags), Path(model_dir)
+    trace = StepTrace(Path(options.trace)) if options.trace else None  # before there is a context
+    if trace is not None:
+        log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    with _phase("configuration and checkpoint header"):
+        config = Config.load(path)
+        device = _device(options.device)
+        sizes = decide_sizes(config, options, device)
+        policy = _policy(options, sizes)
+        checkpoint = Checkpoint(path)
+    with checkpoint:
+        form = Format.of(checkpoint)
+        validate(checkpoint, config, form)
+        buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
+        target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
+        with _phase("plan"):
+            plan = make_plan(config, form, sizes, buckets, target)
+            room = room_for(config, sizes, options, device, plan.fixed_bytes)
+            sizes = fit(sizes, options, room)
+        with _phase("memory"):
+            kept = groups(config, sizes.dtype.itemsize, *room)
+            arena = Arena(
+                device, plan.fixed_bytes + sum(g.num_blocks * g.block_bytes for g in kept) + (1 << 20)
+            )
+            stream = Stream(device)
+            model = lay_out(config, form, sizes, arena, stream, room)
+        store = Store(target.arch) if target else None
+        with ThreadPoolExecutor(1) as worker:
+            kernels = (
+                worker.submit(store.prepare, plan.specs, ProgressBar("compiling", things="kernels"))
+                if store
+                else None
+            )
+            with _phase("weights"):
+                report = model.weights.load(checkpoint, stream, ProgressBar("loading weights"))
+            log.info("weights: %.2f GB at %.2f GB/s", report.bytes / 1e9, report.gbytes_per_s)
+            if kernels is not None:
+                with _phase("kernels"):
+                    log.info("kernels: %d, of which %d were compiled now", *kernels.result())
+    pack = _pack(device, target, stream, store, arena, plan)
+    graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
+    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
+    runner = Runner(model, pack, stream, graphs, buckets, readback, trace)
+    with _phase("steps"):
+        warm_up(runner)
+        runner.record()
+        stream.synchronize()
+    if store is not None:
+        store.seal()
+    pool = Pool(kept, prefix_cache=options.enable_prefix_caching)
+    log.info(
+        "%s on %s, %s, activations %s: %d rows, %d tokens a step, %d tokens a sequence, %d pages of %d tokens for "
+        "windows and %d for entries, %d recorded steps",
+        path.name, device, sizes.dtype, "rounded" if sizes.quantized else "not rounded", sizes.max_rows,
+        sizes.max_tokens, sizes.max_model_len, room.window - 1, PAGE, room.entries - 1, len(graphs),
+    )  # fmt: skip
+    engine = DeepseekV4Engine(
+        config, runner, pool, policy, store,
+        name=path.name, max_rows=sizes.max_rows, max_model_len=sizes.max_model_len,
+        max_queued=options.max_num_queued_reqs,
+    )  # fmt: skip
+    if "grammar" not in engine.info.features:
+        log.info("no structured output: pip install 'openinfer-recipes[grammar]'")
+    return engine
+
+
+def kernel_specs(model_dir: str, target: Target, **flags: Any) -> list[KernelSpec]:
+    """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
+    return specs_of(Config.load(Path(model_dir)), target, **flags)
+
+
+def specs_of(config: Config, target: Target, **flags: Any) -> list[KernelSpec]:
+    """kernel_specs, of a model by its config."""
+    sizes = decide_sizes(config, Options(**flags), Device("cuda"))
+    form, buckets = Format(fp4_experts=True), Buckets.up_to(sizes.max_rows, sizes.max_tokens)
+    return make_plan(config, form, sizes, buckets, target).specs
+
+
+def lay_out(config: Config, form: Format, sizes: Sizes, arena: Arena, stream: Stream, room: Room) -> Model:
+    """All memory of the model, in `arena`: weights (uninitialised), rotary tables, batch state, buffers, cache."""
+    weights = Weights.allocate(config, arena, sizes.dtype, form)
+    tables = []
+    for frequencies in (config.main_freq, config.compress_freq):
+        table = arena.alloc((sizes.max_model_len, 2, len(frequencies)), float32, "cos_sin")
+        if arena.device.kind != "null":
+            table.copy_from(rope_table(frequencies, sizes.max_model_len), stream)
+        tables.append(table)
+    fields = row_fields(sizes.max_rows, sizes.max_tokens, sizes.max_blocks, config.vocab_size)
+    rows = Rows(arena, fields, stream)
+    buffers = Buffers.allocate(config, arena, sizes.dtype, sizes.max_tokens, sizes.max_rows, sizes.quantized)
+    cache = Cache.allocate(config, arena, sizes.dtype, *room)
+    if arena.device.kind == "cuda":
+        cache.zero_(stream)
+    return Model(config, weights, cache, tables[0], tables[1], rows, buffers, sizes.quantized)
+
+
+def make_plan(config: Config, form: Format, sizes: Sizes, buckets: Buckets, target: Target | None) -> Plan:
+    """Trace every segment on the null device. One layer of each kind is traced: layers differ in addresses only."""
+    null = Device("null")
+    arena = Arena(null, None)
+    model = lay_out(config, form, sizes, arena, Stream(null), Room(1, 1))
+    itemsize = sizes.dtype.itemsize
+    fixed = arena.used - config.window_page_bytes(itemsize) - config.entry_page_bytes(itemsize)
+    if target is None:
+        return Plan(fixed, [], 0, 0)
+    kinds = {(type(la.attention.entries), la.mixture.table is None): la for la in model.weights.layers}
+    few = dataclasses.replace(model.weights, layers=tuple(kinds.values()))
+    model, pack = dataclasses.replace(model, weights=few), NullPack(target)
+    apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
+    for tokens, rows, longest in buckets.segments():
+        model.forward(pack, tokens, rows, longest)
+    for rows in buckets.sample_rows():
+        model.sample(pack, rows)
+    for offset in range(0, model.buffers.score_ranks.shape[0], sizes.max_rows):
+        model.score(pack, offset)
+    scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
+    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed)
+
+
+def warm_up(runner: Runner) -> None:
+    """Run the smallest segment of each kind once, all rows dead: what libraries set up at first use is then set up
+    before anything is captured."""
+    model, pack, buckets = runner.model, runner.pack, runner.buckets
+    apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
+    if runner.stream.device.kind == "cuda":
+        model.forward(pack, buckets.mixed_tokens[0], 1, buckets.mixed_tokens[0])
+        model.forward(pack, 1, 1, 1)
+        model.sample(pack, 1)
+        model.score(pack, 0)
+        runner.stream.synchronize()
+
+
+def _pack(
+    device: Device, target: Target | None, stream: Stream, store: Store | None, arena: Arena, plan: Plan
+) -> Pack:
+    if target is None or store is None:
+        return CpuPack()
+    scratch = arena.alloc((plan.scratch_bytes,), uint8, "scratch") if plan.scratch_bytes else None
+    zeroed = arena.alloc((plan.zeroed_bytes,), uint8, "semaphores") if plan.zeroed_bytes else None
+    if zeroed is not None:
+        zeroed.zero_(stream)
+    driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
+    return LaunchPack(target, driver, scratch, zeroed)
+
+
+def _policy(options: Options, sizes: Sizes) -> Policy:
+    """The flag's, or the object that the caller of build() made. Raises InvalidSetup (a ValueError)."""
+    if isinstance(options.scheduling_policy, str):
+        return make_policy(options.scheduling_policy, max_batched_tokens=sizes.max_tokens)
+    return options.scheduling_policy
+
+
+def _device(name: str) -> Device:
+    if name != "auto":
+        return Device.parse(name)
+    try:
+        device = Device("cuda", 0)
+        log.info("device: %s, %s", device, device.name)
+        return device
+    except (DriverNotFound, CudaError) as e:
+        log.info("device: cpu (no usable GPU: %s)", e)
+        return Device("cpu")
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """One log line a phase, with its seconds."""
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.2f s", name, time.perf_counter() - start)

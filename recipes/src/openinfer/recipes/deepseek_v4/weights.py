@@ -1,0 +1,434 @@
+"""What the checkpoint must hold, where it goes, and the fused layout that the model runs on.
+
+FP8 and FP4 weights stay packed, scales too. For a float32 model, which only a CPU runs, they are expanded once while
+they are loaded: the values are the same, and a step does not make them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.recipes.deepseek_v4.config import CSA, Config
+from openinfer.recipes.deepseek_v4.formats import dequantized
+from openinfer.recipes.deepseek_v4.inventory import BLOCK, FP4_BLOCK, IGNORED, inventory
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    CheckpointError,
+    Load,
+    LoadReport,
+    Stream,
+    Tensor,
+    float8_e4m3fn,
+    float8_e8m0fnu,
+    float32,
+    int8,
+    int32,
+    load_tensors,
+    uint8,
+)
+
+Array = np.ndarray[Any, Any]
+
+
+def blocks(size: int) -> int:
+    """Scale blocks of an FP8 weight along an axis."""
+    return -(-size // BLOCK)
+
+
+def padded(rows: int) -> int:
+    """Rows of a weight that products take: a multiple of 16."""
+    return -(-rows // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a checkpoint spells the weights: FP4 experts (else FP8); and what is made of them: whether the layer that
+    predicts a further token is loaded."""
+
+    fp4_experts: bool
+    mtp: bool = False
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Format:
+        """By the dtype of the first expert: config.json may not say it."""
+        name = "layers.0.ffn.experts.0.w1.weight"
+        return cls(name in checkpoint and checkpoint.info(name).dtype == int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with E8M0 scales, uint8 both
+    (ops.common.expect_packed)."""
+
+    weight: Tensor
+    scales: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """Of a hyper-connection, float32: fn [numbers, n D], base [numbers], scale [3], or [1] at the head."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """ape float32 [ratio, c], norm float32 [d]; its projections are rows of a fused weight."""
+
+    ape: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Heavy:
+    """Of an HCA layer. `into` stacks wkv and wgate of the compressor."""
+
+    into: Tensor  # [2 d, D]
+    compressor: Compressor
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """Of a CSA layer. `into` stacks wkv and wgate of the compressor, those of the indexer's, and weights_proj."""
+
+    into: Tensor  # [4 d + 4 di + Hi, D]
+    compressor: Compressor
+    index_compressor: Compressor
+    index_q: Linear  # [Hi di, Q]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """`into` stacks wq_a and wkv."""
+
+    into: Linear  # [Q + d, D]
+    q_norm: Tensor  # float32 [Q]
+    kv_norm: Tensor  # float32 [d]
+    q: Linear  # [A d, Q]
+    sinks: Tensor  # float32 [A]
+    out_a: Linear  # [g R, A d / g]
+    out_b: Linear  # [D, g R]
+    entries: Heavy | Sparse | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Experts, chosen by `bias` float32 [E] or by `table` int32 [V, K], and one that all tokens go through. gate_up
+    stacks w1 and w3."""
+
+    router: Tensor  # [E, padded, D]
+    bias: Tensor | None
+    table: Tensor | None
+    gate_up: Linear  # [E, 2 I, D]
+    down: Linear  # [E, D, I]
+    shared_gate_up: Linear  # [2 I, D]
+    shared_down: Linear  # [D, I]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer, number `index`, and number `place` among those of its kind; norms float32 [D]."""
+
+    index: int
+    place: int
+    attn_mixing: Mixing
+    attn_norm: Tensor
+    attention: Attention
+    ffn_mixing: Mixing
+    ffn_norm: Tensor
+    mixture: Mixture
+
+
+@dataclass(frozen=True, slots=True)
+class Mtp:
+    """The layer that predicts a further token."""
+
+    e_proj: Linear  # [D, D]
+    h_proj: Linear  # [D, D]
+    e_norm: Tensor
+    h_norm: Tensor
+    layer: Layer
+    head: Mixing
+    norm: Tensor
+
+
+class Conversion(NamedTuple):
+    """The tensors `names` of the checkpoint become `dst`, made on the host by `convert`."""
+
+    names: tuple[str, ...]
+    dst: Tensor
+    convert: Callable[..., Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights, and where each comes from: `loads` go as they are, `conversions` are made on the host, `pads` are
+    zero."""
+
+    embed: Tensor  # [V, D]
+    layers: tuple[Layer, ...]
+    head: Mixing
+    norm: Tensor
+    lm_head: Tensor  # [V, D]
+    mtp: Mtp | None
+    loads: tuple[Load, ...]
+    conversions: tuple[Conversion, ...]
+    pads: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
+        """Uninitialised weights in `arena`."""
+        p, c = _Places(arena, dtype, form), config
+        embed = p.plain("embed.weight", c.vocab_size, c.hidden_size)
+        layers = tuple(
+            _layer(p, c, f"layers.{n}.", n, c.ratios[:n].count(ratio), ratio, n < c.num_hash_layers)
+            for n, ratio in enumerate(c.ratios)
+        )
+        head, norm = p.mixing("hc_head", c, c.hc_mult, 1), p.gain("norm", c.hidden_size)
+        lm_head = p.plain("head.weight", c.vocab_size, c.hidden_size)
+        mtp = _mtp(p, c) if form.mtp else None
+        return cls(
+            embed, layers, head, norm, lm_head, mtp, tuple(p.loads), tuple(p.conversions), tuple(p.pads)
+        )
+
+    def load(
+        self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
+    ) -> LoadReport:
+        """Fill all of them. Raises what load_tensors does, and CheckpointError for an expert that does not exist."""
+        report = load_tensors(checkpoint, self.loads, stream, progress)
+        converted = []  # uploads read them until the stream is idle
+        for names, dst, convert in self.conversions:
+            try:
+                array = np.ascontiguousarray(convert(*map(checkpoint.array, names)), dst.dtype)
+            except ValueError as e:
+                raise CheckpointError(checkpoint.directory, names[0], str(e)) from e
+            dst.copy_from(array, stream)
+            converted.append(array)
+        for pad in self.pads:
+            pad.zero_(stream)
+        stream.synchronize()
+        return report
+
+    def names(self) -> Iterator[str]:
+        """Of the tensors that are loaded."""
+        yield from (load.name for load in self.loads)
+        for conversion in self.conversions:
+            yield from conversion.names
+
+
+def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
+    """Raise CheckpointError unless the checkpoint holds exactly the published tensors: all of them, of the layer that
+    predicts a further token too, whether or not it is loaded."""
+    entries = inventory(config, fp4_experts=form.fp4_experts)
+    expected = {entry.name: (entry.shape, (entry.dtype,)) for entry in entries}
+    checkpoint.require(expected, ignore=IGNORED if config.mtp else ("mtp.*",))
+
+
+@dataclass(slots=True)
+class _Places:
+    """Makes tensors in an arena and notes what goes where."""
+
+    arena: Arena
+    dtype: np.dtype[Any]
+    form: Format
+    loads: list[Load] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
+    pads: list[Tensor] = field(default_factory=list)
+
+    @property
+    def expands(self) -> bool:
+        """Whether packed weights are expanded."""
+        return self.dtype == float32
+
+    def plain(self, name: str, *shape: int, dtype: np.dtype[Any] | None = None) -> Tensor:
+        """A tensor as it is in the checkpoint, of the model's dtype or of the one given."""
+        tensor = self.arena.alloc(shape, dtype or self.dtype, name)
+        self.loads.append(Load(name, tensor))
+        return tensor
+
+    def gain(self, module: str, size: int) -> Tensor:
+        """The weight of a norm in float32: it multiplies before the one rounding."""
+        tensor = self.arena.alloc((size,), float32, module)
+        self.conversions.append(Conversion((module + ".weight",), tensor, lambda w: w.astype(np.float32)))
+        return tensor
+
+    def mixing(self, prefix: str, c: Config, numbers: int, scales: int) -> Mixing:
+        """A hyper-connection's."""
+        return Mixing(
+            self.plain(prefix + "_fn", numbers, c.hc_mult * c.hidden_size, dtype=float32),
+            self.plain(prefix + "_base", numbers, dtype=float32),
+            self.plain(prefix + "_scale", scales, dtype=float32),
+        )
+
+    def stack(self, *parts: tuple[str, int], columns: int) -> Tensor:
+        """Modules (name, rows) of the model's dtype in one weight, filled up with zeros to what products take."""
+        total = sum(rows for _, rows in parts)
+        weight = self.arena.alloc((padded(total), columns), self.dtype, parts[0][0])
+        start = 0
+        for module, rows in parts:
+            self.loads.append(Load(module + ".weight", weight[start : start + rows]))
+            start += rows
+        if start < weight.shape[0]:
+            self.pads.append(weight[start:])
+        return weight
+
+    def linear(self, *parts: tuple[str, int], columns: int) -> Linear:
+        """FP8 modules (name, rows) in one weight; the rows of all but the last are whole blocks."""
+        sizes = [rows for _, rows in parts]
+        linear = self.packed((), sizes, columns, fp4=False, name=parts[0][0])
+        self.fill(linear, [module for module, _ in parts], sizes)
+        return linear
+
+    def packed(
+        self, count: tuple[int, ...], rows: list[int], columns: int, *, fp4: bool, name: str
+    ) -> Linear:
+        """An empty weight [*count, sum of rows, columns]."""
+        total = sum(rows)
+        if self.expands:
+            return Linear(self.arena.alloc((*count, total, columns), self.dtype, name), None)
+        if fp4:
+            weight = self.arena.alloc((*count, total, columns // 2), int8, name)
+            scales = self.arena.alloc((*count, total, columns // FP4_BLOCK), float8_e8m0fnu, name)
+            return Linear(weight.view_as(uint8), scales.view_as(uint8))
+        weight = self.arena.alloc((*count, total, columns), float8_e4m3fn, name)
+        scales = self.arena.alloc((*count, sum(map(blocks, rows)), blocks(columns)), float8_e8m0fnu, name)
+        return Linear(weight, scales.view_as(uint8))
+
+    def fill(self, linear: Linear, modules: list[str], rows: list[int]) -> None:
+        """Modules one below the other in a weight [N, K]."""
+        start = block = 0
+        for module, size in zip(modules, rows, strict=True):
+            part = linear.weight[start : start + size]
+            names = (module + ".weight", module + ".scale")
+            if linear.scales is None:
+                self.conversions.append(Conversion(names, part, _expanded))
+            else:
+                fp4 = linear.weight.dtype == uint8
+                height = size if fp4 else blocks(size)
+                scales = linear.scales[block : block + height].view_as(float8_e8m0fnu)
+                self.loads += [
+                    Load(names[0], part.view_as(int8) if fp4 else part),
+                    Load(names[1], scales),
+                ]
+                block += height
+            start += size
+
+
+def _expanded(weight: Array, scales: Array) -> Array:
+    """A published weight in float32."""
+    packed = weight.view(np.uint8) if weight.dtype == np.int8 else weight
+    return dequantized(packed, scales.view(np.uint8))
+
+
+def _layer(p: _Places, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
+    numbers = (2 + c.hc_mult) * c.hc_mult
+    return Layer(
+        index=index,
+        place=place,
+        attn_mixing=p.mixing(at + "hc_attn", c, numbers, 3),
+        attn_norm=p.gain(at + "attn_norm", c.hidden_size),
+        attention=_attention(p, c, at + "attn.", ratio),
+        ffn_mixing=p.mixing(at + "hc_ffn", c, numbers, 3),
+        ffn_norm=p.gain(at + "ffn_norm", c.hidden_size),
+        mixture=_mixture(p, c, at + "ffn.", hashed),
+    )
+
+
+def _attention(p: _Places, c: Config, at: str, ratio: int) -> Attention:
+    width, groups = c.num_heads * c.head_dim, c.o_groups
+    return Attention(
+        into=p.linear((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
+        q_norm=p.gain(at + "q_norm", c.q_lora_rank),
+        kv_norm=p.gain(at + "kv_norm", c.head_dim),
+        q=p.linear((at + "wq_b", width), columns=c.q_lora_rank),
+        sinks=p.plain(at + "attn_sink", c.num_heads, dtype=float32),
+        out_a=p.linear((at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
+        out_b=p.linear((at + "wo_b", c.hidden_size), columns=groups * c.o_lora_rank),
+        entries=_entries(p, c, at, ratio),
+    )
+
+
+def _entries(p: _Places, c: Config, at: str, ratio: int) -> Heavy | Sparse | None:
+    if ratio == 0:
+        return None
+
+    def projections(module: str, dim: int) -> list[tuple[str, int]]:
+        rows = dim * (2 if ratio == CSA else 1)
+        return [(module + "wkv", rows), (module + "wgate", rows)]
+
+    def compressor(module: str, dim: int) -> Compressor:
+        ape = p.plain(module + "ape", ratio, dim * (2 if ratio == CSA else 1), dtype=float32)
+        return Compressor(ape, p.gain(module + "norm", dim))
+
+    main, index = at + "compressor.", at + "indexer.compressor."
+    own = projections(main, c.head_dim)
+    if ratio != CSA:
+        return Heavy(p.stack(*own, columns=c.hidden_size), compressor(main, c.head_dim))
+    further = [*projections(index, c.index_dim), (at + "indexer.weights_proj", c.index_heads)]
+    return Sparse(
+        into=p.stack(*own, *further, columns=c.hidden_size),
+        compressor=compressor(main, c.head_dim),
+        index_compressor=compressor(index, c.index_dim),
+        index_q=p.linear((at + "indexer.wq_b", c.index_heads * c.index_dim), columns=c.q_lora_rank),
+    )
+
+
+def _mixture(p: _Places, c: Config, at: str, hashed: bool) -> Mixture:
+    count, inter, hidden, fp4 = c.num_experts, c.moe_intermediate_size, c.hidden_size, p.form.fp4_experts
+    bias = table = None
+    if hashed:
+        table = p.arena.alloc((c.vocab_size, c.experts_per_token), int32, at + "gate.tid2eid")
+        p.conversions.append(Conversion((at + "gate.tid2eid",), table, _table_of(count)))
+    else:
+        bias = p.plain(at + "gate.bias", count, dtype=float32)
+    gate_up = p.packed((count,), [inter, inter], hidden, fp4=fp4, name=at + "experts")
+    down = p.packed((count,), [hidden], inter, fp4=fp4, name=at + "experts")
+    for expert in range(count):
+        module = f"{at}experts.{expert}."
+        p.fill(_expert(gate_up, expert), [module + "w1", module + "w3"], [inter, inter])
+        p.fill(_expert(down, expert), [module + "w2"], [hidden])
+    shared = at + "shared_experts."
+    return Mixture(
+        router=p.stack((at + "gate", count), columns=hidden),
+        bias=bias,
+        table=table,
+        gate_up=gate_up,
+        down=down,
+        shared_gate_up=p.linear((shared + "w1", inter), (shared + "w3", inter), columns=hidden),
+        shared_down=p.linear((shared + "w2", hidden), columns=inter),
+    )
+
+
+def _expert(linear: Linear, expert: int) -> Linear:
+    return Linear(linear.weight[expert], None if linear.scales is None else linear.scales[expert])
+
+
+def _table_of(count: int) -> Callable[[Array], Array]:
+    def convert(table: Array) -> Array:
+        if table.min() < 0 or table.max() >= count:
+            raise ValueError(f"names experts {table.min()} to {table.max()}; there are {count}")
+        if (np.diff(np.sort(table, axis=1), axis=1) == 0).any():
+            raise ValueError("names an expert twice for one token")
+        return table.astype(np.int32)
+
+    return convert
+
+
+def _mtp(p: _Places, c: Config) -> Mtp:
+    at, hidden = "mtp.0.", c.hidden_size
+    return Mtp(
+        e_proj=p.linear((at + "e_proj", hidden), columns=hidden),
+        h_proj=p.linear((at + "h_proj", hidden), columns=hidden),
+        e_norm=p.gain(at + "enorm", hidden),
+        h_norm=p.gain(at + "hnorm", hidden),
+        layer=_layer(p, c, at, 0, 0, 0, hashed=False),
+        head=p.mixing(at + "hc_head", c, c.hc_mult, 1),
+        norm=p.gain(at + "norm", hidden),
+    )

@@ -1,0 +1,264 @@
+"""The DeepSeek-V4 recipe against the float32 goldens: hidden states, logits with and without the published rounding,
+the MTP layer, greedy tokens in any batch and any chunks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import CpuPack, Op, apply_writes
+from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.model import Model, Step
+from openinfer.recipes.deepseek_v4.mtp import Further
+from openinfer.recipes.deepseek_v4.sizes import Room, Sizes
+from openinfer.recipes.deepseek_v4.startup import lay_out
+from openinfer.recipes.deepseek_v4.weights import Format
+from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, float32, uint8
+
+TOLERANCE = 1e-3
+STEADY = (0, 1, 2)
+"""Prompts in which no FP8 code flips for a change in the last bit (`actq_jitter_max` of golden.json is tiny)."""
+CPU = Device("cpu")
+
+
+def slow(*values: int) -> list[Any]:
+    """Cases for `make test-all` only."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+class TapPack:
+    """The cpu pack, keeping a copy of the streams wherever an op has changed them."""
+
+    def __init__(self) -> None:
+        self.inner = CpuPack()
+        self.streams: list[np.ndarray[Any, Any]] = []
+        self.selected: list[np.ndarray[Any, Any]] = []
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        self.inner.run(op, args)
+        if op.name in ("spread", "hc_post"):
+            stream: Tensor = args["streams"]
+            self.streams.append(stream.numpy().copy())
+        if op.name == "index_topk":
+            self.selected.append(args["selected"].numpy().copy())
+
+
+def load_model(
+    path: Path, *, quantized: bool = False, dtype: Any = float32, mtp: bool = False, max_rows: int = 16
+) -> Model:
+    config, arena, stream = Config.load(path), Arena(CPU, 256 << 20), Stream(CPU)
+    sizes = Sizes(1024, max_rows, 512, dtype, quantized)
+    with Checkpoint(path) as checkpoint:
+        form = Format(Format.of(checkpoint).fp4_experts, mtp)
+        model = lay_out(config, form, sizes, arena, stream, Room(9, 9))
+        model.weights.load(checkpoint, stream)
+    return model
+
+
+def start_row(model: Model, prompt: list[int]) -> None:
+    """Put a sequence into slot 1, with one step that feeds its whole prompt."""
+    rows, n = model.rows, len(prompt)
+    rows.set("alive", 1, 1)
+    rows.set("limits", 1, 1024)
+    rows.write("stop_ids", 1, [-1] * 20)
+    rows.write("window_tables", 1, [3, 1, 4, 2, 8, 6, 5, 7])
+    rows.write("entry_tables", 1, [2, 7, 1, 8, 3, 4, 5, 6])
+    rows.set("slots", 0, 1)
+    rows.write("q_starts", 0, [0, n])
+    rows.set("emits", 0, 1)
+    rows.write("prompt", 0, prompt)
+    for _ in rows.uploads(Stream(CPU)):
+        apply_writes(CpuPack(), words=rows.words, writes=rows.writes)
+
+
+def last_logits(model: Model, prompt: list[int]) -> np.ndarray[Any, Any]:
+    start_row(model, prompt)
+    model.forward(CpuPack(), len(prompt), 1, len(prompt))
+    return model.buffers.logits.numpy()[0].copy()
+
+
+def test_hidden_states_and_logits(deepseek):
+    facts = deepseek.facts["hidden"]
+    prompt = deepseek.prompt(facts["prompt"])
+    model, pack = load_model(deepseek.path), TapPack()
+    start_row(model, prompt)
+    model.forward(pack, len(prompt), 1, len(prompt))
+    assert len(pack.streams) == 1 + 2 * model.config.num_layers
+    named = {"hidden.embed": pack.streams[0][:, 0]}
+    named |= {f"hidden.layer{n}": pack.streams[2 * n + 2] for n in range(model.config.num_layers)}
+    for name, stream in named.items():
+        got = stream[facts["positions"]]
+        np.testing.assert_allclose(
+            got, deepseek.numbers[name].reshape(got.shape), atol=TOLERANCE, rtol=0, err_msg=name
+        )
+    expected = deepseek.numbers[f"p{facts['prompt']}.logits_fp32"][-1]
+    np.testing.assert_allclose(model.buffers.logits.numpy()[0], expected, atol=TOLERANCE, rtol=0)
+    chosen = [taken[facts["positions"]] for taken in pack.selected]
+    assert len(chosen) == model.config.count(4)
+    assert all((taken >= 0).all() for taken in chosen)  # the indexer had to choose
+    assert any((np.sort(taken) != np.arange(taken.shape[1])).any() for taken in chosen)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_logits_of_stored_positions(deepseek, index):
+    prompt, expected = deepseek.prompt(index), deepseek.numbers[f"p{index}.logits_fp32"]
+    positions = deepseek.facts["prompts"][index]["logit_positions"]
+    model = load_model(deepseek.path)
+    for position, row in list(zip(positions, expected, strict=True))[-2:]:
+        np.testing.assert_allclose(last_logits(model, prompt[: position + 1]), row, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("index", range(5))
+def test_logits_with_the_published_rounding(deepseek, index):
+    """Where a code of FP8 or FP4 may flip for a last bit, everything after it in the prompt moves: there only the size
+    of the difference is compared (the goldens' README)."""
+    prompt, expected = deepseek.prompt(index), deepseek.numbers[f"p{index}.logits_fp32_actq"]
+    positions = deepseek.facts["prompts"][index]["logit_positions"]
+    plain = deepseek.numbers[f"p{index}.logits_fp32"]
+    model = load_model(deepseek.path, quantized=True)
+    for at in range(len(positions))[-2:]:
+        logits = last_logits(model, prompt[: positions[at] + 1])
+        error = np.abs(logits - expected[at])
+        if index in STEADY:
+            assert deepseek.facts["prompts"][index]["actq_jitter_max"] < 1e-5
+            assert error.max() < 1e-2
+        assert np.sqrt(np.mean(error**2)) < 0.5
+        assert np.abs(logits - plain[at]).max() > 0.1  # the rounding is there
+
+
+def halved_sinks(model: Model) -> None:
+    """A denominator without its sink."""
+    for layer in model.weights.layers:
+        layer.attention.sinks.numpy()[:] -= 1
+
+
+def one_frequency_set(model: Model) -> None:
+    """Layers with compressed entries rotated as those without."""
+    model.compress_cos_sin.numpy()[:] = model.cos_sin.numpy()
+
+
+def swapped_halves(model: Model) -> None:
+    """An ape whose rows are those of the window shifted by one token."""
+    for layer in model.weights.layers:
+        if layer.attention.entries is not None:
+            ape = layer.attention.entries.compressor.ape.numpy()
+            ape[:] = np.roll(ape, 1, axis=0)
+
+
+def untransposed_mixing(model: Model) -> None:
+    """The matrix that mixes the streams, transposed."""
+    for layer in model.weights.layers:
+        fn, base = layer.ffn_mixing.fn.numpy(), layer.ffn_mixing.base.numpy()
+        order = [8 + 4 * k + j for j in range(4) for k in range(4)]
+        fn[8:], base[8:] = fn[order].copy(), base[order].copy()
+
+
+def other_experts(model: Model) -> None:
+    """A hash table of other token ids."""
+    table = next(la.mixture.table for la in model.weights.layers if la.mixture.table is not None).numpy()
+    table[:] = np.roll(table, 1, axis=0)
+
+
+@pytest.mark.parametrize(
+    "spoil", [halved_sinks, one_frequency_set, swapped_halves, untransposed_mixing, other_experts]
+)
+def test_a_wrong_model_is_noticed(deepseek, spoil):
+    """Negative controls: the comparison above fails."""
+    prompt, expected = deepseek.prompt(2), deepseek.numbers["p2.logits_fp32"][-1]
+    model = load_model(deepseek.path)
+    assert np.abs(last_logits(model, prompt) - expected).max() < TOLERANCE
+    spoil(model)
+    assert np.abs(last_logits(model, prompt) - expected).max() > 5 * TOLERANCE
+
+
+def test_packed_weights_in_bf16_are_as_close_as_the_reference_in_bf16(deepseek):
+    """A bf16 model keeps FP8 and FP4 weights packed. Positions with an expert or an entry all but tied are left out."""
+    model, ours, theirs = load_model(deepseek.path, dtype=bfloat16), [], []
+    packed = model.weights.layers[0].mixture.gate_up
+    assert packed.weight.dtype == uint8
+    assert packed.weight.shape[-1] == model.config.hidden_size // 2
+    for index, positions in ((1, range(7)), (2, range(0, 64, 16))):
+        fp32, bf16 = deepseek.numbers[f"p{index}.logits_fp32"], deepseek.numbers[f"p{index}.logits_bf16"]
+        margins = np.minimum(
+            deepseek.numbers[f"p{index}.route_margin"], deepseek.numbers[f"p{index}.index_margin"]
+        )
+        for position in positions:
+            if margins[: position + 1].min() > 0.01:
+                logits = last_logits(model, deepseek.prompt(index)[: position + 1])
+                ours.append(np.sqrt(np.mean((logits - fp32[position]) ** 2)))
+                theirs.append(np.sqrt(np.mean((bf16[position] - fp32[position]) ** 2)))
+    assert len(ours) > 3
+    assert 0 < np.median(ours) < 1.5 * np.median(theirs)
+
+
+def test_the_mtp_layer_predicts_the_token_after_next(deepseek):
+    facts = deepseek.facts["mtp"]
+    prompt, positions = deepseek.prompt(facts["prompt"]), facts["positions"]
+    model, pack = load_model(deepseek.path, mtp=True), CpuPack()
+    further = Further.allocate(model, Arena(CPU, 16 << 20))
+    count = len(prompt) - 1
+    start_row(model, prompt[:-1])
+    model.forward(pack, count, 1, count)
+    further.next_ids.numpy()[:count] = prompt[1:]
+    further.forward(pack, Step(count, 1, count))
+    ends = np.array([0, *(position + 1 for position in positions)], np.int32)
+    further.head(pack, Tensor.from_numpy(ends))
+    logits = model.buffers.logits.numpy()[: len(positions)].copy()
+    np.testing.assert_allclose(logits, deepseek.numbers["mtp.logits_fp32"], atol=TOLERANCE, rtol=0)
+    ends[1:] -= 1  # negative control: of the tokens before
+    further.head(pack, Tensor.from_numpy(ends))
+    again = model.buffers.logits.numpy()[: len(positions)]
+    assert np.abs(again - deepseek.numbers["mtp.logits_fp32"]).max() > 0.1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 129, 512, *slow(3, 17, 64, 127, 128)])
+def test_greedy_whatever_the_chunk(deepseek, session, max_tokens):
+    run = session(
+        deepseek.path, max_num_seqs=1, max_num_batched_tokens=max_tokens, activation_quantization="off"
+    )
+    for index in range(deepseek.num_prompts):
+        if max_tokens == 1 and len(deepseek.prompt(index)) > 65:
+            continue
+        run.submit(deepseek.prompt(index), 32, ignore_eos=True)
+    run.finish()
+    for index, outcome in run.outcomes.items():
+        assert outcome.tokens == deepseek.greedy(index), f"prompt {index}"
+
+
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 10))])
+def test_greedy_whatever_the_batch(deepseek, session, seed):
+    """Random arrivals, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt."""
+    rng = random.Random(seed)
+    config = Config.load(deepseek.path)
+    page = config.window_page_bytes(4) + config.entry_page_bytes(4)
+    run = session(
+        deepseek.path,
+        max_num_seqs=rng.choice([3, 8]),
+        max_num_batched_tokens=rng.choice([16, 127, 200]),
+        kv_cache_memory_bytes=rng.choice([7, 20]) * page,
+        enable_prefix_caching=rng.random() < 0.7,
+        max_model_len=400,
+        activation_quantization="off",
+    )
+    owners: dict[int, int] = {}
+    aborted = set()
+    waiting = [rng.choice([0, 1, 1, 2, 2, 3, 4]) for _ in range(8)]
+    while waiting or run.open:
+        while waiting and rng.random() < 0.5:
+            index = waiting.pop()
+            owners[run.submit(deepseek.prompt(index), 32, ignore_eos=True)] = index
+        if run.open and rng.random() < 0.02:
+            victim = rng.choice(run.open)
+            run.engine.abort(victim)
+            aborted.add(victim)
+        run.step()
+    for request, index in owners.items():
+        tokens = run.outcomes[request].tokens
+        assert tokens == deepseek.greedy(index)[: len(tokens)]
+        assert request in aborted or len(tokens) == 32
+        assert len(run.outcomes[request].terminals) == 1
