@@ -15,9 +15,9 @@ from openinfer.kernels import CpuPack, Op, apply_writes
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.mtp import Further
+from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.sizes import Room, Sizes
 from openinfer.recipes.deepseek_v4.startup import lay_out
-from openinfer.recipes.deepseek_v4.weights import Format
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, float32, uint8
 
 TOLERANCE = 1e-3

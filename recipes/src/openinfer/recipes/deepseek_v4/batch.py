@@ -9,8 +9,8 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.places import padded as padded_rows
 from openinfer.recipes.deepseek_v4.scoring import padded, score_fields
-from openinfer.recipes.deepseek_v4.weights import padded as padded_rows
 from openinfer.sampler.gpu import adjustment_fields
 from openinfer.tensor import Arena, Tensor, float32, int32
 

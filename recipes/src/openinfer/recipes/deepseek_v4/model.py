@@ -21,15 +21,8 @@ from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, project
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write, rotate_heads
 from openinfer.recipes.deepseek_v4.ops.route import route
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.recipes.deepseek_v4.weights import (
-    Attention,
-    Compressor,
-    Layer,
-    Linear,
-    Mixing,
-    Sparse,
-    Weights,
-)
+from openinfer.recipes.deepseek_v4.places import Linear, Mixing
+from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Layer, Sparse, Weights
 from openinfer.sampler.gpu import advance, sample, score, top_logprobs
 from openinfer.tensor import Tensor
 
@@ -110,7 +103,7 @@ class Model:
 
     def _attention(self, pack: Pack, attention: Attention, place: int, step: Step, kv: Tensor) -> None:
         """y = attention over the window's raw vectors and the layer's entries."""
-        c, b, rows, t, r = self.config, self.buffers, self.rows, step.tokens, step.rows
+        c, b, rows, t = self.config, self.buffers, self.rows, step.tokens
         cos_sin = self.cos_sin if attention.entries is None else self.compress_cos_sin
         q, positions = b.q[:t], b.positions[:t]
         self._project(pack, b.qkv[:t], b.rounded[:t], attention.into)
@@ -148,15 +141,11 @@ class Model:
             sinks=attention.sinks,
             cos_sin=cos_sin,
             positions=positions,
-            slots=rows["slots"][:r],
-            q_starts=rows["q_starts"][: r + 1],
-            seq_lens=rows["seq_lens"],
-            alive=rows["alive"],
+            token_slots=b.token_slots[:t],
             kv_tables=rows["window_tables"],
             entry_tables=rows["entry_tables"],
             scale=c.head_dim**-0.5,
             window=c.sliding_window,
-            max_q_len=step.longest,
         )
         out_a, out_b, groups = attention.out_a, attention.out_b, b.groups[:t]
         project(
@@ -172,7 +161,7 @@ class Model:
 
     def _select(self, pack: Pack, sparse: Sparse, place: int, step: Step) -> Tensor:
         """The entries of a CSA layer; `selected` = those that each token attends to."""
-        c, b, rows, t, r, cache = self.config, self.buffers, self.rows, step.tokens, step.rows, self.cache
+        c, b, rows, t, cache = self.config, self.buffers, self.rows, step.tokens, self.cache
         entries, keys = cache.csa_entries[:, place], cache.index_keys[:, place]
         wide = _flat(b.compressing, t, sparse.into.shape[0])
         main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
@@ -190,14 +179,10 @@ class Model:
             keys=keys,
             cos_sin=self.compress_cos_sin,
             positions=b.positions[:t],
-            slots=rows["slots"][:r],
-            q_starts=rows["q_starts"][: r + 1],
-            seq_lens=rows["seq_lens"],
-            alive=rows["alive"],
+            token_slots=b.token_slots[:t],
             block_tables=rows["entry_tables"],
             scale=(c.index_dim * c.index_heads) ** -0.5,
             quantized=self.quantized,
-            max_q_len=step.longest,
         )
         return entries
 

@@ -12,7 +12,8 @@ from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import spread
 from openinfer.recipes.deepseek_v4.ops.project import norm_rows, project
-from openinfer.recipes.deepseek_v4.weights import Linear, Mtp
+from openinfer.recipes.deepseek_v4.places import Linear
+from openinfer.recipes.deepseek_v4.weights import Mtp
 from openinfer.tensor import Arena, Tensor
 
 

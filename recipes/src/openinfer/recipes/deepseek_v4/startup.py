@@ -34,9 +34,10 @@ from openinfer.recipes.deepseek_v4.config import Config, rope_table
 from openinfer.recipes.deepseek_v4.engine import DeepseekV4Engine
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.runner import Runner, readback_bytes
 from openinfer.recipes.deepseek_v4.sizes import Options, Room, Sizes, decide_sizes, fit, room_for
-from openinfer.recipes.deepseek_v4.weights import Format, Weights, validate
+from openinfer.recipes.deepseek_v4.weights import Weights, validate
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
     Arena,

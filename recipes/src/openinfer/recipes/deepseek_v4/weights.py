@@ -1,20 +1,16 @@
-"""What the checkpoint must hold, where it goes, and the fused layout that the model runs on.
-
-FP8 and FP4 weights stay packed, scales too. For a float32 model, which only a CPU runs, they are expanded once while
-they are loaded: the values are the same, and a step does not make them again.
-"""
+"""What the checkpoint must hold, where it goes, and the fused layout that the model runs on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from openinfer.recipes.deepseek_v4.config import CSA, Config
-from openinfer.recipes.deepseek_v4.formats import dequantized
-from openinfer.recipes.deepseek_v4.inventory import BLOCK, FP4_BLOCK, IGNORED, inventory
+from openinfer.recipes.deepseek_v4.inventory import IGNORED, inventory
+from openinfer.recipes.deepseek_v4.places import Conversion, Format, Linear, Mixing, Places, check_scales
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -23,59 +19,12 @@ from openinfer.tensor import (
     LoadReport,
     Stream,
     Tensor,
-    float8_e4m3fn,
-    float8_e8m0fnu,
     float32,
-    int8,
     int32,
     load_tensors,
-    uint8,
 )
 
 Array = np.ndarray[Any, Any]
-
-
-def blocks(size: int) -> int:
-    """Scale blocks of an FP8 weight along an axis."""
-    return -(-size // BLOCK)
-
-
-def padded(rows: int) -> int:
-    """Rows of a weight that products take: a multiple of 16."""
-    return -(-rows // 16) * 16
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How a checkpoint spells the weights: FP4 experts (else FP8); and what is made of them: whether the layer that
-    predicts a further token is loaded."""
-
-    fp4_experts: bool
-    mtp: bool = False
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Format:
-        """By the dtype of the first expert: config.json may not say it."""
-        name = "layers.0.ffn.experts.0.w1.weight"
-        return cls(name in checkpoint and checkpoint.info(name).dtype == int8)
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with E8M0 scales, uint8 both
-    (ops.common.expect_packed)."""
-
-    weight: Tensor
-    scales: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Mixing:
-    """Of a hyper-connection, float32: fn [numbers, n D], base [numbers], scale [3], or [1] at the head."""
-
-    fn: Tensor
-    base: Tensor
-    scale: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +108,6 @@ class Mtp:
     norm: Tensor
 
 
-class Conversion(NamedTuple):
-    """The tensors `names` of the checkpoint become `dst`, made on the host by `convert`."""
-
-    names: tuple[str, ...]
-    dst: Tensor
-    convert: Callable[..., Array]
-
-
 @dataclass(frozen=True, slots=True)
 class Weights:
     """All weights, and where each comes from: `loads` go as they are, `conversions` are made on the host, `pads` are
@@ -185,7 +126,7 @@ class Weights:
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`."""
-        p, c = _Places(arena, dtype, form), config
+        p, c = Places(arena, dtype, form), config
         embed = p.plain("embed.weight", c.vocab_size, c.hidden_size)
         layers = tuple(
             _layer(p, c, f"layers.{n}.", n, c.ratios[:n].count(ratio), ratio, n < c.num_hash_layers)
@@ -201,7 +142,9 @@ class Weights:
     def load(
         self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
     ) -> LoadReport:
-        """Fill all of them. Raises what load_tensors does, and CheckpointError for an expert that does not exist."""
+        """Fill all of them. Raises what load_tensors does, and CheckpointError for an expert that does not exist or a
+        scale that kernels do not take."""
+        check_scales(checkpoint, self.names())
         report = load_tensors(checkpoint, self.loads, stream, progress)
         converted = []  # uploads read them until the stream is idle
         for names, dst, convert in self.conversions:
@@ -231,103 +174,7 @@ def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
     checkpoint.require(expected, ignore=IGNORED if config.mtp else ("mtp.*",))
 
 
-@dataclass(slots=True)
-class _Places:
-    """Makes tensors in an arena and notes what goes where."""
-
-    arena: Arena
-    dtype: np.dtype[Any]
-    form: Format
-    loads: list[Load] = field(default_factory=list)
-    conversions: list[Conversion] = field(default_factory=list)
-    pads: list[Tensor] = field(default_factory=list)
-
-    @property
-    def expands(self) -> bool:
-        """Whether packed weights are expanded."""
-        return self.dtype == float32
-
-    def plain(self, name: str, *shape: int, dtype: np.dtype[Any] | None = None) -> Tensor:
-        """A tensor as it is in the checkpoint, of the model's dtype or of the one given."""
-        tensor = self.arena.alloc(shape, dtype or self.dtype, name)
-        self.loads.append(Load(name, tensor))
-        return tensor
-
-    def gain(self, module: str, size: int) -> Tensor:
-        """The weight of a norm in float32: it multiplies before the one rounding."""
-        tensor = self.arena.alloc((size,), float32, module)
-        self.conversions.append(Conversion((module + ".weight",), tensor, lambda w: w.astype(np.float32)))
-        return tensor
-
-    def mixing(self, prefix: str, c: Config, numbers: int, scales: int) -> Mixing:
-        """A hyper-connection's."""
-        return Mixing(
-            self.plain(prefix + "_fn", numbers, c.hc_mult * c.hidden_size, dtype=float32),
-            self.plain(prefix + "_base", numbers, dtype=float32),
-            self.plain(prefix + "_scale", scales, dtype=float32),
-        )
-
-    def stack(self, *parts: tuple[str, int], columns: int) -> Tensor:
-        """Modules (name, rows) of the model's dtype in one weight, filled up with zeros to what products take."""
-        total = sum(rows for _, rows in parts)
-        weight = self.arena.alloc((padded(total), columns), self.dtype, parts[0][0])
-        start = 0
-        for module, rows in parts:
-            self.loads.append(Load(module + ".weight", weight[start : start + rows]))
-            start += rows
-        if start < weight.shape[0]:
-            self.pads.append(weight[start:])
-        return weight
-
-    def linear(self, *parts: tuple[str, int], columns: int) -> Linear:
-        """FP8 modules (name, rows) in one weight; the rows of all but the last are whole blocks."""
-        sizes = [rows for _, rows in parts]
-        linear = self.packed((), sizes, columns, fp4=False, name=parts[0][0])
-        self.fill(linear, [module for module, _ in parts], sizes)
-        return linear
-
-    def packed(
-        self, count: tuple[int, ...], rows: list[int], columns: int, *, fp4: bool, name: str
-    ) -> Linear:
-        """An empty weight [*count, sum of rows, columns]."""
-        total = sum(rows)
-        if self.expands:
-            return Linear(self.arena.alloc((*count, total, columns), self.dtype, name), None)
-        if fp4:
-            weight = self.arena.alloc((*count, total, columns // 2), int8, name)
-            scales = self.arena.alloc((*count, total, columns // FP4_BLOCK), float8_e8m0fnu, name)
-            return Linear(weight.view_as(uint8), scales.view_as(uint8))
-        weight = self.arena.alloc((*count, total, columns), float8_e4m3fn, name)
-        scales = self.arena.alloc((*count, sum(map(blocks, rows)), blocks(columns)), float8_e8m0fnu, name)
-        return Linear(weight, scales.view_as(uint8))
-
-    def fill(self, linear: Linear, modules: list[str], rows: list[int]) -> None:
-        """Modules one below the other in a weight [N, K]."""
-        start = block = 0
-        for module, size in zip(modules, rows, strict=True):
-            part = linear.weight[start : start + size]
-            names = (module + ".weight", module + ".scale")
-            if linear.scales is None:
-                self.conversions.append(Conversion(names, part, _expanded))
-            else:
-                fp4 = linear.weight.dtype == uint8
-                height = size if fp4 else blocks(size)
-                scales = linear.scales[block : block + height].view_as(float8_e8m0fnu)
-                self.loads += [
-                    Load(names[0], part.view_as(int8) if fp4 else part),
-                    Load(names[1], scales),
-                ]
-                block += height
-            start += size
-
-
-def _expanded(weight: Array, scales: Array) -> Array:
-    """A published weight in float32."""
-    packed = weight.view(np.uint8) if weight.dtype == np.int8 else weight
-    return dequantized(packed, scales.view(np.uint8))
-
-
-def _layer(p: _Places, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
+def _layer(p: Places, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
     numbers = (2 + c.hc_mult) * c.hc_mult
     return Layer(
         index=index,
@@ -341,7 +188,7 @@ def _layer(p: _Places, c: Config, at: str, index: int, place: int, ratio: int, h
     )
 
 
-def _attention(p: _Places, c: Config, at: str, ratio: int) -> Attention:
+def _attention(p: Places, c: Config, at: str, ratio: int) -> Attention:
     width, groups = c.num_heads * c.head_dim, c.o_groups
     return Attention(
         into=p.linear((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
@@ -355,7 +202,7 @@ def _attention(p: _Places, c: Config, at: str, ratio: int) -> Attention:
     )
 
 
-def _entries(p: _Places, c: Config, at: str, ratio: int) -> Heavy | Sparse | None:
+def _entries(p: Places, c: Config, at: str, ratio: int) -> Heavy | Sparse | None:
     if ratio == 0:
         return None
 
@@ -380,7 +227,7 @@ def _entries(p: _Places, c: Config, at: str, ratio: int) -> Heavy | Sparse | Non
     )
 
 
-def _mixture(p: _Places, c: Config, at: str, hashed: bool) -> Mixture:
+def _mixture(p: Places, c: Config, at: str, hashed: bool) -> Mixture:
     count, inter, hidden, fp4 = c.num_experts, c.moe_intermediate_size, c.hidden_size, p.form.fp4_experts
     bias = table = None
     if hashed:
@@ -421,7 +268,7 @@ def _table_of(count: int) -> Callable[[Array], Array]:
     return convert
 
 
-def _mtp(p: _Places, c: Config) -> Mtp:
+def _mtp(p: Places, c: Config) -> Mtp:
     at, hidden = "mtp.0.", c.hidden_size
     return Mtp(
         e_proj=p.linear((at + "e_proj", hidden), columns=hidden),

@@ -66,7 +66,8 @@ def expect_packed(
     - float8_e4m3fn, scales uint8 [..., parts * ceil(N / parts / 128), ceil(K / 128)]: of blocks of 128 x 128;
     - uint8 [..., N, K / 2], scales uint8 [..., N, K / 32]: FP4 pairs, column 2i in the low nibble of byte i.
 
-    Scales are the exponents of E8M0: byte b is 2^(b - 127). `parts`: projections stacked in N; float8 blocks begin anew
+    Scales are the exponents of E8M0: byte b is 2^(b - 127), at most 134 for float8 and 128 for FP4; codes are numbers,
+    no NaN. `parts`: projections stacked in N; float8 blocks begin anew
     at each.
     """
     if scales is None:
