@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Aligned, aligned, power_of_two
 from openinfer.kernels.reference import Array, f32, rms_norm, rounded
 from openinfer.recipes.deepseek_v4.formats import hadamard, q4
 from openinfer.recipes.deepseek_v4.ops.common import (
@@ -19,13 +21,15 @@ from openinfer.recipes.deepseek_v4.ops.common import (
     live_rows,
     rope,
 )
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 ROUNDINGS = ("none", "q8", "hadamard_q4")
 """What may be done to a finished entry: nothing; q8 of the channels that are not rotated, in blocks of 64; the Hadamard
 transform and q4 of all."""
+
+STAGES = 6
+"""Tokens that a program reads ahead in a chunk, and one."""
 
 A_PREVIOUS, A, B = 0, 1, 2
 """The accumulations of an overlapping compressor: the A half of the window before (complete), A and B of this one."""
@@ -208,6 +212,69 @@ def _reference(
             entries[entry_tables[row.slot, w // per_page], w % per_page] = y
 
 
+def _launches(
+    target: Target,
+    *,
+    entries: Tensor,
+    state: Tensor,
+    az: Tensor,
+    ape: Tensor,
+    norm_weight: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    state_tables: Tensor,
+    entry_tables: Tensor,
+    eps: float,
+    rounding: str,
+    max_q_len: int,
+) -> Iterator[Command]:
+    dim, rows, single = state.shape[3], slots.shape[0], max_q_len == 1
+    require(
+        entries.dtype == bfloat16,
+        f"entries are {entries.dtype.name}; on a GPU bfloat16 (float32: the cpu pack)",
+    )
+    require(dim == power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
+    yield launch(
+        "openinfer.recipes.deepseek_v4.device.compress",
+        "compress",
+        (rows if single else az.shape[0] // PAGE + 2 * rows,),
+        {
+            "entries": entries,
+            "state": state,
+            "az": az,
+            "ape": ape,
+            "norm_weight": norm_weight,
+            "cos_sin": cos_sin,
+            "slots": slots,
+            "q_starts": q_starts,
+            "seq_lens": seq_lens,
+            "alive": alive,
+            "state_tables": state_tables,
+            "entry_tables": entry_tables,
+            "az_stride": aligned(az.strides[0]),
+            "state_stride": Aligned(state.strides[0]),
+            "entry_stride": Aligned(entries.strides[0]),
+            "state_width": state_tables.shape[1],
+            "entry_width": entry_tables.shape[1],
+            "rows": rows,
+            "eps": eps,
+        },
+        {
+            "D": dim,
+            "ROTARY": 2 * cos_sin.shape[2],
+            "WINDOW": ape.shape[0],
+            "OVERLAP": state.shape[1] == 3,
+            "PAGE": PAGE,
+            "ROUNDING": rounding,
+            "SINGLE": single,
+            "STAGES": 1 if single else STAGES,
+        },
+    )
+
+
 def _cost(
     workload: Workload, *, state: Tensor, az: Tensor, ape: Tensor, entries: Tensor, **rest: object
 ) -> Cost:
@@ -219,4 +286,4 @@ def _cost(
     return Cost(states + tokens + ape.nbytes, 8 * workload.tokens * columns)
 
 
-compress = Op("compress", _contract, reference=_reference, launches=no_device_code, cost=_cost)
+compress = Op("compress", _contract, reference=_reference, launches=_launches, cost=_cost)

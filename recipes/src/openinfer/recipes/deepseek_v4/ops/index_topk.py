@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.reference import Array, f32, rounded
 from openinfer.recipes.deepseek_v4.formats import hadamard, q4
@@ -15,7 +18,7 @@ from openinfer.recipes.deepseek_v4.ops.common import (
     rope,
     seen,
 )
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
+from openinfer.recipes.deepseek_v4.sparse import Index
 from openinfer.tensor import Tensor, float32, int32
 
 
@@ -93,6 +96,12 @@ def _reference(
         selected[token] = np.sort(np.argsort(-scores, kind="stable")[:most])
 
 
+def _launches(target: Target, **args: Any) -> Iterator[Command]:
+    call = Index(**args)
+    call.check()
+    yield from call.launches(call.tuning(target))
+
+
 def _cost(workload: Workload, *, q: Tensor, keys: Tensor, selected: Tensor, **rest: object) -> Cost:
     """Decode rows read all their keys; where many tokens of a row are in a step, its keys count once."""
     _, heads, dim = q.shape
@@ -103,4 +112,4 @@ def _cost(workload: Workload, *, q: Tensor, keys: Tensor, selected: Tensor, **re
     return Cost(held + tokens, 2 * pairs * heads * dim)
 
 
-index_topk = Op("index_topk", _contract, reference=_reference, launches=no_device_code, cost=_cost)
+index_topk = Op("index_topk", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -3,10 +3,13 @@ rotate_heads: norm and rotation of query heads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Aligned, aligned, power_of_two
 from openinfer.kernels.reference import Array, f32, rms_norm, rounded
 from openinfer.recipes.deepseek_v4.formats import q8
 from openinfer.recipes.deepseek_v4.ops.common import (
@@ -16,11 +19,14 @@ from openinfer.recipes.deepseek_v4.ops.common import (
     rope,
     unit,
 )
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 KV_BLOCK = 64
 """Channels of a key-value vector or an entry that share a scale; the rotated ones are not rounded."""
+
+
+HEADS_AT_ONCE = 8
+"""Query heads of 512 that a program turns: 32 numbers a thread."""
 
 
 def rounded_key(x: Array, rotary: int) -> Array:
@@ -95,12 +101,70 @@ def _write_reference(
     kv[page, position % PAGE] = rounded_key(key, 2 * cos_sin.shape[2]) if quantized else key
 
 
+_DEVICE = "openinfer.recipes.deepseek_v4.device.queries"
+
+
+def _expect_bfloat16(name: str, tensor: Tensor, dim: int) -> None:
+    """Raise ContractError for what the kernels do not take."""
+    require(
+        tensor.dtype == bfloat16,
+        f"{name} is {tensor.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
+    )
+    require(dim == power_of_two(dim), f"{name} has vectors of {dim}; on a GPU a power of two")
+
+
+def _write_launches(
+    target: Target,
+    *,
+    qr: Tensor,
+    kv: Tensor,
+    qkv: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    block_tables: Tensor,
+    eps: float,
+    quantized: bool,
+) -> Iterator[Command]:
+    (tokens, width), dim = qr.shape, kv.shape[2]
+    _expect_bfloat16("kv", kv, dim)
+    yield launch(
+        _DEVICE,
+        "q_kv_write",
+        (tokens, 2),
+        {
+            "qr": qr,
+            "kv": kv,
+            "qkv": qkv,
+            "q_norm": q_norm,
+            "kv_norm": kv_norm,
+            "cos_sin": cos_sin,
+            "positions": positions,
+            "token_slots": token_slots,
+            "block_tables": block_tables,
+            "width": aligned(width),
+            "table_width": block_tables.shape[1],
+            "page_stride": Aligned(kv.strides[0]),
+            "eps": eps,
+        },
+        {
+            "BLOCK": power_of_two(width),
+            "D": dim,
+            "ROTARY": 2 * cos_sin.shape[2],
+            "PAGE": PAGE,
+            "QUANTIZED": quantized,
+        },
+    )
+
+
 def _write_cost(workload: Workload, *, qkv: Tensor, **_: object) -> Cost:
     return Cost(2 * workload.tokens * qkv.shape[1] * qkv.itemsize, 8 * workload.tokens * qkv.shape[1])
 
 
 q_kv_write = Op(
-    "q_kv_write", _write_contract, reference=_write_reference, launches=no_device_code, cost=_write_cost
+    "q_kv_write", _write_contract, reference=_write_reference, launches=_write_launches, cost=_write_cost
 )
 
 
@@ -117,11 +181,30 @@ def _rotate_reference(*, q: Array, cos_sin: Array, positions: Array, eps: float)
     q[:] = rope(rounded(unit(f32(q), eps), q.dtype), cos_sin, positions)
 
 
+def _rotate_launches(
+    target: Target, *, q: Tensor, cos_sin: Tensor, positions: Tensor, eps: float
+) -> Iterator[Command]:
+    tokens, heads, dim = q.shape
+    _expect_bfloat16("q", q, dim)
+    block = max(1, min(power_of_two(heads), HEADS_AT_ONCE * 512 // dim))
+    yield launch(
+        _DEVICE,
+        "rotate_heads",
+        (tokens, -(-heads // block)),
+        {"q": q, "cos_sin": cos_sin, "positions": positions, "heads": aligned(heads), "eps": eps},
+        {"HEADS": block, "D": dim, "ROTARY": 2 * cos_sin.shape[2]},
+    )
+
+
 def _rotate_cost(workload: Workload, *, q: Tensor, **_: object) -> Cost:
     numbers = workload.tokens * q.shape[1] * q.shape[2]
     return Cost(2 * numbers * q.itemsize, 4 * numbers)
 
 
 rotate_heads = Op(
-    "rotate_heads", _rotate_contract, reference=_rotate_reference, launches=no_device_code, cost=_rotate_cost
+    "rotate_heads",
+    _rotate_contract,
+    reference=_rotate_reference,
+    launches=_rotate_launches,
+    cost=_rotate_cost,
 )

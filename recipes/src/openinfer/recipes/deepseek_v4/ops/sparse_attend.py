@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.reference import Array, f32, rounded
 from openinfer.recipes.deepseek_v4.ops.common import (
@@ -13,7 +16,7 @@ from openinfer.recipes.deepseek_v4.ops.common import (
     rope,
     seen,
 )
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
+from openinfer.recipes.deepseek_v4.sparse import Attention
 from openinfer.tensor import Tensor, float32, int32
 
 
@@ -113,6 +116,12 @@ def _reference(
         out[token] = turned.reshape(-1)
 
 
+def _launches(target: Target, **args: Any) -> Iterator[Command]:
+    call = Attention(**args)
+    call.check()
+    yield from call.launches(call.tuning(target))
+
+
 def _cost(
     workload: Workload,
     *,
@@ -138,4 +147,4 @@ def _cost(
     return Cost(moved + chosen, int(4 * pairs * heads * dim))
 
 
-sparse_attend = Op("sparse_attend", _contract, reference=_reference, launches=no_device_code, cost=_cost)
+sparse_attend = Op("sparse_attend", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,140 @@
+"""The indexer: a score of every finished entry for every token, and the entries of the largest scores.
+
+The largest of n numbers are found by bisection over their bits, which order like the numbers do. Where a token sees
+more entries than a program holds, several programs take a segment each, and another one chooses among their choices.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.recipes.deepseek_v4.device.rounding import hadamard, q4, rotated
+
+
+@triton.jit
+def index_scores(
+    scores, q, weights, keys, cos_sin, positions, token_slots, block_tables,
+    width, table_width, page_stride, weight_stride, heads, topk, scale,
+    D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, HEADS: tl.constexpr,
+    BN: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """scores float32 [tokens, width] of tokens that see more than topk entries. Grid (tokens, parts): blocks of BN
+    entries are dealt to a token's parts in turn. HEADS: `heads` or the next power of two, at least 16."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(token_slots + token).to(tl.int64)
+    position = tl.load(positions + token)
+    seen = (position + 1) // (PAGE // ENTRIES)
+    blocks = tl.cdiv(seen, BN)
+    if (slot == 0) | (seen <= topk) | (tl.program_id(1) >= blocks):
+        return
+    head, column, i = tl.arange(0, HEADS), tl.arange(0, D)[None, :], tl.arange(0, BN)
+    real = head < heads
+    query = tl.load(q + (token * heads + head)[:, None] * D + column, mask=real[:, None], other=0.0)
+    query = rotated(query.to(tl.float32), cos_sin, position, 1.0, D, ROTARY).to(query.dtype)
+    if QUANTIZED:
+        turned = hadamard(query, D).to(query.dtype)
+        query = q4(turned.to(tl.float32)).to(query.dtype)
+    query = tl.trans(query)
+    weight = tl.load(weights + token * weight_stride + head, mask=real, other=0.0) * scale
+    for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+        entry = block * BN + i
+        live = entry < seen
+        page = tl.load(block_tables + slot * table_width + entry // ENTRIES, mask=live, other=0).to(tl.int64)
+        where = keys + page * page_stride + entry % ENTRIES * D
+        key = tl.load(where[:, None] + column, mask=live[:, None], other=0.0)
+        product = tl.maximum(tl.dot(key, query), 0.0)
+        tl.store(scores + token * width + entry, tl.sum(product * weight[None, :], 1), mask=live)
+
+
+@triton.jit
+def _ordered(x):
+    """Float32 numbers as int32 of the same order; both zeros are 0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _places(order, live, count):
+    """Where each of the `count` largest of the live numbers goes in a list of them by index, and -1 for the others;
+    of equals the lowest index is larger. int32 [N]."""
+    low = tl.min(tl.where(live, order, 0x7FFFFFFF), 0).to(tl.int64)
+    high = tl.max(tl.where(live, order, -0x7FFFFFFF), 0).to(tl.int64)
+    while low < high:  # at least `count` are low or larger, and fewer are larger than high
+        middle = (low + high + 1) >> 1
+        reached = tl.sum((live & (order >= middle)).to(tl.int32), 0)
+        if reached >= count:
+            low = middle
+        if reached <= count:
+            high = tl.maximum(middle - (reached != count).to(tl.int64), low)
+        if reached == count:
+            high = low
+    above, equal = live & (order > low), live & (order == low)
+    left = count - tl.sum(above.to(tl.int32), 0)
+    before = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), 0)  # of both kinds, itself included
+    chosen = above | (equal & ((before >> 16) <= left))
+    return tl.where(chosen, (before & 0xFFFF) + tl.minimum(before >> 16, left) - 1, -1)
+
+
+@triton.jit
+def select_entries(
+    selected, scores, found, found_order, positions, token_slots, width, topk, ratio,
+    BLOCK: tl.constexpr, SMALL: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """selected[t]: the topk entries of the largest scores, in the order of their numbers, then -1. Grid (tokens,
+    segments of BLOCK entries).
+
+    A token that sees more than BLOCK has candidates instead: found, found_order int32 [tokens, segments, topk], -1
+    where a segment has fewer. SMALL < BLOCK: what a token that sees few costs.
+    """
+    token, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    live_token = tl.load(token_slots + token) != 0
+    seen = tl.where(live_token, (tl.load(positions + token) + 1) // ratio, 0)
+    first = segment * BLOCK
+    if (segment > 0) & (first >= seen):
+        return
+    j = tl.arange(0, FILL)
+    to = selected + token * topk
+    if seen <= topk:
+        tl.store(to + j, tl.where(j < seen, j, -1), mask=j < topk)
+    elif seen <= SMALL:
+        _select(to, to, scores + token * width, 0, seen, topk, SMALL, False)
+    elif seen <= BLOCK:
+        _select(to, to, scores + token * width, 0, seen, topk, BLOCK, False)
+    else:
+        place = (token * tl.num_programs(1) + segment) * topk
+        _select(found + place, found_order + place, scores + token * width, first, seen, topk, BLOCK, True)
+        here = seen - first
+        tl.store(found + place + j, tl.full((FILL,), -1, tl.int32), mask=(j >= here) & (j < topk))
+
+
+@triton.jit
+def _select(to, to_order, scores, first, seen, topk, BLOCK: tl.constexpr, ORDER: tl.constexpr):
+    """The topk largest of BLOCK scores from `first`, of `seen` in all, or all of them if there are fewer."""
+    entry = first + tl.arange(0, BLOCK)
+    live = entry < seen
+    order = _ordered(tl.load(scores + entry, mask=live, other=0.0))
+    place = _places(order, live, tl.minimum(topk, seen - first))
+    tl.store(to + place, entry, mask=place >= 0)
+    if ORDER:
+        tl.store(to_order + place, order, mask=place >= 0)
+
+
+@triton.jit
+def select_found(
+    selected, found, found_order, positions, token_slots, topk, ratio, segments,
+    SEGMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """selected[t] from the candidates of a token that sees more than SEGMENT entries. BLOCK >= segments * topk is a
+    power of two. Grid (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    seen = (tl.load(positions + token) + 1) // ratio
+    if (tl.load(token_slots + token) == 0) | (seen <= SEGMENT):
+        return
+    i = tl.arange(0, BLOCK)
+    at = token * segments * topk + i
+    live = i < tl.cdiv(seen, SEGMENT) * topk
+    entry = tl.load(found + at, mask=live, other=-1)
+    live = live & (entry >= 0)
+    order = tl.load(found_order + at, mask=live, other=0)
+    place = _places(order, live, topk)
+    tl.store(selected + token * topk + place, entry, mask=place >= 0)

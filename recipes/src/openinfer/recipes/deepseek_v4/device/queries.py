@@ -1,0 +1,75 @@
+"""Norms of the low-rank query and of the key-value vector, which goes into its page; norm and rotation of heads."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.recipes.deepseek_v4.device.rounding import q8, q8_plain, rotated
+
+
+@triton.jit
+def _normed(x, gain, width, eps, dtype: tl.constexpr):
+    """x [1, N], zero from `width` on, over its root mean square and times its weight: rounded, in float32."""
+    scale = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    return (x * scale * gain).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _write_query(to, source, gain, width, eps, BLOCK: tl.constexpr, QUANTIZED: tl.constexpr):
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    y = _normed(x, tl.load(gain + column, mask=inside, other=0.0), width, eps, source.dtype.element_ty)
+    if QUANTIZED:
+        y = q8(y, 128)
+    tl.store(to + column, y.to(to.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_key(
+    to, source, gain, cos_sin, position, eps, D: tl.constexpr, ROTARY: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, D)[None, :]
+    x = tl.load(source + column).to(tl.float32)
+    y = _normed(x, tl.load(gain + column), D, eps, source.dtype.element_ty)
+    y = rotated(y, cos_sin, position, 1.0, D, ROTARY).to(to.dtype.element_ty).to(tl.float32)
+    if QUANTIZED:
+        y = q8_plain(y, ROTARY)
+    tl.store(to + column, y.to(to.dtype.element_ty))
+
+
+@triton.jit
+def q_kv_write(
+    qr, kv, qkv, q_norm, kv_norm, cos_sin, positions, token_slots, block_tables,
+    width, table_width, page_stride, eps,
+    BLOCK: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, 2): the query's `width` <= BLOCK columns, and the key-value vector's D."""
+    token = tl.program_id(0).to(tl.int64)
+    source = qkv + token * (width + D)
+    if tl.program_id(1) == 0:
+        _write_query(qr + token * width, source, q_norm, width, eps, BLOCK, QUANTIZED)
+    else:
+        slot = tl.load(token_slots + token).to(tl.int64)
+        if slot == 0:
+            return
+        position = tl.load(positions + token)
+        page = tl.load(block_tables + slot * table_width + position // PAGE).to(tl.int64)
+        to = kv + page * page_stride + position % PAGE * D
+        _write_key(to, source + width, kv_norm, cos_sin, position, eps, D, ROTARY, QUANTIZED)
+
+
+@triton.jit
+def rotate_heads(
+    q, cos_sin, positions, heads, eps, HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """HEADS of a token's heads a program, in place. Grid (tokens, cdiv(heads, HEADS))."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    inside = head < heads
+    place = q + (token * heads + head) * D + tl.arange(0, D)[None, :]
+    dtype = q.dtype.element_ty
+    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    y = (x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]).to(dtype).to(tl.float32)
+    y = rotated(y, cos_sin, tl.load(positions + token), 1.0, D, ROTARY)
+    tl.store(place, y.to(dtype), mask=inside)

@@ -1,0 +1,316 @@
+"""Attention and its indexer as commands: how a step's tokens and what they see are cut up for a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from openinfer.kernels import Command, Launch, Scratch, Target, launch
+from openinfer.kernels.contract import require
+from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
+from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
+
+_ATTEND = "openinfer.recipes.deepseek_v4.device.sparse_attend"
+_INDEX = "openinfer.recipes.deepseek_v4.device.index_topk"
+
+MOST_PARTS = 32
+"""Parts of a token's vectors, at most: all of them are merged at once."""
+
+MERGED_AT_ONCE = 8192
+"""Numbers of the parts that a program holds while it merges them: 64 registers a thread."""
+
+SCORES_BYTES = 64 << 20
+"""The indexer's scores that are in memory at once; steps of more tokens take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttendTuning:
+    """`block` vectors at a time; `splits`: parts of a token's vectors; `heads` a program. `stages`: the compiler's, of
+    which a block ahead takes three where entries are selected and two elsewhere."""
+
+    block: int
+    stages: int
+    splits: int
+    heads: int
+    warps: int = 8
+
+
+def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, selected: bool) -> AttendTuning:
+    """For tokens that see at most `vectors`: a program an SM, so parts until they fill the GPU once."""
+    block, rows = 32, max(16, min(64, power_of_two(heads)))
+    programs = tokens * -(-heads // rows)
+    splits = max(1, min(target.num_sms // programs, -(-vectors // block), MOST_PARTS))
+    return AttendTuning(block, 10 if selected else 7, splits, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What sparse_attend is called with."""
+
+    out: Tensor
+    q: Tensor
+    kv: Tensor
+    entries: Tensor | None
+    selected: Tensor | None
+    sinks: Tensor
+    cos_sin: Tensor
+    positions: Tensor
+    token_slots: Tensor
+    kv_tables: Tensor
+    entry_tables: Tensor
+    scale: float
+    window: int
+
+    @property
+    def most(self) -> int:
+        """Entries that a token sees, at most."""
+        if self.entries is None:
+            return 0
+        return (
+            self.entry_tables.shape[1] * self.entries.shape[1]
+            if self.selected is None
+            else self.selected.shape[1]
+        )
+
+    def tuning(self, target: Target) -> AttendTuning:
+        tokens, heads, _ = self.q.shape
+        vectors = self.window + self.most
+        return attend_tuning(target, tokens, heads, vectors, selected=self.selected is not None)
+
+    def check(self) -> None:
+        """Raise ContractError for sizes that the kernel does not take."""
+        require(
+            self.q.dtype == bfloat16,
+            f"q is {self.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
+        )
+        dim, rotary = self.q.shape[2], 2 * self.cos_sin.shape[2]
+        require(
+            dim == power_of_two(dim) and dim >= 64 and rotary <= dim // 4,
+            f"heads of {dim}, of which {rotary} channels rotate; on a GPU a power of two from 64, and a quarter",
+        )
+
+    def launches(self, tuning: AttendTuning) -> Iterator[Launch]:
+        tokens, heads, dim = self.q.shape
+        splits = tuning.splits
+        # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
+        partial = Scratch((tokens, splits, heads, dim), float16) if splits > 1 else self.out
+        weight = Scratch((tokens, splits, heads), float32) if splits > 1 else self.sinks
+        entries = self.kv if self.entries is None else self.entries
+        sees: dict[str, Arg] = {"heads": aligned(heads), "window": self.window, "most": aligned(self.most)}
+        constants = {
+            "D": dim,
+            "ROTARY": 2 * self.cos_sin.shape[2],
+            "PAGE": PAGE,
+            "ENTRIES": 0 if self.entries is None else self.entries.shape[1],
+            "BN": tuning.block,
+            "SPLITS": splits,
+        }
+        yield launch(
+            _ATTEND,
+            "sparse_attend",
+            (splits, tokens, -(-heads // tuning.heads)),
+            {
+                "out": self.out,
+                "q": self.q,
+                "kv": self.kv,
+                "entries": entries,
+                "selected": self.token_slots if self.selected is None else self.selected,
+                "sinks": self.sinks,
+                "cos_sin": self.cos_sin,
+                "positions": self.positions,
+                "token_slots": self.token_slots,
+                "kv_tables": self.kv_tables,
+                "entry_tables": self.entry_tables,
+                "partial": partial,
+                "weight": weight,
+                "kv_width": self.kv_tables.shape[1],
+                "entry_width": self.entry_tables.shape[1],
+                "kv_stride": Aligned(self.kv.strides[0]),
+                "entry_stride": Aligned(entries.strides[0]),
+                **sees,
+                "scale": self.scale * math.log2(math.e),
+            },
+            constants | {"SELECTED": self.selected is not None, "BM": tuning.heads},
+            num_warps=tuning.warps,
+            num_stages=tuning.stages,
+        )
+        if splits > 1:
+            yield self._merge(partial, weight, sees, constants)
+
+    def _merge(
+        self,
+        partial: Tensor | Scratch,
+        weight: Tensor | Scratch,
+        sees: dict[str, Arg],
+        constants: dict[str, int],
+    ) -> Launch:
+        tokens, heads, dim = self.q.shape
+        parts = power_of_two(constants["SPLITS"])
+        block = max(1, min(power_of_two(heads), MERGED_AT_ONCE // (parts * dim)))
+        return launch(
+            _ATTEND,
+            "merge_parts",
+            (tokens, -(-heads // block)),
+            {
+                "out": self.out,
+                "partial": partial,
+                "weight": weight,
+                "sinks": self.sinks,
+                "cos_sin": self.cos_sin,
+                "positions": self.positions,
+                "token_slots": self.token_slots,
+                **sees,
+            },
+            constants | {"PARTS": parts, "HEADS": block},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class IndexTuning:
+    """`block` keys at a time in `parts` of a token's; `segment`: the scores that a program selects from, `small`: those
+    of a token that sees few; `tokens` that have scores in memory at once."""
+
+    parts: int
+    tokens: int
+    segment: int = 8192
+    small: int = 2048
+    block: int = 128
+    stages: int = 3
+    warps: int = 4
+    select_warps: int = 16
+
+
+def index_tuning(target: Target, tokens: int, width: int) -> IndexTuning:
+    """For tokens that see at most `width` entries: four programs an SM."""
+    at_once = max(1, SCORES_BYTES // (4 * width))
+    at_once = min(
+        tokens, at_once // 16 * 16 or at_once
+    )  # slices of tensors start where addresses are aligned
+    parts = max(1, min(4 * target.num_sms // at_once, -(-width // 128)))
+    segment = max(16, min(8192, power_of_two(width)))
+    return IndexTuning(parts, at_once, segment, min(2048, segment))
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What index_topk is called with."""
+
+    selected: Tensor
+    q: Tensor
+    weights: Tensor
+    keys: Tensor
+    cos_sin: Tensor
+    positions: Tensor
+    token_slots: Tensor
+    block_tables: Tensor
+    scale: float
+    quantized: bool
+
+    @property
+    def width(self) -> int:
+        """Entries that a token sees, at most."""
+        return self.block_tables.shape[1] * self.keys.shape[1]
+
+    def tuning(self, target: Target) -> IndexTuning:
+        return index_tuning(target, self.q.shape[0], self.width)
+
+    def check(self) -> None:
+        """Raise ContractError for sizes that the kernels do not take."""
+        require(
+            self.q.dtype == bfloat16,
+            f"q is {self.q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
+        )
+
+    def launches(self, tuning: IndexTuning) -> Iterator[Command]:
+        tokens, topk = self.selected.shape
+        size = min(tuning.tokens, tokens)
+        segments = -(-self.width // tuning.segment)
+        scores = Scratch((size, self.width), float32)
+        found = Scratch((size, segments, topk) if segments > 1 else (1,), int32)
+        order = Scratch(found.shape, int32)
+        for first in range(0, tokens, size):
+            part = slice(first, min(first + size, tokens))
+            if self.width > topk:
+                yield self._scores(tuning, scores, part)
+            yield from self._select(tuning, scores, found, order, part)
+
+    def _scores(self, tuning: IndexTuning, scores: Scratch, part: slice) -> Launch:
+        _, heads, dim = self.q.shape
+        return launch(
+            _INDEX,
+            "index_scores",
+            (part.stop - part.start, tuning.parts),
+            {
+                "scores": scores,
+                "q": self.q[part],
+                "weights": self.weights[part],
+                "keys": self.keys,
+                "cos_sin": self.cos_sin,
+                "positions": self.positions[part],
+                "token_slots": self.token_slots[part],
+                "block_tables": self.block_tables,
+                "width": self.width,
+                "table_width": self.block_tables.shape[1],
+                "page_stride": Aligned(self.keys.strides[0]),
+                "weight_stride": self.weights.strides[0],
+                "heads": aligned(heads),
+                "topk": self.selected.shape[1],
+                "scale": self.scale,
+            },
+            {
+                "D": dim,
+                "ROTARY": 2 * self.cos_sin.shape[2],
+                "PAGE": PAGE,
+                "ENTRIES": self.keys.shape[1],
+                "HEADS": max(16, power_of_two(heads)),
+                "BN": tuning.block,
+                "QUANTIZED": self.quantized,
+            },
+            num_warps=tuning.warps,
+            num_stages=tuning.stages,
+        )
+
+    def _select(
+        self, tuning: IndexTuning, scores: Scratch, found: Scratch, order: Scratch, part: slice
+    ) -> Iterator[Launch]:
+        tokens, topk = part.stop - part.start, self.selected.shape[1]
+        segments = -(-self.width // tuning.segment)
+        tensors: dict[str, Arg] = {
+            "found": found,
+            "found_order": order,
+            "positions": self.positions[part],
+            "token_slots": self.token_slots[part],
+        }
+        ratio = PAGE // self.keys.shape[1]
+        yield launch(
+            _INDEX,
+            "select_entries",
+            (tokens, segments),
+            {
+                "selected": self.selected[part],
+                "scores": scores,
+                **tensors,
+                "width": self.width,
+                "topk": topk,
+                "ratio": ratio,
+            },
+            {"BLOCK": tuning.segment, "SMALL": tuning.small, "FILL": power_of_two(topk)},
+            num_warps=tuning.select_warps,
+        )
+        if segments > 1:
+            yield launch(
+                _INDEX,
+                "select_found",
+                (tokens,),
+                {
+                    "selected": self.selected[part],
+                    **tensors,
+                    "topk": topk,
+                    "ratio": ratio,
+                    "segments": segments,
+                },
+                {"SEGMENT": tuning.segment, "BLOCK": power_of_two(segments * topk)},
+                num_warps=tuning.select_warps,
+            )
