@@ -1,0 +1,192 @@
+"""config.json and checkpoints of DeepSeek-V4: the published inventories to the byte, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.recipes.deepseek_v4 import RECIPE
+from openinfer.recipes.deepseek_v4.cache import Cache, groups
+from openinfer.recipes.deepseek_v4.config import Config, UnsupportedModel
+from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
+from openinfer.recipes.deepseek_v4.places import Format, check_scales
+from openinfer.recipes.deepseek_v4.published import SIZES, config_json
+from openinfer.recipes.deepseek_v4.weights import Weights, validate
+from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, bfloat16, dtypes, float32, uint8
+
+PUBLISHED = {  # tensors and bytes of the checkpoint, and bytes of entries a token
+    "Flash": (69_187, 159_609_485_896, 6_880),
+    "Pro": (145_116, 864_704_792_696, 9_848),
+}
+FLASH_DTYPES = {
+    "bfloat16": 433,
+    "float32": 417,
+    "float8_e4m3fn": 375,
+    "float8_e8m0fnu": 34_167,
+    "int8": 33_792,
+    "int64": 3,
+}
+SMALL = {
+    **config_json("Flash", layers=4),
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "o_groups": 2,
+    "o_lora_rank": 64,
+    "q_lora_rank": 128,
+    "index_n_heads": 16,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32,
+    "num_hash_layers": 1,
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_published_sizes_have_their_inventory(size: str) -> None:
+    config = Config.parse(config_json(size), None)
+    entries = list(inventory(config, fp4_experts=True))
+    tensors, nbytes, growth = PUBLISHED[size]
+    assert len({entry.name for entry in entries}) == len(entries) == tensors
+    assert sum(entry.nbytes for entry in entries) == nbytes
+    assert config.entry_page_bytes(2) == 128 * growth
+    if size == "Flash":
+        assert Counter(entry.dtype.name for entry in entries) == FLASH_DTYPES
+
+
+def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
+    config, arena = Config.parse(config_json("Flash"), None), Arena(Device("null"), None)
+    weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
+    names = list(weights.names())
+    entries = list(inventory(config, fp4_experts=True))
+    assert sorted(names) == sorted(entry.name for entry in entries)
+    assert arena.used == pytest.approx(sum(entry.nbytes for entry in entries), rel=1e-3)
+    plain = Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
+    assert set(plain.names()) == {entry.name for entry in entries if not entry.name.startswith("mtp.")}
+
+
+def test_frequencies_of_layers_with_entries_are_slowed_from_channel_15_to_25() -> None:
+    config = Config.parse(config_json("Flash"), None)
+    plain = 160000.0 ** (-np.arange(32) / 32)
+    np.testing.assert_allclose(config.compress_freq[:16], plain[:16], rtol=1e-5)
+    np.testing.assert_allclose(config.compress_freq[25:], plain[25:] / 16, rtol=1e-5)
+    np.testing.assert_allclose(config.compress_freq[20], plain[20] * (0.5 + 0.5 / 16), rtol=1e-5)
+    np.testing.assert_allclose(config.main_freq, 10000.0 ** (-np.arange(32) / 32), rtol=1e-5)
+
+
+def test_pages_are_what_the_pool_is_told() -> None:
+    config = Config.parse(config_json("Flash"), None)
+    for itemsize, dtype in ((2, bfloat16), (4, float32)):
+        arenas = [Arena(Device("null"), None) for _ in range(3)]
+        for arena, (window, entries) in zip(arenas, ((8, 8), (9, 8), (8, 9)), strict=True):
+            Cache.allocate(config, arena, dtype, window, entries)
+        kept = groups(config, itemsize, 8, 8)
+        assert [group.block_bytes for group in kept] == [a.used - arenas[0].used for a in arenas[1:]]
+        assert kept[0].window == 127
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
+        ({"sliding_window": 256}, "sliding_window is 256"),
+        ({"compress_ratios": [0, 0, 8, 128, 4]}, "compress_ratios is"),
+        ({"compress_ratios": None}, "layer_types"),
+        ({"compress_ratios": [0, 0, 4, 128]}, "list of 5 ratios"),
+        ({"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        ({"hc_mult": 2}, "hc_mult is 2"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4"),
+        ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers is 3"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear'"),
+        ({"hidden_size": 4000}, "hidden_size is 4000"),
+        ({"num_experts_per_tok": 300}, "num_experts_per_tok is 300"),
+        ({"o_groups": 7}, "7 o_groups"),
+        ({"swiglu_limit": 0}, "swiglu_limit is 0"),
+        ({"index_head_dim": 96}, "index_head_dim is 96"),
+        ({"eos_token_id": 200000}, "200000"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], names: str) -> None:
+    raw = config_json("Flash", layers=5)
+    with pytest.raises(UnsupportedModel, match=names):
+        Config.parse({**raw, **change}, None)
+
+
+def test_the_recipe_knows_its_config() -> None:
+    assert RECIPE.matches(config_json("Pro"))
+    assert not RECIPE.matches({"model_type": "deepseek_v3"})
+
+
+def write(path: Path, entries: list[Entry], scale: int = 120) -> None:
+    """A checkpoint of zeros, and scales of one byte."""
+    header, offset, data = {}, 0, []
+    for entry in entries:
+        fill = scale if entry.dtype.name == "float8_e8m0fnu" else 0
+        data.append(np.full(entry.nbytes, fill, np.uint8).tobytes())
+        place = [offset, offset + entry.nbytes]
+        header[entry.name] = {
+            "dtype": dtypes.tag(entry.dtype),
+            "shape": list(entry.shape),
+            "data_offsets": place,
+        }
+        offset += entry.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+
+
+@pytest.mark.parametrize("fp4", [True, False])
+def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> None:
+    config = Config.parse(SMALL, None)
+    entries = list(inventory(config, fp4_experts=fp4))
+    write(tmp_path / "model", entries)
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        form = Format.of(checkpoint)
+        assert form == Format(fp4_experts=fp4)
+        validate(checkpoint, config, form)
+        with pytest.raises(CheckpointError, match=r"experts.0.w1.weight .* must be"):
+            validate(checkpoint, config, Format(fp4_experts=not fp4))
+    weights = Weights.allocate(config, Arena(Device("null"), None), bfloat16, form)
+    gate_up = weights.layers[2].mixture.gate_up
+    assert (gate_up.weight.dtype == uint8) == fp4
+    assert gate_up.scales is not None
+    assert gate_up.scales.shape == ((7, 256, 4) if fp4 else (7, 2, 1))
+
+
+def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> None:
+    config = Config.parse(SMALL, None)
+    entries = list(inventory(config, fp4_experts=True))
+    lost = [e for e in entries if e.name != "layers.2.attn.indexer.compressor.ape"]
+    added = [*entries, Entry("layers.0.attn.wk.weight", (2, 2), float32, "")]
+    reshaped = [e._replace(shape=(3, 512)) if e.name == "hc_head_fn" else e for e in entries]
+    problems = {
+        "missing: layers.2.attn.indexer": lost,
+        "unexpected: layers.0.attn.wk": added,
+        "wrong shape: hc_head_fn": reshaped,
+    }
+    for n, (message, kept) in enumerate(problems.items()):
+        write(tmp_path / str(n), kept)
+        with Checkpoint(tmp_path / str(n)) as checkpoint, pytest.raises(CheckpointError, match=message):
+            validate(checkpoint, config, Format(fp4_experts=True))
+
+
+@pytest.mark.parametrize(("scale", "message"), [(120, ""), (129, r"experts.0.w1.scale.*2\^2"), (255, "NaN")])
+def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int, message: str) -> None:
+    entries = list(inventory(Config.parse(SMALL, None), fp4_experts=True))
+    write(tmp_path / "model", entries, scale)
+    with Checkpoint(tmp_path / "model") as checkpoint:
+        names = [entry.name for entry in entries if ".experts." in entry.name]
+        if message:
+            with pytest.raises(CheckpointError, match=message):
+                check_scales(checkpoint, names)
+        else:
+            check_scales(checkpoint, names)
