@@ -1,6 +1,7 @@
 """Lint, types and tests: `python scripts/run_tests.py [--all] [NAME ...]`, NAME as in the summary (libs/tensor, mypy).
 
-Every library's tests run in a process of their own, as they would for someone who has only that library.
+Every library's tests run in a process of their own, as they would for someone who has only that library; two at a
+time where there are two cores, and what each printed is shown when it has ended.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +45,8 @@ CHECKS: dict[str, list[str]] = {
     "mypy scripts": ["mypy", *(f"scripts/{name}.py" for name in TYPED_SCRIPTS)],
 }
 SUITES = [*(f"libs/{name}" for name in LIBRARIES), "recipes", "tests"]
+# These take longest, so they are begun first.
+LONGEST = ("tests", "libs/frontend", "libs/kernels", "libs/sampler", "recipes", "mypy")
 
 
 @dataclass
@@ -61,40 +65,60 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="slow tests too")
     parser.add_argument("names", nargs="*", choices=[[], *CHECKS, *SUITES], metavar="NAME")
     args = parser.parse_args()
-    outcomes = []
-    for name in args.names or [*CHECKS, *SUITES]:
-        print(f"== {name}", flush=True)
-        start = time.monotonic()
-        if name in CHECKS:
-            ok, counts = run(["-m", *CHECKS[name]]), Counter[str]()
-        else:
-            ok, counts = run_suite(name, slow=args.all)
-        outcomes.append(Outcome(name, ok, time.monotonic() - start, counts))
-    print_summary(outcomes)
-    return 0 if all(outcome.ok for outcome in outcomes) else 1
+    names = args.names or [*CHECKS, *SUITES]
+    outcomes = {}
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as lanes:
+        order = sorted(names, key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
+        running = [lanes.submit(run, name, slow=args.all) for name in order]
+        for done in as_completed(running):
+            outcome, printed = done.result()
+            outcomes[outcome.name] = outcome
+            print(f"== {outcome.name}: {outcome.seconds:.0f} s\n{printed}", end="", flush=True)
+    print_summary([outcomes[name] for name in names])
+    return 0 if all(outcome.ok for outcome in outcomes.values()) else 1
 
 
-def run(arguments: list[str]) -> bool:
-    """Run python with these arguments in the checkout; False if it fails or hangs."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, timeout=LIMIT_S, stdin=subprocess.DEVNULL, env=ENVIRONMENT
-        )
-    except subprocess.TimeoutExpired:
-        print(f"stopped after {LIMIT_S} s", flush=True)
-        return False
-    return done.returncode == 0
+def run(name: str, *, slow: bool) -> tuple[Outcome, str]:
+    """Run a check or suite; how it went, and what it printed."""
+    start = time.monotonic()
+    if name in CHECKS:
+        (ok, printed), counts = run_python(["-m", *CHECKS[name]]), Counter[str]()
+    else:
+        ok, counts, printed = run_suite(name, slow=slow)
+    return Outcome(name, ok, time.monotonic() - start, counts), printed
 
 
-def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str]]:
+def run_python(arguments: list[str]) -> tuple[bool, str]:
+    """Run python with these arguments in the checkout: whether it went well (not if it hangs), and what it printed."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        try:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=ROOT,
+                timeout=LIMIT_S,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=ENVIRONMENT,
+            )
+            ok = done.returncode == 0
+        except subprocess.TimeoutExpired:
+            ok = False
+            output.seek(0, os.SEEK_END)
+            output.write(f"stopped after {LIMIT_S} s\n")
+        output.seek(0)
+        return ok, output.read()
+
+
+def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str], str]:
     """Run a folder's tests and count them. A suite without tests fails."""
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.xml"
         which = "slow or not slow" if slow else "not slow"
         # A base folder of its own: pytest's default one is cleaned up by other runs on the machine.
         places = [f"--junitxml={report}", f"--basetemp={temporary}/pytest"]
-        ok = run(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, folder])
-        return ok, count(report)
+        ok, printed = run_python(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, folder])
+        return ok, count(report), printed
 
 
 def count(report: Path) -> Counter[str]:
