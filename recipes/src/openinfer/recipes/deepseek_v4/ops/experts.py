@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
+from openinfer.recipes.deepseek_v4 import mixture
 from openinfer.recipes.deepseek_v4.formats import dequantized, q8
 from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK, expect_packed
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
 from openinfer.recipes.deepseek_v4.ops.project import clamped_product
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
 def _contract(
@@ -95,6 +98,20 @@ def _reference(
     out[:] = total + f32(shared)
 
 
+def _launches(
+    target: Target, *, x: Tensor, gate_up: Tensor, expert_ids: Tensor, quantized: bool, **rest: Any
+) -> Iterator[Command]:
+    require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    kind, pairs = mixture.kind_of(gate_up), expert_ids.shape[0] * expert_ids.shape[1]
+    require(
+        target.arch >= 89 or not quantized,
+        f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
+    )
+    call = mixture.Call(x=x, gate_up=gate_up, expert_ids=expert_ids, quantized=quantized, **rest)
+    found = mixture.tile(target, pairs, gate_up.shape[0], kind)
+    yield from mixture.launches(target, call, (found, found))
+
+
 def _cost(
     workload: Workload,
     *,
@@ -116,4 +133,4 @@ def _cost(
     return Cost(weights + activations, 6 * tokens * chosen * width * inter)
 
 
-experts = Op("experts", _contract, reference=_reference, launches=no_device_code, cost=_cost)
+experts = Op("experts", _contract, reference=_reference, launches=_launches, cost=_cost)

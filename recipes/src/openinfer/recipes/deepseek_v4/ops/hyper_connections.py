@@ -2,15 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Launch, Op, Scratch, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Aligned, aligned, power_of_two
+from openinfer.kernels.tuning import depth
 from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded
+from openinfer.recipes.deepseek_v4 import linear
 from openinfer.recipes.deepseek_v4.formats import q8
 from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
-from openinfer.tensor import Tensor, float32
+from openinfer.tensor import Tensor, float32, int32
+
+
+_DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
+
+
+def _numbers(
+    target: Target, pre: Scratch, mix: Tensor | Scratch, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
+    eps: float, hc_eps: float, iters: int,
+) -> Launch:  # fmt: skip
+    """The kernel that makes pre [T, 4], and mix if fn has rows for it. Few tokens: the columns are spread over the SMs."""
+    require(
+        streams.shape[1] == 4, f"there are {streams.shape[1]} streams; kernels for hyper-connections take 4"
+    )
+    tokens, columns = streams.shape[0], fn.shape[1]
+    bt = 16 if tokens <= 64 or target.batch_invariant else 64
+    tiles, bk = -(-tokens // bt), depth(columns, 128)
+    split = 1
+    while split < 64 and 2 * split * bk <= columns:
+        if tiles * split >= target.num_sms // 2 and not target.batch_invariant:
+            break
+        split *= 2
+    return launch(
+        _DEVICE,
+        "hc_numbers",
+        (split, tiles),
+        {
+            "pre": pre,
+            "mix": mix,
+            "streams": streams,
+            "fn": fn,
+            "base": base,
+            "scale": scale,
+            "partial": Scratch((split, tokens, 32), float32),
+            "counter": Scratch((tiles,), int32, zeroed=True),
+            "tokens": tokens,
+            "K": Aligned(columns),
+            "eps": eps,
+            "hc_eps": hc_eps,
+            "iters": iters,
+        },
+        {"NUMBERS": fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split},
+    )
+
+
+def _collapse(
+    out: Tensor, rounded_out: Tensor | None, streams: Tensor, pre: Scratch, norm_weight: Tensor | None, eps: float
+) -> Launch:  # fmt: skip
+    """The kernel that makes one of the streams; and its norm, where it has a weight."""
+    tokens, width = out.shape
+    return launch(
+        _DEVICE,
+        "hc_collapse",
+        (tokens,),
+        {
+            "out": out,
+            "rounded_out": out if rounded_out is None else rounded_out,
+            "streams": streams,
+            "pre": pre,
+            "norm_weight": pre if norm_weight is None else norm_weight,
+            "width": Aligned(width),
+            "eps": eps,
+        },
+        {
+            "BLOCKS": power_of_two(-(-width // 128)),
+            "NORM": norm_weight is not None,
+            "QUANTIZED": rounded_out is not None,
+        },
+        num_warps=8 if width > 2048 else 4,
+    )
 
 
 def _expect_mixing(
@@ -125,6 +199,24 @@ def _pre_reference(
         rounded_out[:] = q8(normed, SCALE_BLOCK)
 
 
+def _pre_launches(
+    target: Target,
+    *,
+    out: Tensor,
+    rounded_out: Tensor | None,
+    mix: Tensor,
+    streams: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    **rest: Any,
+) -> Iterator[Command]:
+    linear.expect_bf16(streams)
+    linear.expect_q8(target, rounded_out is not None)
+    pre = Scratch((streams.shape[0], 4), float32)
+    yield _numbers(target, pre, mix, streams, eps=eps, **rest)
+    yield _collapse(out, rounded_out, streams, pre, norm_weight, eps)
+
+
 def _pre_cost(
     workload: Workload, *, streams: Tensor, mix: Tensor, fn: Tensor, rounded_out: object, **rest: object
 ) -> Cost:
@@ -135,7 +227,7 @@ def _pre_cost(
     )
 
 
-hc_pre = Op("hc_pre", _pre_contract, reference=_pre_reference, launches=no_device_code, cost=_pre_cost)
+hc_pre = Op("hc_pre", _pre_contract, reference=_pre_reference, launches=_pre_launches, cost=_pre_cost)
 
 
 def _post_contract(*, streams: Tensor, y: Tensor, mix: Tensor) -> None:
@@ -161,13 +253,27 @@ def _post_reference(*, streams: Array, y: Array, mix: Array) -> None:
         streams[:, k] = total
 
 
+def _post_launches(target: Target, *, streams: Tensor, y: Tensor, mix: Tensor) -> Iterator[Command]:
+    linear.expect_bf16(streams)
+    tokens, n, width = streams.shape
+    require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
+    block = min(1024, power_of_two(width))
+    yield launch(
+        _DEVICE,
+        "hc_post",
+        (tokens, -(-width // block)),
+        {"streams": streams, "y": y, "mix": mix, "width": Aligned(width)},
+        {"BLOCK": block},
+    )
+
+
 def _post_cost(workload: Workload, *, streams: Tensor, y: Tensor, mix: Tensor) -> Cost:
     _, n, width = streams.shape
     numbers = (2 * n + 1) * width * streams.itemsize + mix.shape[1] * 4
     return Cost(workload.tokens * numbers, workload.tokens * 2 * (n * n + n) * width)
 
 
-hc_post = Op("hc_post", _post_contract, reference=_post_reference, launches=no_device_code, cost=_post_cost)
+hc_post = Op("hc_post", _post_contract, reference=_post_reference, launches=_post_launches, cost=_post_cost)
 
 
 def _head_contract(
@@ -192,6 +298,15 @@ def _head_reference(
     out[:] = _collapsed(streams, pre)
 
 
+def _head_launches(
+    target: Target, *, out: Tensor, streams: Tensor, eps: float, **rest: Any
+) -> Iterator[Command]:
+    linear.expect_bf16(streams)
+    pre = Scratch((streams.shape[0], 4), float32)
+    yield _numbers(target, pre, pre, streams, eps=eps, iters=1, **rest)
+    yield _collapse(out, None, streams, pre, None, eps)
+
+
 def _head_cost(workload: Workload, *, streams: Tensor, fn: Tensor, **rest: object) -> Cost:
     _, n, width = streams.shape
     return Cost(
@@ -200,7 +315,7 @@ def _head_cost(workload: Workload, *, streams: Tensor, fn: Tensor, **rest: objec
     )
 
 
-hc_head = Op("hc_head", _head_contract, reference=_head_reference, launches=no_device_code, cost=_head_cost)
+hc_head = Op("hc_head", _head_contract, reference=_head_reference, launches=_head_launches, cost=_head_cost)
 
 
 def _spread_contract(*, streams: Tensor, x: Tensor, add: bool) -> None:
@@ -214,11 +329,23 @@ def _spread_reference(*, streams: Array, x: Array, add: bool) -> None:
     streams[:] = f32(streams) + f32(x)[:, None] if add else x[:, None]
 
 
+def _spread_launches(target: Target, *, streams: Tensor, x: Tensor, add: bool) -> Iterator[Command]:
+    tokens, n, width = streams.shape
+    block = min(1024, power_of_two(width))
+    yield launch(
+        _DEVICE,
+        "spread",
+        (tokens, -(-width // block)),
+        {"streams": streams, "x": x, "width": aligned(width)},
+        {"STREAMS": n, "ADD": add, "BLOCK": block},
+    )
+
+
 def _spread_cost(workload: Workload, *, streams: Tensor, x: Tensor, add: bool) -> Cost:
     _, n, width = streams.shape
     return Cost(workload.tokens * ((1 + add) * n + 1) * width * x.itemsize, workload.tokens * add * n * width)
 
 
 spread = Op(
-    "spread", _spread_contract, reference=_spread_reference, launches=no_device_code, cost=_spread_cost
+    "spread", _spread_contract, reference=_spread_reference, launches=_spread_launches, cost=_spread_cost
 )

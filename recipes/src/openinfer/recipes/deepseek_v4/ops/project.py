@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Op, Scratch, Target, Workload
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.recipes.deepseek_v4 import linear
 from openinfer.recipes.deepseek_v4.formats import dequantized, q8
 from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK, expect_columns, expect_packed
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
-from openinfer.tensor import Tensor, float32
+from openinfer.tensor import Tensor, bfloat16, float32
 
 
 def _project_contract(
@@ -52,6 +54,22 @@ def _project_reference(
     out[:] = q8(y, SCALE_BLOCK) if quantized else y
 
 
+def _project_launches(
+    target: Target,
+    *,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    groups: int,
+    quantized: bool,
+) -> Iterator[Command]:
+    linear.expect_q8(target, quantized)
+    yield from linear.projection(target, out, x, weight, scales, groups=groups)
+    if quantized:
+        yield linear.q8_rows(out)
+
+
 def _weight_bytes(weight: Tensor, scales: Tensor | None) -> int:
     return weight.nbytes + (scales.nbytes if scales else 0)
 
@@ -65,7 +83,7 @@ def _project_cost(
 
 
 project = Op(
-    "project", _project_contract, reference=_project_reference, launches=no_device_code, cost=_project_cost
+    "project", _project_contract, reference=_project_reference, launches=_project_launches, cost=_project_cost
 )
 
 
@@ -105,6 +123,22 @@ def _gate_reference(
     out[:] = q8(y, SCALE_BLOCK) if quantized else y
 
 
+def _gate_launches(
+    target: Target,
+    *,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    limit: float,
+    quantized: bool,
+) -> Iterator[Command]:
+    linear.expect_q8(target, quantized)
+    both = Scratch((x.shape[0], weight.shape[0]), bfloat16)
+    yield from linear.projection(target, both, x, weight, scales)
+    yield linear.clamped_gate(out, both, limit, quantized)
+
+
 def _gate_cost(
     workload: Workload, *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, **_: object
 ) -> Cost:
@@ -114,7 +148,7 @@ def _gate_cost(
 
 
 gate_up_clamped = Op(
-    "gate_up_clamped", _gate_contract, reference=_gate_reference, launches=no_device_code, cost=_gate_cost
+    "gate_up_clamped", _gate_contract, reference=_gate_reference, launches=_gate_launches, cost=_gate_cost
 )
 
 
@@ -137,6 +171,13 @@ def _norm_reference(*, out: Array, x: Array, norm_weight: Array, eps: float, qua
     out[:] = q8(f32(y), SCALE_BLOCK) if quantized else y
 
 
+def _norm_launches(
+    target: Target, *, out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool
+) -> Iterator[Command]:
+    linear.expect_q8(target, quantized)
+    yield linear.norm_rows(out, x, norm_weight, eps, quantized)
+
+
 def _norm_cost(workload: Workload, *, x: Tensor, **_: object) -> Cost:
     return Cost(
         4 * x.shape[1] + 2 * workload.tokens * x.shape[1] * x.itemsize, 4 * workload.tokens * x.shape[1]
@@ -144,5 +185,5 @@ def _norm_cost(workload: Workload, *, x: Tensor, **_: object) -> Cost:
 
 
 norm_rows = Op(
-    "norm_rows", _norm_contract, reference=_norm_reference, launches=no_device_code, cost=_norm_cost
+    "norm_rows", _norm_contract, reference=_norm_reference, launches=_norm_launches, cost=_norm_cost
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import expect, require
+from openinfer.kernels.launch import aligned, power_of_two
 from openinfer.kernels.reference import Array
 from openinfer.recipes.deepseek_v4.ops.common import expect_columns
-from openinfer.recipes.deepseek_v4.ops.pending import no_device_code
 from openinfer.tensor import Tensor, float32, int32
 
 
@@ -80,9 +82,52 @@ def _reference(
     expert_weights[:] = np.where(live, best / total[:, None] * np.float32(scaling), 0)
 
 
+def _launches(
+    target: Target,
+    *,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    logits: Tensor,
+    bias: Tensor | None,
+    table: Tensor | None,
+    token_ids: Tensor,
+    token_slots: Tensor,
+    scaling: float,
+    first_expert: int,
+    num_experts: int,
+) -> Iterator[Command]:
+    (tokens, experts), chosen = logits.shape, expert_ids.shape[1]
+    yield launch(
+        "openinfer.recipes.deepseek_v4.device.route",
+        "route",
+        (tokens,),
+        {
+            "expert_ids": expert_ids,
+            "expert_weights": expert_weights,
+            "logits": logits,
+            "bias": logits if bias is None else bias,
+            "table": expert_ids if table is None else table,
+            "token_ids": token_ids,
+            "token_slots": token_slots,
+            "logits_stride": aligned(logits.strides[0]),
+            "experts": experts,
+            "scaling": scaling,
+            "first_expert": first_expert,
+            "num_experts": num_experts,
+        },
+        {
+            "K": chosen,
+            "K_BLOCK": power_of_two(chosen),
+            "BLOCK": power_of_two(experts),
+            "LEARNED": bias is not None,
+        },
+        num_warps=1,
+    )
+
+
 def _cost(workload: Workload, *, logits: Tensor, expert_ids: Tensor, **_: object) -> Cost:
     experts, chosen = logits.shape[1], expert_ids.shape[1]
     return Cost(workload.tokens * (4 * experts + 12 * chosen), workload.tokens * 8 * experts)
 
 
-route = Op("route", _contract, reference=_reference, launches=no_device_code, cost=_cost)
+route = Op("route", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,190 @@
+"""A mixture of clamped gated MLPs: which pairs go to which expert, and their products with packed weights.
+
+A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
+has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. How many pairs an expert has is data:
+it gets the tiles from starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at
+once. Where pairs are fewer than that makes tiles, there is a tile a place (FEW), and those inside another's BM places
+end at once.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.recipes.deepseek_v4.device.formats import (
+    float8_operand,
+    fp4_operand,
+    operand_row,
+    packed_column,
+    q8,
+)
+
+BF16 = tl.constexpr(0)
+FLOAT8 = tl.constexpr(1)
+FP4 = tl.constexpr(2)
+
+
+@triton.jit
+def sort_pairs(
+    order, starts, arranged, expert_ids, x, pairs, numbers, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Program e < EXPERTS: the pairs of expert e, in their order, after those of the experts before it; program EXPERTS
+    writes only the end. Pairs of no expert (id -1) are in nobody's range. The programs after these write x, BLOCK of
+    its `numbers` each, to `arranged`, with the columns of each 128 in the order of packed_column."""
+    expert = tl.program_id(0)
+    if expert > EXPERTS:
+        place = (expert - EXPERTS - 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < numbers
+        column = packed_column((place % 128).to(tl.int32), KIND == FP4)
+        tl.store(arranged + place, tl.load(x + place // 128 * 128 + column, mask=inside), mask=inside)
+    else:
+        before = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, pairs, BLOCK):
+            pair = start + tl.arange(0, BLOCK)
+            given = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
+            before += ((given >= 0) & (given < expert)).to(tl.int32)
+        place = tl.sum(before, 0)
+        tl.store(starts + expert, place)
+        if expert < EXPERTS:
+            for start in range(0, pairs, BLOCK):
+                pair = start + tl.arange(0, BLOCK)
+                mine = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
+                rank = tl.cumsum(mine, 0)
+                tl.store(order + place + rank - 1, pair, mask=mine != 0)
+                place += tl.sum(mine, 0)
+
+
+@triton.jit
+def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
+    """A tile's expert, its first place, and the place after the expert's last, which is not after the first if there is
+    nothing to do."""
+    expert = tl.arange(0, E_BLOCK)
+    start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
+    if FEW:
+        owner = tl.sum((start <= tile).to(tl.int32), 0) - 1
+        first = tl.load(starts + owner)
+        begin = tl.where((tile - first) % BM == 0, tile, 1 << 30)
+    else:
+        owner = tl.sum((start // BM + expert <= tile).to(tl.int32), 0) - 1
+        first = tl.load(starts + owner)
+        begin = first + (tile - first // BM - owner) * BM
+    return owner, begin, tl.load(starts + owner + 1)
+
+
+@triton.jit
+def experts_product(
+    out, x, weight, scales, order, starts, N, K, K_WORDS, K_BLOCKS,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, WARPS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
+    FEW: tl.constexpr,
+):  # fmt: skip
+    """Products of pairs with the weights of their experts, ROWS rows of the weights and BM places at a time.
+
+    FIRST: from tokens x [T, K] to out [places, N]; else from x [places, K] to out [pairs, N]. N is a multiple of ROWS,
+    K of 128; K_BLOCKS = K / 128. Grid (N // ROWS, tiles). KIND: weight is
+    - BF16 [EXPERTS, N, K]; scales and K_WORDS unused, BK divides K;
+    - FLOAT8 int32 [EXPERTS, N, K_WORDS], scales uint8 [EXPERTS, N / 128, K_BLOCKS]; K_WORDS = K / 4, ROWS divides 128;
+    - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
+    Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
+    """
+    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    if begin >= end:
+        return
+    on = tl.program_id(0) * ROWS
+    place = begin + tl.arange(0, BM)
+    inside = place < end
+    pair = tl.load(order + place, mask=inside, other=0)
+    source = tl.where(inside, place, begin)
+    if FIRST:
+        source = pair // CHOSEN
+    of_x = x + source.to(tl.int64)[None, :] * K
+    used = inside[None, :]
+    acc = tl.zeros((ROWS, BM), tl.float32)
+    if KIND == BF16:
+        column = tl.arange(0, BK)
+        row = expert.to(tl.int64) * N + on + tl.arange(0, ROWS)
+        of_weight = weight + row[:, None] * K + column[None, :]
+        of_x += column[:, None]
+        for k in range(0, K, BK):
+            acc = tl.dot(tl.load(of_weight + k), tl.load(of_x + k, mask=used, other=0.0), acc)
+    else:
+        word = tl.arange(0, 16)
+        row = expert.to(tl.int64) * N + on + operand_row(tl.arange(0, ROWS), WARPS)
+        of_words = weight + row[:, None] * K_WORDS + word[None, :]
+        of_x += tl.arange(0, 64)[:, None]
+        if KIND == FP4:
+            of_scales = scales + row * K_BLOCKS
+            byte = (word // 4 * 8)[None, :]
+            for k in range(0, K_BLOCKS):
+                words = tl.load(of_words + k * 16)
+                exponents = (tl.load(of_scales + k)[:, None] >> byte) & 255
+                value = tl.load(of_x + k * 128, mask=used, other=0.0)
+                acc = tl.dot(fp4_operand(words, exponents, 0, PAIRS, WARPS), value, acc)
+                value = tl.load(of_x + k * 128 + 64, mask=used, other=0.0)
+                acc = tl.dot(fp4_operand(words, exponents, 1, PAIRS, WARPS), value, acc)
+        else:
+            of_blocks = scales + (expert * (N // 128) + on // 128) * K_BLOCKS
+            for k in range(0, 2 * K_BLOCKS):
+                words = tl.load(of_words + k * 16)
+                exponents = tl.load(of_blocks + k // 2).to(tl.int32) + tl.zeros_like(words)
+                value = tl.load(of_x + k * 64, mask=used, other=0.0)
+                acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
+    target = place
+    if not FIRST:
+        target = pair
+    to = out + target.to(tl.int64)[None, :] * N + (on + tl.arange(0, ROWS))[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
+
+
+@triton.jit
+def activate(
+    hidden, both, order, starts, expert_weights, limit, width,
+    EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """hidden[place] = silu(min(g, limit)) * clamp(u, -limit, limit) * the pair's weight, with both[place] = [g, u] of
+    `width` columns each, BLOCKS * 128 columns a program, in the order of packed_column, but for BF16.
+    Grid (pairs, cdiv(width, BLOCKS * 128))."""
+    place = tl.program_id(0)
+    if place >= tl.load(starts + EXPERTS):
+        return
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    to = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    column = to
+    if KIND != BF16:
+        column = block[:, None] * 128 + packed_column(tl.arange(0, 128), KIND == FP4)[None, :]
+    inside = to < width
+    row = place.to(tl.int64) * width
+    gate = tl.load(both + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + 2 * row + width + column, mask=inside, other=0.0).to(tl.float32)
+    value = clamped_product(gate, up, limit) * tl.load(expert_weights + tl.load(order + place))
+    dtype = hidden.dtype.element_ty
+    value = value.to(dtype)
+    if QUANTIZED:
+        value = q8(value.to(tl.float32)).to(dtype)
+    tl.store(hidden + row + to, value, mask=inside)
+
+
+@triton.jit
+def clamped_product(gate, up, limit):
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) in float32."""
+    gate = tl.minimum(gate, limit)
+    small = tl.exp2(tl.abs(gate) * -1.4426950408889634)  # never overflows
+    silu = gate * tl.where(gate < 0, small, 1.0) / (1.0 + small)
+    return silu * tl.minimum(tl.maximum(up, -limit), limit)
+
+
+@triton.jit
+def add_chosen(out, shared, results, expert_ids, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
+    """out[t] = the sum of a token's results [pairs, width], in the order of its choices, and shared[t]; results of no
+    expert are not read. Grid (T, cdiv(width, BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOSEN):
+        pair = token * CHOSEN + choice
+        chosen = tl.load(expert_ids + pair) >= 0
+        total += tl.load(results + pair * width + column, mask=inside & chosen, other=0.0).to(tl.float32)
+    total += tl.load(shared + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)

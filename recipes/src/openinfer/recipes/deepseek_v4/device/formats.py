@@ -1,0 +1,136 @@
+"""Number formats in kernels: E8M0 scales, q8, and packed weights as the left operand of a bf16 product.
+
+A packed weight is moved into bf16 bit by bit: its exponent and mantissa are put where bf16 has them, which is the value
+times a power of two (also for the smallest, which are subnormal there), and one multiplication by another power of two
+puts that right, the block's scale included. All of it is exact.
+
+Weights lie several columns to a word of 32 bits. The words of a row are taken 16 at a time, which are 128 columns of
+FP4 or 64 of float8, and every number goes to a place in the tensor cores' operand that its thread has anyway: no weight
+moves between threads. The columns of the other operand are to be in the same order, `packed_column`.
+"""
+
+# mypy: ignore-errors
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""The interpreter has no inline assembly."""
+
+NIBBLES = tl.constexpr("""{
+.reg .b32 a, b;
+shr.u32 b, $4, $6;
+and.b32 a, b, 0x000F000F; mul.lo.u32 a, a, 0x1040; and.b32 a, a, 0x81C081C0; mul.bf16x2 a, a, $5; mov.b32 {$0, $2}, a;
+and.b32 a, b, 0x00F000F0; mul.lo.u32 a, a, 0x0104; and.b32 a, a, 0x81C081C0; mul.bf16x2 a, a, $5; mov.b32 {$1, $3}, a;
+}""")
+"""Two nibbles 16 bits apart at a time: sign to bit 15, the others to bits 8 to 6, by one multiplication."""
+
+BYTES = tl.constexpr("""{
+.reg .b32 a, b;
+prmt.b32 a, $4, 0, 0x1404; shr.u32 b, a, 4; and.b32 b, b, 0x07F007F0; and.b32 a, a, 0x80008000; or.b32 a, a, b;
+mul.bf16x2 a, a, $5; mov.b32 {$0, $1}, a;
+prmt.b32 a, $4, 0, 0x3424; shr.u32 b, a, 4; and.b32 b, b, 0x07F007F0; and.b32 a, a, 0x80008000; or.b32 a, a, b;
+mul.bf16x2 a, a, $5; mov.b32 {$2, $3}, a;
+}""")
+"""Two bytes at a time: sign to bit 15, the others to bits 10 to 4."""
+
+
+@triton.jit
+def e8m0(byte):
+    """2^(byte - 127) in float32."""
+    exponent = byte.to(tl.int32)
+    return tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def q8(value):
+    """Float32 [..., 128] rounded to e4m3 with one power-of-two scale a row: 2^ceil(log2(max / 448)), 448 = 1.75 * 2^8."""
+    largest = tl.maximum(tl.max(tl.abs(value), len(value.shape) - 1, keep_dims=True), 1e-4)
+    exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+    shrink = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return (value * shrink).to(tl.float8e4nv).to(tl.float32) * scale
+
+
+@triton.jit
+def packed_column(place, FP4: tl.constexpr):
+    """The column that is the place-th of a packed left operand, of 128 columns (FP4) or 64 (float8).
+
+    FP4: place 64m + 16q + 8h + 2c + l is nibble 4l + 2m + h of word 4c + q. float8: place 16q + 8h + 2c + l is byte
+    2h + l of word 4c + q.
+    """
+    m, q, h, c, l = place // 64, place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2  # noqa: E741
+    if FP4:
+        return 32 * c + 8 * q + 4 * l + 2 * m + h
+    return 64 * m + 16 * c + 4 * q + 2 * h + l
+
+
+@triton.jit
+def _operand(a, b, c, d, WARPS: tl.constexpr):
+    """The four numbers of each word, [l = 0, h = 0], [0, 1], [1, 0], [1, 1], as a left operand."""
+    rows: tl.constexpr = a.shape[0]
+    x = tl.join(tl.join(a, c), tl.join(b, d))  # [row, word, l, h]
+    x = tl.reshape(x, [rows // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2])
+    return tl.reshape(tl.permute(x, [0, 2, 1, 3, 5, 7, 4, 6]), [rows, 64])
+
+
+@triton.jit
+def _number(bits, scale):
+    """The bf16 number with these bits, times `scale`."""
+    return (bits.to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32) * scale).to(tl.bfloat16)
+
+
+@triton.jit
+def _fp4(words, scale, nibble: tl.constexpr):
+    code = words >> (4 * nibble)
+    return _number((code & 7) << 6 | (code & 8) << 12, scale)
+
+
+@triton.jit
+def _float8(words, scale, byte: tl.constexpr):
+    code = words >> (8 * byte)
+    return _number((code & 127) << 4 | (code & 128) << 8, scale)
+
+
+@triton.jit
+def fp4_operand(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """Half of 128 columns of FP4 as a left operand [ROWS, 64]: places HALF * 64 and up of packed_column.
+
+    words int32 [ROWS, 16], of rows in the order of operand_row; exponents int32 of the same shape: E8M0 bytes up to
+    128. PAIRS: by instructions on pairs of bf16, which sm_90 has.
+    """
+    if PAIRS and not INTERPRETED:
+        a, b, c, d = tl.inline_asm_elementwise(
+            NIBBLES, "=h,=h,=h,=h,r,r,n", [words, (exponents + 126) * 0x800080, HALF * 8],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        scale = ((exponents + 126) << 23).to(tl.float32, bitcast=True)
+        a, b = _fp4(words, scale, 2 * HALF), _fp4(words, scale, 2 * HALF + 1)
+        c, d = _fp4(words, scale, 2 * HALF + 4), _fp4(words, scale, 2 * HALF + 5)
+    return _operand(a, b, c, d, WARPS)
+
+
+@triton.jit
+def float8_operand(words, exponents, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """64 columns of float8 as a left operand [ROWS, 64], in the order of packed_column; otherwise as fp4_operand, with
+    E8M0 bytes up to 134."""
+    if PAIRS and not INTERPRETED:
+        a, c, b, d = tl.inline_asm_elementwise(
+            BYTES, "=h,=h,=h,=h,r,r", [words, (exponents + 120) * 0x800080],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        scale = ((exponents + 120) << 23).to(tl.float32, bitcast=True)
+        a, c = _float8(words, scale, 0), _float8(words, scale, 1)
+        b, d = _float8(words, scale, 2), _float8(words, scale, 3)
+    return _operand(a, b, c, d, WARPS)
+
+
+@triton.jit
+def operand_row(place, WARPS: tl.constexpr):
+    """The row of a tile that lies place-th among the words: a warp's lanes load rows 8w .. 8w + 7 of each 8 * WARPS,
+    and hold rows 16w .. 16w + 15 of the operand."""
+    within = place % (8 * WARPS)
+    return place // (16 * WARPS) * (16 * WARPS) + within // 8 * 16 + place // (8 * WARPS) % 2 * 8 + within % 8

@@ -1,0 +1,194 @@
+"""Hyper-connections: four residual streams, what a sublayer reads of them and how its output is mixed into them.
+
+What mixes them are 24 numbers a token, products of the four streams with a float32 matrix. The streams are bf16, so a
+product with the matrix in three bf16 parts (24 bits of mantissa) on the tensor cores is as exact as one in float32.
+"""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.recipes.deepseek_v4.device.formats import q8
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _product(
+    streams, fn, rows, inside, first, last, K, NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr
+):
+    """Columns first .. last - 1 of streams [T, K] times fn [NUMBERS, K] for some rows: float32 [BT, 32], the sum of the
+    squares in the last column."""
+    number, column = tl.arange(0, 32), tl.arange(0, BK)
+    left = streams + rows.to(tl.int64)[:, None] * K + column[None, :]
+    right = fn + number[None, :] * K + column[:, None]
+    known = (number < NUMBERS)[None, :]
+    acc = tl.zeros((BT, 32), tl.float32)
+    squares = tl.zeros((BT,), tl.float32)
+    for k in range(first, last, BK):
+        x = tl.load(left + k, mask=inside[:, None], other=0.0)
+        rest = tl.load(right + k, mask=known, other=0.0)
+        for _ in tl.static_range(3):
+            part = rest.to(tl.bfloat16)
+            acc = tl.dot(x, part, acc)
+            rest -= part.to(tl.float32)
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+    return tl.where((number == 31)[None, :], squares[:, None], acc)
+
+
+@triton.jit
+def _sinkhorn(c, hc_eps, iters):
+    """Sixteen logits, row by row, as rows and columns that sum to one."""
+    exps = ()
+    for j in tl.static_range(4):
+        most = tl.maximum(tl.maximum(c[4 * j], c[4 * j + 1]), tl.maximum(c[4 * j + 2], c[4 * j + 3]))
+        for k in tl.static_range(4):
+            exps += (tl.exp(c[4 * j + k] - most),)
+    c = exps
+    rows = ()
+    for j in tl.static_range(4):
+        share = 1.0 / (c[4 * j] + c[4 * j + 1] + c[4 * j + 2] + c[4 * j + 3])
+        for k in tl.static_range(4):
+            rows += (c[4 * j + k] * share + hc_eps,)
+    c = _columns(rows, hc_eps)
+    for _ in range(1, iters):
+        c = _columns(_rows(c, hc_eps), hc_eps)
+    return c
+
+
+@triton.jit
+def _rows(c, hc_eps):
+    found = ()
+    for j in tl.static_range(4):
+        share = 1.0 / (c[4 * j] + c[4 * j + 1] + c[4 * j + 2] + c[4 * j + 3] + hc_eps)
+        for k in tl.static_range(4):
+            found += (c[4 * j + k] * share,)
+    return found
+
+
+@triton.jit
+def _columns(c, hc_eps):
+    shares = ()
+    for k in tl.static_range(4):
+        shares += (1.0 / (c[k] + c[4 + k] + c[8 + k] + c[12 + k] + hc_eps),)
+    found = ()
+    for j in tl.static_range(4):
+        for k in tl.static_range(4):
+            found += (c[4 * j + k] * shares[k],)
+    return found
+
+
+@triton.jit
+def hc_numbers(
+    pre, mix, streams, fn, base, scale, partial, counter, tokens, K, eps, hc_eps, iters,
+    NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """pre float32 [T, 4] and, if there are 24 NUMBERS and not 4, mix float32 [T, 20], from streams [T, K] of K = 4 D
+    columns. K is split over SPLIT programs, and the last one to finish sums their parts in a fixed order.
+
+    partial: float32 [SPLIT, T, 32]; counter: int32 [cdiv(T, BT)], zero before and after. BK divides K.
+    Grid (SPLIT, cdiv(T, BT)).
+    """
+    part, tile = tl.program_id(0), tl.program_id(1)
+    row, number = tile * BT + tl.arange(0, BT), tl.arange(0, 32)
+    inside = row < tokens
+    steps = tl.cdiv(K // BK, SPLIT)
+    first = part * steps * BK
+    last = tl.minimum(first + steps * BK, K)
+    value = _product(streams, fn, row, inside, first, last, K, NUMBERS, BT, BK)
+    place = partial + row.to(tl.int64)[:, None] * 32 + number[None, :]
+    tl.store(place + part.to(tl.int64) * tokens * 32, value, mask=inside[:, None])
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    if tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1:
+        total = tl.zeros((BT, 32), tl.float32)
+        step = tokens.to(tl.int64) * 32
+        for s in range(SPLIT):  # .cg: not from this SM's first-level cache
+            total += tl.load(place + s * step, mask=inside[:, None], other=0.0, cache_modifier=".cg")
+        tl.debug_barrier()
+        tl.store(place, total, mask=inside[:, None])
+        tl.debug_barrier()
+        of_row = partial + row.to(tl.int64) * 32
+        squares = tl.load(of_row + 31, mask=inside, other=0.0, cache_modifier=".cg")
+        shrink = tl.rsqrt(squares / K + eps) * tl.load(scale)
+        for s in tl.static_range(4):
+            m = tl.load(of_row + s, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(pre + row * 4 + s, _sigmoid(m * shrink + tl.load(base + s)) + hc_eps, mask=inside)
+        if NUMBERS == 24:
+            unit = tl.rsqrt(squares / K + eps)
+            shrink = unit * tl.load(scale + 1)
+            for s in tl.static_range(4):
+                m = tl.load(of_row + 4 + s, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(mix + row * 20 + s, 2.0 * _sigmoid(m * shrink + tl.load(base + 4 + s)), mask=inside)
+            shrink = unit * tl.load(scale + 2)
+            c = ()
+            for i in tl.static_range(16):
+                m = tl.load(of_row + 8 + i, mask=inside, other=0.0, cache_modifier=".cg")
+                c += (m * shrink + tl.load(base + 8 + i),)
+            c = _sinkhorn(c, hc_eps, iters)
+            for i in tl.static_range(16):
+                tl.store(mix + row * 20 + 4 + i, c[i], mask=inside)
+        tl.store(counter + tile, 0)
+
+
+@triton.jit
+def hc_collapse(
+    out, rounded_out, streams, pre, norm_weight, width, eps,
+    BLOCKS: tl.constexpr, NORM: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """out[t] = sum over s of pre[t, s] * streams[t, s] [4, width], rounded; with NORM its RMS norm, and q8 of that in
+    rounded_out if QUANTIZED. width <= BLOCKS * 128. Grid (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    place = streams + token * 4 * width + column
+    total = tl.zeros((BLOCKS, 128), tl.float32)
+    for s in tl.static_range(4):
+        x = tl.load(place + s * width, mask=inside, other=0.0).to(tl.float32)
+        total += x * tl.load(pre + token * 4 + s)
+    dtype = out.dtype.element_ty
+    value = total.to(dtype)
+    if NORM:
+        wide = value.to(tl.float32)
+        unit = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
+        value = (unit * tl.load(norm_weight + column, mask=inside, other=0.0)).to(dtype)
+    tl.store(out + token * width + column, value, mask=inside)
+    if QUANTIZED:
+        tl.store(rounded_out + token * width + column, q8(value.to(tl.float32)).to(dtype), mask=inside)
+
+
+@triton.jit
+def hc_post(streams, y, mix, width, BLOCK: tl.constexpr):
+    """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place. Grid (T, cdiv(width, BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = streams + token * 4 * width + column
+    added = tl.load(y + token * width + column, mask=inside, other=0.0).to(tl.float32)
+    old = ()
+    for j in tl.static_range(4):
+        old += (tl.load(place + j * width, mask=inside, other=0.0).to(tl.float32),)
+    for k in tl.static_range(4):
+        total = added * tl.load(mix + token * 20 + k)
+        for j in tl.static_range(4):
+            total += old[j] * tl.load(mix + token * 20 + 4 + 4 * j + k)
+        tl.store(place + k * width, total.to(streams.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def spread(streams, x, width, STREAMS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """streams[t, s] = x[t], or += if ADD. Grid (T, cdiv(width, BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + token * width + column, mask=inside, other=0.0)
+    for s in tl.static_range(STREAMS):
+        place = streams + (token * STREAMS + s) * width + column
+        new = value
+        if ADD:
+            old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            new = (old + value.to(tl.float32)).to(value.dtype)
+        tl.store(place, new, mask=inside)

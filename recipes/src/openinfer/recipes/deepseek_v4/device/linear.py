@@ -1,0 +1,142 @@
+"""Linear layers of few tokens with packed or bf16 weights, and what surrounds them: q8, the clamped gate, norms."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from openinfer.recipes.deepseek_v4.device.experts import clamped_product
+from openinfer.recipes.deepseek_v4.device.formats import (
+    e8m0,
+    float8_operand,
+    operand_row,
+    packed_column,
+    q8,
+)
+
+
+@triton.jit
+def _finish(out, value, row, token, n, M, N, GROUP_ROWS):
+    """Store [rows, tokens] of a group's n rows at out [M, N]."""
+    inside = (row < GROUP_ROWS)[:, None] & (token < M)[None, :]
+    place = out + token.to(tl.int64)[None, :] * N + (n + row)[:, None]
+    tl.store(place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def project_few(
+    out, x, weight, scales, partial, counter, M, N, K, K_WORDS, GROUP_ROWS, x_stride, scale_blocks,
+    BM: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
+    FLOAT8: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """out [M, N]: rows g GROUP_ROWS .. of weight [N, K] times columns g K .. of x [M, ...], whose rows are x_stride
+    apart. The weights are the left operand; K is split over SPLIT programs, and the last one to finish sums their parts
+    in a fixed order.
+
+    FLOAT8: weight is int32 [N, K_WORDS], K_WORDS = K / 4 and a multiple of 16, scales uint8 [cdiv(N, 128),
+    scale_blocks] (E8M0); BK is 64. Else bf16, and BK divides K. BM tokens and ROWS rows at a time; WARPS: of the launch.
+    partial: float32 [SPLIT, M, N]; counter: int32 [programs / SPLIT], zero before and after.
+    Grid (cdiv(GROUP_ROWS, ROWS), SPLIT, groups * cdiv(M, BM)).
+    """
+    tiles = tl.cdiv(M, BM)
+    group, part = tl.program_id(2) // tiles, tl.program_id(1)
+    token = tl.program_id(2) % tiles * BM + tl.arange(0, BM)
+    on = tl.program_id(0) * ROWS
+    n = group * GROUP_ROWS
+    used = (token < M)[None, :]
+    of_x = x + token.to(tl.int64)[None, :] * x_stride + group * K
+    column = tl.arange(0, BK)
+    steps = tl.cdiv(K // BK, SPLIT)
+    first = part * steps
+    last = tl.minimum(first + steps, K // BK)
+    acc = tl.zeros((ROWS, BM), tl.float32)
+    if FLOAT8:
+        # Pairs of columns stay together, which is as little as can be copied in the background.
+        column = tl.max_contiguous(tl.multiple_of(packed_column(column, False), [2]), [2])
+        of_x += column[:, None]
+        row = n + tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), GROUP_ROWS - 1)
+        of_words = weight + row.to(tl.int64)[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
+        of_blocks = scales + row // 128 * scale_blocks
+        for k in range(first, last):
+            words = tl.load(of_words + k * 16)
+            exponents = tl.load(of_blocks + k // 2).to(tl.int32)[:, None] + tl.zeros_like(words)
+            value = tl.load(of_x + k * 64, mask=used, other=0.0)
+            acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
+    else:
+        of_x += column[:, None]
+        row = n + tl.minimum(on + tl.arange(0, ROWS), GROUP_ROWS - 1)
+        of_weight = weight + row.to(tl.int64)[:, None] * K + column[None, :]
+        for k in range(first, last):
+            value = tl.load(of_x + k * BK, mask=used, other=0.0)
+            acc = tl.dot(tl.load(of_weight + k * BK), value, acc)
+    row = on + tl.arange(0, ROWS)
+    if SPLIT == 1:
+        _finish(out, acc, row, token, n, M, N, GROUP_ROWS)
+    else:
+        size = M.to(tl.int64) * N
+        inside = (row < GROUP_ROWS)[:, None] & used
+        place = partial + token.to(tl.int64)[None, :] * N + (n + row)[:, None]
+        tl.store(place + part * size, acc, mask=inside)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        ours = counter + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(ours, 1, sem="acq_rel") == SPLIT - 1:
+            acc = tl.zeros((ROWS, BM), tl.float32)
+            for s in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
+                acc += tl.load(place + s * size, mask=inside, other=0.0, cache_modifier=".cg")
+            _finish(out, acc, row, token, n, M, N, GROUP_ROWS)
+            tl.store(ours, 0)
+
+
+@triton.jit
+def dequantize(out, weight, scales, first, N, K, scale_blocks, BN: tl.constexpr):
+    """out [N, K] = rows `first` and up of a float8 weight as bf16, exactly; scales uint8, scale_blocks for each 128
+    rows. Grid (cdiv(N, BN), cdiv(K, 128))."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    whole = first + row
+    scale = e8m0(tl.load(scales + whole // 128 * scale_blocks + tl.program_id(1), mask=row < N, other=0))
+    inside = (row < N)[:, None] & (column < K)[None, :]
+    source = whole.to(tl.int64)[:, None] * K + column[None, :]
+    value = tl.load(weight + source, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    place = row.to(tl.int64)[:, None] * K + column[None, :]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def q8_rows(x, width, BLOCKS: tl.constexpr):
+    """x [T, width] through q8 in place, BLOCKS * 128 columns a program. Grid (T, cdiv(width, BLOCKS * 128))."""
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    place = x + tl.program_id(0).to(tl.int64) * width + column
+    value = q8(tl.load(place, mask=inside, other=0.0).to(tl.float32))
+    tl.store(place, value.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def clamped_gate(out, both, limit, width, BLOCKS: tl.constexpr, QUANTIZED: tl.constexpr):
+    """out[t] = silu(min(g, limit)) * clamp(u, -limit, limit), with both[t] = [g, u] of `width` columns each.
+    Grid (T, cdiv(width, BLOCKS * 128))."""
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    row = tl.program_id(0).to(tl.int64) * width
+    gate = tl.load(both + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + 2 * row + width + column, mask=inside, other=0.0).to(tl.float32)
+    value = clamped_product(gate, up, limit).to(out.dtype.element_ty)
+    if QUANTIZED:
+        value = q8(value.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row + column, value, mask=inside)
+
+
+@triton.jit
+def norm_rows(out, x, norm_weight, width, eps, BLOCKS: tl.constexpr, QUANTIZED: tl.constexpr):
+    """out[t] = norm_weight * x[t] / rms(x[t]), rounded once, then q8 if QUANTIZED. width <= BLOCKS * 128. Grid (T,)."""
+    column = tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    row = tl.program_id(0).to(tl.int64) * width
+    wide = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    unit = wide * tl.rsqrt(tl.sum(tl.sum(wide * wide, 1), 0) / width + eps)
+    value = (unit * tl.load(norm_weight + column, mask=inside, other=0.0)).to(out.dtype.element_ty)
+    if QUANTIZED:
+        value = q8(value.to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row + column, value, mask=inside)

@@ -1,0 +1,54 @@
+"""From router logits, or token ids, to the experts of a token and their weights."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _score(logit):
+    """sqrt(softplus(logit)), also where the exponential is far below 1."""
+    small = tl.exp(-tl.abs(logit))
+    more = 1.0 + small
+    lost = more == 1.0
+    log1p = tl.where(lost, small, tl.log(more) * (small / tl.where(lost, 1.0, more - 1.0)))
+    return tl.sqrt(tl.maximum(logit, 0.0) + log1p)
+
+
+@triton.jit
+def route(
+    expert_ids, expert_weights, logits, bias, table, token_ids, token_slots, logits_stride, experts, scaling,
+    first_expert, num_experts, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEARNED: tl.constexpr,
+):  # fmt: skip
+    """LEARNED: the K largest of a token's scores + bias, in their order and of equals the lowest index first; else its
+    id's row of the table. BLOCK >= experts and K_BLOCK >= K are powers of two. Grid (T,)."""
+    token = tl.program_id(0).to(tl.int64)
+    live = tl.load(token_slots + token) != 0
+    choice = tl.arange(0, K_BLOCK)
+    of_token = logits + token * logits_stride
+    if LEARNED:
+        expert = tl.arange(0, BLOCK)
+        inside = expert < experts
+        low = -float("inf")
+        score = _score(tl.load(of_token + expert, mask=inside, other=0.0))
+        left = tl.where(inside, score + tl.load(bias + expert, mask=inside, other=0.0), low)
+        best = tl.zeros((K_BLOCK,), tl.float32)
+        ids = tl.full((K_BLOCK,), -1, tl.int32)
+        taken = ~inside
+        for k in tl.static_range(K):
+            top = tl.max(left, 0)
+            first = tl.min(tl.where((left == top) & ~taken, expert, BLOCK), 0)
+            best = tl.where(choice == k, tl.sum(tl.where(expert == first, score, 0.0), 0), best)
+            ids = tl.where(choice == k, first, ids)
+            taken |= expert == first
+            left = tl.where(taken, low, left)
+    else:
+        row = table + tl.load(token_ids + token, mask=live, other=0).to(tl.int64) * K
+        ids = tl.load(row + choice, mask=choice < K, other=0)
+        best = tl.where(choice < K, _score(tl.load(of_token + ids)), 0.0)
+    weight = best / tl.sum(best, 0) * scaling
+    mine = ids - first_expert
+    mine = tl.where(live & (mine >= 0) & (mine < num_experts), mine, -1)
+    to = token * K + choice
+    tl.store(expert_ids + to, mine, mask=choice < K)
+    tl.store(expert_weights + to, tl.where(live, weight, 0.0), mask=choice < K)

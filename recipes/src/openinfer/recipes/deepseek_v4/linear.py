@@ -1,0 +1,158 @@
+"""Linear layers as commands: packed weights in the kernel where tokens are few, made bf16 before where they are many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from openinfer.kernels import Command, ContractError, Launch, Scratch, Target, launch
+from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
+from openinfer.kernels.products import matmul
+from openinfer.kernels.tuning import Choice, choose, depth, rule
+from openinfer.tensor import Tensor, bfloat16, float32, int32
+
+_DEVICE = "openinfer.recipes.deepseek_v4.device.linear"
+
+FEW = 64
+"""Up to so many tokens reading the weights is all there is."""
+
+ROWS, WARPS = 64, 4
+
+
+def expect_bf16(x: Tensor) -> None:
+    """Raise ContractError for what only a CPU computes."""
+    if x.dtype != bfloat16:
+        raise ContractError(f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+
+
+def expect_q8(target: Target, quantized: bool) -> None:
+    """Raise ContractError if values are to be rounded to float8 where there is none."""
+    if quantized and target.arch < 89:
+        raise ContractError(f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up")
+
+
+def projection(
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    *,
+    groups: int = 1,
+) -> Iterator[Command]:
+    """out [T, N] = x @ weight^T in `groups` (ops.project.project); with groups `out` is a tensor."""
+    expect_bf16(x)
+    tokens, (n, k) = x.shape[0], weight.shape
+    if tokens <= FEW or target.arch < 90 or target.batch_invariant:
+        if scales is not None and k % 64:
+            raise ContractError(f"a float8 weight has {k} columns; on a GPU they are a multiple of 64")
+        yield _few(target, out, x, weight, scales, groups)
+        return
+    for g in range(groups):
+        rows = n // groups
+        ours: Tensor | Scratch = weight[g * rows : (g + 1) * rows]
+        if scales is not None:
+            ours = Scratch((rows, k), bfloat16)
+            yield _dequantize(ours, weight, scales, g * rows)
+        if isinstance(out, Scratch):
+            yield _many(target, out, x, ours)
+        else:
+            yield _many(target, out[:, g * rows : (g + 1) * rows], x[:, g * k : (g + 1) * k], ours)
+
+
+def _many(target: Target, out: Tensor | Scratch, x: Tensor, weight: Tensor | Scratch) -> Command:
+    """A product of bf16 matrices; of columns of wider ones by the kernel that reads through tensor maps."""
+    (n, k), op = weight.shape, "linear_add" if out.dtype == bfloat16 else "logits"
+    dense = x.is_contiguous and (isinstance(out, Scratch) or out.is_contiguous)
+    choice = choose(target, op, x.shape[0], n, k) if dense else Choice("tma", 128, 128, depth(k, 64), 1, 8, 4)
+    if choice.kind in ("gemv", "small"):
+        choice = rule(target, op, FEW + 1, n, k)
+    return matmul(choice, target, out, x, weight)
+
+
+def _few(
+    target: Target, out: Tensor | Scratch, x: Tensor, weight: Tensor, scales: Tensor | None, groups: int
+) -> Launch:
+    (tokens, n), (_, k), float8 = out.shape, weight.shape, scales is not None
+    rows, bm = n // groups, min(FEW, max(16, power_of_two(tokens)))
+    if target.batch_invariant:
+        bm = 16
+    bk = 64 if float8 else depth(k, 128 if bm <= 32 else 64)
+    tiles, columns, split = -(-tokens // bm) * groups, -(-rows // ROWS), 1
+    while split < 16 and not target.batch_invariant:
+        if columns * tiles * split >= 2 * target.num_sms or k // bk < split * 8:
+            break
+        split *= 2
+    words = weight.view_as(int32) if float8 else weight
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x,
+        "weight": words,
+        "scales": weight if scales is None else scales,
+        "partial": Scratch((split, tokens, n) if split > 1 else (1,), float32),
+        "counter": Scratch((columns * tiles if split > 1 else 1,), int32, zeroed=True),
+        "M": tokens,
+        "N": Aligned(n),
+        "K": Aligned(k),
+        "K_WORDS": Aligned(words.shape[1]),
+        "GROUP_ROWS": Aligned(rows),
+        "x_stride": aligned(x.strides[0]),
+        "scale_blocks": -(-k // 128),
+    }
+    constants = {
+        "BM": bm,
+        "ROWS": ROWS,
+        "BK": bk,
+        "SPLIT": split,
+        "WARPS": WARPS,
+        "FLOAT8": float8,
+        "PAIRS": target.arch >= 90,
+    }
+    stages = 5 if bm <= 32 else 4
+    grid = (columns, split, tiles)
+    return launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
+
+
+def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, first: int) -> Launch:
+    """Some rows of a float8 weight made bf16."""
+    n, k = out.shape
+    args: dict[str, Arg] = {
+        "out": out,
+        "weight": weight,
+        "scales": scales,
+        "first": first,
+        "N": n,
+        "K": Aligned(k),
+        "scale_blocks": scales.shape[1],
+    }
+    return launch(_DEVICE, "dequantize", (-(-n // 32), -(-k // 128)), args, {"BN": 32})
+
+
+def q8_rows(out: Tensor) -> Launch:
+    """out through q8, in place."""
+    rows, width = out.shape
+    blocks = min(8, power_of_two(width // 128))
+    args: dict[str, Arg] = {"x": out, "width": Aligned(width)}
+    return launch(_DEVICE, "q8_rows", (rows, -(-width // (128 * blocks))), args, {"BLOCKS": blocks})
+
+
+def clamped_gate(out: Tensor, both: Scratch, limit: float, quantized: bool) -> Launch:
+    """out [T, I] from the gate's and the up projection's columns."""
+    rows, width = out.shape
+    blocks = min(8, power_of_two(width // 128))
+    args: dict[str, Arg] = {"out": out, "both": both, "limit": limit, "width": Aligned(width)}
+    constants = {"BLOCKS": blocks, "QUANTIZED": quantized}
+    return launch(_DEVICE, "clamped_gate", (rows, -(-width // (128 * blocks))), args, constants)
+
+
+def norm_rows(out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> Launch:
+    """out = the RMS norm of x, rounded by q8 if asked."""
+    rows, width = out.shape
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x,
+        "norm_weight": norm_weight,
+        "width": Aligned(width),
+        "eps": eps,
+    }
+    constants = {"BLOCKS": power_of_two(width // 128), "QUANTIZED": quantized}
+    return launch(_DEVICE, "norm_rows", (rows,), args, constants, num_warps=8 if width > 2048 else 4)

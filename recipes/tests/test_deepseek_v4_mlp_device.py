@@ -1,0 +1,369 @@
+"""The kernels of DeepSeek-V4's projections, experts, router and hyper-connections, in Triton's interpreter, against the
+references."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import ContractError, CpuPack, InterpDriver, LaunchPack, NullPack, Op, Target
+from openinfer.recipes.deepseek_v4 import mixture
+from openinfer.recipes.deepseek_v4.ops.experts import experts
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
+from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, norm_rows, project
+from openinfer.recipes.deepseek_v4.ops.route import route
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
+
+Array = np.ndarray[Any, Any]
+SMALL = Target(arch=90, num_sms=4)
+LIMIT = 1.5
+"""Of the gated product: small enough that many values are cut off."""
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+def like(array: Array) -> Array:
+    """A copy with the strides kept; what is between the elements is 7."""
+    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
+    copy = np.lib.stride_tricks.as_strided(np.full(span, 7, array.dtype), array.shape, array.strides)
+    copy[...] = array
+    return copy
+
+
+def run_both(
+    op: Op[Any], args: Mapping[str, Any], target: Target = SMALL
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The arrays of a call as the kernels leave them, and as the reference does."""
+    arrays, tensors = copied(args)
+    plan = NullPack(target)
+    plan.run(op, tensors)
+    scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
+    zeros = np.zeros(plan.workspace_bytes(zeroed=True) + 256, np.uint8)
+    pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
+    pack.run(op, tensors)
+    assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
+    assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
+    return arrays, reference(op, args)
+
+
+def reference(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays of a call as the reference leaves them."""
+    arrays, tensors = copied(args)
+    CpuPack().run(op, tensors)
+    return arrays
+
+
+def copied(args: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The arrays of a call, and its arguments on these."""
+    arrays = {k: like(v) for k, v in args.items() if isinstance(v, np.ndarray)}
+    return arrays, {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()}
+
+
+def error(got: Array, want: Array) -> float:
+    """Relative Frobenius error; infinite where something is not finite."""
+    g, w = got.astype(np.float64), want.astype(np.float64)
+    return float(np.linalg.norm(g - w) / np.linalg.norm(w)) if np.isfinite(g).all() else float("inf")
+
+
+def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: int) -> tuple[Array, Array | None]:
+    """A weight [..., N, K] of every number of its format, worth about K^-0.5, and its scales."""
+    *lead, n, k = shape
+    if kind == mixture.BF16:
+        return (rng.standard_normal(shape) * k**-0.5).astype(bfloat16), None
+    if kind == mixture.FP4:
+        weight = rng.integers(0, 256, (*lead, n, k // 2), np.uint8)
+        return weight, rng.integers(118, 124, (*lead, n, k // 32), np.uint8)
+    codes = rng.integers(0, 256, shape, np.uint8)
+    codes[codes & 127 == 127] = 0  # NaN
+    return codes.view(float8_e4m3fn), rng.integers(117, 120, (*lead, -(-n // 128), -(-k // 128)), np.uint8)
+
+
+def mixture_of(
+    rng: np.random.Generator, tokens: int, chosen: int, count: int, kind: int, *, quantized: bool,
+    width: int = 256, inter: int = 128,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `experts`; one token is padding, one has a choice of another rank, the last expert gets no token."""
+    ids = np.stack([rng.permutation(count - 1)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    ids[rng.integers(tokens)] = -1
+    ids[0, 0] = -1
+    gate_up, gate_up_scales = packed(rng, (count, 2 * inter, width), kind)
+    down, down_scales = packed(rng, (count, width, inter), kind)
+    return {
+        "out": np.full((tokens, width), np.nan, bfloat16),
+        "x": rng.standard_normal((tokens, width)).astype(bfloat16),
+        "shared": (0.1 * rng.standard_normal((tokens, width))).astype(bfloat16),
+        "expert_ids": ids,
+        "expert_weights": rng.uniform(0.2, 1, ids.shape).astype(float32),
+        "gate_up": gate_up,
+        "gate_up_scales": gate_up_scales,
+        "down": down,
+        "down_scales": down_scales,
+        "limit": LIMIT,
+        "quantized": quantized,
+    }
+
+
+KINDS = {"bf16": mixture.BF16, "float8": mixture.FLOAT8, "fp4": mixture.FP4}
+COUNTS = {"one": (1, 2, 5), "few": (7, 3, 6), "middle": (40, 2, 4), "many": (90, 2, 3)}
+"""Tokens, choices of each, and experts: a tile of each kind."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "quantized"),
+    [
+        ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True),
+        ("float8", "one", False), ("float8", "few", True), ("float8", "many", True), ("bf16", "few", False),
+        ("bf16", "many", True),
+    ],
+)  # fmt: skip
+def test_experts(rng: np.random.Generator, kind: str, count: str, quantized: bool) -> None:
+    args = mixture_of(rng, *COUNTS[count], KINDS[kind], quantized=quantized)
+    got, want = run_both(experts, args)
+    assert error(got["out"], want["out"]) < 4e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["limit", "expert_weights", "gate_up_scales", "down_scales", "down", "quantized"]
+)
+def test_experts_notice(rng: np.random.Generator, name: str) -> None:
+    """Negative control: what a call has is in the numbers that are compared."""
+    args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
+    old = args[name]
+    if isinstance(old, bool):
+        new: Any = not old
+    elif isinstance(old, float):
+        new = 1.4 * old
+    elif name == "expert_weights":
+        new = np.roll(old, 1, axis=1)
+    else:
+        new = old.copy()
+        new[:, 17] ^= 1  # of a row of 256 or fewer
+    want, other = reference(experts, args), reference(experts, args | {name: new})
+    assert error(want["out"], other["out"]) > 6e-3
+
+
+def test_kernels_before_hopper(rng: np.random.Generator) -> None:
+    args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
+    got, want = run_both(experts, args, Target(arch=80, num_sms=4))
+    assert error(got["out"], want["out"]) < 4e-3
+    with pytest.raises(ContractError, match="q8 is asked for on sm_80"):
+        run_both(experts, args | {"quantized": True}, Target(arch=80, num_sms=4))
+
+
+def mixing(rng: np.random.Generator, tokens: int, width: int) -> dict[str, Any]:
+    """Arguments of `hc_pre` whose numbers matter: logits of about 1, streams that differ."""
+    return {
+        "out": np.full((tokens, width), np.nan, bfloat16),
+        "rounded_out": np.full((tokens, width), np.nan, bfloat16),
+        "mix": np.full((tokens, 20), np.nan, float32),
+        "streams": rng.standard_normal((tokens, 4, width)).astype(bfloat16),
+        "fn": (rng.standard_normal((24, 4 * width)) * (4 * width) ** -0.5).astype(float32),
+        "base": rng.standard_normal(24).astype(float32),
+        "scale": np.array([1, 1.2, 2], float32),
+        "norm_weight": rng.uniform(0.5, 1.5, width).astype(float32),
+        "eps": 1e-6,
+        "hc_eps": 1e-6,
+        "iters": 20,
+    }
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 256), (5, 384), (17, 256), (70, 128)])
+def test_hc_pre(rng: np.random.Generator, tokens: int, width: int) -> None:
+    args = mixing(rng, tokens, width)
+    got, want = run_both(hc_pre, args)
+    np.testing.assert_allclose(got["mix"], want["mix"], rtol=2e-5, atol=1e-6)
+    assert error(got["out"], want["out"]) < 5e-4  # a rounding may fall to the other side
+    assert error(got["rounded_out"], want["rounded_out"]) < 4e-3
+    (got, want) = run_both(hc_pre, args | {"rounded_out": None, "iters": 1})
+    np.testing.assert_allclose(got["mix"], want["mix"], rtol=2e-5, atol=1e-6)
+    other = reference(hc_pre, args | {"iters": 2})
+    assert np.abs(other["mix"] - want["mix"]).max() > 1e-3  # negative control
+
+
+def test_hc_numbers_are_those_of_float32(rng: np.random.Generator) -> None:
+    """The matrix is not rounded to bf16, nor to two of them."""
+    args = mixing(rng, 3, 128)
+    got, want = run_both(hc_pre, args)
+    rounded = reference(hc_pre, args | {"fn": args["fn"].astype(bfloat16).astype(float32)})
+    exact = np.abs(got["mix"] - want["mix"]).max()
+    assert exact < 2e-6 and np.abs(rounded["mix"] - want["mix"]).max() > 100 * exact
+
+
+def test_hc_head(rng: np.random.Generator) -> None:
+    args = mixing(rng, 6, 384)
+    args = {name: args[name] for name in ("out", "streams", "fn", "base", "scale", "eps", "hc_eps")}
+    args |= {"fn": args["fn"][:4] * 3, "base": args["base"][:4], "scale": args["scale"][:1]}
+    got, want = run_both(hc_head, args)
+    assert error(got["out"], want["out"]) < 5e-4
+    assert error(reference(hc_head, args | {"base": args["base"] + 0.1})["out"], want["out"]) > 5e-3
+
+
+def test_hc_post(rng: np.random.Generator) -> None:
+    args = {
+        "streams": rng.standard_normal((5, 4, 1152)).astype(bfloat16),
+        "y": rng.standard_normal((5, 1152)).astype(bfloat16),
+        "mix": rng.uniform(0, 1, (5, 20)).astype(float32),
+    }
+    got, want = run_both(hc_post, args)
+    assert error(got["streams"], want["streams"]) < 3e-4
+    transposed = args["mix"].copy()
+    transposed[:, 4:] = transposed[:, 4:].reshape(5, 4, 4).swapaxes(1, 2).reshape(5, 16)
+    assert error(reference(hc_post, args | {"mix": transposed})["streams"], want["streams"]) > 0.1
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_spread(rng: np.random.Generator, add: bool) -> None:
+    args = {
+        "streams": rng.standard_normal((3, 4, 1100)).astype(bfloat16),
+        "x": rng.standard_normal((3, 1100)).astype(bfloat16),
+        "add": add,
+    }
+    got, want = run_both(spread, args)
+    np.testing.assert_array_equal(got["streams"], want["streams"])
+
+
+def routing(
+    rng: np.random.Generator, tokens: int, experts: int, chosen: int, *, learned: bool
+) -> dict[str, Any]:
+    """Arguments of `route`: token 1 is padding, token 2 has equal logits, token 3 has none above -15."""
+    logits = rng.standard_normal((tokens, experts + 16)).astype(float32)[:, :experts]
+    if tokens > 3:
+        logits[2] = 0.5
+        logits[3] -= 20
+    table = np.stack([rng.permutation(experts)[:chosen] for _ in range(50)]).astype(np.int32)
+    return {
+        "expert_ids": np.full((tokens, chosen), 7, np.int32),
+        "expert_weights": np.full((tokens, chosen), np.nan, float32),
+        "logits": logits,
+        "bias": (np.round(rng.standard_normal(experts) * 4) / 8).astype(float32) if learned else None,
+        "table": None if learned else table,
+        "token_ids": rng.integers(0, 50, tokens).astype(np.int32),
+        "token_slots": np.where(np.arange(tokens) == 1, 0, 3).astype(np.int32),
+        "scaling": 1.5,
+        "first_expert": 0,
+        "num_experts": experts,
+    }
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["bias", "table"])
+@pytest.mark.parametrize(("tokens", "experts", "chosen"), [(9, 256, 6), (1, 16, 2), (5, 24, 3)])
+def test_route(rng: np.random.Generator, tokens: int, experts: int, chosen: int, learned: bool) -> None:
+    args = routing(rng, tokens, experts, chosen, learned=learned)
+    got, want = run_both(route, args)
+    np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
+    np.testing.assert_allclose(got["expert_weights"], want["expert_weights"], rtol=1e-5)
+    if tokens > 1:
+        assert (got["expert_ids"][1] == -1).all() and not got["expert_weights"][1].any()
+    half = args | {"first_expert": experts // 2, "num_experts": experts // 4}
+    got, want = run_both(route, half)
+    np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
+    assert tokens == 1 or (want["expert_ids"] >= 0).any()
+    np.testing.assert_allclose(got["expert_weights"], want["expert_weights"], rtol=1e-5)
+
+
+def test_route_breaks_ties_by_index(rng: np.random.Generator) -> None:
+    args = routing(rng, 4, 32, 4, learned=True)
+    args["bias"][:] = 0
+    got, want = run_both(route, args)
+    assert got["expert_ids"][2].tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
+
+
+def layer(
+    rng: np.random.Generator,
+    tokens: int,
+    n: int,
+    k: int,
+    kind: str,
+    groups: int = 1,
+    *,
+    quantized: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `project`; x is columns of something wider."""
+    weight, scales = packed(rng, (n, k), KINDS[kind])
+    return {
+        "out": np.full((tokens, n), np.nan, bfloat16),
+        "x": rng.standard_normal((tokens, groups * k + 64)).astype(bfloat16)[:, : groups * k],
+        "weight": weight,
+        "scales": scales,
+        "groups": groups,
+        "quantized": quantized,
+    }
+
+
+@pytest.mark.parametrize("kind", ["float8", "bf16"])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "groups"),
+    [(1, 144, 512, 1), (3, 128, 192, 2), (40, 64, 128, 1), (70, 128, 128, 2), (1, 64, 2048, 1)],
+)
+def test_project(rng: np.random.Generator, kind: str, tokens: int, n: int, k: int, groups: int) -> None:
+    args = layer(rng, tokens, n, k, kind, groups)
+    got, want = run_both(project, args)
+    assert error(got["out"], want["out"]) < 3e-3
+    wide = args | {"out": np.full((tokens, n), np.nan, float32)}
+    got, want = run_both(project, wide)
+    assert error(got["out"], want["out"]) < 3e-6
+    if args["scales"] is not None:
+        other = reference(project, wide | {"scales": args["scales"] + np.uint8(1)})
+        assert error(other["out"], want["out"]) > 0.1
+
+
+@pytest.mark.parametrize("tokens", [2, 70])
+def test_project_rounds_its_output(rng: np.random.Generator, tokens: int) -> None:
+    args = layer(rng, tokens, 256, 128, "float8", 2, quantized=True)
+    got, want = run_both(project, args)
+    assert error(got["out"], want["out"]) < 4e-3
+    assert error(reference(project, args | {"quantized": False})["out"], want["out"]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "target", [Target(arch=80, num_sms=4), Target(arch=90, num_sms=4, batch_invariant=True)]
+)
+def test_project_elsewhere(rng: np.random.Generator, target: Target) -> None:
+    for tokens in (3, 70):
+        got, want = run_both(project, layer(rng, tokens, 128, 192, "float8", 2), target)
+        assert error(got["out"], want["out"]) < 3e-3
+
+
+@pytest.mark.parametrize("kind", ["float8", "bf16"])
+@pytest.mark.parametrize(("tokens", "quantized"), [(1, True), (5, False), (70, True)])
+def test_gate_up_clamped(rng: np.random.Generator, kind: str, tokens: int, quantized: bool) -> None:
+    weight, scales = packed(rng, (256, 128), KINDS[kind])
+    args = {
+        "out": np.full((tokens, 128), np.nan, bfloat16),
+        "x": rng.standard_normal((tokens, 128)).astype(bfloat16),
+        "weight": weight,
+        "scales": scales,
+        "limit": LIMIT,
+        "quantized": quantized,
+    }
+    got, want = run_both(gate_up_clamped, args)
+    assert error(got["out"], want["out"]) < 6e-3
+    assert error(reference(gate_up_clamped, args | {"limit": 1.2 * LIMIT})["out"], want["out"]) > 1e-2
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_norm_rows(rng: np.random.Generator, quantized: bool) -> None:
+    args = {
+        "out": np.full((3, 384), np.nan, bfloat16),
+        "x": rng.standard_normal((3, 384)).astype(bfloat16),
+        "norm_weight": rng.uniform(0.5, 1.5, 384).astype(float32),
+        "eps": 1e-6,
+        "quantized": quantized,
+    }
+    got, want = run_both(norm_rows, args)
+    assert error(got["out"], want["out"]) < 1e-3
+    assert (
+        error(reference(norm_rows, args | {"norm_weight": args["norm_weight"] * 1.01})["out"], want["out"])
+        > 5e-3
+    )
