@@ -7,22 +7,23 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, InterpDriver, LaunchPack, NullPack, Op, Target
+from openinfer.kernels.tuner import DeviceMeter
 from openinfer.recipes.deepseek_v4 import mixture
 from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, norm_rows, project
 from openinfer.recipes.deepseek_v4.ops.route import route
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import Tensor, TensorError, bfloat16, float8_e4m3fn, float32
 
 Array = np.ndarray[Any, Any]
-SMALL = Target(arch=90, num_sms=4)
+SMALL = Target(arch=90, num_sms=4, interpreted=True)
 LIMIT = 1.5
 """Of the gated product: small enough that many values are cut off."""
 
@@ -40,20 +41,80 @@ def like(array: Array) -> Array:
     return copy
 
 
-def run_both(
-    op: Op[Any], args: Mapping[str, Any], target: Target = SMALL
-) -> tuple[dict[str, Array], dict[str, Array]]:
-    """The arrays of a call as the kernels leave them, and as the reference does."""
+Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
+
+
+@pytest.fixture(params=["interp", pytest.param("gpu", marks=pytest.mark.gpu)])
+def run_both(request: pytest.FixtureRequest) -> Both:
+    """run_both(op, args, target): the arrays of a call as the kernels leave them, and as the reference does."""
+    run = interpreted if request.param == "interp" else on_device(request.getfixturevalue("meter"))
+
+    def both(
+        op: Op[Any], args: Mapping[str, Any], target: Target | None = None
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        return run(op, args, target), reference(op, args)
+
+    return both
+
+
+@pytest.fixture(scope="module")
+def meter() -> DeviceMeter:
+    """The GPU; skips without one."""
+    try:
+        return DeviceMeter()
+    except TensorError as e:
+        pytest.skip(f"no usable CUDA device: {e}")
+
+
+def interpreted(op: Op[Any], args: Mapping[str, Any], target: Target | None) -> dict[str, Array]:
     arrays, tensors = copied(args)
-    plan = NullPack(target)
+    plan = NullPack(target or SMALL)
     plan.run(op, tensors)
     scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
     zeros = np.zeros(plan.workspace_bytes(zeroed=True) + 256, np.uint8)
-    pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
+    pack = LaunchPack(target or SMALL, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
     pack.run(op, tensors)
     assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
     assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
-    return arrays, reference(op, args)
+    return arrays
+
+
+def on_device(meter: DeviceMeter) -> Callable[..., dict[str, Array]]:
+    """As `interpreted`, on a GPU, for its own target."""
+
+    def sent(array: Array) -> tuple[Tensor, Tensor]:
+        strides = tuple(s // array.itemsize for s in array.strides)
+        span = 1 + sum((n - 1) * s for n, s in zip(array.shape, strides, strict=True))
+        memory = Tensor.empty((span,), array.dtype, meter.device)
+        memory.copy_from(
+            np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy(), meter.stream
+        )
+        meter.stream.synchronize()
+        return memory, Tensor(memory.ptr, array.shape, memory.dtype, meter.device, strides, memory)
+
+    def run(op: Op[Any], args: Mapping[str, Any], target: Target | None) -> dict[str, Array]:
+        if target is not None:
+            pytest.skip("a target of its own is for the interpreter")
+        arrays, _ = copied(args)
+        memory = {k: sent(v) for k, v in arrays.items()}
+        tensors = {k: memory[k][1] if k in memory else v for k, v in args.items()}
+        plan = NullPack(meter.target)
+        plan.run(op, tensors)
+        meter.store.prepare(plan.specs())
+        plain, zeroed = (plan.workspace_bytes(zeroed=z) for z in (False, True))
+        scratch, zeros = (Tensor.empty((n + 256,), np.uint8, meter.device) for n in (plain, zeroed))
+        scratch.copy_from(np.full(plain + 256, 0xFF, np.uint8), meter.stream)
+        zeros.zero_(meter.stream)
+        LaunchPack(meter.target, meter.pack.driver, scratch, zeros).run(op, tensors)
+        meter.stream.synchronize()
+        assert not zeros.numpy().any(), f"{op.name} left its zeroed scratch dirty"
+        assert (scratch.numpy()[plain:] == 0xFF).all(), f"{op.name} wrote past its scratch"
+        return {
+            k: np.lib.stride_tricks.as_strided(flat.numpy(), args[k].shape, args[k].strides)
+            for k, (flat, _) in memory.items()
+        }
+
+    return run
 
 
 def reference(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
@@ -126,7 +187,7 @@ COUNTS = {"one": (1, 2, 5), "few": (7, 3, 6), "middle": (40, 2, 4), "many": (90,
         ("bf16", "many", True),
     ],
 )  # fmt: skip
-def test_experts(rng: np.random.Generator, kind: str, count: str, quantized: bool) -> None:
+def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str, quantized: bool) -> None:
     args = mixture_of(rng, *COUNTS[count], KINDS[kind], quantized=quantized)
     got, want = run_both(experts, args)
     assert error(got["out"], want["out"]) < 4e-3
@@ -152,12 +213,12 @@ def test_experts_notice(rng: np.random.Generator, name: str) -> None:
     assert error(want["out"], other["out"]) > 6e-3
 
 
-def test_kernels_before_hopper(rng: np.random.Generator) -> None:
+def test_kernels_before_hopper(run_both: Both, rng: np.random.Generator) -> None:
     args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
-    got, want = run_both(experts, args, Target(arch=80, num_sms=4))
+    got, want = run_both(experts, args, Target(arch=80, num_sms=4, interpreted=True))
     assert error(got["out"], want["out"]) < 4e-3
     with pytest.raises(ContractError, match="q8 is asked for on sm_80"):
-        run_both(experts, args | {"quantized": True}, Target(arch=80, num_sms=4))
+        run_both(experts, args | {"quantized": True}, Target(arch=80, num_sms=4, interpreted=True))
 
 
 def mixing(rng: np.random.Generator, tokens: int, width: int) -> dict[str, Any]:
@@ -178,7 +239,7 @@ def mixing(rng: np.random.Generator, tokens: int, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 256), (5, 384), (17, 256), (70, 128)])
-def test_hc_pre(rng: np.random.Generator, tokens: int, width: int) -> None:
+def test_hc_pre(run_both: Both, rng: np.random.Generator, tokens: int, width: int) -> None:
     args = mixing(rng, tokens, width)
     got, want = run_both(hc_pre, args)
     np.testing.assert_allclose(got["mix"], want["mix"], rtol=2e-5, atol=1e-6)
@@ -190,16 +251,17 @@ def test_hc_pre(rng: np.random.Generator, tokens: int, width: int) -> None:
     assert np.abs(other["mix"] - want["mix"]).max() > 1e-3  # negative control
 
 
-def test_hc_numbers_are_those_of_float32(rng: np.random.Generator) -> None:
+def test_hc_numbers_are_those_of_float32(run_both: Both, rng: np.random.Generator) -> None:
     """The matrix is not rounded to bf16, nor to two of them."""
     args = mixing(rng, 3, 128)
     got, want = run_both(hc_pre, args)
     rounded = reference(hc_pre, args | {"fn": args["fn"].astype(bfloat16).astype(float32)})
     exact = np.abs(got["mix"] - want["mix"]).max()
-    assert exact < 2e-6 and np.abs(rounded["mix"] - want["mix"]).max() > 100 * exact
+    assert exact < 2e-6
+    assert np.abs(rounded["mix"] - want["mix"]).max() > 100 * exact
 
 
-def test_hc_head(rng: np.random.Generator) -> None:
+def test_hc_head(run_both: Both, rng: np.random.Generator) -> None:
     args = mixing(rng, 6, 384)
     args = {name: args[name] for name in ("out", "streams", "fn", "base", "scale", "eps", "hc_eps")}
     args |= {"fn": args["fn"][:4] * 3, "base": args["base"][:4], "scale": args["scale"][:1]}
@@ -208,7 +270,7 @@ def test_hc_head(rng: np.random.Generator) -> None:
     assert error(reference(hc_head, args | {"base": args["base"] + 0.1})["out"], want["out"]) > 5e-3
 
 
-def test_hc_post(rng: np.random.Generator) -> None:
+def test_hc_post(run_both: Both, rng: np.random.Generator) -> None:
     args = {
         "streams": rng.standard_normal((5, 4, 1152)).astype(bfloat16),
         "y": rng.standard_normal((5, 1152)).astype(bfloat16),
@@ -222,7 +284,7 @@ def test_hc_post(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_spread(rng: np.random.Generator, add: bool) -> None:
+def test_spread(run_both: Both, rng: np.random.Generator, add: bool) -> None:
     args = {
         "streams": rng.standard_normal((3, 4, 1100)).astype(bfloat16),
         "x": rng.standard_normal((3, 1100)).astype(bfloat16),
@@ -257,13 +319,16 @@ def routing(
 
 @pytest.mark.parametrize("learned", [True, False], ids=["bias", "table"])
 @pytest.mark.parametrize(("tokens", "experts", "chosen"), [(9, 256, 6), (1, 16, 2), (5, 24, 3)])
-def test_route(rng: np.random.Generator, tokens: int, experts: int, chosen: int, learned: bool) -> None:
+def test_route(
+    run_both: Both, rng: np.random.Generator, tokens: int, experts: int, chosen: int, learned: bool
+) -> None:
     args = routing(rng, tokens, experts, chosen, learned=learned)
     got, want = run_both(route, args)
     np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
     np.testing.assert_allclose(got["expert_weights"], want["expert_weights"], rtol=1e-5)
     if tokens > 1:
-        assert (got["expert_ids"][1] == -1).all() and not got["expert_weights"][1].any()
+        assert (got["expert_ids"][1] == -1).all()
+        assert not got["expert_weights"][1].any()
     half = args | {"first_expert": experts // 2, "num_experts": experts // 4}
     got, want = run_both(route, half)
     np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
@@ -271,7 +336,7 @@ def test_route(rng: np.random.Generator, tokens: int, experts: int, chosen: int,
     np.testing.assert_allclose(got["expert_weights"], want["expert_weights"], rtol=1e-5)
 
 
-def test_route_breaks_ties_by_index(rng: np.random.Generator) -> None:
+def test_route_breaks_ties_by_index(run_both: Both, rng: np.random.Generator) -> None:
     args = routing(rng, 4, 32, 4, learned=True)
     args["bias"][:] = 0
     got, want = run_both(route, args)
@@ -306,7 +371,9 @@ def layer(
     ("tokens", "n", "k", "groups"),
     [(1, 144, 512, 1), (3, 128, 192, 2), (40, 64, 128, 1), (70, 128, 128, 2), (1, 64, 2048, 1)],
 )
-def test_project(rng: np.random.Generator, kind: str, tokens: int, n: int, k: int, groups: int) -> None:
+def test_project(
+    run_both: Both, rng: np.random.Generator, kind: str, tokens: int, n: int, k: int, groups: int
+) -> None:
     args = layer(rng, tokens, n, k, kind, groups)
     got, want = run_both(project, args)
     assert error(got["out"], want["out"]) < 3e-3
@@ -319,7 +386,7 @@ def test_project(rng: np.random.Generator, kind: str, tokens: int, n: int, k: in
 
 
 @pytest.mark.parametrize("tokens", [2, 70])
-def test_project_rounds_its_output(rng: np.random.Generator, tokens: int) -> None:
+def test_project_rounds_its_output(run_both: Both, rng: np.random.Generator, tokens: int) -> None:
     args = layer(rng, tokens, 256, 128, "float8", 2, quantized=True)
     got, want = run_both(project, args)
     assert error(got["out"], want["out"]) < 4e-3
@@ -327,9 +394,13 @@ def test_project_rounds_its_output(rng: np.random.Generator, tokens: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "target", [Target(arch=80, num_sms=4), Target(arch=90, num_sms=4, batch_invariant=True)]
+    "target",
+    [
+        Target(arch=80, num_sms=4, interpreted=True),
+        Target(arch=90, num_sms=4, batch_invariant=True, interpreted=True),
+    ],
 )
-def test_project_elsewhere(rng: np.random.Generator, target: Target) -> None:
+def test_project_elsewhere(run_both: Both, rng: np.random.Generator, target: Target) -> None:
     for tokens in (3, 70):
         got, want = run_both(project, layer(rng, tokens, 128, 192, "float8", 2), target)
         assert error(got["out"], want["out"]) < 3e-3
@@ -337,7 +408,9 @@ def test_project_elsewhere(rng: np.random.Generator, target: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["float8", "bf16"])
 @pytest.mark.parametrize(("tokens", "quantized"), [(1, True), (5, False), (70, True)])
-def test_gate_up_clamped(rng: np.random.Generator, kind: str, tokens: int, quantized: bool) -> None:
+def test_gate_up_clamped(
+    run_both: Both, rng: np.random.Generator, kind: str, tokens: int, quantized: bool
+) -> None:
     weight, scales = packed(rng, (256, 128), KINDS[kind])
     args = {
         "out": np.full((tokens, 128), np.nan, bfloat16),
@@ -353,17 +426,18 @@ def test_gate_up_clamped(rng: np.random.Generator, kind: str, tokens: int, quant
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_norm_rows(rng: np.random.Generator, quantized: bool) -> None:
+def test_norm_rows(run_both: Both, rng: np.random.Generator, quantized: bool) -> None:
+    gain = rng.uniform(0.5, 1.5, 384).astype(float32)
     args = {
         "out": np.full((3, 384), np.nan, bfloat16),
         "x": rng.standard_normal((3, 384)).astype(bfloat16),
-        "norm_weight": rng.uniform(0.5, 1.5, 384).astype(float32),
+        "norm_weight": gain,
         "eps": 1e-6,
         "quantized": quantized,
     }
     got, want = run_both(norm_rows, args)
     assert error(got["out"], want["out"]) < 1e-3
     assert (
-        error(reference(norm_rows, args | {"norm_weight": args["norm_weight"] * 1.01})["out"], want["out"])
+        error(reference(norm_rows, args | {"norm_weight": gain * np.float32(1.01)})["out"], want["out"])
         > 5e-3
     )

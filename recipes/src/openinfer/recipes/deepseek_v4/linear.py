@@ -1,4 +1,4 @@
-"""Linear layers as commands: packed weights in the kernel where tokens are few, made bf16 before where they are many."""
+"""Linear layers as commands: packed weights in the kernel where tokens are few, made bf16 first where they are many."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.linear"
 
-FEW = 64
-"""Up to so many tokens reading the weights is all there is."""
+FEW, FEW_PACKED, FEW_IN_GROUPS = 64, 128, 512
+"""Up to so many tokens reading the weights is all there is; packed weights, and groups of them, are read several times
+before making them bf16, or a product for each group, pays."""
 
 ROWS, WARPS = 64, 4
 
@@ -42,7 +43,8 @@ def projection(
     """out [T, N] = x @ weight^T in `groups` (ops.project.project); with groups `out` is a tensor."""
     expect_bf16(x)
     tokens, (n, k) = x.shape[0], weight.shape
-    if tokens <= FEW or target.arch < 90 or target.batch_invariant:
+    few = FEW_IN_GROUPS if groups > 1 else FEW if scales is None else FEW_PACKED
+    if tokens <= few or target.arch < 90 or target.batch_invariant:
         if scales is not None and k % 64:
             raise ContractError(f"a float8 weight has {k} columns; on a GPU they are a multiple of 64")
         yield _few(target, out, x, weight, scales, groups)
@@ -105,7 +107,7 @@ def _few(
         "SPLIT": split,
         "WARPS": WARPS,
         "FLOAT8": float8,
-        "PAIRS": target.arch >= 90,
+        "PAIRS": target.arch >= 90 and not target.interpreted,
     }
     stages = 5 if bm <= 32 else 4
     grid = (columns, split, tiles)

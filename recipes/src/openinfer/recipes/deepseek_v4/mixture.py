@@ -17,6 +17,8 @@ BF16, FLOAT8, FP4 = 0, 1, 2
 
 SORT_BLOCK = 2048
 """Pairs that a sorting program looks at, at a time."""
+COPY_BLOCK = 2048
+"""Numbers of x that a program puts in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def launches(target: Target, call: Call, tiles: tuple[Tile, Tile]) -> Iterator[C
     both, hidden = Scratch((pairs, 2 * inter), bfloat16), Scratch((pairs, inter), bfloat16)
     results = Scratch((pairs, width), bfloat16)
     block = min(SORT_BLOCK, power_of_two(pairs))
-    copies = -(-tokens * width // block) if kind != BF16 else 0
+    copies = -(-tokens * width // COPY_BLOCK) if kind != BF16 else 0
     yield launch(
         _DEVICE,
         "sort_pairs",
@@ -91,7 +93,7 @@ def launches(target: Target, call: Call, tiles: tuple[Tile, Tile]) -> Iterator[C
             "pairs": pairs,
             "numbers": Aligned(tokens * width),
         },
-        {"EXPERTS": experts, "BLOCK": block, "KIND": kind},
+        {"EXPERTS": experts, "BLOCK": block, "COPY": COPY_BLOCK, "KIND": kind},
     )
     yield _product(
         target, tiles[0], both, arranged, call.gate_up, call.gate_up_scales, order, starts, chosen, first=True
@@ -176,7 +178,7 @@ def _product(
             "BK": depth(k, 64 if tile.bm > 64 else 128),
             "WARPS": min(tile.warps, rows // 16),
             "KIND": kind,
-            "PAIRS": target.arch >= 90,
+            "PAIRS": target.arch >= 90 and not target.interpreted,
             "FIRST": first,
             "FEW": few,
         },

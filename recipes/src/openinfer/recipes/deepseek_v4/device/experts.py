@@ -27,17 +27,17 @@ FP4 = tl.constexpr(2)
 @triton.jit
 def sort_pairs(
     order, starts, arranged, expert_ids, x, pairs, numbers, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
+    COPY: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Program e < EXPERTS: the pairs of expert e, in their order, after those of the experts before it; program EXPERTS
-    writes only the end. Pairs of no expert (id -1) are in nobody's range. The programs after these write x, BLOCK of
+    writes only the end. Pairs of no expert (id -1) are in nobody's range. The programs after these write x, COPY of
     its `numbers` each, to `arranged`, with the columns of each 128 in the order of packed_column."""
     expert = tl.program_id(0)
     if expert > EXPERTS:
-        place = (expert - EXPERTS - 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = place < numbers
-        column = packed_column((place % 128).to(tl.int32), KIND == FP4)
-        tl.store(arranged + place, tl.load(x + place // 128 * 128 + column, mask=inside), mask=inside)
+        number = (expert - EXPERTS - 1).to(tl.int64) * COPY + tl.arange(0, COPY)
+        inside = number < numbers
+        column = packed_column((number % 128).to(tl.int32), KIND == FP4)
+        tl.store(arranged + number, tl.load(x + number // 128 * 128 + column, mask=inside), mask=inside)
     else:
         before = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, pairs, BLOCK):
@@ -116,7 +116,7 @@ def experts_product(
         if KIND == FP4:
             of_scales = scales + row * K_BLOCKS
             byte = (word // 4 * 8)[None, :]
-            for k in range(0, K_BLOCKS):
+            for k in range(K_BLOCKS):
                 words = tl.load(of_words + k * 16)
                 exponents = (tl.load(of_scales + k)[:, None] >> byte) & 255
                 value = tl.load(of_x + k * 128, mask=used, other=0.0)
@@ -125,7 +125,7 @@ def experts_product(
                 acc = tl.dot(fp4_operand(words, exponents, 1, PAIRS, WARPS), value, acc)
         else:
             of_blocks = scales + (expert * (N // 128) + on // 128) * K_BLOCKS
-            for k in range(0, 2 * K_BLOCKS):
+            for k in range(2 * K_BLOCKS):
                 words = tl.load(of_words + k * 16)
                 exponents = tl.load(of_blocks + k // 2).to(tl.int32) + tl.zeros_like(words)
                 value = tl.load(of_x + k * 64, mask=used, other=0.0)

@@ -10,13 +10,8 @@ moves between threads. The columns of the other operand are to be in the same or
 """
 
 # mypy: ignore-errors
-import os
-
 import triton
 import triton.language as tl
-
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""The interpreter has no inline assembly."""
 
 NIBBLES = tl.constexpr("""{
 .reg .b32 a, b;
@@ -45,7 +40,7 @@ def e8m0(byte):
 
 @triton.jit
 def q8(value):
-    """Float32 [..., 128] rounded to e4m3 with one power-of-two scale a row: 2^ceil(log2(max / 448)), 448 = 1.75 * 2^8."""
+    """Float32 [..., 128] rounded to e4m3, a row with one scale of 2^ceil(log2(max / 448)); 448 = 1.75 * 2^8."""
     largest = tl.maximum(tl.max(tl.abs(value), len(value.shape) - 1, keep_dims=True), 1e-4)
     exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
     shrink = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -60,7 +55,7 @@ def packed_column(place, FP4: tl.constexpr):
     FP4: place 64m + 16q + 8h + 2c + l is nibble 4l + 2m + h of word 4c + q. float8: place 16q + 8h + 2c + l is byte
     2h + l of word 4c + q.
     """
-    m, q, h, c, l = place // 64, place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2  # noqa: E741
+    m, q, h, c, l = place // 64, place // 16 % 4, place // 8 % 2, place // 2 % 4, place % 2
     if FP4:
         return 32 * c + 8 * q + 4 * l + 2 * m + h
     return 64 * m + 16 * c + 4 * q + 2 * h + l
@@ -98,9 +93,9 @@ def fp4_operand(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS
     """Half of 128 columns of FP4 as a left operand [ROWS, 64]: places HALF * 64 and up of packed_column.
 
     words int32 [ROWS, 16], of rows in the order of operand_row; exponents int32 of the same shape: E8M0 bytes up to
-    128. PAIRS: by instructions on pairs of bf16, which sm_90 has.
+    128. PAIRS: by assembly on pairs of bf16, for sm_90 and up.
     """
-    if PAIRS and not INTERPRETED:
+    if PAIRS:
         a, b, c, d = tl.inline_asm_elementwise(
             NIBBLES, "=h,=h,=h,=h,r,r,n", [words, (exponents + 126) * 0x800080, HALF * 8],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
@@ -116,7 +111,7 @@ def fp4_operand(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS
 def float8_operand(words, exponents, PAIRS: tl.constexpr, WARPS: tl.constexpr):
     """64 columns of float8 as a left operand [ROWS, 64], in the order of packed_column; otherwise as fp4_operand, with
     E8M0 bytes up to 134."""
-    if PAIRS and not INTERPRETED:
+    if PAIRS:
         a, c, b, d = tl.inline_asm_elementwise(
             BYTES, "=h,=h,=h,=h,r,r", [words, (exponents + 120) * 0x800080],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,

@@ -33,7 +33,7 @@ def project_few(
     in a fixed order.
 
     FLOAT8: weight is int32 [N, K_WORDS], K_WORDS = K / 4 and a multiple of 16, scales uint8 [cdiv(N, 128),
-    scale_blocks] (E8M0); BK is 64. Else bf16, and BK divides K. BM tokens and ROWS rows at a time; WARPS: of the launch.
+    scale_blocks] (E8M0); BK is 64. Else bf16, and BK divides K. BM tokens and ROWS rows at a time; WARPS: the launch's.
     partial: float32 [SPLIT, M, N]; counter: int32 [programs / SPLIT], zero before and after.
     Grid (cdiv(GROUP_ROWS, ROWS), SPLIT, groups * cdiv(M, BM)).
     """

@@ -10,13 +10,12 @@ import numpy as np
 from openinfer.kernels import Command, Cost, Launch, Op, Scratch, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Aligned, aligned, power_of_two
-from openinfer.kernels.tuning import depth
 from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded
+from openinfer.kernels.tuning import depth
 from openinfer.recipes.deepseek_v4 import linear
 from openinfer.recipes.deepseek_v4.formats import q8
 from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK
 from openinfer.tensor import Tensor, float32, int32
-
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
 
@@ -25,7 +24,7 @@ def _numbers(
     target: Target, pre: Scratch, mix: Tensor | Scratch, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor,
     eps: float, hc_eps: float, iters: int,
 ) -> Launch:  # fmt: skip
-    """The kernel that makes pre [T, 4], and mix if fn has rows for it. Few tokens: the columns are spread over the SMs."""
+    """The kernel that makes pre [T, 4], and mix if fn has rows for it; few tokens: columns are spread over SMs."""
     require(
         streams.shape[1] == 4, f"there are {streams.shape[1]} streams; kernels for hyper-connections take 4"
     )
