@@ -26,7 +26,7 @@ from openinfer.kernels.tuner import DeviceMeter as Bench
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
-from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write, rotate_heads
+from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -160,6 +160,7 @@ def attend(batch: Batch, kind: str) -> tuple[list[Variant], Cost]:
         "kv_tables": batch.kv_tables,
         "entry_tables": batch.entry_tables,
         "scale": DIM**-0.5,
+        "eps": 1e-6,
         "window": PAGE,
     }
 
@@ -281,13 +282,6 @@ def written(batch: Batch) -> tuple[list[Variant], Cost]:
     return planned(batch, q_kv_write, lambda n: {**fixed, **batch.of(n), "kv": kv[:, n % LAYERS]})
 
 
-def turned(batch: Batch) -> tuple[list[Variant], Cost]:
-    """rotate_heads."""
-    q = [batch.random(batch.tokens, HEADS, DIM) for _ in range(LAYERS if batch.length == 1 else 1)]
-    fixed = {"cos_sin": batch.cos_sin, "positions": batch.positions, "eps": 1e-6}
-    return planned(batch, rotate_heads, lambda n: {**fixed, "q": q[n % len(q)]})
-
-
 def parts(batch: Batch) -> Iterator[tuple[str, Callable[[], tuple[list[Variant], Cost]]]]:
     yield "attend CSA", functools.partial(attend, batch, "CSA")
     yield "attend HCA", functools.partial(attend, batch, "HCA")
@@ -297,7 +291,6 @@ def parts(batch: Batch) -> Iterator[tuple[str, Callable[[], tuple[list[Variant],
     yield "compress index", functools.partial(entries, batch, 4, INDEX_DIM, "hadamard_q4")
     yield "compress HCA", functools.partial(entries, batch, 128, DIM, "q8")
     yield "q_kv_write", functools.partial(written, batch)
-    yield "rotate_heads", functools.partial(turned, batch)
 
 
 def main() -> None:

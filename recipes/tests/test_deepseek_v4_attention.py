@@ -189,7 +189,7 @@ def attend_args(
         made.write(slot, w, rng.standard_normal((len(w), dim)) * 2)
     return {
         "out": np.full((len(tokens), heads * dim), np.nan, bfloat16),
-        "q": rng.standard_normal((len(tokens), heads, dim)).astype(bfloat16),
+        "q": (rng.standard_normal((len(tokens), heads, dim)) / 4).astype(bfloat16),
         "kv": raw.memory,
         "entries": made.memory if per_page else None,
         "selected": selected if topk else None,
@@ -200,6 +200,7 @@ def attend_args(
         "kv_tables": raw.tables,
         "entry_tables": made.tables,
         "scale": 2 * dim**-0.5,
+        "eps": 1e-2,
         "window": window,
     }
 
@@ -244,7 +245,7 @@ def test_attention_of_chunks(rng: np.random.Generator, kind: str) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("change", ["sinks", "cos_sin", "selected", "window", "scale"])
+@pytest.mark.parametrize("change", ["sinks", "cos_sin", "selected", "window", "scale", "eps"])
 def test_the_comparison_of_attention_notices_a_small_change(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, change: str, splits: int
 ) -> None:
@@ -264,6 +265,8 @@ def test_the_comparison_of_attention_notices_a_small_change(
             args["window"] = 120
         case "scale":
             args["scale"] *= 1.05
+        case "eps":
+            args["eps"] *= 2
     assert error(interpreted(sparse_attend, args)["out"], want["out"]) > ATTEND
 
 

@@ -237,6 +237,7 @@ def test_sparse_attention_is_softmax_over_window_entries_and_sink() -> None:
             kv_tables=cache.tables,
             entry_tables=cache.tables,
             scale=scale,
+            eps=EPS,
             window=window,
         )
         slots = np.repeat([slot for slot, _ in counts], [n for _, n in counts])
@@ -245,7 +246,8 @@ def test_sparse_attention_is_softmax_over_window_entries_and_sink() -> None:
             made = entries[cache.tables[slot]].reshape(-1, DIM)
             chosen = {"raw": [], "all": range((p + 1) // 4), "selected": selected[t][selected[t] >= 0]}[case]
             keys = np.concatenate([keys, made[list(chosen)]]).astype(float)
-            e = np.exp(q[t] @ keys.T * scale)
+            unit = q[t] / np.sqrt(np.mean(q[t] ** 2, axis=1, keepdims=True) + EPS)
+            e = np.exp(turned(unit, p) @ keys.T * scale)
             o = e @ keys / (e.sum(axis=1) + np.exp(sinks))[:, None]
             assert np.abs(turned(o, p, -1).reshape(-1) - out[t]).max() < 2e-5, (case, t)
 

@@ -18,7 +18,7 @@ from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.deepseek_v4.formats import hadamard, q4, q8
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
-from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write, rotate_heads
+from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.tensor import Arena, Device, Stream, Tensor, TensorError, bfloat16, float32, int32
 
@@ -157,14 +157,6 @@ def test_q_kv_write(rng: np.random.Generator, width: int, quantized: bool) -> No
         np.testing.assert_array_equal(got["qr"].astype(float32), q8(got["qr"].astype(float32), 128))
 
 
-@pytest.mark.parametrize("heads", [3, 16])
-def test_rotate_heads(rng: np.random.Generator, heads: int) -> None:
-    q = (rng.standard_normal((5, heads, 128)) * 7).astype(bfloat16)
-    positions = np.array([0, 1, 99, 5, 17], np.int32)
-    args = {"q": q, "cos_sin": angles(100, 64), "positions": positions, "eps": EPS}
-    check(interpreted, rotate_heads, args, {"q": ROUNDED})
-
-
 @pytest.mark.parametrize("name", ["q_norm", "kv_norm", "cos_sin", "positions"])
 def test_the_comparison_notices_a_small_change(rng: np.random.Generator, name: str) -> None:
     """Negative control."""
@@ -296,14 +288,6 @@ def test_published_sizes_on_gpu(on_gpu: Run, rng: np.random.Generator, quantized
     limit = 2e-2 if quantized else ROUNDED
     args = write_args(rng, TOKENS, 1536, 512, quantized=quantized)
     check(on_gpu, q_kv_write, args, {"qr": limit, "kv": limit})
-    q = (rng.standard_normal((5, 64, 512)) * 7).astype(bfloat16)
-    args = {
-        "q": q,
-        "cos_sin": angles(100, 64),
-        "positions": np.array([0, 1, 99, 5, 17], np.int32),
-        "eps": EPS,
-    }
-    check(on_gpu, rotate_heads, args, {"q": ROUNDED})
     for rows, dead in (([(start, 1) for start in STARTS], (3,)), (CHUNKS, (1, 8))):
         for window, dim, rounding in ((4, 512, "q8"), (4, 128, "hadamard_q4"), (128, 512, "q8")):
             options: Any = {
@@ -345,9 +329,6 @@ def null_step(tokens: int, rows: int, heads: int) -> dict[Op[Any], dict[str, Any
             "q_norm": alloc(1024, dtype=float32), "kv_norm": alloc(512, dtype=float32), "block_tables": tables,
             "eps": EPS, "quantized": True,
         },
-        rotate_heads: {"q": alloc(tokens, heads, 512), "eps": EPS} | {
-            name: by_token[name] for name in ("cos_sin", "positions")
-        },
         compress: of_rows | {
             "entries": entries, "state": alloc(40, 21, 3, 3, 512, dtype=float32)[:, 3], "az": az[:, :2048],
             "ape": alloc(4, 1024, dtype=float32), "norm_weight": alloc(512, dtype=float32),
@@ -361,7 +342,7 @@ def null_step(tokens: int, rows: int, heads: int) -> dict[Op[Any], dict[str, Any
         sparse_attend: by_token | {
             "out": alloc(tokens, heads * 512), "q": alloc(tokens, heads, 512), "kv": alloc(40, 43, 128, 512)[:, 3],
             "entries": entries, "selected": ints(tokens, 512), "sinks": alloc(heads, dtype=float32),
-            "kv_tables": tables, "entry_tables": tables, "scale": 0.04, "window": 128,
+            "kv_tables": tables, "entry_tables": tables, "scale": 0.04, "eps": EPS, "window": 128,
         },
     }  # fmt: skip
 

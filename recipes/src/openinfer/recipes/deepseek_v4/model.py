@@ -18,7 +18,7 @@ from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, project
-from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write, rotate_heads
+from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.route import route
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.places import Linear, Mixing
@@ -122,7 +122,6 @@ class Model:
             quantized=self.quantized,
         )
         self._project(pack, q.reshape(t, -1), b.qr[:t], attention.q)
-        rotate_heads(pack, q=q, cos_sin=cos_sin, positions=positions, eps=c.rms_norm_eps)
         entries, selected = None, None
         if isinstance(attention.entries, Sparse):
             entries, selected = self._select(pack, attention.entries, place, step), b.selected[:t]
@@ -145,6 +144,7 @@ class Model:
             kv_tables=rows["window_tables"],
             entry_tables=rows["entry_tables"],
             scale=c.head_dim**-0.5,
+            eps=c.rms_norm_eps,
             window=c.sliding_window,
         )
         out_a, out_b, groups = attention.out_a, attention.out_b, b.groups[:t]

@@ -61,6 +61,7 @@ class Attention:
     kv_tables: Tensor
     entry_tables: Tensor
     scale: float
+    eps: float
     window: int
 
     @property
@@ -131,6 +132,7 @@ class Attention:
                 "entry_stride": Aligned(entries.strides[0]),
                 **sees,
                 "scale": self.scale * math.log2(math.e),
+                "eps": self.eps,
             },
             constants | {"SELECTED": self.selected is not None, "BM": tuning.heads},
             num_warps=tuning.warps,

@@ -1,4 +1,4 @@
-"""Norms of the low-rank query and of the key-value vector, which goes into its page; norm and rotation of heads."""
+"""Norms of the low-rank query and of the key-value vector, which goes into its page."""
 
 # mypy: ignore-errors
 import triton
@@ -57,19 +57,3 @@ def q_kv_write(
         page = tl.load(block_tables + slot * table_width + position // PAGE).to(tl.int64)
         to = kv + page * page_stride + position % PAGE * D
         _write_key(to, source + width, kv_norm, cos_sin, position, eps, D, ROTARY, QUANTIZED)
-
-
-@triton.jit
-def rotate_heads(
-    q, cos_sin, positions, heads, eps, HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
-):  # fmt: skip
-    """HEADS of a token's heads a program, in place. Grid (tokens, cdiv(heads, HEADS))."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    inside = head < heads
-    place = q + (token * heads + head) * D + tl.arange(0, D)[None, :]
-    dtype = q.dtype.element_ty
-    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    y = (x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]).to(dtype).to(tl.float32)
-    y = rotated(y, cos_sin, tl.load(positions + token), 1.0, D, ROTARY)
-    tl.store(place, y.to(dtype), mask=inside)

@@ -30,9 +30,22 @@ def _sights(position, window, most, ENTRIES: tl.constexpr, PAGE: tl.constexpr, B
 
 
 @triton.jit
+def _squares(x):
+    """The sum of the squares of each row."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def _scaled(x, factor):
+    """x times a float32 factor, rounded."""
+    return (x.to(tl.float32) * factor).to(x.dtype)
+
+
+@triton.jit
 def sparse_attend(
     out, q, kv, entries, selected, sinks, cos_sin, positions, token_slots, kv_tables, entry_tables, partial, weight,
-    kv_width, entry_width, kv_stride, entry_stride, heads, window, most, scale,
+    kv_width, entry_width, kv_stride, entry_stride, heads, window, most, scale, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, SELECTED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +77,9 @@ def sparse_attend(
     q1 = tl.load(q + place + QUARTER, mask=inside, other=0.0)
     q2 = tl.load(q + place + 2 * QUARTER, mask=inside, other=0.0)
     q3 = tl.load(q + place + 3 * QUARTER, mask=inside, other=0.0)
+    less = tl.rsqrt((_squares(q0) + _squares(q1) + _squares(q2) + _squares(q3)) / D + eps)[:, None]
+    q0, q1, q2, q3 = _scaled(q0, less), _scaled(q1, less), _scaled(q2, less), _scaled(q3, less)
+    q3 = rotated(q3.to(tl.float32), cos_sin, position, 1.0, QUARTER, ROTARY).to(q3.dtype)
     m = tl.full((BM,), LOW, tl.float32)
     l = tl.zeros((BM,), tl.float32)
     acc0 = tl.zeros((BM, QUARTER), tl.float32)

@@ -1,5 +1,4 @@
-"""q_kv_write: norms of the query's low-rank vector and of the key-value vector, which goes into its page.
-rotate_heads: norm and rotation of query heads."""
+"""q_kv_write: norms of the query's low-rank vector and of the key-value vector, which goes into its page."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from openinfer.recipes.deepseek_v4.ops.common import (
     SCALE_BLOCK,
     expect_cos_sin,
     rope,
-    unit,
 )
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -25,16 +23,12 @@ KV_BLOCK = 64
 """Channels of a key-value vector or an entry that share a scale; the rotated ones are not rounded."""
 
 
-HEADS_AT_ONCE = 8
-"""Query heads of 512 that a program turns: 32 numbers a thread."""
-
-
 def rounded_key(x: Array, rotary: int) -> Array:
     """Float32 x [..., d] with all but the last `rotary` channels through q8 in blocks of 64."""
     return np.concatenate([q8(x[..., :-rotary], KV_BLOCK), x[..., -rotary:]], axis=-1)
 
 
-def _write_contract(
+def _contract(
     *,
     qr: Tensor,
     kv: Tensor,
@@ -76,7 +70,7 @@ def _write_contract(
     require(eps > 0, f"eps is {eps}; it must be positive")
 
 
-def _write_reference(
+def _reference(
     *,
     qr: Array,
     kv: Array,
@@ -101,19 +95,7 @@ def _write_reference(
     kv[page, position % PAGE] = rounded_key(key, 2 * cos_sin.shape[2]) if quantized else key
 
 
-_DEVICE = "openinfer.recipes.deepseek_v4.device.queries"
-
-
-def _expect_bfloat16(name: str, tensor: Tensor, dim: int) -> None:
-    """Raise ContractError for what the kernels do not take."""
-    require(
-        tensor.dtype == bfloat16,
-        f"{name} is {tensor.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)",
-    )
-    require(dim == power_of_two(dim), f"{name} has vectors of {dim}; on a GPU a power of two")
-
-
-def _write_launches(
+def _launches(
     target: Target,
     *,
     qr: Tensor,
@@ -129,9 +111,10 @@ def _write_launches(
     quantized: bool,
 ) -> Iterator[Command]:
     (tokens, width), dim = qr.shape, kv.shape[2]
-    _expect_bfloat16("kv", kv, dim)
+    require(kv.dtype == bfloat16, f"kv is {kv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    require(dim == power_of_two(dim), f"kv has vectors of {dim}; on a GPU a power of two")
     yield launch(
-        _DEVICE,
+        "openinfer.recipes.deepseek_v4.device.queries",
         "q_kv_write",
         (tokens, 2),
         {
@@ -159,52 +142,8 @@ def _write_launches(
     )
 
 
-def _write_cost(workload: Workload, *, qkv: Tensor, **_: object) -> Cost:
+def _cost(workload: Workload, *, qkv: Tensor, **_: object) -> Cost:
     return Cost(2 * workload.tokens * qkv.shape[1] * qkv.itemsize, 8 * workload.tokens * qkv.shape[1])
 
 
-q_kv_write = Op(
-    "q_kv_write", _write_contract, reference=_write_reference, launches=_write_launches, cost=_write_cost
-)
-
-
-def _rotate_contract(*, q: Tensor, cos_sin: Tensor, positions: Tensor, eps: float) -> None:
-    """q = q / rms(q) of each head (no weight), rounded, its last r channels rotated in pairs (2i, 2i + 1), rounded; in
-    place. q [T, A, d] of a float dtype; cos_sin float32 [P, 2, r / 2]; positions int32 [T]."""
-    expect("q", q, (-1, -1, -1), *FLOATS)
-    expect_cos_sin(cos_sin, q.shape[2])
-    expect("positions", positions, (q.shape[0],), int32)
-    require(eps > 0, f"eps is {eps}; it must be positive")
-
-
-def _rotate_reference(*, q: Array, cos_sin: Array, positions: Array, eps: float) -> None:
-    q[:] = rope(rounded(unit(f32(q), eps), q.dtype), cos_sin, positions)
-
-
-def _rotate_launches(
-    target: Target, *, q: Tensor, cos_sin: Tensor, positions: Tensor, eps: float
-) -> Iterator[Command]:
-    tokens, heads, dim = q.shape
-    _expect_bfloat16("q", q, dim)
-    block = max(1, min(power_of_two(heads), HEADS_AT_ONCE * 512 // dim))
-    yield launch(
-        _DEVICE,
-        "rotate_heads",
-        (tokens, -(-heads // block)),
-        {"q": q, "cos_sin": cos_sin, "positions": positions, "heads": aligned(heads), "eps": eps},
-        {"HEADS": block, "D": dim, "ROTARY": 2 * cos_sin.shape[2]},
-    )
-
-
-def _rotate_cost(workload: Workload, *, q: Tensor, **_: object) -> Cost:
-    numbers = workload.tokens * q.shape[1] * q.shape[2]
-    return Cost(2 * numbers * q.itemsize, 4 * numbers)
-
-
-rotate_heads = Op(
-    "rotate_heads",
-    _rotate_contract,
-    reference=_rotate_reference,
-    launches=_rotate_launches,
-    cost=_rotate_cost,
-)
+q_kv_write = Op("q_kv_write", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -15,6 +15,7 @@ from openinfer.recipes.deepseek_v4.ops.common import (
     expect_cos_sin,
     rope,
     seen,
+    unit,
 )
 from openinfer.recipes.deepseek_v4.sparse import Attention
 from openinfer.tensor import Tensor, float32, int32
@@ -34,9 +35,10 @@ def _contract(
     kv_tables: Tensor,
     entry_tables: Tensor,
     scale: float,
+    eps: float,
     window: int,
 ) -> None:
-    """out[t] = softmax(scale * q[t] . X, sink) X over the vectors X that token t may see, rotated back.
+    """out[t] = softmax(scale * q'[t] . X, sink) X over the vectors X that token t may see, rotated back.
 
     Token t is at position p = positions[t] of slot s = token_slots[t] (int32 [T], as expand_rows writes them). It sees
     the raw vectors of positions p - window < j <= p (its own is there already): kv [pages, 128, d], position j at
@@ -46,8 +48,10 @@ def _contract(
     kv and entries are one layer, dense within a page, pages at any stride. Every vector is key and value at once, for
     all heads.
 
-        p_i = exp(scale * q . x_i - top);  o = sum of p_i x_i / (sum of p_i + exp(sinks[head] - top))    float32
-        out = o rounded, its last r channels rotated in pairs (2i, 2i + 1) at minus positions[t], rounded
+        q' = q / rms(q) of each head (with eps), rounded, its last r channels rotated in pairs (2i, 2i + 1) at
+             positions[t], rounded
+        p_i = exp(scale * q' . x_i - top);  o = sum of p_i x_i / (sum of p_i + exp(sinks[head] - top))    float32
+        out = o rounded, its last r channels rotated at minus positions[t], rounded
 
     top: the largest of the logits and the sink. Probabilities are rounded to q's dtype before they meet the values; an
     implementation may leave out the rounding before the rotation. q [T, A, d] and out [T, A d] of the dtype of kv;
@@ -75,6 +79,7 @@ def _contract(
     expect("kv_tables", kv_tables, (-1, -1), int32)
     expect("entry_tables", entry_tables, (kv_tables.shape[0], -1), int32)
     require(scale > 0, f"scale is {scale}; it must be positive")
+    require(eps > 0, f"eps is {eps}; it must be positive")
     require(1 <= window <= PAGE, f"window is {window}; it must be in [1, {PAGE}]")
 
 
@@ -92,9 +97,11 @@ def _reference(
     kv_tables: Array,
     entry_tables: Array,
     scale: float,
+    eps: float,
     window: int,
 ) -> None:
     dtype = q.dtype
+    turned = rounded(rope(rounded(unit(f32(q), eps), dtype), cos_sin, positions), dtype)
     out[:] = 0
     for token in np.flatnonzero(token_slots):  # one query at a time: the result must not depend on the chunk
         slot, p = token_slots[token], int(positions[token])
@@ -107,13 +114,12 @@ def _reference(
                 w = selected[token, : len(w)]
             parts.append(f32(entries[entry_tables[slot, w // per_page], w % per_page]))
         keys = np.concatenate(parts)
-        logits = (f32(q[token]) @ keys.T) * np.float32(scale)
+        logits = (turned[token] @ keys.T) * np.float32(scale)
         top = np.maximum(logits.max(axis=1), sinks)[:, None]
         weights = np.exp(logits - top)
         total = weights.sum(axis=1, keepdims=True) + np.exp(sinks[:, None] - top)
         o = rounded(rounded(weights, dtype) @ keys / total, dtype)
-        turned = rope(o[None], cos_sin, positions[token : token + 1], back=True)
-        out[token] = turned.reshape(-1)
+        out[token] = rope(o[None], cos_sin, positions[token : token + 1], back=True).reshape(-1)
 
 
 def _launches(target: Target, **args: Any) -> Iterator[Command]:
