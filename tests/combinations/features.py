@@ -1,0 +1,217 @@
+"""What can be asked of an engine, of a server and in a request, and what each promises whatever else is asked.
+
+`python tests/combinations/features.py` writes the README's table of it; test_combinations.py tries every cell.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openinfer.frontend.http import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+GOLDENS = ROOT / "tests" / "goldens"
+TEXT = (
+    "Say why the sky is blue, and then in what way the sea and the ice take the blue from it, with a number for each "
+    "of them; say too which of the three was blue before the other two, and how anyone could know."
+)
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A recipe's golden checkpoint, and two prompts that begin alike."""
+
+    path: Path
+    prompts: tuple[str, str]
+
+
+MODELS = {
+    # 34 and 45 tokens: a page of 32 is shared
+    "qwen3": Model(GOLDENS / "qwen3-tiny", (TEXT[:66], TEXT[:84])),
+    # 69 and 75 tokens: the first snapshot, where a cached prefix may end, is at 64
+    "qwen3_5": Model(GOLDENS / "qwen3_5-tiny", (TEXT[:140], TEXT[:152])),
+}
+
+
+@dataclass
+class Choice:
+    """One of an answer's n."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[dict[str, float]] = field(default_factory=list)
+    of_prompt: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Answer:
+    """To one request; `chunks` is 0 where it was not streamed."""
+
+    choices: list[Choice]
+    chunks: int
+
+    @property
+    def first(self) -> Choice:
+        return self.choices[0]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A feature of a request: how users write it, and what to put into a body, from the answer without it."""
+
+    how: str
+    body: Callable[[Answer], Body]
+    passive: bool = False
+    """It changes no token of the first choice."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A feature of an engine or a server: the flag as users write it, and as keyword arguments of an engine."""
+
+    how: str
+    kwargs: Body = field(default_factory=dict)
+
+
+REGEX = "[a-e]{2,4}!"
+ALLOWED = list(range(600))
+PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+RANDOM = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 11}
+
+REQUEST = {
+    "log-probabilities": Asked("`logprobs`", lambda plain: {"logprobs": 2}, passive=True),
+    "prompt log-probabilities": Asked(
+        "`prompt_logprobs`", lambda plain: {"prompt_logprobs": 1}, passive=True
+    ),
+    "penalties": Asked("`repetition_penalty` and the other two", lambda plain: PENALTIES),
+    "biases": Asked("`logit_bias`", lambda plain: {"logit_bias": {str(favourite()): 30}}),
+    "allowed tokens": Asked("`allowed_token_ids`", lambda plain: {"allowed_token_ids": ALLOWED}),
+    "bad words": Asked("`bad_words`", lambda plain: {"bad_words": [word_in(plain)]}),
+    "sampling": Asked("`temperature`, `top_p`, `top_k`, `min_p`, `seed`", lambda plain: RANDOM),
+    "a least length": Asked("`min_tokens`", lambda plain: {"min_tokens": 5}),
+    "stop tokens": Asked("`stop_token_ids`", lambda plain: {"stop_token_ids": [plain.first.tokens[3]]}),
+    "stop strings": Asked("`stop`", lambda plain: {"stop": [letters_in(plain)]}),
+    "structured output": Asked(
+        "`structured_outputs`", lambda plain: {"structured_outputs": {"regex": REGEX}}
+    ),
+    "echo": Asked("`echo`", lambda plain: {"echo": True}, passive=True),
+    "several choices": Asked("`n`", lambda plain: {"n": 2}, passive=True),
+    "streaming": Asked("`stream`", lambda plain: {"stream": True}, passive=True),
+}
+ENGINE = {
+    "prefix cache": Flag("`--enable-prefix-caching` (the default)", {"enable_prefix_caching": True}),
+    "chunked prefill": Flag("`--max-num-batched-tokens`", {"max_num_batched_tokens": 24}),
+    "no graphs": Flag("`--enforce-eager`", {"enforce_eager": True}),
+    "preemption": Flag("what the pool or the policy does"),  # here the policy: restless.py
+    "large pages": Flag("`--block-size`", {"block_size": 32}),
+    "priorities": Flag("`--scheduling-policy priority`, `priority`", {"scheduling_policy": "priority"}),
+    "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),
+}
+SERVER = {
+    "several HTTP processes": Flag("`--frontends 2`"),
+    "an engine that comes back": Flag("`--restart-engine`"),
+    "the engine in a thread": Flag("`--driver thread`"),
+}
+REFUSED = {
+    ("prompt log-probabilities", "streaming"): "prompt_logprobs is not possible with stream: true",
+    ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",
+    ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",
+}
+"""A pair, in the order of the lists, and what is said to it."""
+
+MISSING = {("batch invariance", "qwen3_5"): "unrecognized arguments: --batch-invariant"}
+"""What one model's engine has no flag for."""
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODELS["qwen3"].path)  # the other model has the same
+
+
+def favourite() -> int:
+    (token,) = tokenizer().encode_short("c")
+    return token
+
+
+def written(token: int) -> str:
+    return tokenizer().decode([token], False)
+
+
+def word_in(plain: Answer) -> str:
+    """A token of an answer that a user can name."""
+    tokens = plain.first.tokens
+    return next(w for t in tokens if (w := written(t)).isalpha() and tokenizer().encode_short(w) == [t])
+
+
+def letters_in(plain: Answer) -> str:
+    return str(re.findall("[ -~]{2}", plain.first.text)[-1])
+
+
+def holds(name: str, answer: Answer, plain: Answer, prompt: str, asked: Body) -> bool:
+    """Whether an answer keeps what the feature promises; asked: all that was asked for."""
+    first, prompt_len = answer.first, len(tokenizer().encode_short(prompt))
+    said = first.text.removeprefix(prompt) if "echo" in asked else first.text
+    match name:
+        case "log-probabilities":
+            known = len(first.tokens) + ("echo" in asked) * (prompt_len - 1)
+            return len(first.logprobs) == known and all(first.tops) and max(first.logprobs) <= 0
+        case "prompt log-probabilities":
+            return len(first.of_prompt) == prompt_len - 1 and max(first.of_prompt) < 0
+        case "biases":
+            return favourite() in first.tokens
+        case "allowed tokens":
+            return set(first.tokens) <= set(ALLOWED)
+        case "bad words":
+            return word_in(plain) not in map(written, first.tokens)
+        case "a least length":  # a complete output ends, however short
+            return len(first.tokens) >= 5 or "structured_outputs" in asked
+        case "stop tokens":  # before min_tokens they are not drawn at all
+            return plain.first.tokens[3] not in first.tokens[:-1]
+        case "stop strings":  # looked for in what follows min_tokens
+            return "min_tokens" in asked or letters_in(plain) not in said
+        case "structured output":
+            cut = first.reason != "stop" or "stop" in asked or "stop_token_ids" in asked
+            return re.fullmatch("[a-e]*!?" if cut else REGEX, said) is not None
+        case "echo":
+            return first.text.startswith(prompt)
+        case "several choices":  # of a seed the second has the next
+            return len(answer.choices) == 2 and ("seed" in asked or answer.choices[1].tokens == first.tokens)
+        case "streaming":
+            return answer.chunks > (len(first.tokens) > 1)
+    return True  # penalties, sampling: the tests show that they do something
+
+
+def table() -> str:
+    """Markdown: the features, and whom each is refused with."""
+    lines = ["| feature | how | with each of the others |", "| --- | --- | --- |"]
+    for name, feature in {**REQUEST, **ENGINE, **SERVER}.items():
+        no = [
+            f'not with {b if name == a else a}: "{words}"'
+            for (a, b), words in REFUSED.items()
+            if name in (a, b)
+        ]
+        no += [
+            f'{model} has it not: "{words}"' for (missing, model), words in MISSING.items() if missing == name
+        ]
+        lines.append(f"| {name} | {feature.how} | {'; '.join(no) or 'the same tokens'} |")
+    return "\n".join(lines)
+
+
+MARKS = ("<!-- combinations -->\n", "\n<!-- end -->")
+
+
+def table_in(readme: str) -> str:
+    return readme.split(MARKS[0])[1].split(MARKS[1])[0]
+
+
+if __name__ == "__main__":
+    text = (ROOT / "README.md").read_text()
+    (ROOT / "README.md").write_text(text.replace(table_in(text), table()))

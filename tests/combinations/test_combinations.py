@@ -1,0 +1,321 @@
+"""Features two by two, over HTTP: any pair gives the tokens that it gives on a plain engine, or is refused by name.
+
+Any two flags have an engine of their own here, pairs of what a request may ask go through all of these by turns, and
+servers have every flag at once. features.py has the lists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from openinfer.frontend.http import create_app
+from openinfer.frontend.thread_driver import ThreadDriver
+from openinfer.graph import Readback
+
+HERE = Path(__file__).parent
+
+
+def neighbour(name: str) -> Any:
+    """A module beside this one: test folders are no packages."""
+    spec = importlib.util.spec_from_file_location(f"combinations_{name}", HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+F, RESTLESS = neighbour("features"), neighbour("restless")
+Body = dict[str, Any]
+PAIRS = [pair for pair in itertools.combinations(F.REQUEST, 2) if pair not in F.REFUSED]
+
+
+def parse(text: str) -> Any:
+    """A response of /v1/completions, streamed or not, as an Answer."""
+    parts = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    found: dict[int, Any] = {}
+    for part in parts or [json.loads(text)]:
+        for piece in part["choices"]:
+            choice = found.setdefault(piece["index"], F.Choice())
+            choice.text += piece["text"]
+            choice.tokens += piece["token_ids"]
+            choice.reason = piece["finish_reason"] or choice.reason
+            if piece["logprobs"]:
+                values, tops = piece["logprobs"]["token_logprobs"], piece["logprobs"]["top_logprobs"]
+                known = [(v, top) for v, top in zip(values, tops, strict=True) if v is not None]
+                choice.logprobs += [value for value, _ in known]  # the first of a prompt has none
+                choice.tops += [top for _, top in known]
+            entries = piece.get("prompt_logprobs") or [None]
+            choice.of_prompt += [next(iter(entry.values()))["logprob"] for entry in entries[1:]]
+    return F.Answer([found[index] for index in sorted(found)], len(parts))
+
+
+async def ask_all(http: httpx.AsyncClient, bodies: Iterable[Body], at_once: int) -> list[Any]:
+    """Answers in the order of the bodies, or the error's message."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(body: Body) -> Any:
+        async with gate:
+            answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code in (200, 400), answer.text
+        return parse(answer.text) if answer.status_code == 200 else answer.json()["error"]["message"]
+
+    return list(await asyncio.gather(*map(one, bodies)))
+
+
+def flags_of(names: Sequence[str]) -> Body:
+    plain = {"kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False, "max_model_len": 112}
+    return functools.reduce(lambda flags, name: flags | F.ENGINE[name].kwargs, names, plain)
+
+
+def run(
+    model: str, rows: int, names: Sequence[str], bodies: list[Body], at_once: int
+) -> tuple[list[Any], Any]:
+    """The answers of an engine with these features in a server without a socket, and the engine, closed."""
+    startup = importlib.import_module(f"openinfer.recipes.{model}.startup")
+    made = []
+
+    def build() -> Any:
+        path = str(F.MODELS[model].path)
+        made.append(startup.build(path, device="cpu", max_num_seqs=rows, **flags_of(names)))
+        if "preemption" in names:
+            made[-1]._loop._policy = RESTLESS.Restless(made[-1]._loop._policy)
+        return made[-1]
+
+    async def main() -> list[Any]:
+        app = create_app(ThreadDriver(build), tokenizer=F.tokenizer())
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://here", timeout=60) as http,
+        ):
+            answers = await ask_all(http, bodies, at_once)
+            while made[0]._loop.has_work:  # aborted at a stop string
+                await asyncio.sleep(0.001)
+            return answers
+
+    answers = asyncio.run(main())
+    (engine,) = made
+    engine._loop.check()
+    engine._pool.check_integrity()
+    assert engine._pool.num_free == engine._pool.num_total, "blocks were not given back"
+    return answers, engine
+
+
+def body_of(model: str, at: int, asked: Body) -> Body:
+    prompt = F.MODELS[model].prompts[at % 2]
+    return {"prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True, **asked}
+
+
+@dataclass
+class Alone:
+    """What a plain engine answers: to one request at a time, without a feature and with one, by the prompt's number; to
+    each of PAIRS, eight at a time, with the first prompt where the pair's number is even."""
+
+    plain: list[Any]
+    singles: dict[tuple[str, int], Any]
+    pairs: list[Any]
+
+    def asked(self, names: Sequence[str], at: int) -> Body:
+        plain = self.plain[at % 2]
+        return functools.reduce(lambda body, name: body | F.REQUEST[name].body(plain), names, {})
+
+
+@functools.cache
+def alone(model: str) -> Alone:
+    plain, _ = run(model, 1, (), [body_of(model, at, {}) for at in range(2)], 1)
+    found = Alone(plain, {}, [])
+    keys = [(name, at) for name in F.REQUEST for at in range(2)]
+    answers, _ = run(model, 1, (), [body_of(model, at, found.asked([name], at)) for name, at in keys], 1)
+    found.singles = dict(zip(keys, answers, strict=True))
+    bodies = [body_of(model, n, found.asked(pair, n)) for n, pair in enumerate(PAIRS)]
+    found.pairs, _ = run(model, 8, (), bodies, 8)
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same answer, but for the sizes of its chunks."""
+    assert isinstance(one, F.Answer), one
+    return len(one.choices) == len(other.choices) and all(
+        (a.tokens, a.text, a.reason) == (b.tokens, b.text, b.reason)
+        and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        and a.of_prompt == pytest.approx(b.of_prompt, abs=1e-4)
+        for a, b in zip(one.choices, other.choices, strict=True)
+    )
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that are not there at once, as on a GPU: so that steps are launched ahead."""
+    rng, take = random.Random(0), Readback.take
+
+    def take_later(self: Readback, *, wait: bool) -> Any:
+        return take(self, wait=wait) if wait or rng.random() < 0.4 else None
+
+    monkeypatch.setattr(Readback, "take", take_later)
+
+
+@pytest.mark.parametrize("model", F.MODELS)
+def test_each_alone_does_what_it_says_and_nothing_else(model: str) -> None:
+    found = alone(model)
+    for name, feature in F.REQUEST.items():
+        differs = []
+        for at, plain in enumerate(found.plain):
+            answer, asked = found.singles[name, at], found.asked([name], at)
+            assert F.holds(name, answer, plain, F.MODELS[model].prompts[at], asked), (name, answer)
+            before = plain.first.tokens, plain.first.reason
+            differs.append((answer.first.tokens, answer.first.reason) != before)
+        if name != "a least length":  # no model ends so soon here
+            assert any(differs) != feature.passive, name
+
+
+@pytest.mark.parametrize("model", F.MODELS)
+def test_two_asked_for_at_once_keep_both_promises(model: str) -> None:
+    found = alone(model)
+    for n, (pair, answer) in enumerate(zip(PAIRS, found.pairs, strict=True)):
+        at, asked = n % 2, found.asked(pair, n)
+        for name, other in (pair, pair[::-1]):
+            kept = F.holds(name, answer, found.plain[at], F.MODELS[model].prompts[at], asked)
+            assert kept, (pair, name, answer)
+            if F.REQUEST[name].passive:
+                assert answer.first.tokens == found.singles[other, at].first.tokens, pair
+
+
+def flags_that(model: str) -> list[str]:
+    """The engine's features that a model has."""
+    return [name for name in F.ENGINE if (name, model) not in F.MISSING]
+
+
+SHARE = 13
+"""Two flags meet every thirteenth of the PAIRS; in its several companies a flag meets all that can be asked."""
+
+CASES = [
+    (model, turn, names)
+    for model in F.MODELS
+    for turn, names in enumerate(itertools.combinations(flags_that(model), 2))
+]
+
+
+def test_every_flag_meets_everything_that_can_be_asked() -> None:
+    met = {
+        (model, flag, asked)
+        for model, turn, names in CASES
+        for n in range(-turn % SHARE, len(PAIRS), SHARE)
+        for flag in names
+        for asked in PAIRS[n]
+    }
+    for model in F.MODELS:
+        assert met >= {(model, *pair) for pair in itertools.product(flags_that(model), F.REQUEST)}
+
+
+@pytest.mark.parametrize(("model", "turn", "names"), CASES, ids=["-".join((c[0], *c[2])) for c in CASES])
+def test_two_flags_of_an_engine_change_no_token(
+    model: str, turn: int, names: tuple[str, ...], late: None
+) -> None:
+    found = alone(model)
+    mine = range(-turn % SHARE, len(PAIRS), SHARE)
+    bodies = [body_of(model, n, found.asked(PAIRS[n], n)) for n in mine]
+    if "priorities" in names:
+        bodies = [{**body, "priority": at % 3 - 1} for at, body in enumerate(bodies)]
+    answers, engine = run(model, 8, names, bodies, 5)
+    for n, answer in zip(mine, answers, strict=True):
+        assert same(answer, found.pairs[n]), (PAIRS[n], answer, found.pairs[n])
+    stats = engine.stats()
+    assert (stats.preemptions > 0) == ("preemption" in names)
+    assert (stats.prefix_hit_tokens > 0) == ("prefix cache" in names)
+
+
+def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openinfer.recipes.qwen3.runner import Runner
+
+    join = Runner._join
+
+    def join_badly(self: Runner, seq: Any) -> None:
+        join(self, seq)
+        if seq.slot == 3:
+            self.model.rows.set("temperatures", seq.slot, 0.7)
+
+    found = alone("qwen3")
+    bodies = [body_of("qwen3", n, found.asked(PAIRS[n], n)) for n in range(0, len(PAIRS), SHARE)]
+    monkeypatch.setattr(Runner, "_join", join_badly)
+    answers, _ = run("qwen3", 8, (), bodies, 5)
+    assert not all(same(answer, right) for answer, right in zip(answers, found.pairs[::SHARE], strict=True))
+
+
+@pytest.mark.parametrize("model", F.MODELS)
+@pytest.mark.parametrize(
+    "features",
+    [("several HTTP processes", "an engine that comes back"), ("the engine in a thread",)],
+    ids=["processes", "thread"],
+)
+def test_a_server_with_every_flag_changes_no_token(
+    model: str, features: tuple[str, ...], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = alone(model)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    flags = ["--max-num-seqs", "8", *server_flags(features)]
+    for name, value in {**flags_of(flags_that(model)), "scheduling_policy": "restless:priority"}.items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    server = start(F.MODELS[model].path, *flags)
+    mine = range(len(features), len(PAIRS), 3)
+    bodies = [{**body_of(model, n, found.asked(PAIRS[n], n)), "priority": n % 2} for n in mine]
+
+    async def main() -> list[Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            return await ask_all(http, bodies, 40)
+
+    for n, answer in zip(mine, asyncio.run(main()), strict=True):
+        assert same(answer, found.pairs[n]), (PAIRS[n], answer, found.pairs[n])
+    assert set(server.settled().values()) == {0.0}
+    preempted = re.search(
+        r"^vllm:num_preemptions_total\{.*\} (\S+)", httpx.get(f"{server.url}/metrics").text, re.M
+    )
+    assert preempted is not None
+    assert float(preempted[1]) > 0
+
+
+def server_flags(features: Iterable[str]) -> list[str]:
+    return [word for feature in features for word in F.SERVER[feature].how.strip("`").split()]
+
+
+@pytest.mark.parametrize(("one", "other"), F.REFUSED)
+def test_what_cannot_be_together_is_refused_by_name(one: str, other: str) -> None:
+    if one in F.REQUEST:
+        body = body_of("qwen3", 0, alone("qwen3").asked((one, other), 0))
+        (message,), _ = run("qwen3", 1, (), [body], 1)
+    else:
+        message = refusal("qwen3", server_flags((one, other)))
+    assert F.REFUSED[one, other] in message
+
+
+@pytest.mark.parametrize(("name", "model"), F.MISSING)
+def test_a_flag_that_an_engine_has_not_is_refused_by_name(name: str, model: str) -> None:
+    assert F.MISSING[name, model] in refusal(model, [F.ENGINE[name].how.strip("`")])
+
+
+def refusal(model: str, flags: list[str]) -> str:
+    """The last line of a server that does not start."""
+    serve = [sys.executable, "-m", "openinfer.cli", "serve", str(F.MODELS[model].path), "--device", "cpu"]
+    done = subprocess.run([*serve, "--port", "0", *flags], capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2), done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+def test_the_table_in_the_readme_is_that_of_the_lists() -> None:
+    assert F.table_in((F.ROOT / "README.md").read_text()) == F.table()
