@@ -24,23 +24,61 @@ def _normed(a, b, gain, column, cos, sin, D: tl.constexpr, eps):
 
 
 @triton.jit
+def _first_key(before, window, BN: tl.constexpr, WINDOWED: tl.constexpr):
+    """The first key that is read of a row with `before` cached ones."""
+    low = before * 0
+    if WINDOWED:
+        low = tl.maximum(before + 1 - window, 0) // BN * BN
+    return low
+
+
+@triton.jit
+def _dealt(item, slots, seq_lens, rows, spare, part_size, window, BN: tl.constexpr, WINDOWED: tl.constexpr,
+           SEARCH: tl.constexpr):  # fmt: skip
+    """The parts of all rows, one row after the other, are items: row and part of one, the row's parts, and its first
+    item; row = rows past the last item. Parts have part_size keys or, if `spare` more items than rows would not do for
+    that, more."""
+    r = tl.arange(0, SEARCH)
+    real = r < rows
+    before = tl.load(seq_lens + tl.load(slots + r, mask=real, other=0), mask=real, other=0)
+    keys = tl.where(real, before + 1 - _first_key(before, window, BN, WINDOWED), 0)
+    size = tl.maximum(part_size, tl.cdiv(tl.cdiv(tl.sum(keys, 0), spare), BN) * BN)
+    parts = tl.cdiv(keys, size)
+    row = tl.sum((real & (tl.cumsum(parts, 0) <= item)).to(tl.int32), 0)
+    begin = tl.sum(tl.where(r < row, parts, 0), 0)
+    return row, item - begin, tl.sum(tl.where(r == row, parts, 0), 0), begin
+
+
+@triton.jit
 def attend_new(
     out, kv, qkv, q_norm, k_norm, cos_sin, slots, q_starts, seq_lens, alive, block_tables,
-    table_width, page_stride, window, scale, eps, partial, weight, arrived, tokens, part_size,
+    table_width, page_stride, window, scale, eps, partial, weight, arrived, tokens, rows, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MR: tl.constexpr, MERGE: tl.constexpr, WINDOWED: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr, WINDOWED: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """One token a row. A row's keys are dealt to its parts in turn, BN at a time, so that where a part begins does not
-    depend on the row's length; the last part to arrive merges them. Also zeros for the tokens after the last row.
-    Grid (rows, key heads, parts at most).
+    """One token a row. A row's keys are dealt to its parts in turn, BN at a time; the last part to arrive merges them.
+    Also zeros for the tokens after the last row.
 
-    qkv [tokens, GROUP * G + 2 G heads, D]; cos_sin float32 [positions, 2, D / 2]. partial: float32 [rows, key heads,
-    parts, GROUP, D], weight the same less D; arrived: int32 [rows, key heads], zero before and after. MR: GROUP or the
-    next power of two. WINDOWED: whether `window` hides anything.
+    SEARCH: 0, and the grid (key heads, rows, parts at most); a row that is short has fewer parts, of part_size keys.
+    Or a power of two >= rows, and the grid (key heads, items at most), more than rows: rows have the parts that
+    `_dealt` gives them.
+
+    qkv [tokens, GROUP * G + 2 G heads, D]; cos_sin float32 [positions, 2, D / 2]. partial: float32 [key heads, rows *
+    parts at most, or items at most, GROUP, D], weight the same less D; arrived: int32 [rows, key heads], zero before
+    and after. MR: GROUP or the next power of two. WINDOWED: whether `window` hides anything.
     """
     HALF: tl.constexpr = D // 2
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows, kv_heads, splits = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
+    head, kv_heads = tl.program_id(0), tl.num_programs(0)
+    items = tl.num_programs(1) * tl.num_programs(2)
+    if SEARCH > 0:
+        row, part, parts, begin = _dealt(
+            tl.program_id(1), slots, seq_lens, rows, items - rows, part_size, window, BN, WINDOWED, SEARCH
+        )
+        if row >= rows:
+            return
+    else:
+        row, part = tl.program_id(1), tl.program_id(2)
+        begin = row * tl.num_programs(2)
     slot = tl.load(slots + row).to(tl.int64)
     first = tl.load(q_starts + row)
     count = tl.load(q_starts + row + 1) - first
@@ -62,12 +100,11 @@ def attend_new(
         if part == 0:
             tl.store(out + place, tl.zeros((BM, D), out.dtype.element_ty), mask=inside)
         return
-    low = 0
-    if WINDOWED:
-        low = tl.maximum(before + 1 - window, 0) // BN * BN
-    parts = tl.minimum(tl.cdiv(before + 1 - low, part_size), splits)
-    if part >= parts:
-        return
+    low = _first_key(before, window, BN, WINDOWED)
+    if SEARCH == 0:
+        parts = tl.minimum(tl.cdiv(before + 1 - low, part_size), tl.num_programs(2))
+        if part >= parts:
+            return
 
     source = qkv + first.to(tl.int64) * (heads + 2 * kv_heads) * D
     query = source + (head * GROUP + pair)[:, None] * D + column
@@ -118,15 +155,15 @@ def attend_new(
         tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
         return
 
-    tile = row * kv_heads + head
-    partial += (tile * splits).to(tl.int64) * GROUP * D
-    weight += tile * splits * GROUP
+    first_part = head * items + begin
+    partial += first_part.to(tl.int64) * GROUP * D
+    weight += first_part * GROUP
     mine = part * GROUP + pair
     tl.store(partial + mine[:, None] * D + wide, acc, mask=inside)
     tl.store(weight + mine, m + tl.log2(l), mask=pair < GROUP)
     tl.debug_barrier()  # every thread's part is written before one of them says so
-    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1:
+    if tl.atomic_add(arrived + row * kv_heads + head, 1, sem="acq_rel") == parts - 1:
         merged = _merge(partial, weight, parts, GROUP, GROUP, D, MR, MERGE)
         to = _pairs(first, head, heads, GROUP, D, MR)[:, None] + wide
         tl.store(out + to, merged.to(out.dtype.element_ty), mask=(tl.arange(0, MR) < GROUP)[:, None])
-        tl.store(arrived + tile, 0)
+        tl.store(arrived + row * kv_heads + head, 0)
