@@ -149,29 +149,23 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
             model = lay_out(config, sizes, arena, stream, num_pages)
         store = Store(target.arch) if target else None
         with ThreadPoolExecutor(2) as worker:
+            weights = worker.submit(_load, checkpoint, model, device)  # nothing before the end looks at one
             pace = worker.submit(_pace, config, plan, target)
-            kernels = (
-                worker.submit(store.prepare, plan.specs, ProgressBar("compiling", things="kernels"))
-                if store
-                else None
-            )
-            with _phase("weights"):
-                report = load_tensors(
-                    checkpoint, model.weights.loads(config), stream, ProgressBar("loading weights")
-                )
-            log.info("weights: %.2f GB at %.2f GB/s", report.bytes / 1e9, report.gbytes_per_s)
-            if kernels is not None:
+            if store is not None:
+                bar = ProgressBar("compiling", things="kernels")
                 with _phase("kernels"):
-                    log.info("kernels: %d, of which %d were compiled now", *kernels.result())
-    with _phase("libraries"):
-        pack = _pack(device, target, stream, store, arena, plan)
-    graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
-    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
-    with _phase("steps"):
-        warm_up(runner)
-        runner.record()
-        stream.synchronize()
+                    log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))
+            with _phase("libraries"):
+                pack = _pack(device, target, stream, store, arena, plan)
+            graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
+            readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
+            runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
+            with _phase("steps"):
+                warm_up(runner)
+                runner.record()
+                stream.synchronize()
+            with _phase("rest of the weights"):
+                log.info("weights: %.2f GB at %.2f GB/s", *weights.result())
     if store is not None:
         store.seal()
     pool = Pool(
@@ -272,6 +266,14 @@ def _pace(config: Config, plan: Plan, target: Target | None) -> Pace:
     if speed is None:
         log.info("steps are not compared with predictions: nobody has measured the speed of %s", target.gpu)
     return Pace(predictions(config, plan.traced, speed) if speed is not None else {})
+
+
+def _load(checkpoint: Checkpoint, model: Model, device: Device) -> tuple[float, float]:
+    """Load the weights, on a stream of their own (the engine's is being captured): GB, and GB/s."""
+    loads, bar = model.weights.loads(model.config), ProgressBar("loading weights")
+    with Stream(device) as stream:
+        report = load_tensors(checkpoint, loads, stream, bar)
+    return report.bytes / 1e9, report.gbytes_per_s
 
 
 def warm_up(runner: Runner) -> None:
