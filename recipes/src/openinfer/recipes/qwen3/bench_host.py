@@ -54,6 +54,7 @@ class HostEngine:
         lay_out(config, sizes, null, Stream(null.device), 2)
         self._model = lay_out(config, sizes, Arena(device, null.used + (1 << 20)), stream, 2)
         buckets, graphs = Buckets.up_to(rows, sizes.max_tokens), StepGraphs(device, stream, capture=False)
+        graphs.record("upload", _nothing)
         for segment in buckets.segments():
             graphs.record(("forward", *segment), _nothing)
         for count in buckets.sample_rows():

@@ -144,6 +144,7 @@ class Runner:
 
     def record(self) -> None:
         """Record every segment of the buckets."""
+        self.graphs.record("upload", self._apply)
         for tokens, rows, longest in self.buckets.segments():
             self.graphs.record(("forward", tokens, rows, longest), self._forward(tokens, rows, longest))
         for rows in self.buckets.sample_rows():
@@ -155,6 +156,9 @@ class Runner:
     def _slice(self) -> int:
         """Prompt tokens that are scored at once."""
         return self.model.buffers.logits.shape[0]
+
+    def _apply(self) -> None:
+        apply_writes(self.pack, words=self.model.rows.words, writes=self.model.rows.writes)
 
     def _forward(self, tokens: int, rows: int, longest: int) -> Any:
         return lambda: self.model.forward(self.pack, tokens, rows, longest)
@@ -202,9 +206,8 @@ class Runner:
             self._sample_now(self._launched[-1])
 
     def _upload(self) -> None:
-        rows = self.model.rows
-        for _ in rows.uploads(self.stream):
-            apply_writes(self.pack, words=rows.words, writes=rows.writes)
+        for _ in self.model.rows.uploads(self.stream):
+            self.graphs.launch("upload")
 
     def _sample_now(self, launched: Launched) -> None:
         """The second half of a launch; the shape and the rows are still the step's."""
