@@ -1,0 +1,101 @@
+"""DeepSeek-V4's launch code without a GPU: a whole forward of the tiny model with packed weights, its packed launches
+run by Triton's interpreter, against the cpu pack in the same dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
+from openinfer.recipes.deepseek_v4.buckets import Buckets
+from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.model import Model
+from openinfer.recipes.deepseek_v4.places import Format
+from openinfer.recipes.deepseek_v4.sizes import Room, Sizes
+from openinfer.recipes.deepseek_v4.startup import lay_out, make_plan
+from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, uint8
+
+CPU = Device("cpu")
+SHORT, LONG = ((9, 2, 3), 16), ((131, 2, 5), 160)
+"""Prompt tokens of slots 1, 2 (dead) and 3, and of the bucket. The long one has more entries than the indexer may
+choose, and one of 128 tokens."""
+
+
+def bf16_model(golden: Any, sizes: Sizes) -> Model:
+    config, arena, stream = Config.load(golden.path), Arena(CPU, 64 << 20), Stream(CPU)
+    with Checkpoint(golden.path) as checkpoint:
+        model = lay_out(config, Format.of(checkpoint), sizes, arena, stream, Room(5, 5))
+        model.weights.load(checkpoint, stream)
+    cache = model.cache
+    for memory in (cache.window, cache.csa_state, cache.index_state, cache.hca_state, cache.csa_entries):
+        memory.numpy()[1:] = np.nan  # what was never written must never be read
+        memory.numpy()[0] = 0
+    return model
+
+
+def write(model: Model, pack: Pack) -> None:
+    for _ in model.rows.uploads(Stream(CPU)):
+        apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
+
+
+def two_steps(
+    golden: Any, sizes: Sizes, pack: Pack, lengths: tuple[int, ...]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[int]]:
+    """A mixed step with two prompts (a dead row between them, padding rows and tokens behind), then a decode step.
+    Returns both steps' logits and the tokens of the second."""
+    model = bf16_model(golden, sizes)
+    rows, prompt, tokens = model.rows, golden.prompt(4), sizes.max_tokens
+    for slot, pages in {1: [4, 2], 3: [3, 1]}.items():
+        rows.set("alive", slot, 1)
+        rows.set("limits", slot, 200)
+        rows.write("stop_ids", slot, [-1] * 20)
+        rows.write("window_tables", slot, pages)
+        rows.write("entry_tables", slot, pages[::-1])
+    ids = [*prompt[: lengths[0]], *prompt[:2], *prompt[100 : 100 + lengths[2]]]
+    rows.write("slots", 0, [1, 2, 3, 0])
+    rows.write("q_starts", 0, np.cumsum([0, *lengths, 0]))
+    rows.write("emits", 0, [1, 1, 1, 0])
+    rows.write("prompt", 0, [*ids, *[-1] * (tokens - len(ids))])
+    write(model, pack)
+    model.forward(pack, tokens, 4, tokens)
+    first = model.buffers.logits[:4].numpy().copy()
+    model.sample(pack, 4)
+    assert model.buffers.result[:4].numpy()[:, 1].tolist() == [1, 0, 1, 0]
+    rows.write("q_starts", 0, [0, 1, 2, 3, 3])
+    rows.write("prompt", 0, [7, 7, 7, *[-1] * (tokens - 3)])  # the same tokens, whatever was sampled
+    write(model, pack)
+    model.forward(pack, 4, 4, 1)
+    second = model.buffers.logits[:4].numpy().copy()
+    model.sample(pack, 4)
+    return first[[0, 2]], second[[0, 2]], model.buffers.result[:4].numpy()[[0, 2], 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("quantized", "step"),
+    [
+        (True, SHORT),
+        *(pytest.param(quantized, LONG, marks=pytest.mark.slow) for quantized in (False, True)),
+    ],
+    ids=["short", "long", "long, quantized"],
+)
+def test_a_whole_forward(deepseek, quantized, step):
+    lengths, tokens = step
+    sizes = Sizes(256, 4, tokens, np.dtype(bfloat16), quantized)
+    target, config = Target(arch=90, num_sms=4, interpreted=True), Config.load(deepseek.path)
+    plan = make_plan(config, Format(fp4_experts=True), sizes, Buckets((4,), (tokens,), (4,)), target)
+
+    def region(nbytes: int) -> Tensor | None:
+        return Tensor.from_numpy(np.zeros(nbytes, uint8)) if nbytes else None
+
+    driver = InterpDriver()
+    pack = LaunchPack(target, driver, region(plan.scratch_bytes), region(plan.zeroed_bytes))
+    ours, expected = (two_steps(deepseek, sizes, p, lengths) for p in (pack, CpuPack()))
+    assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
+    launched = {name.partition(".")[2].partition("[")[0] for name in driver.launched}
+    assert {"compress", "sparse_attend", "index_scores", "experts_product", "hc_post", "route"} <= launched
+    for a, b in zip(ours[:2], expected[:2], strict=True):
+        assert np.isfinite(a).all()
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        assert error < (0.5 if quantized else 0.1), error  # uncorrelated: 1.4
