@@ -1,0 +1,86 @@
+"""DeepSeek-V4's engine on a GPU, by the tiny model (its head sizes are the published ones): the accuracy gate on every
+path, with and without the published rounding, and a loop under which nothing is compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from openinfer.recipes.deepseek_v4 import gate
+
+pytestmark = pytest.mark.gpu
+
+POSITIONS = {1: 6, 2: 8, 3: 8, 4: 8}
+TOP = 32
+FLAGS = {
+    "device": "cuda",
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 256 << 20,
+}
+
+
+def log_softmax(logits):
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(axis=1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+
+
+def references(golden):
+    """The goldens' last positions as the gate reads references."""
+    found = []
+    for index, count in POSITIONS.items():
+        bf16 = log_softmax(golden.numbers[f"p{index}.logits_bf16"][-count:])
+        fp32 = log_softmax(golden.numbers[f"p{index}.logits_fp32"][-count:])
+        top = np.argsort(-bf16, axis=1, kind="stable")[:, :TOP]
+        taken = (np.take_along_axis(values, top, 1) for values in (bf16, fp32))
+        found.append(gate.Reference(golden.prompt(index), top, *taken))
+    return found
+
+
+def test_every_path_passes_and_every_control_fails(session, deepseek):
+    engine = session(deepseek.path, activation_quantization="off", **FLAGS).engine
+    verdicts = list(gate.run(engine.runner, references(deepseek)))
+    assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
+    controls = list(gate.negative_controls(engine.runner, references(deepseek)))
+    assert [str(verdict) for verdict in controls if verdict.passed] == []
+    assert engine.stats().compiles_after_ready == 0
+
+
+def test_the_published_rounding(session, deepseek):
+    """In bf16 a random tiny model amplifies the noise of FP8 (the goldens' README): what is compared is the size of the
+    difference, which for another prompt is far larger."""
+    runner = session(deepseek.path, **FLAGS).engine.runner
+    errors = []
+    for index in (1, 2, 3):
+        forced = gate.Forced(runner)
+        forced.join(1, 1000)
+        logits = forced.feed(1, deepseek.prompt(index), 512)
+        forced.leave()
+        expected = deepseek.numbers[f"p{index}.logits_fp32_actq"][-1]
+        errors.append(float(np.sqrt(np.mean((logits[0] - expected) ** 2))))
+        other = deepseek.numbers[f"p{index}.logits_fp32_actq"][0]
+        assert np.sqrt(np.mean((logits[0] - other) ** 2)) > 2
+    assert max(errors) < 1.2, errors
+    assert np.median(errors) < 0.7, errors
+
+
+def test_requests_share_prefixes_and_end(session, deepseek):
+    run = session(deepseek.path, activation_quantization="off", **FLAGS)
+    prompts = [deepseek.prompt(4), deepseek.prompt(3), deepseek.prompt(4), deepseek.prompt(2)]
+    for prompt in prompts[:2]:
+        run.submit(prompt, 32, ignore_eos=True)
+    run.finish()
+    for prompt in prompts[2:]:
+        run.submit(prompt, 32, ignore_eos=True)
+    run.finish()
+    assert run.outcomes[2].cached == 256
+    assert all(len(outcome.tokens) == 32 for outcome in run.outcomes.values())
+    # Greedy tokens of bf16 follow those of float32 for a while, and are not gated further.
+    same = [
+        sum(a == b for a, b in zip(run.outcomes[n].tokens, deepseek.greedy(index), strict=True))
+        for n, index in enumerate((4, 3, 4, 2))
+    ]
+    assert sum(same) > 64, same
+    assert run.engine.stats().compiles_after_ready == 0
