@@ -3,6 +3,7 @@ run by Triton's interpreter, against the cpu pack in the same dtype."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from openinfer.recipes.deepseek_v4.startup import lay_out, make_plan
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, uint8
 
 CPU = Device("cpu")
-SHORT, LONG = ((9, 2, 3), 16), ((131, 2, 5), 160)
-"""Prompt tokens of slots 1, 2 (dead) and 3, and of the bucket. The long one has more entries than the indexer may
-choose, and one of 128 tokens."""
+SHORT, LONG = ((9, 2, 3), 16, 2), ((131, 2, 5), 160, 4)
+"""Prompt tokens of slots 1, 2 (dead) and 3, tokens of the bucket, layers. The long one has more entries than the
+indexer may choose, and one of 128 tokens."""
 
 
-def bf16_model(golden: Any, sizes: Sizes) -> Model:
+def bf16_model(golden: Any, sizes: Sizes, layers: int) -> Model:
     config, arena, stream = Config.load(golden.path), Arena(CPU, 64 << 20), Stream(CPU)
     with Checkpoint(golden.path) as checkpoint:
         model = lay_out(config, Format.of(checkpoint), sizes, arena, stream, Room(5, 5))
@@ -32,7 +33,8 @@ def bf16_model(golden: Any, sizes: Sizes) -> Model:
     for memory in (cache.window, cache.csa_state, cache.index_state, cache.hca_state, cache.csa_entries):
         memory.numpy()[1:] = np.nan  # what was never written must never be read
         memory.numpy()[0] = 0
-    return model
+    few = dataclasses.replace(model.weights, layers=model.weights.layers[:layers])
+    return dataclasses.replace(model, weights=few)
 
 
 def write(model: Model, pack: Pack) -> None:
@@ -41,11 +43,11 @@ def write(model: Model, pack: Pack) -> None:
 
 
 def two_steps(
-    golden: Any, sizes: Sizes, pack: Pack, lengths: tuple[int, ...]
+    golden: Any, sizes: Sizes, pack: Pack, lengths: tuple[int, ...], layers: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[int]]:
     """A mixed step with two prompts (a dead row between them, padding rows and tokens behind), then a decode step.
     Returns both steps' logits and the tokens of the second."""
-    model = bf16_model(golden, sizes)
+    model = bf16_model(golden, sizes, layers)
     rows, prompt, tokens = model.rows, golden.prompt(4), sizes.max_tokens
     for slot, pages in {1: [4, 2], 3: [3, 1]}.items():
         rows.set("alive", slot, 1)
@@ -81,7 +83,7 @@ def two_steps(
     ids=["short", "long", "long, quantized"],
 )
 def test_a_whole_forward(deepseek, quantized, step):
-    lengths, tokens = step
+    lengths, tokens, layers = step
     sizes = Sizes(256, 4, tokens, np.dtype(bfloat16), quantized)
     target, config = Target(arch=90, num_sms=4, interpreted=True), Config.load(deepseek.path)
     plan = make_plan(config, Format(fp4_experts=True), sizes, Buckets((4,), (tokens,), (4,)), target)
@@ -91,7 +93,7 @@ def test_a_whole_forward(deepseek, quantized, step):
 
     driver = InterpDriver()
     pack = LaunchPack(target, driver, region(plan.scratch_bytes), region(plan.zeroed_bytes))
-    ours, expected = (two_steps(deepseek, sizes, p, lengths) for p in (pack, CpuPack()))
+    ours, expected = (two_steps(deepseek, sizes, p, lengths, layers) for p in (pack, CpuPack()))
     assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
     launched = {name.partition(".")[2].partition("[")[0] for name in driver.launched}
     assert {"compress", "sparse_attend", "index_scores", "experts_product", "hc_post", "route"} <= launched

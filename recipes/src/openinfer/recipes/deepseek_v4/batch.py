@@ -52,7 +52,7 @@ def row_fields(max_rows: int, max_tokens: int, max_blocks: int, vocab_size: int)
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """Activations, allocated once for the largest step; a smaller step uses their first rows. `rounded` is `normed`
-    where the products' inputs are not rounded."""
+    where the products' inputs are not rounded, `local_logits` is `logits` where there is one rank."""
 
     token_ids: Tensor
     positions: Tensor
@@ -77,6 +77,7 @@ class Buffers:
     shared: Tensor
     last: Tensor
     collapsed: Tensor
+    local_logits: Tensor
     logits: Tensor
     tokens: Tensor
     logprobs: Tensor
@@ -106,6 +107,7 @@ class Buffers:
             return arena.alloc((max_tokens, *shape), kind)
 
         scored, normed = padded(max_tokens, max_rows), by_token(hidden)
+        logits = arena.alloc((max_rows, c.vocab_size), float32)
         return cls(
             token_ids=by_token(kind=int32),
             positions=by_token(kind=int32),
@@ -117,20 +119,21 @@ class Buffers:
             y=by_token(hidden),
             qkv=by_token(c.q_lora_rank + c.head_dim),
             qr=by_token(c.q_lora_rank),
-            q=by_token(c.num_heads, c.head_dim),
-            heads=by_token(c.num_heads * c.head_dim),
-            groups=by_token(c.o_groups * c.o_lora_rank),
+            q=by_token(c.local_heads, c.head_dim),
+            heads=by_token(c.local_heads * c.head_dim),
+            groups=by_token(c.local_groups * c.o_lora_rank),
             compressing=by_token(compressing, kind=float32),
             index_q=by_token(c.index_heads, c.index_dim),
             selected=by_token(c.index_topk, kind=int32),
             router=by_token(padded_rows(c.num_experts), kind=float32),
             expert_ids=by_token(c.experts_per_token, kind=int32),
             expert_weights=by_token(c.experts_per_token, kind=float32),
-            hidden=by_token(c.moe_intermediate_size),
+            hidden=by_token(c.local_shared),
             shared=by_token(hidden),
             last=arena.alloc((max_rows, n * hidden), dtype),
             collapsed=arena.alloc((max_rows, hidden), dtype),
-            logits=arena.alloc((max_rows, config.vocab_size), float32),
+            local_logits=logits if c.ranks == 1 else arena.alloc((max_rows, c.local_vocab), float32),
+            logits=logits,
             tokens=arena.alloc((max_rows,), int32),
             logprobs=arena.alloc((max_rows,), float32),
             result=arena.alloc((max_rows, 3), int32),

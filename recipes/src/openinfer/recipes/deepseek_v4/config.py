@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -41,7 +42,8 @@ class UnsupportedModel(ValueError):
 class Config:
     """The model, by the symbols of its published description. `ratios[l]`: tokens of a compressed entry of layer l.
     `main_freq`, `compress_freq` float32 [rope_dim / 2]: of layers without and with compressed entries. `mtp`: there is
-    a layer that predicts a further token."""
+    a layer that predicts a further token. `rank` of `ranks` GPUs has the part of the heads, experts and rows of lm_head
+    that `local_...` and `first_expert` say."""
 
     hidden_size: int
     ratios: tuple[int, ...]
@@ -71,6 +73,8 @@ class Config:
     compress_freq: Floats
     mtp: bool
     eos_token_ids: tuple[int, ...]
+    ranks: int = 1
+    rank: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -80,6 +84,51 @@ class Config:
     def count(self, ratio: int) -> int:
         """Layers with entries of so many tokens."""
         return self.ratios.count(ratio)
+
+    def of_rank(self, rank: int, ranks: int) -> Config:
+        """The part of one GPU of several. Raises UnsupportedModel where the model cannot be shared evenly."""
+        shared = {
+            "o_groups": (self.o_groups, 1),
+            "n_routed_experts": (self.num_experts, 1),
+            "moe_intermediate_size": (self.moe_intermediate_size, 128),
+            "vocab_size": (self.vocab_size, 16),
+        }
+        for key, (size, unit) in shared.items():
+            if size % (ranks * unit):
+                raise UnsupportedModel(
+                    f"config.json: {key} is {size}; {ranks} ranks cannot share it in multiples of {unit}"
+                )
+        return dataclasses.replace(self, ranks=ranks, rank=rank)
+
+    @property
+    def local_heads(self) -> int:
+        """Query heads of this rank."""
+        return self.num_heads // self.ranks
+
+    @property
+    def local_groups(self) -> int:
+        """Groups of heads whose outputs this rank projects."""
+        return self.o_groups // self.ranks
+
+    @property
+    def local_experts(self) -> int:
+        """Experts of this rank, from `first_expert` on."""
+        return self.num_experts // self.ranks
+
+    @property
+    def first_expert(self) -> int:
+        """The first expert of this rank."""
+        return self.rank * self.local_experts
+
+    @property
+    def local_shared(self) -> int:
+        """Columns of the shared expert's hidden layer that this rank has."""
+        return self.moe_intermediate_size // self.ranks
+
+    @property
+    def local_vocab(self) -> int:
+        """Rows of lm_head that this rank has."""
+        return self.vocab_size // self.ranks
 
     def window_page_bytes(self, itemsize: int) -> int:
         """Bytes of a page of the window group: 128 raw vectors a layer, and the states of the compressors after the

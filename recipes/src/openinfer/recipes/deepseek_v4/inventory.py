@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 def inventory(config: Config, *, fp4_experts: bool) -> Iterator[Entry]:
     """The tensors of the main model and, where config.mtp says so, of the layer that predicts a further token."""
     c = config
-    yield Entry("embed.weight", (c.vocab_size, c.hidden_size), bfloat16, "rows")
+    yield Entry("embed.weight", (c.vocab_size, c.hidden_size), bfloat16, "")
     yield Entry("head.weight", (c.vocab_size, c.hidden_size), bfloat16, "rows")
     yield Entry("norm.weight", (c.hidden_size,), bfloat16, "")
     yield from _hyper_connection(c, "hc_head", c.hc_mult, 1)

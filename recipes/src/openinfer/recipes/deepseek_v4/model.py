@@ -154,7 +154,7 @@ class Model:
             x=b.heads[:t],
             weight=out_a.weight,
             scales=out_a.scales,
-            groups=c.o_groups,
+            groups=c.local_groups,
             quantized=self.quantized,
         )
         self._project(pack, b.y[:t], groups, out_b)
@@ -231,8 +231,8 @@ class Model:
             token_ids=b.token_ids[:t],
             token_slots=b.token_slots[:t],
             scaling=c.routed_scaling_factor,
-            first_expert=0,
-            num_experts=c.num_experts,
+            first_expert=c.first_expert,
+            num_experts=c.local_experts,
         )
         gate_up_clamped(
             pack,
@@ -263,7 +263,7 @@ class Model:
         project(pack, out=out, x=x, weight=linear.weight, scales=linear.scales, groups=1, quantized=False)
 
     def head(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
-        """logits = of the streams in `last`."""
+        """local_logits = of the streams in `last`."""
         c, b = self.config, self.buffers
         hc_head(
             pack,
@@ -277,7 +277,7 @@ class Model:
         )
         norm_linear(
             pack,
-            out=b.logits[:r],
+            out=b.local_logits[:r],
             x=b.collapsed[:r],
             norm_weight=norm,
             weight=self.weights.lm_head,

@@ -133,7 +133,7 @@ class Weights:
             for n, ratio in enumerate(c.ratios)
         )
         head, norm = p.mixing("hc_head", c, c.hc_mult, 1), p.gain("norm", c.hidden_size)
-        lm_head = p.plain("head.weight", c.vocab_size, c.hidden_size)
+        lm_head = p.plain("head.weight", c.local_vocab, c.hidden_size)
         mtp = _mtp(p, c) if form.mtp else None
         return cls(
             embed, layers, head, norm, lm_head, mtp, tuple(p.loads), tuple(p.conversions), tuple(p.pads)
@@ -189,13 +189,13 @@ def _layer(p: Places, c: Config, at: str, index: int, place: int, ratio: int, ha
 
 
 def _attention(p: Places, c: Config, at: str, ratio: int) -> Attention:
-    width, groups = c.num_heads * c.head_dim, c.o_groups
+    width, groups = c.local_heads * c.head_dim, c.local_groups
     return Attention(
         into=p.linear((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
         q_norm=p.gain(at + "q_norm", c.q_lora_rank),
         kv_norm=p.gain(at + "kv_norm", c.head_dim),
         q=p.linear((at + "wq_b", width), columns=c.q_lora_rank),
-        sinks=p.plain(at + "attn_sink", c.num_heads, dtype=float32),
+        sinks=p.plain(at + "attn_sink", c.local_heads, dtype=float32),
         out_a=p.linear((at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
         out_b=p.linear((at + "wo_b", c.hidden_size), columns=groups * c.o_lora_rank),
         entries=_entries(p, c, at, ratio),
@@ -228,28 +228,30 @@ def _entries(p: Places, c: Config, at: str, ratio: int) -> Heavy | Sparse | None
 
 
 def _mixture(p: Places, c: Config, at: str, hashed: bool) -> Mixture:
-    count, inter, hidden, fp4 = c.num_experts, c.moe_intermediate_size, c.hidden_size, p.form.fp4_experts
+    count, inter, hidden, fp4 = c.local_experts, c.moe_intermediate_size, c.hidden_size, p.form.fp4_experts
     bias = table = None
     if hashed:
         table = p.arena.alloc((c.vocab_size, c.experts_per_token), int32, at + "gate.tid2eid")
-        p.conversions.append(Conversion((at + "gate.tid2eid",), table, _table_of(count)))
+        p.conversions.append(Conversion((at + "gate.tid2eid",), table, _table_of(c.num_experts)))
     else:
-        bias = p.plain(at + "gate.bias", count, dtype=float32)
+        bias = p.plain(at + "gate.bias", c.num_experts, dtype=float32)
     gate_up = p.packed((count,), [inter, inter], hidden, fp4=fp4, name=at + "experts")
     down = p.packed((count,), [hidden], inter, fp4=fp4, name=at + "experts")
     for expert in range(count):
-        module = f"{at}experts.{expert}."
+        module = f"{at}experts.{c.first_expert + expert}."
         p.fill(_expert(gate_up, expert), [module + "w1", module + "w3"], [inter, inter])
         p.fill(_expert(down, expert), [module + "w2"], [hidden])
     shared = at + "shared_experts."
     return Mixture(
-        router=p.stack((at + "gate", count), columns=hidden),
+        router=p.stack((at + "gate", c.num_experts), columns=hidden),
         bias=bias,
         table=table,
         gate_up=gate_up,
         down=down,
-        shared_gate_up=p.linear((shared + "w1", inter), (shared + "w3", inter), columns=hidden),
-        shared_down=p.linear((shared + "w2", hidden), columns=inter),
+        shared_gate_up=p.linear(
+            (shared + "w1", c.local_shared), (shared + "w3", c.local_shared), columns=hidden
+        ),
+        shared_down=p.linear((shared + "w2", hidden), columns=c.local_shared),
     )
 
 
