@@ -31,6 +31,7 @@ TYPED_SCRIPTS = (
     "check_wheels",
     "clients/run",
     "clients/speaker",
+    "deepseek_v4_parallel",
     "run_tests",
     "tiny_checkpoint",
 )
