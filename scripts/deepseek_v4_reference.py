@@ -1,0 +1,405 @@
+"""A DeepSeek-V4 checkpoint of published shape with seeded random weights, cut to its first five layers, and what
+references say of it.
+
+    python scripts/deepseek_v4_reference.py --shape flash --out DIR [--device cuda]
+
+Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
+the published format (packed FP8 and FP4 weights, a shard a layer, 17 GB for V4-Flash) and reference.npz, which
+openinfer.recipes.deepseek_v4.gate reads: token sequences, and at the last positions of each transformers' 64 most likely
+tokens with their log-probabilities in bf16 (s<n>.bf16), in float32 by deepseek_v4_forward.py (s<n>.fp32), and in float32
+with the published rounding of activations (s<n>.actq); and by how much experts and entries were chosen there
+(s<n>.route_margin, s<n>.index_margin). The five layers have every kind of attention and both kinds of routing. In bf16
+the model takes 65 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepseek_v4_forward import Forward, meant, power_of_two
+from safetensors.torch import save_file
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import eager_mask
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
+
+SHAPES: dict[str, dict[str, int]] = {
+    "flash": {},
+    "tiny": {
+        "vocab_size": 1024, "hidden_size": 256, "num_attention_heads": 4, "q_lora_rank": 128, "o_groups": 2,
+        "o_lora_rank": 64, "index_n_heads": 16, "index_topk": 32, "moe_intermediate_size": 128, "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+}  # fmt: skip
+LENGTHS = (1, 5, 64, 129, 300, 1000, 3000, 8192)
+"""Prompt lengths; FORCED more tokens follow each. The indexer leaves entries out from 2,048 tokens on."""
+FORCED, TOP, LOGIT_STD = 24, 64, 2.5
+QUERIES = 512
+"""Queries whose scores transformers' attention has at a time."""
+KEPT_FLOAT32 = re.compile(r"attn_hc|ffn_hc|hc_head|sinks|position_bias|e_score_correction_bias")
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """config.json of the published form."""
+    return {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "vocab_size": 129280,
+        "hidden_size": 4096,
+        "num_hidden_layers": 5,
+        "compress_ratios": [0, 0, 4, 128, 4],
+        "num_hash_layers": 3,
+        "num_nextn_predict_layers": 0,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1024,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "sliding_window": 128,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "max_position_embeddings": 1048576,
+        "tie_word_embeddings": False,
+        "expert_dtype": "fp4",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [128, 128],
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "dtype": "bfloat16",
+    } | SHAPES[shape]
+
+
+class Random:
+    """Seeded tensors by published name, in the published dtypes. `gain`: the outputs' size for inputs of size 1."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.generator, self.device = torch.Generator(device).manual_seed(seed), device
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def draw(self, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        return mean + torch.randn(*shape, generator=self.generator, device=self.device) * std
+
+    def float32(self, name: str, *shape: int, std: float, mean: float = 0.0) -> None:
+        self.weights[name] = self.draw(*shape, std=std, mean=mean)
+
+    def bf16(self, name: str, *shape: int, std: float, mean: float = 0.0) -> None:
+        self.weights[name] = self.draw(*shape, std=std, mean=mean).to(torch.bfloat16)
+
+    def linear(self, name: str, *shape: int, gain: float = 1.0) -> None:
+        self.bf16(name + ".weight", *shape, std=gain / math.sqrt(shape[-1]))
+
+    def norm(self, name: str, size: int, mean: float = 1.0) -> None:
+        self.bf16(name + ".weight", size, std=0.1, mean=mean)
+
+    def float8(self, name: str, n: int, k: int, gain: float = 1.0) -> None:
+        """e4m3 numbers and a power of two for each block of 128 x 128."""
+        weight = self.draw(n, k, std=gain / math.sqrt(k))
+        padded = torch.nn.functional.pad(weight, (0, -k % 128, 0, -n % 128))
+        blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scale = power_of_two(blocks.abs().amax((1, 3)) / 448)
+        values = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        self.weights[name + ".weight"] = values.flatten(2, 3).flatten(0, 1)[:n, :k].contiguous()
+        self.weights[name + ".scale"] = scale.to(torch.float8_e8m0fnu)
+
+    def fp4(self, name: str, n: int, k: int, gain: float = 1.0) -> None:
+        """Codes of all kinds alike, whose values have a mean square of 8.56, with scales around what makes `gain`."""
+        codes = torch.randint(
+            0, 256, (n, k // 2), generator=self.generator, device=self.device, dtype=torch.uint8
+        )
+        middle = 127 + math.log2(gain / math.sqrt(8.56 * k))
+        drawn = torch.rand(n, k // 32, generator=self.generator, device=self.device) * 2 - 1
+        scale = (middle + drawn).round().to(torch.uint8)
+        self.weights[name + ".weight"] = codes.view(torch.int8)
+        self.weights[name + ".scale"] = scale.view(torch.float8_e8m0fnu)
+
+
+def random_weights(c: Mapping[str, Any], device: str, seed: int) -> dict[str, torch.Tensor]:
+    """The whole inventory; the head is scaled for logits of standard deviation 2.5."""
+    r, h = Random(device, seed), c["hidden_size"]
+    r.bf16("embed.weight", c["vocab_size"], h, std=1.0)
+    for n, ratio in enumerate(c["compress_ratios"]):
+        # Later layers add less, as in trained models: with equal shares bf16's errors pile up over the layers.
+        layer(r, c, f"layers.{n}.", ratio, hashed=n < c["num_hash_layers"], share=1 / (1 + n / 2))
+    streams = c["hc_mult"]
+    r.float32("hc_head_fn", streams, streams * h, std=1 / math.sqrt(streams * h))
+    r.float32("hc_head_base", streams, std=0.5)
+    r.float32("hc_head_scale", 1, std=0.1, mean=1.0)
+    r.norm("norm", h)
+    r.linear("head", c["vocab_size"], h, gain=LOGIT_STD)
+    return r.weights
+
+
+def layer(r: Random, c: Mapping[str, Any], at: str, ratio: int, *, hashed: bool, share: float) -> None:
+    h, streams = c["hidden_size"], c["hc_mult"]
+    for part in ("attn", "ffn"):
+        numbers = streams * (streams + 2)
+        r.float32(f"{at}hc_{part}_fn", numbers, streams * h, std=1 / math.sqrt(streams * h))
+        r.float32(f"{at}hc_{part}_base", numbers, std=0.5)
+        r.float32(f"{at}hc_{part}_scale", 3, std=0.1, mean=1.0)
+        r.norm(f"{at}{part}_norm", h)
+    attention(r, c, at + "attn.", ratio, share)
+    at += "ffn."
+    experts, inter = c["n_routed_experts"], c["moe_intermediate_size"]
+    # Decided routers: an expert that bf16 lets in for another has a small weight, so that runs can be compared.
+    r.linear(at + "gate", experts, h, gain=6.0)
+    if hashed:
+        drawn = torch.rand(c["vocab_size"], experts, generator=r.generator, device=r.device)
+        r.weights[at + "gate.tid2eid"] = drawn.topk(c["num_experts_per_tok"], -1).indices
+    else:
+        r.float32(at + "gate.bias", experts, std=0.3)
+    kinds = [(r.fp4, f"{at}experts.{e}.") for e in range(experts)] + [(r.float8, at + "shared_experts.")]
+    for make, name in kinds:
+        make(name + "w1", inter, h)
+        make(name + "w2", h, inter, gain=1.5 * share)
+        make(name + "w3", inter, h)
+
+
+def attention(r: Random, c: Mapping[str, Any], at: str, ratio: int, share: float) -> None:
+    h, heads, dim, low = c["hidden_size"], c["num_attention_heads"], c["head_dim"], c["q_lora_rank"]
+    groups, rank = c["o_groups"], c["o_lora_rank"]
+    r.float32(at + "attn_sink", heads, std=1.0)
+    r.float8(at + "wq_a", low, h)
+    r.norm(at + "q_norm", low)
+    r.float8(at + "wq_b", heads * dim, low)
+    r.float8(at + "wkv", dim, h)
+    r.norm(at + "kv_norm", dim)
+    r.float8(at + "wo_a", groups * rank, heads * dim // groups, gain=1.5)
+    r.float8(at + "wo_b", h, groups * rank, gain=1.5 * share)
+    compressors = [(at + "compressor.", dim)] if ratio else []
+    if ratio == 4:
+        index_heads, index_dim = c["index_n_heads"], c["index_head_dim"]
+        r.float8(at + "indexer.wq_b", index_heads * index_dim, low)
+        r.linear(at + "indexer.weights_proj", index_heads, h)
+        compressors.append((at + "indexer.compressor.", index_dim))
+    for name, size in compressors:
+        columns = 2 * size if ratio == 4 else size
+        r.float32(name + "ape", ratio, columns, std=0.7)
+        r.linear(name + "wkv", columns, h)
+        r.linear(name + "wgate", columns, h, gain=1.5)
+        r.norm(name + "norm", size)
+
+
+def save(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], out: Path) -> None:
+    """A shard a layer, one of the rest, and an index, as published checkpoints have."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
+    shards: dict[str, list[str]] = {}
+    for name in weights:
+        shards.setdefault(".".join(name.split(".")[:2]) if name.startswith("layers.") else "", []).append(
+            name
+        )
+    where = {}
+    for k, names in enumerate(shards.values()):
+        file = f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file({n: weights[n].cpu().contiguous() for n in names}, out / file)
+        where |= dict.fromkeys(names, file)
+    total = sum(w.numel() * w.element_size() for w in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# transformers
+
+RENAMED = (
+    (r"^embed\.", "model.embed_tokens."), (r"^head\.", "lm_head."), (r"^norm\.", "model.norm."),
+    (r"^hc_head_", "model.hc_head.hc_"), (r"^layers\.", "model.layers."), (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.attn_sink$", ".sinks"), (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.indexer\.weights_proj\.", ".compressor.indexer.scorer.weights_proj."),
+    (r"\.attn\.indexer\.wq_b\.", ".attn.compressor.indexer.q_b_proj."), (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."), (r"(compressor|indexer)\.norm\.", r"\1.kv_norm."), (r"\.ape$", ".position_bias"),
+    (r"\.wgate\.", ".gate_proj."), (r"\.wkv\.", ".kv_proj."), (r"\.w(q|o)_(a|b)\.", r".\1_\2_proj."),
+    (r"\.q_norm\.", ".q_a_norm."), (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"(shared_experts)\.w1\.", r"\1.gate_proj."), (r"(shared_experts)\.w2\.", r"\1.down_proj."),
+    (r"(shared_experts)\.w3\.", r"\1.up_proj."),
+)  # fmt: skip
+
+
+def renamed(name: str) -> str:
+    """A published name as transformers has it; experts' excepted, which it stacks."""
+    for pattern, to in RENAMED:
+        name = re.sub(pattern, to, name)
+    return name
+
+
+def attention_in_parts(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention, some queries after the others: the scores of all at once do not fit."""
+    parts = []
+    for start in range(0, query.shape[2], QUERIES):
+        part = slice(start, start + QUERIES)
+        seen = mask[:, :, part] if mask is not None else None
+        parts.append(eager_attention_forward(module, query[:, :, part], key, value, seen, **rest)[0])
+    return torch.cat(parts, 1), None
+
+
+def transformers_model(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], device: str, dtype: torch.dtype
+) -> Any:
+    """The model of these weights, expanded to `dtype`, but what transformers keeps in float32."""
+    AttentionInterface.register("in_parts", attention_in_parts)
+    AttentionMaskInterface.register("in_parts", eager_mask)
+    known = {
+        k: v for k, v in config.items() if k not in ("architectures", "quantization_config", "expert_dtype")
+    }
+    with torch.device(device):
+        read = AutoConfig.for_model(**known)
+        model = AutoModelForCausalLM.from_config(read, dtype=dtype, attn_implementation="in_parts").eval()
+    for name, module in model.named_modules():
+        for own in (module._parameters, module._buffers):
+            for leaf, tensor in own.items():
+                if tensor is not None and KEPT_FLOAT32.search(f"{name}.{leaf}"):
+                    tensor.data = tensor.data.float()
+    missing = dict(model.state_dict())
+    with torch.no_grad():
+        for name in weights:
+            if name.endswith(".scale"):
+                continue
+            found = re.fullmatch(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.w([123])\.weight", name)
+            if found is None:
+                target = missing.pop(renamed(name))
+            else:
+                stacked = model.model.layers[int(found[1])].mlp.experts
+                target = stacked.down_proj if found[3] == "2" else stacked.gate_up_proj
+                target = target[int(found[2])]
+                if found[3] != "2":
+                    target = target.chunk(2)[found[3] == "3"]
+            target.copy_(meant(weights, name, device, target.dtype))
+    left = [name for name in missing if ".experts." not in name]
+    if left:
+        raise ValueError(f"transformers has tensors that the checkpoint has not: {left}")
+    return model
+
+
+def run_transformers(model: Any, sequences: list[list[int]], device: str) -> list[torch.Tensor]:
+    """Log-probabilities [FORCED, V] of the last FORCED positions of each sequence, on the host, float32."""
+    found = []
+    with torch.no_grad():
+        for tokens in sequences:
+            ids = torch.tensor([tokens], device=device)
+            logits = model(ids, use_cache=False, logits_to_keep=FORCED).logits[0].float()
+            found.append(torch.log_softmax(logits, -1).cpu())
+    return found
+
+
+def reference(
+    config: Mapping[str, Any],
+    weights: dict[str, torch.Tensor],
+    sequences: list[list[int]],
+    device: str,
+    note: Callable[[str], None],
+) -> dict[str, np.ndarray]:
+    """The arrays of reference.npz for these weights."""
+    runs, margins = {}, []
+    for name, quantized in (("fp32", False), ("actq", True)):
+        forward = Forward(config, weights, device, quantized)
+        with torch.no_grad():
+            logits = forward.logits(sequences, FORCED)
+        runs[name] = [torch.log_softmax(part, -1) for part in logits]
+        note(f"{name} run")
+        if not quantized:
+            print(f"logits have a standard deviation of {float(torch.cat(logits).std(-1).mean()):.2f}")
+            margins = list(last_margins(forward, sequences))
+    model = transformers_model(config, weights, device, torch.bfloat16)
+    note("transformers has its weights")
+    runs["bf16"] = run_transformers(model, sequences, device)
+    arrays: dict[str, np.ndarray] = {"count": np.array(len(sequences)), "mixture": np.array(True)}
+    for n, tokens in enumerate(sequences):
+        values, ids = runs["bf16"][n].topk(TOP, -1)
+        arrays |= {f"s{n}.tokens": np.array(tokens, np.int32), f"s{n}.top_ids": ids.numpy().astype(np.int32)}
+        arrays |= {
+            f"s{n}.bf16": values.numpy(),
+            f"s{n}.route_margin": margins[n][0],
+            f"s{n}.index_margin": margins[n][1],
+        }
+        arrays |= {f"s{n}.{name}": runs[name][n].gather(-1, ids).numpy() for name in ("fp32", "actq")}
+    return arrays
+
+
+def last_margins(forward: Forward, sequences: list[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    end = 0
+    for tokens in sequences:
+        end += len(tokens)
+        part = slice(end - FORCED, end)
+        yield forward.route_margins[part].cpu().numpy(), forward.index_margins[part].cpu().numpy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="flash")
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="leave out longer prompts")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    start = time.perf_counter()
+
+    def note(what: str) -> None:
+        print(f"{time.perf_counter() - start:6.1f} s  {what}", flush=True)
+
+    config = config_of(args.shape)
+    weights = random_weights(config, args.device, args.seed)
+    note("weights drawn")
+    save(weights, config, args.out)
+    note("checkpoint written")
+    rng = np.random.default_rng(args.seed)
+    sequences = [
+        rng.integers(2, config["vocab_size"] * 63 // 64, n + FORCED).tolist()
+        for n in LENGTHS
+        if n <= args.longest
+    ]
+    np.savez(args.out / "reference.npz", **reference(config, weights, sequences, args.device, note))
+    note("reference.npz written")
+
+
+if __name__ == "__main__":
+    main()
