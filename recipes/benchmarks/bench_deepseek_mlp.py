@@ -250,12 +250,11 @@ def measure(
 
 
 TILES = [
-    (64, 16, 4, 4), (64, 16, 4, 5), (64, 16, 4, 7), (128, 16, 4, 4), (128, 16, 4, 5), (128, 16, 8, 4), (128, 16, 8, 5),
-    (64, 32, 4, 4), (128, 32, 8, 4),
+    (64, 16, 4, 5, 1), (64, 16, 4, 3, 2), (64, 16, 4, 4, 2), (64, 16, 4, 3, 4), (128, 16, 4, 4, 1), (128, 16, 4, 3, 2),
+    (128, 16, 8, 3, 2),
 ]  # fmt: skip
 WIDE_TILES = [
-    (128, 64, 8, 3), (128, 128, 8, 3), (128, 128, 8, 4), (256, 128, 16, 3), (256, 128, 16, 4), (256, 128, 8, 3),
-    (256, 64, 16, 4), (128, 128, 4, 3),
+    (128, 128, 4, 3, 1), (128, 128, 8, 3, 1), (256, 128, 8, 3, 1), (256, 128, 16, 3, 1), (256, 128, 16, 4, 1),
 ]  # fmt: skip
 
 
@@ -266,9 +265,7 @@ def tiles(meter: DeviceMeter, tokens: int) -> Iterator[Any]:
     for tile in TILES if tokens <= 512 else WIDE_TILES:
         found = mixture.Tile(*tile)
         try:
-            made = [
-                list(mixture.launches(meter.target, mixture.Call(**a), (found, found))) for a in case.args
-            ]
+            made = [list(mixture.launches(meter.target, mixture.Call(**a), found)) for a in case.args]
             yield from measure(meter, f"experts fp4 {tokens}", f"{found}", made, cost, parts=False)
         except (KernelsError, RuntimeError) as e:
             print(f"experts fp4 {tokens} {found} FAILED {type(e).__name__}: {str(e)[:300]}", flush=True)

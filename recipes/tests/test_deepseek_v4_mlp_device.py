@@ -329,10 +329,10 @@ def test_route(
     if tokens > 1:
         assert (got["expert_ids"][1] == -1).all()
         assert not got["expert_weights"][1].any()
-    half = args | {"first_expert": experts // 2, "num_experts": experts // 4}
+    half = args | {"first_expert": experts // 2, "num_experts": experts // 4}  # another rank's beside
     got, want = run_both(route, half)
     np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
-    assert tokens == 1 or (want["expert_ids"] >= 0).any()
+    assert (want["expert_ids"] == -1).any()
     np.testing.assert_allclose(got["expert_weights"], want["expert_weights"], rtol=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ _DEVICE = "openinfer.recipes.deepseek_v4.device.experts"
 BF16, FLOAT8, FP4 = 0, 1, 2
 """Kinds of weights, as device/experts.py numbers them."""
 
-SORT_BLOCK = 2048
+SORT_BLOCK = 4096
 """Pairs that a sorting program looks at, at a time."""
 COPY_BLOCK = 2048
 """Numbers of x that a program puts in another order."""
@@ -23,12 +24,13 @@ COPY_BLOCK = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of the weights and places at a time."""
+    """Rows of the weights and places at a time, `unroll` times 128 columns."""
 
     rows: int
     bm: int
     warps: int
     stages: int
+    unroll: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +65,21 @@ def tile(target: Target, pairs: int, experts: int, kind: int) -> Tile:
     if target.arch < 90 or target.batch_invariant:
         return Tile(64, 16, 4, 2)
     if mean <= 24:
-        return Tile(64, max(16, power_of_two(mean)), 4, 5)
+        return Tile(64, max(16, power_of_two(mean)), 4, 3, 2)
     if mean <= 48:
         return Tile(128, 64, 8, 4)
     return Tile(128 if kind == FLOAT8 else 256, 128, 8 if kind == FLOAT8 else 16, 3)
 
 
-def launches(target: Target, call: Call, tiles: tuple[Tile, Tile]) -> Iterator[Command]:
+def launches(target: Target, call: Call, tile: Tile) -> Iterator[Command]:
     """Sort the pairs by expert, multiply twice with the gate between, and add up each token's results."""
     (tokens, width), chosen = call.x.shape, call.expert_ids.shape[1]
     experts, inter, pairs = call.down.shape[0], call.gate_up.shape[1] // 2, tokens * chosen
     kind = kind_of(call.down)
+    few = pairs < pairs // tile.bm + experts
+    tiles = pairs if few else pairs // tile.bm + experts
     order, starts = Scratch((pairs,), int32), Scratch((experts + 1,), int32)
+    of_tiles = Scratch((tiles, 3), int32)
     arranged = Scratch((tokens, width), bfloat16) if kind != BF16 else call.x
     both, hidden = Scratch((pairs, 2 * inter), bfloat16), Scratch((pairs, inter), bfloat16)
     results = Scratch((pairs, width), bfloat16)
@@ -87,16 +92,19 @@ def launches(target: Target, call: Call, tiles: tuple[Tile, Tile]) -> Iterator[C
         {
             "order": order,
             "starts": starts,
+            "tiles": of_tiles,
             "arranged": arranged,
             "expert_ids": call.expert_ids,
             "x": call.x,
             "pairs": pairs,
             "numbers": Aligned(tokens * width),
+            "number_of_tiles": tiles,
         },
-        {"EXPERTS": experts, "BLOCK": block, "COPY": COPY_BLOCK, "KIND": kind},
+        {"EXPERTS": experts, "BLOCK": block, "COPY": COPY_BLOCK, "BM": tile.bm, "FEW": few, "KIND": kind},
+        num_warps=4 if block < 2048 else 8,
     )
     yield _product(
-        target, tiles[0], both, arranged, call.gate_up, call.gate_up_scales, order, starts, chosen, first=True
+        target, tile, both, arranged, call.gate_up, call.gate_up_scales, order, of_tiles, chosen, first=True
     )
     blocks = min(8, power_of_two(inter // 128))
     yield launch(
@@ -115,7 +123,7 @@ def launches(target: Target, call: Call, tiles: tuple[Tile, Tile]) -> Iterator[C
         {"EXPERTS": experts, "BLOCKS": blocks, "KIND": kind, "QUANTIZED": call.quantized},
     )
     yield _product(
-        target, tiles[1], results, hidden, call.down, call.down_scales, order, starts, chosen, first=False
+        target, tile, results, hidden, call.down, call.down_scales, order, of_tiles, chosen, first=False
     )
     block = min(1024, power_of_two(width))
     yield launch(
@@ -141,29 +149,29 @@ def _product(
     weight: Tensor,
     scales: Tensor | None,
     order: Scratch,
-    starts: Scratch,
+    tiles: Scratch,
     chosen: int,
     *,
     first: bool,
 ) -> Launch:
     """One of the two products; the first is that from the tokens."""
-    kind, (experts, n), k, pairs = kind_of(weight), weight.shape[:2], x.shape[1], order.shape[0]
+    kind, n, k = kind_of(weight), weight.shape[1], x.shape[1]
     rows = min(tile.rows, n & -n)
-    few = pairs < pairs // tile.bm + experts
+    warps = min(tile.warps, rows // 16)
     words = weight if kind == BF16 else weight.view_as(int32)
     if scales is None:
         scales = weight
     return launch(
         _DEVICE,
         "experts_product",
-        (n // rows, pairs if few else pairs // tile.bm + experts),
+        (n // rows, tiles.shape[0]),
         {
             "out": out,
             "x": x,
             "weight": words,
             "scales": scales.view_as(int32) if kind == FP4 else scales,
             "order": order,
-            "starts": starts,
+            "tiles": tiles,
             "N": Aligned(n),
             "K": Aligned(k),
             "K_WORDS": Aligned(words.shape[2]),
@@ -171,17 +179,15 @@ def _product(
         },
         {
             "CHOSEN": chosen,
-            "EXPERTS": experts,
-            "E_BLOCK": power_of_two(experts),
             "ROWS": rows,
             "BM": tile.bm,
             "BK": depth(k, 64 if tile.bm > 64 else 128),
-            "WARPS": min(tile.warps, rows // 16),
+            "WARPS": warps,
             "KIND": kind,
             "PAIRS": target.arch >= 90 and not target.interpreted,
             "FIRST": first,
-            "FEW": few,
+            "UNROLL": math.gcd(k // 128, tile.unroll),
         },
-        num_warps=min(tile.warps, rows // 16),
+        num_warps=warps,
         num_stages=tile.stages,
     )

@@ -2,9 +2,9 @@
 
 A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
 has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. How many pairs an expert has is data:
-it gets the tiles from starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at
-once. Where pairs are fewer than that makes tiles, there is a tile a place (FEW), and those inside another's BM places
-end at once.
+it gets the tiles from starts[e] // BM + e on, which may be one more than they fill. Where pairs are fewer than that
+makes tiles, there is a tile a place (FEW), and those inside another's BM places are empty. tiles int32 [number, 3]
+says of each its expert, first place and the place after the expert's last; an empty tile's first place is -1.
 """
 
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ from openinfer.recipes.deepseek_v4.device.formats import (
     float8_operand,
     fp4_operand,
     operand_row,
-    packed_column,
+    packed_order,
     q8,
 )
 
@@ -26,58 +26,55 @@ FP4 = tl.constexpr(2)
 
 @triton.jit
 def sort_pairs(
-    order, starts, arranged, expert_ids, x, pairs, numbers, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-    COPY: tl.constexpr, KIND: tl.constexpr,
+    order, starts, tiles, arranged, expert_ids, x, pairs, numbers, number_of_tiles, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, COPY: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Program e < EXPERTS: the pairs of expert e, in their order, after those of the experts before it; program EXPERTS
-    writes only the end. Pairs of no expert (id -1) are in nobody's range. The programs after these write x, COPY of
-    its `numbers` each, to `arranged`, with the columns of each 128 in the order of packed_column."""
+    """Program e < EXPERTS: the pairs of expert e, in their order, after those of the experts before it, and its tiles;
+    program EXPERTS: the end, and the tiles of nobody. Pairs of no expert (id -1) are in nobody's range. The programs
+    after these write x, COPY of its `numbers` each, to `arranged`, with the columns of each 128 in the order of
+    packed_column."""
     expert = tl.program_id(0)
     if expert > EXPERTS:
-        number = (expert - EXPERTS - 1).to(tl.int64) * COPY + tl.arange(0, COPY)
-        inside = number < numbers
-        column = packed_column((number % 128).to(tl.int32), KIND == FP4)
-        tl.store(arranged + number, tl.load(x + number // 128 * 128 + column, mask=inside), mask=inside)
+        row = tl.arange(0, COPY // 128)[:, None]
+        number = (expert - EXPERTS - 1).to(tl.int64) * COPY + row * 128 + tl.arange(0, 128)[None, :]
+        value = tl.load(x + number, mask=number < numbers, other=0.0)
+        tl.store(arranged + number, packed_order(value, KIND == FP4), mask=number < numbers)
     else:
         before = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, pairs, BLOCK):
             pair = start + tl.arange(0, BLOCK)
             given = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
             before += ((given >= 0) & (given < expert)).to(tl.int32)
-        place = tl.sum(before, 0)
-        tl.store(starts + expert, place)
+        first = tl.sum(before, 0)
+        end = first
+        tl.store(starts + expert, first)
         if expert < EXPERTS:
             for start in range(0, pairs, BLOCK):
                 pair = start + tl.arange(0, BLOCK)
                 mine = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
                 rank = tl.cumsum(mine, 0)
-                tl.store(order + place + rank - 1, pair, mask=mine != 0)
-                place += tl.sum(mine, 0)
-
-
-@triton.jit
-def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
-    """A tile's expert, its first place, and the place after the expert's last, which is not after the first if there is
-    nothing to do."""
-    expert = tl.arange(0, E_BLOCK)
-    start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
-    if FEW:
-        owner = tl.sum((start <= tile).to(tl.int32), 0) - 1
-        first = tl.load(starts + owner)
-        begin = tl.where((tile - first) % BM == 0, tile, 1 << 30)
-    else:
-        owner = tl.sum((start // BM + expert <= tile).to(tl.int32), 0) - 1
-        first = tl.load(starts + owner)
-        begin = first + (tile - first // BM - owner) * BM
-    return owner, begin, tl.load(starts + owner + 1)
+                tl.store(order + end + rank - 1, pair, mask=mine != 0)
+                end += tl.sum(mine, 0)
+        if FEW:
+            begin, stop, step = first, end, 1
+        else:
+            begin, stop, step = first // BM + expert, end // BM + expert + 1, BM
+        if expert == EXPERTS:
+            stop = number_of_tiles
+        for start in range(begin, stop, 128):
+            tile = start + tl.arange(0, 128)
+            place = first + (tile - begin) * step
+            used = (place < end) & ((place - first) % BM == 0)
+            tl.store(tiles + tile * 3, expert + tl.zeros_like(tile), mask=tile < stop)
+            tl.store(tiles + tile * 3 + 1, tl.where(used, place, -1), mask=tile < stop)
+            tl.store(tiles + tile * 3 + 2, end + tl.zeros_like(tile), mask=tile < stop)
 
 
 @triton.jit
 def experts_product(
-    out, x, weight, scales, order, starts, N, K, K_WORDS, K_BLOCKS,
-    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, WARPS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
-    FEW: tl.constexpr,
+    out, x, weight, scales, order, tiles, N, K, K_WORDS, K_BLOCKS,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts, ROWS rows of the weights and BM places at a time.
 
@@ -87,9 +84,11 @@ def experts_product(
     - FLOAT8 int32 [EXPERTS, N, K_WORDS], scales uint8 [EXPERTS, N / 128, K_BLOCKS]; K_WORDS = K / 4, ROWS divides 128;
     - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
     Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
+    UNROLL divides K_BLOCKS: so many times 128 columns are read at a time.
     """
-    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
-    if begin >= end:
+    tile = tiles + tl.program_id(1) * 3
+    expert, begin, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if begin < 0:
         return
     on = tl.program_id(0) * ROWS
     place = begin + tl.arange(0, BM)
@@ -112,24 +111,25 @@ def experts_product(
         word = tl.arange(0, 16)
         row = expert.to(tl.int64) * N + on + operand_row(tl.arange(0, ROWS), WARPS)
         of_words = weight + row[:, None] * K_WORDS + word[None, :]
-        of_x += tl.arange(0, 64)[:, None]
         if KIND == FP4:
+            of_x += tl.arange(0, 128)[:, None]
             of_scales = scales + row * K_BLOCKS
             byte = (word // 4 * 8)[None, :]
-            for k in range(K_BLOCKS):
-                words = tl.load(of_words + k * 16)
-                exponents = (tl.load(of_scales + k)[:, None] >> byte) & 255
-                value = tl.load(of_x + k * 128, mask=used, other=0.0)
-                acc = tl.dot(fp4_operand(words, exponents, 0, PAIRS, WARPS), value, acc)
-                value = tl.load(of_x + k * 128 + 64, mask=used, other=0.0)
-                acc = tl.dot(fp4_operand(words, exponents, 1, PAIRS, WARPS), value, acc)
+            for start in range(0, K_BLOCKS, UNROLL):
+                for k in tl.static_range(UNROLL):
+                    words = tl.load(of_words + (start + k) * 16)
+                    exponents = (tl.load(of_scales + (start + k))[:, None] >> byte) & 255
+                    value = tl.load(of_x + (start + k) * 128, mask=used, other=0.0)
+                    acc = tl.dot(fp4_operand(words, exponents, PAIRS, WARPS), value, acc)
         else:
+            of_x += tl.arange(0, 64)[:, None]
             of_blocks = scales + (expert * (N // 128) + on // 128) * K_BLOCKS
-            for k in range(2 * K_BLOCKS):
-                words = tl.load(of_words + k * 16)
-                exponents = tl.load(of_blocks + k // 2).to(tl.int32) + tl.zeros_like(words)
-                value = tl.load(of_x + k * 64, mask=used, other=0.0)
-                acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
+            for start in range(0, 2 * K_BLOCKS, 2 * UNROLL):
+                for k in tl.static_range(2 * UNROLL):
+                    words = tl.load(of_words + (start + k) * 16)
+                    exponents = tl.load(of_blocks + (start + k) // 2).to(tl.int32) + tl.zeros_like(words)
+                    value = tl.load(of_x + (start + k) * 64, mask=used, other=0.0)
+                    acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
     target = place
     if not FIRST:
         target = pair
@@ -149,11 +149,8 @@ def activate(
     if place >= tl.load(starts + EXPERTS):
         return
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    to = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    column = to
-    if KIND != BF16:
-        column = block[:, None] * 128 + packed_column(tl.arange(0, 128), KIND == FP4)[None, :]
-    inside = to < width
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
     row = place.to(tl.int64) * width
     gate = tl.load(both + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + 2 * row + width + column, mask=inside, other=0.0).to(tl.float32)
@@ -162,7 +159,9 @@ def activate(
     value = value.to(dtype)
     if QUANTIZED:
         value = q8(value.to(tl.float32)).to(dtype)
-    tl.store(hidden + row + to, value, mask=inside)
+    if KIND != BF16:
+        value = packed_order(value, KIND == FP4)
+    tl.store(hidden + row + column, value, mask=inside)
 
 
 @triton.jit

@@ -62,6 +62,17 @@ def packed_column(place, FP4: tl.constexpr):
 
 
 @triton.jit
+def packed_order(value, FP4: tl.constexpr):
+    """value [B, 128] with its columns in the order of packed_column."""
+    count: tl.constexpr = value.shape[0]
+    if FP4:
+        value = tl.permute(tl.reshape(value, [count, 4, 4, 2, 2, 2]), [0, 4, 2, 5, 1, 3])
+    else:
+        value = tl.permute(tl.reshape(value, [count, 2, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
+    return tl.reshape(value, [count, 128])
+
+
+@triton.jit
 def _operand(a, b, c, d, WARPS: tl.constexpr):
     """The four numbers of each word, [l = 0, h = 0], [0, 1], [1, 0], [1, 1], as a left operand."""
     rows: tl.constexpr = a.shape[0]
@@ -89,12 +100,8 @@ def _float8(words, scale, byte: tl.constexpr):
 
 
 @triton.jit
-def fp4_operand(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr):
-    """Half of 128 columns of FP4 as a left operand [ROWS, 64]: places HALF * 64 and up of packed_column.
-
-    words int32 [ROWS, 16], of rows in the order of operand_row; exponents int32 of the same shape: E8M0 bytes up to
-    128. PAIRS: by assembly on pairs of bf16, for sm_90 and up.
-    """
+def _half(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """Places HALF * 64 and up of fp4_operand."""
     if PAIRS:
         a, b, c, d = tl.inline_asm_elementwise(
             NIBBLES, "=h,=h,=h,=h,r,r,n", [words, (exponents + 126) * 0x800080, HALF * 8],
@@ -105,6 +112,17 @@ def fp4_operand(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS
         a, b = _fp4(words, scale, 2 * HALF), _fp4(words, scale, 2 * HALF + 1)
         c, d = _fp4(words, scale, 2 * HALF + 4), _fp4(words, scale, 2 * HALF + 5)
     return _operand(a, b, c, d, WARPS)
+
+
+@triton.jit
+def fp4_operand(words, exponents, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """128 columns of FP4 as a left operand [ROWS, 128], in the order of packed_column.
+
+    words int32 [ROWS, 16], of rows in the order of operand_row; exponents int32 of the same shape: E8M0 bytes up to
+    128. PAIRS: by assembly on pairs of bf16, for sm_90 and up.
+    """
+    both = tl.join(_half(words, exponents, 0, PAIRS, WARPS), _half(words, exponents, 1, PAIRS, WARPS))
+    return tl.reshape(tl.permute(both, [0, 2, 1]), [words.shape[0], 128])
 
 
 @triton.jit

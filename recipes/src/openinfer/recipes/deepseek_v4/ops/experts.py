@@ -109,7 +109,7 @@ def _launches(
     )
     call = mixture.Call(x=x, gate_up=gate_up, expert_ids=expert_ids, quantized=quantized, **rest)
     found = mixture.tile(target, pairs, gate_up.shape[0], kind)
-    yield from mixture.launches(target, call, (found, found))
+    yield from mixture.launches(target, call, found)
 
 
 def _cost(
