@@ -99,8 +99,8 @@ def rotated(x: Tensor, positions: Tensor, freq: Tensor, sign: int = 1) -> Tensor
 
 class Forward:
     """The model of a config and its tensors. `quantized`: with the published rounding of activations. After `logits`,
-    route_margins and index_margins [tokens] say by how much the last chosen expert and entry were ahead of the first that
-    was not, in the layer where that is least."""
+    route_margins and index_margins [tokens] say by how much the last chosen expert and entry were ahead of the first
+    that was not, in the layer where that is least."""
 
     def __init__(
         self, c: Mapping[str, Any], weights: Mapping[str, Tensor], device: str, quantized: bool
@@ -200,7 +200,8 @@ class Forward:
         return self.product(self.rounded(u), at + "wo_b")
 
     def attend(
-        self, q: Tensor, kv: Tensor, entries: Tensor, chosen: Tensor | None, positions: Tensor, ratio: int, sinks: Tensor
+        self, q: Tensor, kv: Tensor, entries: Tensor, chosen: Tensor | None, positions: Tensor, ratio: int,
+        sinks: Tensor,
     ) -> Tensor:  # fmt: skip
         """o [queries, heads, dim] of some queries over the window, the entries and the sink."""
         low = max(0, int(positions[0]) - self.c["sliding_window"] + 1)

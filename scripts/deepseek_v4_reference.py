@@ -4,12 +4,15 @@ references say of it.
     python scripts/deepseek_v4_reference.py --shape flash --out DIR [--device cuda]
 
 Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
-the published format (packed FP8 and FP4 weights, a shard a layer, 17 GB for V4-Flash) and reference.npz, which
-openinfer.recipes.deepseek_v4.gate reads: token sequences, and at the last positions of each transformers' 64 most likely
-tokens with their log-probabilities in bf16 (s<n>.bf16), in float32 by deepseek_v4_forward.py (s<n>.fp32), and in float32
-with the published rounding of activations (s<n>.actq); and by how much experts and entries were chosen there
-(s<n>.route_margin, s<n>.index_margin). The five layers have every kind of attention and both kinds of routing. In bf16
-the model takes 65 GB.
+the published format (packed FP8 and FP4 weights, a shard a layer, 19 GB for V4-Flash) and reference.npz, which
+openinfer.recipes.deepseek_v4.gate reads: token sequences, and at the last positions of each
+
+    s<n>.top_ids, s<n>.bf16             transformers' 64 most likely tokens in bf16, and their log-probabilities
+    s<n>.fp32, s<n>.actq                these in float32 (deepseek_v4_forward.py), without and with the published
+                                        rounding of activations
+    s<n>.route_margin, .index_margin    by how much experts and entries were chosen in float32, where it was least
+
+The five layers have every kind of attention and both kinds of routing. In bf16 the model takes 65 GB.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from transformers.masking_utils import eager_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
 
+from openinfer.recipes.deepseek_v4.published import config_json
+
 SHAPES: dict[str, dict[str, int]] = {
     "flash": {},
     "tiny": {
@@ -48,65 +53,9 @@ KEPT_FLOAT32 = re.compile(r"attn_hc|ffn_hc|hc_head|sinks|position_bias|e_score_c
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """config.json of the published form."""
-    return {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "vocab_size": 129280,
-        "hidden_size": 4096,
-        "num_hidden_layers": 5,
-        "compress_ratios": [0, 0, 4, 128, 4],
-        "num_hash_layers": 3,
-        "num_nextn_predict_layers": 0,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 1024,
-        "o_groups": 8,
-        "o_lora_rank": 1024,
-        "index_n_heads": 64,
-        "index_head_dim": 128,
-        "index_topk": 512,
-        "sliding_window": 128,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 6,
-        "n_shared_experts": 1,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "swiglu_limit": 10.0,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "compress_rope_theta": 160000,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 16,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "original_max_position_embeddings": 65536,
-        },
-        "max_position_embeddings": 1048576,
-        "tie_word_embeddings": False,
-        "expert_dtype": "fp4",
-        "quantization_config": {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "scale_fmt": "ue8m0",
-            "weight_block_size": [128, 128],
-        },
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "dtype": "bfloat16",
-    } | SHAPES[shape]
+    """config.json of V4-Flash's first five layers, or of smaller ones."""
+    raw = config_json("Flash", layers=5) | {"architectures": ["DeepseekV4ForCausalLM"], "dtype": "bfloat16"}
+    return raw | SHAPES[shape]
 
 
 class Random:
@@ -347,6 +296,9 @@ def reference(
         if not quantized:
             print(f"logits have a standard deviation of {float(torch.cat(logits).std(-1).mean()):.2f}")
             margins = list(last_margins(forward, sequences))
+        del forward
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
     model = transformers_model(config, weights, device, torch.bfloat16)
     note("transformers has its weights")
     runs["bf16"] = run_transformers(model, sequences, device)
