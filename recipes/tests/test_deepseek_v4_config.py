@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openinfer.kernels import ContractError, Target
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.cache import Cache, groups
 from openinfer.recipes.deepseek_v4.config import Config, UnsupportedModel
 from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
 from openinfer.recipes.deepseek_v4.places import Format, check_scales
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
+from openinfer.recipes.deepseek_v4.sizes import Options, Room, SetupError, decide_sizes, room_for
+from openinfer.recipes.deepseek_v4.startup import specs_of
 from openinfer.recipes.deepseek_v4.weights import Weights, validate
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, bfloat16, dtypes, float32, uint8
 
@@ -68,6 +71,35 @@ def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
     assert arena.used == pytest.approx(sum(entry.nbytes for entry in entries), rel=1e-3)
     plain = Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
     assert set(plain.names()) == {entry.name for entry in entries if not entry.name.startswith("mtp.")}
+
+
+def test_a_model_cut_short_has_a_plan_for_a_million_tokens_on_a_gpu() -> None:
+    config = Config.parse(config_json("Flash", layers=5), None)
+    flags = {"max_num_seqs": 8, "max_model_len": 1_048_576}
+    specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"), **flags)
+    functions = {spec.function for spec in specs}
+    assert {"compress", "sparse_attend", "index_scores", "experts_product", "hc_post", "route"} <= functions
+    with pytest.raises(ContractError, match="sm_80"):
+        specs_of(config, Target(80, 108, cublas=True), **flags)
+
+
+def test_memory_is_shared_between_the_groups() -> None:
+    config = Config.parse(config_json("Flash", layers=5), None)
+    window, entry = config.window_page_bytes(2), config.entry_page_bytes(2)
+    cuda = Device("cuda")
+
+    def room(nbytes: int, **flags: Any) -> Room:
+        options = Options(kv_cache_memory_bytes=nbytes, max_num_seqs=8, **flags)
+        return room_for(config, decide_sizes(config, options, cuda), options, cuda, 0)
+
+    plain = room(4 << 30)
+    assert plain.window == (4 << 30) // 2 // window
+    assert plain.window * window + plain.entries * entry <= 4 << 30
+    long = room(4 << 30, max_model_len=400_000)  # a prompt is admitted when its pages fit both groups
+    assert long.window > 400_000 // 128 > plain.window
+    assert long.window * window + long.entries * entry <= 4 << 30
+    with pytest.raises(SetupError, match="no room for the cache"):
+        room(3 * window)
 
 
 def test_frequencies_of_layers_with_entries_are_slowed_from_channel_15_to_25() -> None:

@@ -199,9 +199,9 @@ class Model:
         rows, r = self.rows, step.rows
         compress(
             pack,
+            az=az,
             entries=entries,
             state=state,
-            az=az,
             ape=own.ape,
             norm_weight=own.norm,
             cos_sin=self.compress_cos_sin,

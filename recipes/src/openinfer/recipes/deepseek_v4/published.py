@@ -1,4 +1,4 @@
-"""The published DeepSeek-V4 sizes: what their config.json says. Kernels for them are compiled into wheels."""
+"""The published DeepSeek-V4 sizes: what their config.json says."""
 
 from __future__ import annotations
 
