@@ -178,14 +178,11 @@ def delta_call(tensors: Mapping[str, Any]) -> delta.Call:
 
 TUNINGS: dict[str, dict[str, int]] = {
     "as chosen": {},
-    "scan 4 warps 4 stages": {"scan_stages": 4},
-    "scan 8 warps 3 stages": {"scan_warps": 8},
     "scan 64 columns 4 warps 3 stages": {"columns": 64},
-    "scan 64 columns 8 warps 3 stages": {"columns": 64, "scan_warps": 8},
-    "inputs 4 warps": {"inputs_warps": 4},
-    "prepare 8 warps": {"prepare_warps": 8},
-    "prepare 168 registers": {"prepare_registers": 168},
-    "prepare 128 registers": {"prepare_registers": 128},
+    "scan 2 stages": {"scan_stages": 2},
+    "inputs any registers": {"inputs_registers": 0},
+    "inputs 64 registers": {"inputs_registers": 64},
+    "prepare any registers": {"prepare_registers": 0},
 }
 STEPS: dict[str, dict[str, int]] = {
     f"step {columns} columns {warps} warps {registers or 'any'} registers": {
@@ -194,7 +191,7 @@ STEPS: dict[str, dict[str, int]] = {
         "step_registers": registers,
     }
     for columns, warps, registers in (
-        (128, 4, 0), (64, 4, 0), (64, 4, 128), (32, 1, 0), (16, 1, 0), (32, 2, 0), (64, 2, 0), (32, 4, 0),
+        (128, 4, 0), (32, 1, 0), (64, 2, 0), (128, 8, 0), (64, 4, 0), (128, 4, 168), (32, 1, 168),
     )
 }  # fmt: skip
 

@@ -12,6 +12,10 @@ from openinfer.tensor import Tensor, float32, int32
 CHUNK = 64
 """Tokens of a chunk: the triangular system of one has this size, and the state exists at its multiples."""
 
+TILED_ROWS, SCANNED_ROWS = 8, 2
+"""Rows of many tokens that a step has programs for: where there are more, programs take several tiles, or rows. A
+program for nothing is not free, and in a step of 256 rows nearly all have one token. A row's scan alone fills a GPU."""
+
 _DEVICE = "openinfer.recipes.qwen3_5.device."
 _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
 
@@ -25,9 +29,9 @@ class Tuning:
     step_warps: int = 4
     step_registers: int = 0
     inputs_warps: int = 8
-    inputs_registers: int = 0
+    inputs_registers: int = 80
     prepare_warps: int = 4
-    prepare_registers: int = 0
+    prepare_registers: int = 168
     columns: int = 32
     scan_warps: int = 4
     scan_stages: int = 3
@@ -52,7 +56,7 @@ class Call:
     @property
     def sizes(self) -> dict[str, int]:
         _, heads, dk, dv = self.t["state"].shape
-        return {"DK": dk, "DV": dv, "GROUP": heads // self.key_heads}
+        return {"KEYS": self.key_heads, "DK": dk, "DV": dv, "GROUP": heads // self.key_heads}
 
     @property
     def taps(self) -> dict[str, int]:
@@ -93,7 +97,7 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
             "arrived": Scratch((rows, heads), int32, zeroed=True),
         }
         | call.strides("qkv", "z", "ba", "conv_state", "state")
-        | {"key_heads": call.key_heads, "eps": call.eps, "tokens": tokens}
+        | {"eps": call.eps, "tokens": tokens}
     )
     grid = (heads * (dv // columns), rows)
     constants = call.sizes | call.taps | {"BV": columns}
@@ -122,9 +126,9 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
     q, k = (Scratch((tokens, call.key_heads, dk), dtype) for _ in range(2))
     v, o = (Scratch((tokens, heads, dv), dtype) for _ in range(2))
     solved, scores = (Scratch((tokens, heads, CHUNK), dtype) for _ in range(2))
-    made: dict[str, Arg] = {"solved": solved, "scores": scores, "decays": Scratch((tokens, heads), float32)}
+    made: dict[str, Arg] = {"solved": solved, "scores": scores, "decays": Scratch((heads, tokens), float32)}
     common: dict[str, Arg] = {"rows": rows, "short": short}
-    tiles = tokens // CHUNK + 2 * rows
+    tiles, loop = tokens // CHUNK + 2 * min(rows, TILED_ROWS), rows > TILED_ROWS
     sizes = call.sizes | {"C": CHUNK}
     yield launch(
         _CHUNKS,
@@ -133,10 +137,10 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         {"q": q, "k": k, "v": v}
         | call.tensors("qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
         | call.strides("qkv", "conv_state")
-        | {"key_heads": call.key_heads, **common},
-        sizes | call.taps,
+        | common,
+        sizes | call.taps | {"LOOP": loop},
         num_warps=tuning.inputs_warps,
-        max_registers=tuning.inputs_registers,
+        max_registers=128 if loop else tuning.inputs_registers,
     )
     yield launch(
         _CHUNKS,
@@ -146,22 +150,23 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         | {"q": q, "k": k}
         | call.tensors("ba", "decay", "dt_bias", *_OF_ROWS)
         | call.strides("ba")
-        | common,
-        {"DK": dk, "GROUP": sizes["GROUP"], "C": CHUNK, "LEVELS": CHUNK.bit_length() - 1},
+        | {"tokens": tokens, **common},
+        {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")}
+        | {"LEVELS": CHUNK.bit_length() - 1, "LOOP": loop},
         num_warps=tuning.prepare_warps,
-        max_registers=tuning.prepare_registers,
+        max_registers=0 if loop else tuning.prepare_registers,
     )
     yield _scan(call, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
     yield launch(
         _CHUNKS,
         "delta_norm",
-        (heads, tiles + 1),
+        (heads, tiles),
         call.tensors("out")
         | {"o": o}
         | call.tensors("z", "norm_weight", "slots", "q_starts", "alive")
         | call.strides("z")
         | {"rows": rows, "tokens": tokens, "eps": call.eps, "short": short},
-        {"DV": dv, "C": CHUNK},
+        {"HEADS": heads, "DV": dv, "C": CHUNK},
         num_warps=tuning.norm_warps,
     )
 
@@ -170,19 +175,25 @@ def _scan(call: Call, tuning: Tuning, made: dict[str, Arg], short: int) -> Launc
     """The chunks of each row in order, on what the launches before have `made` of them."""
     _, heads, _, dv = call.t["state"].shape
     rows, snapshots = call.t["snapshot_ends"].shape
-    columns = min(tuning.columns, dv)
+    tokens = call.t["out"].shape[0]
+    loop = rows > TILED_ROWS
+    columns = min(2 * tuning.columns if loop else tuning.columns, dv)
     args = (
         made
         | call.tensors("qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
         | call.tensors("snapshot_ends", "snapshot_blocks")
         | call.strides("qkv", "conv_state", "state")
-        | {"key_heads": call.key_heads, "snapshots": snapshots, "short": short}
+        | {"snapshots": snapshots, "tokens": tokens, "rows": rows, "short": short}
     )
     constants = {
         "C": CHUNK,
         "BV": columns,
         "SNAPSHOTS": power_of_two(snapshots),
         "STAGES": tuning.scan_stages,
+        "LOOP": loop,
     }
-    grid, constants = (dv // columns, heads, rows), call.sizes | call.taps | constants
+    grid, constants = (
+        (dv // columns, heads, SCANNED_ROWS if loop else rows),
+        call.sizes | call.taps | constants,
+    )
     return launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)

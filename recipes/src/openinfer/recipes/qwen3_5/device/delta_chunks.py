@@ -19,29 +19,40 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 
 @triton.jit
-def _row_of(tile, q_starts, rows, C: tl.constexpr):
-    """The row that a tile belongs to. Row r has the tiles from q_starts[r] // C + 2 r on, a chunk each: two more than
-    its tokens fill, since they need not begin or end with a chunk. The tokens after the last row count as one more."""
-    SEARCH: tl.constexpr = 128
-    passed = tl.zeros((SEARCH,), tl.int32)
-    for r in range(0, rows + 1, SEARCH):
+def _find(n, q_starts, rows, short, C: tl.constexpr):
+    """The n-th piece of work: its row, its number in the row, and how many there are. Only rows of more than `short`
+    tokens have any: a tile a chunk, which is up to two more than its tokens fill since they need not begin or end with
+    one; with C = 0 one piece a row. Beyond them the row is `rows`."""
+    SEARCH: tl.constexpr = 256
+    row, before, total = 0, 0, 0
+    for r in range(0, rows, SEARCH):
         candidate = r + tl.arange(0, SEARCH)
-        start = tl.load(q_starts + candidate, mask=candidate <= rows, other=1 << 30)
-        passed += (start // C + 2 * candidate <= tile).to(tl.int32)
-    return tl.sum(passed, 0) - 1
+        inside = candidate < rows
+        count = tl.load(q_starts + candidate + 1, mask=inside, other=0)
+        count -= tl.load(q_starts + candidate, mask=inside, other=0)
+        pieces = (count > short).to(tl.int32)
+        if C > 0:
+            pieces *= count // C + 2
+        passed = (total + tl.cumsum(pieces, 0) <= n) & inside
+        row += tl.sum(passed.to(tl.int32), 0)
+        before += tl.sum(tl.where(passed, pieces, 0), 0)
+        total += tl.sum(pieces, 0)
+    return row, n - before, total
 
 
 @triton.jit
-def _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C: tl.constexpr):
+def _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C: tl.constexpr):
     """Of a tile: its row's slot, first token, position before the step and position after it, and the position that its
     chunk starts at, which is not before the one after the step if there is nothing to do."""
-    first = tl.load(q_starts + row)
-    count = tl.load(q_starts + tl.minimum(row + 1, rows)) - first
-    slot = tl.load(slots + tl.minimum(row, rows - 1))
+    row, number, _ = _find(tile, q_starts, rows, short, C)
+    inside = tl.minimum(row, rows - 1)
+    first = tl.load(q_starts + inside)
+    count = tl.load(q_starts + inside + 1) - first
+    slot = tl.load(slots + inside)
     before = tl.load(seq_lens + slot)
-    start = (before // C + tile - first // C - 2 * row) * C
+    start = (before // C + number) * C
     end = before + count
-    if (count <= short) | (tl.load(alive + slot) == 0):
+    if (row == rows) | (tl.load(alive + slot) == 0):
         start = end
     return slot, first, before, end, start
 
@@ -74,46 +85,67 @@ def _convolved(
 
 
 @triton.jit
+def _inputs(
+    part, tile, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
+    qkv_stride, conv_stride, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What delta_inputs does for one head of one tile."""
+    slot, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
+    if start < end:
+        heads: tl.constexpr = KEYS * GROUP
+        width: tl.constexpr = 2 * KEYS * DK + heads * DV
+        ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
+        i = tl.arange(0, C)
+        write = ((start + i >= before) & (start + i < end))[:, None]
+        token = (first + start - before).to(tl.int64)  # the chunk's first; what follows are 32-bit offsets
+        if part < 2 * KEYS:
+            column = tl.arange(0, DK)
+            channel = part * DK + column
+            x = _convolved(
+                channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
+            )
+            wide = x.to(tl.float32)
+            wide *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
+            to, head = q, part
+            if part >= KEYS:
+                to, head = k, part - KEYS
+            else:
+                wide *= DK**-0.5
+            to += (token * KEYS + head) * DK
+            tl.store(to + i[:, None] * KEYS * DK + column[None, :], wide.to(x.dtype), mask=write)
+        else:
+            column = tl.arange(0, DV)
+            head = part - 2 * KEYS
+            channel = 2 * KEYS * DK + head * DV + column
+            x = _convolved(
+                channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
+            )
+            to = v + (token * heads + head) * DV
+            tl.store(to + i[:, None] * heads * DV + column[None, :], x, mask=write)
+
+
+@triton.jit
 def delta_inputs(
     q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
-    qkv_stride, conv_stride, key_heads, rows, short,
-    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+    qkv_stride, conv_stride, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """The convolution for rows of more than `short` tokens, and the norms of q (also times DK^-0.5) and k. Grid (2 key
-    heads + value heads, T // C + 2 rows). Out, by token: q, k [T, key heads, DK], v [T, heads, DV]."""
+    heads + value heads, tiles; with LOOP any number). Out, by token: q, k [T, key heads, DK], v [T, heads, DV]."""
     part, tile = tl.program_id(0), tl.program_id(1)
-    row = _row_of(tile, q_starts, rows, C)
-    slot, first, before, end, start = _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C)
-    if start >= end:
-        return
-    heads = key_heads * GROUP
-    width = 2 * key_heads * DK + heads * DV
-    ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
-    i = tl.arange(0, C)
-    write = ((start + i >= before) & (start + i < end))[:, None]
-    token = (first + start - before).to(
-        tl.int64
-    )  # of the chunk's first position; what follows are 32-bit offsets
-    if part < 2 * key_heads:
-        column = tl.arange(0, DK)
-        channel = part * DK + column
-        x = _convolved(channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS)
-        wide = x.to(tl.float32)
-        wide *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
-        to, head = q, part
-        if part >= key_heads:
-            to, head = k, part - key_heads
-        else:
-            wide *= DK**-0.5
-        to += (token * key_heads + head) * DK
-        tl.store(to + i[:, None] * key_heads * DK + column[None, :], wide.to(x.dtype), mask=write)
+    if LOOP:
+        for at in range(tile, _find(tile, q_starts, rows, short, C)[2], tl.num_programs(1)):
+            _inputs(
+                part, at, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
+                qkv_stride, conv_stride, rows, short, KEYS, DK, DV, GROUP, TAPS, C,
+            )  # fmt: skip
     else:
-        column = tl.arange(0, DV)
-        head = part - 2 * key_heads
-        channel = 2 * key_heads * DK + head * DV + column
-        x = _convolved(channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS)
-        to = v + (token * heads + head) * DV
-        tl.store(to + i[:, None] * heads * DV + column[None, :], x, mask=write)
+        _inputs(
+            part, tile, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
+            qkv_stride, conv_stride, rows, short, KEYS, DK, DV, GROUP, TAPS, C,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -143,48 +175,65 @@ def _fading(g, C: tl.constexpr):
 
 
 @triton.jit
-def delta_prepare(
-    solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride, rows, short,
-    DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+def _prepared(
+    head, tile, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride,
+    tokens, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, T // C + 2 rows, 2).
+    """What delta_prepare does for one head of one tile."""
+    _, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
+    if start < end:
+        i, ck = tl.arange(0, C), tl.arange(0, DK)
+        inside = (start + i >= before) & (start + i < end)
+        write = inside[:, None]
+        token = (first + start - before).to(tl.int64)  # the chunk's first; what follows are 32-bit offsets
+        heads: tl.constexpr = KEYS * GROUP
+        gates = ba + token * ba_stride + head + i * ba_stride
+        of_key = (token * KEYS + head // GROUP) * DK
+        by_key = i[:, None] * KEYS * DK + ck[None, :]
+        key = tl.load(k + of_key + by_key, mask=write, other=0.0)
+        a = tl.load(gates + heads, mask=inside, other=0.0)
+        g = log_decay(a, tl.load(decay + head), tl.load(dt_bias + head))
+        g = tl.cumsum(tl.where(inside, g, 0.0), 0)
+        place = (token * heads + head) * C + i[:, None] * heads * C + i[None, :]
+        dtype = key.dtype
+        if tl.program_id(2) == 0:
+            b = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+            beta = tl.where(inside, sigmoid(b).to(dtype).to(tl.float32), 0.0)
+            system = tl.dot(key, tl.trans(key)) * _fading(g, C) * beta[:, None]
+            inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), C, LEVELS)
+            tl.store(solved + place, (inverse * beta[None, :]).to(dtype), mask=write)
+        else:
+            query = tl.load(q + of_key + by_key, mask=write, other=0.0)
+            score = tl.dot(query, tl.trans(key)) * _fading(g, C)
+            tl.store(scores + place, score.to(dtype), mask=write)
+            tl.store(decays + tokens.to(tl.int64) * head + token + i, g, mask=inside)
+
+
+@triton.jit
+def delta_prepare(
+    solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride, tokens, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    LOOP: tl.constexpr,
+):  # fmt: skip
+    """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, tiles; with LOOP any
+    number, 2).
 
     Out, by token: solved [T, heads, C] by the one half of the programs, and by the other scores [T, heads, C] and
-    decays float32 [T, heads] (G).
+    decays float32 [heads, T] (G).
     """
     head, tile = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(0)
-    row = _row_of(tile, q_starts, rows, C)
-    _, first, before, end, start = _chunk(tile, row, slots, q_starts, seq_lens, alive, rows, short, C)
-    if start >= end:
-        return
-    i, ck = tl.arange(0, C), tl.arange(0, DK)
-    inside = (start + i >= before) & (start + i < end)
-    write = inside[:, None]
-    token = (first + start - before).to(
-        tl.int64
-    )  # of the chunk's first position; what follows are 32-bit offsets
-    gates = ba + token * ba_stride + head + i * ba_stride
-    of_key = (token * (heads // GROUP) + head // GROUP) * DK
-    by_key = i[:, None] * (heads // GROUP) * DK + ck[None, :]
-    key = tl.load(k + of_key + by_key, mask=write, other=0.0)
-    g = log_decay(
-        tl.load(gates + heads, mask=inside, other=0.0), tl.load(decay + head), tl.load(dt_bias + head)
-    )
-    g = tl.cumsum(tl.where(inside, g, 0.0), 0)
-    place = (token * heads + head) * C + i[:, None] * heads * C + i[None, :]
-    dtype = key.dtype
-    if tl.program_id(2) == 0:
-        beta = sigmoid(tl.load(gates, mask=inside, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-        beta = tl.where(inside, beta, 0.0)
-        system = tl.dot(key, tl.trans(key)) * _fading(g, C) * beta[:, None]
-        inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), C, LEVELS)
-        tl.store(solved + place, (inverse * beta[None, :]).to(dtype), mask=write)
+    if LOOP:
+        for at in tl.range(tile, _find(tile, q_starts, rows, short, C)[2], tl.num_programs(1), num_stages=1):
+            _prepared(
+                head, at, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive,
+                ba_stride, tokens, rows, short, KEYS, DK, GROUP, C, LEVELS,
+            )  # fmt: skip
     else:
-        query = tl.load(q + of_key + by_key, mask=write, other=0.0)
-        score = tl.dot(query, tl.trans(key)) * _fading(g, C)
-        tl.store(scores + place, score.to(dtype), mask=write)
-        tl.store(decays + token * heads + head + i * heads, g, mask=inside)
+        _prepared(
+            head, tile, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive,
+            ba_stride, tokens, rows, short, KEYS, DK, GROUP, C, LEVELS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -200,24 +249,36 @@ def _keep(channel, end, first, before, qkv, stride, old, new, width, TAPS: tl.co
 
 
 @triton.jit
-def delta_scan(
-    out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from,
-    state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, key_heads, snapshots, short,
-    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
+def _leave(
+    s, target, upto, part, head, first, before, source, qkv, conv_state, state, qkv_stride, conv_stride, state_stride,
+    place,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of a row in order, for rows of more than `short` tokens: outputs [T, heads, DV], and the states at the
-    row's end and where snapshots are due. Grid (DV // BV, heads, rows): BV columns of a state a program. SNAPSHOTS:
-    `snapshots` (of a row) or the next power of two. The rest is what delta_prepare wrote."""
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(1)
-    slot = tl.load(slots + row)
-    first = tl.load(q_starts + row)
-    count = tl.load(q_starts + row + 1) - first
-    if count <= short or tl.load(alive + slot) == 0:
-        return
+    """A row's states after position `upto` into block `target`: a program's part of S, and of the ring its head's."""
+    width: tl.constexpr = 2 * KEYS * DK + KEYS * GROUP * DV
+    tl.store(state + target * state_stride + place, s)
+    if part == 0:
+        old, new = conv_state + source * conv_stride, conv_state + target * conv_stride
+        of_v = 2 * KEYS * DK + head * DV + tl.arange(0, DV)
+        _keep(of_v, upto, first, before, qkv, qkv_stride, old, new, width, TAPS)
+        if head % GROUP == 0:
+            of_q = head // GROUP * DK + tl.arange(0, DK)
+            _keep(of_q, upto, first, before, qkv, qkv_stride, old, new, width, TAPS)
+            _keep(of_q + KEYS * DK, upto, first, before, qkv, qkv_stride, old, new, width, TAPS)
+
+
+@triton.jit
+def _scanned(
+    part, head, row, out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive,
+    state_from, state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What delta_scan does for one part of one head of one row."""
+    heads: tl.constexpr = KEYS * GROUP
+    slot, first = tl.load(slots + row), tl.load(q_starts + row)
     before = tl.load(seq_lens + slot)
-    end = before + count
+    end = before + tl.load(q_starts + row + 1) - first
     source = tl.load(state_from + slot).to(tl.int64)
     which = tl.arange(0, SNAPSHOTS)
     ends = tl.load(snapshot_ends + row * snapshots + which, mask=which < snapshots, other=0)
@@ -225,21 +286,22 @@ def delta_scan(
     place = (head * DK + ck[:, None]) * DV + cv[None, :]
     s = tl.load(state + source * state_stride + place, mask=before > 0, other=0.0)
     dtype = q.dtype.element_ty
-    width = 2 * key_heads * DK + heads * DV
     reached = before
+    if tl.load(alive + slot) == 0:
+        reached = end
     while reached < end:  # to the next snapshot, or to the row's end
         upto = tl.minimum(end, tl.min(tl.where(ends > reached, ends, 1 << 30), 0))
         for start in tl.range(reached // C * C, upto, C, num_stages=STAGES):
             inside = (start + i >= before) & (start + i < end)
             load = inside[:, None]
-            token = first + start - before
-            token = token.to(tl.int64)
+            token = (first + start - before).to(tl.int64)
             of_head = token * heads + head
             by_head = i[:, None] * heads
-            of_key = (token * key_heads + head // GROUP) * DK
-            by_key = i[:, None] * key_heads * DK + ck[None, :]
-            g = tl.load(decays + of_head + i * heads, mask=inside, other=0.0)
-            last = tl.load(decays + of_head + (tl.minimum(start + C, end) - 1 - start) * heads)
+            of_key = (token * KEYS + head // GROUP) * DK
+            by_key = i[:, None] * KEYS * DK + ck[None, :]
+            of_g = decays + tokens.to(tl.int64) * head + token
+            g = tl.load(of_g + i, mask=inside, other=0.0)
+            last = tl.load(of_g + tl.minimum(start + C, end) - 1 - start)
             s16 = s.to(dtype)
             by_chunk = of_head * C + by_head * C + i[None, :]
             key = tl.load(k + of_key + by_key, mask=load, other=0.0)
@@ -253,55 +315,70 @@ def delta_scan(
             rest = (fresh * tl.exp(last - g)[:, None]).to(dtype)
             s = tl.dot(tl.trans(key), rest, s * tl.exp(last))
         reached = upto
-        due = ends == upto
-        block = tl.load(snapshot_blocks + row * snapshots + which, mask=due & (which < snapshots), other=0)
-        block = tl.max(block, 0).to(tl.int64)
+        due = (ends == upto) & (which < snapshots)
+        block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=due, other=0), 0)
         for leave in range(2):
             target = block
             if leave == 1:
-                target = tl.load(state_to + slot).to(tl.int64)
+                target = tl.load(state_to + slot)
             if (leave == 0 and block > 0) or (leave == 1 and upto == end):
-                tl.store(state + target * state_stride + place, s)
-                if part == 0:
-                    old, new = conv_state + source * conv_stride, conv_state + target * conv_stride
-                    of_v = 2 * key_heads * DK + head * DV + tl.arange(0, DV)
-                    _keep(of_v, upto, first, before, qkv, qkv_stride, old, new, width, TAPS)
-                    if head % GROUP == 0:
-                        of_q = head // GROUP * DK + ck
-                        _keep(of_q, upto, first, before, qkv, qkv_stride, old, new, width, TAPS)
-                        _keep(
-                            of_q + key_heads * DK, upto, first, before, qkv, qkv_stride, old, new, width, TAPS
-                        )
+                _leave(
+                    s, target.to(tl.int64), upto, part, head, first, before, source, qkv, conv_state, state,
+                    qkv_stride, conv_stride, state_stride, place, KEYS, DK, DV, GROUP, TAPS,
+                )  # fmt: skip
+
+
+@triton.jit
+def delta_scan(
+    out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from,
+    state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """The chunks of a row in order, for rows of more than `short` tokens: outputs [T, heads, DV], and the states at the
+    row's end and where snapshots are due. Grid (DV // BV, heads, rows; with LOOP any number): BV columns of a state a
+    program. SNAPSHOTS: `snapshots` (of a row) or the next power of two. The rest is what delta_prepare wrote."""
+    part, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if LOOP:
+        for at in tl.range(n, _find(n, q_starts, rows, short, 0)[2], tl.num_programs(2), num_stages=1):
+            _scanned(
+                part, head, _find(at, q_starts, rows, short, 0)[0], out, q, k, v, solved, scores, decays, qkv,
+                conv_state, state, slots, q_starts, seq_lens, alive, state_from, state_to, snapshot_ends,
+                snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens,
+                KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES,
+            )  # fmt: skip
+    elif tl.load(q_starts + n + 1) - tl.load(q_starts + n) > short:
+        _scanned(
+            part, head, n, out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens,
+            alive, state_from, state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride,
+            snapshots, tokens, KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
 def delta_norm(
     out, o, z, norm_weight, slots, q_starts, alive, z_stride, rows, tokens, eps, short,
-    DV: tl.constexpr, C: tl.constexpr,
+    HEADS: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The gated norm of o [T, heads, DV] for rows of more than `short` tokens; zeros for those of dead rows and for the
-    tokens after the last row. Grid (heads, T // C + 2 rows + 1)."""
+    tokens after the last row. Grid (heads, any number of programs for the tiles)."""
     head, tile = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(0)
-    row = _row_of(tile, q_starts, rows, C)
-    first = tl.load(q_starts + row)
-    after = tokens
-    if row < rows:
-        after = tl.load(q_starts + row + 1)
-    # By C tokens from the row's first: unlike in the other kernels, which token is in which tile means nothing here.
-    begin = first + (tile - first // C - 2 * row) * C
-    if begin >= after or (row < rows and after - first <= short):
-        return
-    token = begin + tl.arange(0, C)
-    write = (token < after)[:, None]
-    at = token.to(tl.int64)[:, None]
     j = tl.arange(0, DV)[None, :]
-    place = (at * heads + head) * DV + j
     dtype = out.dtype.element_ty
-    slot = tl.load(slots + tl.minimum(row, rows - 1))
-    if row == rows or tl.load(alive + slot) == 0:
-        tl.store(out + place, tl.zeros((C, DV), dtype), mask=write)
-        return
-    value = tl.load(o + place, mask=write, other=0.0).to(tl.float32)
-    gate = tl.load(z + at * z_stride + head * DV + j, mask=write, other=0.0)
-    tl.store(out + place, gated_norm(value, gate, tl.load(norm_weight + j), eps, DV, dtype), mask=write)
+    end = tl.load(q_starts + rows)
+    for at in range(
+        tile, _find(tile, q_starts, rows, short, C)[2] + tl.cdiv(tokens - end, C), tl.num_programs(1)
+    ):
+        row, number, _ = _find(at, q_starts, rows, short, C)
+        first, after, live = end, tokens, False
+        if row < rows:
+            first, after = tl.load(q_starts + row), tl.load(q_starts + row + 1)
+            live = tl.load(alive + tl.load(slots + row)) != 0
+        # By C tokens from the row's first: unlike in the other kernels, which token is in which tile means nothing.
+        token = first + number * C + tl.arange(0, C)
+        write = (token < after)[:, None]
+        where = token.to(tl.int64)[:, None]
+        place = (where * HEADS + head) * DV + j
+        value = tl.load(o + place, mask=write & live, other=0.0).to(tl.float32)
+        gate = tl.load(z + where * z_stride + head * DV + j, mask=write & live, other=0.0)
+        tl.store(out + place, gated_norm(value, gate, tl.load(norm_weight + j), eps, DV, dtype), mask=write)

@@ -13,98 +13,106 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 
 @triton.jit
-def _inputs(channel, token, source, width, position, TAPS: tl.constexpr):
-    """The inputs of the last TAPS positions: [TAPS, N], zeros before position 0. `token`: the one at `position`."""
-    tap = tl.arange(0, TAPS)[:, None]
-    past = position - (TAPS - 1) + tap
-    of_old = source + (past + TAPS) % TAPS * width + channel[None, :]
-    old = tl.load(of_old, mask=(past >= 0) & (tap < TAPS - 1), other=0.0)
-    return old + tl.load(token + channel[None, :] + tap * 0, mask=tap == TAPS - 1, other=0.0)
+def _inputs(channel, token, ring, weight, width, position, TAPS: tl.constexpr):
+    """The inputs of channels [N] at the last TAPS positions, the newest first, zeros before position 0; and behind
+    them the taps that they meet."""
+    inputs = (tl.load(token + channel),)
+    for back in tl.static_range(1, TAPS):
+        row = (position - back + TAPS) % TAPS * width
+        inputs += (tl.load(ring + row + channel, mask=position >= back, other=0.0),)
+    for back in tl.static_range(TAPS):
+        inputs += (tl.load(weight + channel * TAPS + TAPS - 1 - back),)
+    return inputs
 
 
 @triton.jit
-def _keep(inputs, channel, target, width, position, whole, TAPS: tl.constexpr):
-    """The new input into the ring at `target`; with `whole`, all of them."""
-    tap = tl.arange(0, TAPS)[:, None]
-    row = (position + 1 + tap) % TAPS
-    tl.store(
-        target + row * width + channel[None, :], inputs, mask=whole | (tap + channel[None, :] * 0 == TAPS - 1)
-    )
-
-
-@triton.jit
-def _convolved(inputs, channel, weight, TAPS: tl.constexpr):
+def _convolved(inputs, TAPS: tl.constexpr):
     """silu of the convolution at the newest input, rounded, in float32: [N]."""
-    tap = tl.arange(0, TAPS)[:, None]
-    taps = tl.load(weight + channel[None, :] * TAPS + tap).to(tl.float32)
-    total = tl.sum(inputs.to(tl.float32) * taps, 0)
-    return silu(total).to(inputs.dtype).to(tl.float32)
+    total = inputs[0].to(tl.float32) * inputs[TAPS].to(tl.float32)
+    for back in tl.static_range(1, TAPS):
+        total += inputs[back].to(tl.float32) * inputs[TAPS + back].to(tl.float32)
+    return silu(total).to(inputs[0].dtype).to(tl.float32)
+
+
+@triton.jit
+def _keep(inputs, channel, ring, width, position, whole, TAPS: tl.constexpr):
+    """The newest input into the ring; with `whole`, all of them."""
+    tl.store(ring + position % TAPS * width + channel, inputs[0])
+    if whole:
+        for back in tl.static_range(1, TAPS):
+            tl.store(ring + (position - back + TAPS) % TAPS * width + channel, inputs[back])
 
 
 @triton.jit
 def delta_step(
     out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state, slots, q_starts, seq_lens, alive,
-    state_from, state_to, partial, arrived, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, key_heads, eps,
-    tokens,
-    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
+    state_from, state_to, partial, arrived, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, eps, tokens,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
     of BV columns, rows): the part of a head that arrives last does the norm.
 
-    partial: float32 [rows, heads, DV]; arrived: int32 [rows, heads], zero before and after.
+    partial: float32 [rows, heads, DV]; arrived: int32 [rows, heads], zero before and after. What is read goes out in
+    three waves, each as early as its addresses are known: a program that waits has nothing under way, and there are no
+    more than a few on an SM.
     """
     PARTS: tl.constexpr = DV // BV
     head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
-    heads, rows = tl.num_programs(0) // PARTS, tl.num_programs(1)
+    heads: tl.constexpr = KEYS * GROUP
+    rows = tl.num_programs(1)
     i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
     dtype = out.dtype.element_ty
-    for token in range(tl.load(q_starts + rows) + row, tokens, rows):
-        tl.store(out + (heads.to(tl.int64) * token + head) * DV + j, tl.zeros((BV,), dtype))
-    first = tl.load(q_starts + row).to(tl.int64)
-    if tl.load(q_starts + row + 1) - first != 1:
+    slot, first = tl.load(slots + row), tl.load(q_starts + row).to(tl.int64)
+    after, end = tl.load(q_starts + row + 1), tl.load(q_starts + rows)
+    live, position = tl.load(alive + slot), tl.load(seq_lens + slot)
+    source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
+    for token in range(end + row, tokens, rows):
+        tl.store(out + (token * heads + head) * DV + j, tl.zeros((BV,), dtype))
+    if after - first != 1:
         return
-    slot = tl.load(slots + row)
     to = out + (first * heads + head) * DV
-    if tl.load(alive + slot) == 0:
+    if live == 0:
         tl.store(to + j, tl.zeros((BV,), dtype))
         return
 
-    position = tl.load(seq_lens + slot)
-    source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
     place = (head * DK + i[:, None]) * DV + j[None, :]
     s = tl.load(state + source * state_stride + place, mask=position > 0, other=0.0)
-    key_head = head // GROUP
-    width = 2 * key_heads * DK + heads * DV
+    tl.debug_barrier()  # else the assembler moves these loads behind what has to wait for the next ones
+    gates = ba + first * ba_stride + head
+    a, b = tl.load(gates + heads), tl.load(gates)
+    rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
+    of_z = z + first * z_stride + head * DV
+    if PARTS == 1:
+        gate, weight = tl.load(of_z + j), tl.load(norm_weight + j)
+    width: tl.constexpr = 2 * KEYS * DK + heads * DV
     token = qkv + first * qkv_stride
-    old_ring, new_ring = conv_state + source * conv_stride, conv_state + target * conv_stride
+    old, new = conv_state + source * conv_stride, conv_state + target * conv_stride
     moved = (source != target) | (position == 0)
-    of_q = key_head * DK + i
-    of_k = of_q + key_heads * DK
-    of_v = 2 * key_heads * DK + head * DV + j
-    q_in = _inputs(of_q, token, old_ring, width, position, TAPS)
-    k_in = _inputs(of_k, token, old_ring, width, position, TAPS)
-    v_in = _inputs(of_v, token, old_ring, width, position, TAPS)
-    q = _convolved(q_in, of_q, conv_weight, TAPS)
-    k = _convolved(k_in, of_k, conv_weight, TAPS)
-    v = _convolved(v_in, of_v, conv_weight, TAPS)
-    _keep(v_in, of_v, new_ring, width, position, moved, TAPS)
-    if head % GROUP == 0 and part == 0:
-        _keep(q_in, of_q, new_ring, width, position, moved, TAPS)
-        _keep(k_in, of_k, new_ring, width, position, moved, TAPS)
+    of_q = head // GROUP * DK + i
+    of_k = of_q + KEYS * DK
+    of_v = 2 * KEYS * DK + head * DV + j
+    q_in = _inputs(of_q, token, old, conv_weight, width, position, TAPS)
+    k_in = _inputs(of_k, token, old, conv_weight, width, position, TAPS)
+    v_in = _inputs(of_v, token, old, conv_weight, width, position, TAPS)
+    q = _convolved(q_in, TAPS)
+    k = _convolved(k_in, TAPS)
+    v = _convolved(v_in, TAPS)
 
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * DK**-0.5
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    gates = ba + first * ba_stride + head
-    left = tl.exp(log_decay(tl.load(gates + heads), tl.load(decay + head), tl.load(dt_bias + head)))
-    beta = sigmoid(tl.load(gates).to(tl.float32)).to(dtype).to(tl.float32)
+    left = tl.exp(log_decay(a, rate, bias))
+    beta = sigmoid(b.to(tl.float32)).to(dtype).to(tl.float32)
     u = beta * (v - left * tl.sum(s * k[:, None], 0))
     o = left * tl.sum(s * q[:, None], 0) + tl.sum(q * k, 0) * u  # of the state after the update
     o = o.to(dtype).to(tl.float32)
     tl.store(state + target * state_stride + place, left * s + k[:, None] * u[None, :])
+    _keep(v_in, of_v, new, width, position, moved, TAPS)
+    if head % GROUP == 0 and part == 0:
+        _keep(q_in, of_q, new, width, position, moved, TAPS)
+        _keep(k_in, of_k, new, width, position, moved, TAPS)
 
-    of_z = z + first * z_stride + head * DV
     if PARTS == 1:
-        tl.store(to + j, gated_norm(o, tl.load(of_z + j), tl.load(norm_weight + j), eps, DV, dtype))
+        tl.store(to + j, gated_norm(o, gate, weight, eps, DV, dtype))
     else:
         of_head = row * heads + head
         tl.store(partial + of_head * DV + j, o)
