@@ -29,7 +29,7 @@ def test_every_op_is_measured_and_explained(tmp_path: Path, capsys: pytest.Captu
     arguments = [str(TINY), *SMALL, "--context", "20", "--tokens", "2", "--repeats", "1", "--json", str(path)]
     assert bench_ops.main(arguments) == 0
     results = json.loads(path.read_text())["results"]
-    ours = {"gated_delta_net", "sigmoid_gate"}
+    ours = {"gated_delta_net", "gated_attention"}
     assert ours < {r["op"] for r in results}
     capsys.readouterr()
     assert explain.main([str(TINY), *SIZES, "--decode", "2,20", "--ledger", str(path)]) == 0

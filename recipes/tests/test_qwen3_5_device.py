@@ -16,6 +16,7 @@ import pytest
 from openinfer.kernels import ContractError, CpuPack, InterpDriver, LaunchPack, NullPack, Op, Store, Target
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
+from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
@@ -43,7 +44,9 @@ def like(array: Array) -> Array:
     return copy
 
 
-def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
+def run_both(
+    op: Op[Any], args: Mapping[str, Any], target: Target = SMALL
+) -> tuple[dict[str, Array], dict[str, Array]]:
     """The arrays of a call as the kernels leave them, and as the reference does."""
     results = []
     for reference in (False, True):
@@ -52,11 +55,11 @@ def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], di
         if reference:
             CpuPack().run(op, tensors)
         else:
-            plan = NullPack(SMALL)
+            plan = NullPack(target)
             plan.run(op, tensors)
             scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
             zeros = np.zeros(plan.workspace_bytes(zeroed=True) + 256, np.uint8)
-            pack = LaunchPack(SMALL, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
+            pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
             pack.run(op, tensors)
             assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
             assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
@@ -189,8 +192,7 @@ def test_a_mixed_step(rng: np.random.Generator) -> None:
 
 
 def test_chunks_that_begin_anywhere(rng: np.random.Generator) -> None:
-    """Rows of every published head's size that go on inside a chunk, with states in place; scratch and what lies
-    outside the rows is NaN. Among them chunks of 333 tokens as a prompt is cut into by its budget."""
+    """Rows of the published head size that go on inside a chunk; scratch and what lies outside the rows is NaN."""
     starts = [333, 666, 999, *rng.integers(1, 200, 5).tolist()]
     lengths = [333, 67, 1, *rng.integers(1, 130, 5).tolist()]
     for rows in (slice(0, 1), slice(1, 8)):
@@ -224,6 +226,110 @@ def test_the_comparison_notices_a_small_change(
     bad = run_both(gated_delta_net, args)[0]
     limit = STEP if len(lengths) > 1 else CHUNKS
     assert error(bad["out"], good["out"]) > limit or error(bad["state"], good["state"]) > limit
+
+
+def attention_step(
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    before: Sequence[int],
+    *,
+    heads: tuple[int, int, int] = (8, 2, 64),
+    page_size: int = 16,
+    rotary: int = 16,
+    tokens: int | None = None,
+    dead: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Arguments as of delta_step. heads: queries, keys, their size. What was never written is infinite."""
+    count, kv_heads, dim = heads
+    rows, total = len(lengths), tokens or sum(lengths)
+    slots = rng.permutation(np.arange(1, rows + 3))[:rows].astype(np.int32)
+    width = max(n + b for n, b in zip(lengths, before, strict=True)) // page_size + 1
+    tables = np.zeros((rows + 3, width), np.int32)
+    tables[slots] = 1 + rng.permutation(rows * width).reshape(rows, width)
+    kv = np.full((1 + rows * width, LAYERS, 2, kv_heads, page_size, dim), np.inf, bfloat16)[:, 1]
+    seq_lens, alive = np.zeros(rows + 3, np.int32), np.zeros(rows + 3, np.int32)
+    positions, token_slots = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    for row, slot in enumerate(slots):
+        seq_lens[slot], alive[slot] = before[row], row not in dead
+        for position in range(before[row]):
+            page, offset = tables[slot, position // page_size], position % page_size
+            kv[page, :, :, offset] = rng.standard_normal((2, kv_heads, dim))
+        positions[starts[row] : starts[row + 1]] = before[row] + np.arange(lengths[row])
+        token_slots[starts[row] : starts[row + 1]] = slot if row not in dead else 0
+    angle = np.arange(positions.max() + 1)[:, None] * 100.0 ** -np.linspace(0, 1, rotary // 2)
+    return {
+        "out": np.full((total, count * dim), np.nan, bfloat16),
+        "kv": kv,
+        "qkv": (rng.standard_normal((total, 2 * (count + kv_heads) * dim)) * 2).astype(bfloat16),
+        "q_norm": rng.uniform(1, 3, dim).astype(float32),
+        "k_norm": rng.uniform(0.5, 1.5, dim).astype(float32),
+        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
+        "positions": positions,
+        "token_slots": token_slots,
+        "slots": slots,
+        "q_starts": starts,
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "block_tables": tables,
+        "eps": 1e-6,
+        "scale": dim**-0.5,
+        "max_q_len": 1 if total == rows else total,
+    }
+
+
+ATTENDED = 6e-3
+
+
+ONE_KERNEL = Target(arch=90, num_sms=32)  # for as many rows as here; with fewer SMs a decode step takes three
+
+
+def check_attention(args: dict[str, Any], target: Target = ONE_KERNEL) -> None:
+    got, want = run_both(gated_attention, args, target)
+    kv, kv_wanted = got.pop("kv").astype(float32), want.pop("kv").astype(float32)
+    kv[0] = kv_wanted[0]  # the padding page may hold anything
+    assert error(kv, kv_wanted) < 2e-3
+    found, wanted = got.pop("out"), want.pop("out")
+    assert all(got[name].tobytes() == want[name].tobytes() for name in got)
+    for token in range(len(found)):  # each by itself
+        live = args["token_slots"][token] != 0
+        assert error(found[token], wanted[token]) < 2 * ATTENDED if live else not found[token].any(), token
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "rotary"), [((8, 2, 64), 16), ((4, 1, 256), 64), ((3, 1, 32), 32), ((2, 2, 16), 2)]
+)
+def test_attention_of_a_decode_step(
+    rng: np.random.Generator, heads: tuple[int, int, int], rotary: int, page_size: int
+) -> None:
+    lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 1, 63, 9, 64, 200, 70]
+    sizes = {"heads": heads, "rotary": rotary, "page_size": page_size}
+    step = attention_step(rng, lengths, before, tokens=7, dead=(6,), **sizes)
+    check_attention(step)
+    check_attention(step, SMALL)
+
+
+@pytest.mark.parametrize("context", [0, 1, 63, 64, 127, 600])
+def test_attention_of_one_row_is_split(rng: np.random.Generator, context: int) -> None:
+    check_attention(attention_step(rng, [1], [context]))
+
+
+def test_attention_of_a_mixed_step(rng: np.random.Generator) -> None:
+    args = attention_step(rng, [1, 40, 3, 0, 1, 1], [70, 30, 62, 5, 0, 8], tokens=60, dead=(5,))
+    check_attention(args)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm", "cos_sin", "qkv"])
+def test_the_comparison_of_attention_notices_a_small_change(rng: np.random.Generator, name: str) -> None:
+    """Negative control: one key head's norm, one angle or one head's gates a little off."""
+    args = attention_step(rng, [1, 1], [80, 3])
+    good = run_both(gated_attention, args, ONE_KERNEL)[1]
+    args[name] = args[name].copy()
+    changed = args[name][..., 64:128] if name == "qkv" else args[name]  # the first query head's gates
+    changed *= changed.dtype.type(1.1)
+    bad = run_both(gated_attention, args, ONE_KERNEL)[0]
+    assert max(error(bad["out"][t], good["out"][t]) for t in range(2)) > 2 * ATTENDED
 
 
 @pytest.mark.parametrize("columns", [64, 1])

@@ -62,7 +62,6 @@ class Buffers:
     token_slots: Tensor
     x: Tensor
     qkv: Tensor
-    q: Tensor
     heads: Tensor
     mixed: Tensor
     values: Tensor
@@ -110,7 +109,6 @@ class Buffers:
             token_slots=arena.alloc((max_tokens,), int32),
             x=by_token(config.hidden_size),
             qkv=by_token(config.qkv_size),
-            q=arena.alloc((max_tokens, config.num_heads, config.head_dim), dtype),
             heads=by_token(config.num_heads * config.head_dim),
             mixed=by_token(delta.in_proj.weight.shape[0]),
             values=by_token(config.z_size),

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from openinfer.graph import Rows
 from openinfer.kernels import (
     Pack,
-    attend,
     embed,
     expand_rows,
     experts_add,
     gate_up_silu,
     linear_add,
     norm_linear,
-    qk_norm_rope_write,
     select_rows,
 )
 from openinfer.recipes.qwen3_5.batch import Buffers
 from openinfer.recipes.qwen3_5.config import Config
+from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
@@ -85,7 +84,7 @@ class Model:
     ) -> None:
         """x += the gated full attention of its norm."""
         c, b, rows = self.config, self.buffers, self.rows
-        x, qkv, q, heads = b.x[:t], b.qkv[:t], b.q[:t], b.heads[:t]
+        x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
         norm_linear(
             pack,
             out=qkv,
@@ -95,9 +94,9 @@ class Model:
             scales=mixer.qkv.scales,
             eps=c.rms_norm_eps,
         )
-        qk_norm_rope_write(
+        gated_attention(
             pack,
-            q=q,
+            out=heads,
             kv=kv,
             qkv=qkv,
             q_norm=mixer.q_norm,
@@ -105,26 +104,15 @@ class Model:
             cos_sin=self.cos_sin,
             positions=b.positions[:t],
             token_slots=b.token_slots[:t],
-            block_tables=rows["block_tables"],
-            eps=c.rms_norm_eps,
-        )
-        attend(
-            pack,
-            out=heads,
-            q=q,
-            kv=kv,
             slots=rows["slots"][:r],
             q_starts=rows["q_starts"][: r + 1],
             seq_lens=rows["seq_lens"],
             alive=rows["alive"],
             block_tables=rows["block_tables"],
+            eps=c.rms_norm_eps,
             scale=c.head_dim**-0.5,
-            window=0,
             max_q_len=max_q_len,
         )
-        # Of each query head's 2 d columns the last d are its output gate.
-        gate = _columns(qkv, c.head_dim, (c.num_heads, c.head_dim), (2 * c.head_dim, 1))
-        sigmoid_gate(pack, out=heads.reshape(t, c.num_heads, c.head_dim), gate=gate)
         linear_add(pack, x=x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales)
 
     def _delta_net(

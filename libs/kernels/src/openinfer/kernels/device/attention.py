@@ -18,14 +18,14 @@ for a block without a seen key is then not 0 but the rounding of top, and exp2 o
 
 
 @triton.jit
-def _pairs(token, head, heads, GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr):
+def pair_places(token, head, heads, GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr):
     """Where the tile that starts at `token` has its rows in q and out: int64 [BM]."""
     i = tl.arange(0, BM)
     return ((token + i // GROUP).to(tl.int64) * heads + head * GROUP + i % GROUP) * D
 
 
 @triton.jit
-def _cached(table, n, stop, page_stride, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
+def cache_places(table, n, stop, page_stride, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
     """Where a head has tokens n to n + BN - 1 in its cache, n a multiple of BN: int64 [BN]. Page 0 from `stop` on."""
     i = tl.arange(0, BN)
     if PAGE % BN == 0:
@@ -45,7 +45,7 @@ def _seen(n, position, window, stop, BN: tl.constexpr):
 
 
 @triton.jit
-def _update(m, l, acc, score, v, scale):
+def online_softmax(m, l, acc, score, v, scale):
     """One block of the online softmax: running maximum m, sum l and product acc with the values."""
     top = tl.maximum(m, tl.max(score, 1) * scale)
     p = tl.exp2(score * scale - top[:, None])
@@ -83,7 +83,7 @@ def attend_long(
     if begin >= after or (row < rows and after - first <= short):
         return
     pair = tl.arange(0, BM)
-    place = _pairs(begin, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + tl.arange(0, D)[None, :]
+    place = pair_places(begin, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + tl.arange(0, D)[None, :]
     inside = ((pair < BQ * GROUP) & (begin + pair // GROUP < after))[:, None]
     slot = tl.load(slots + tl.minimum(row, rows - 1)).to(tl.int64)
     if row == rows or tl.load(alive + slot) == 0:
@@ -106,21 +106,21 @@ def attend_long(
     l = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
     for n in range(low, whole, BN):
-        where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         score = tl.dot(query, tl.trans(tl.load(key + where)))
-        m, l, acc = _update(m, l, acc, score, tl.load(value + where), scale)
+        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where), scale)
     for n in range(whole, stop, BN):
-        where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
         score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
     l = tl.where(l > 0.0, l, 1.0)  # pairs past the row's end may see nothing
     tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _merge(partial, weight, parts, used, live, D: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr):
+def merge_parts(partial, weight, parts, used, live, D: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr):
     """The parts' results in one, MERGE of them at a time, in a fixed order: float32 [MR, D]. A part has room for `used`
     pairs, of which `live` were written."""
     pair = tl.arange(0, MR)
@@ -169,11 +169,11 @@ def attend_short(
     zero = tl.zeros((BM, D), out.dtype.element_ty)
     if part == 0:
         for token in range(tl.load(q_starts + rows) + row, tokens, rows):
-            place = _pairs(token, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + column
+            place = pair_places(token, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + column
             tl.store(out + place, zero, mask=(pair < GROUP)[:, None])
     if count == 0 or count > short:
         return
-    place = _pairs(first, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + column
+    place = pair_places(first, head, kv_heads * GROUP, GROUP, D, BM)[:, None] + column
     inside = (pair < count * GROUP)[:, None]
     if dead:
         if part == 0:
@@ -196,11 +196,11 @@ def attend_short(
     l = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, D), tl.float32)
     for n in range(begin, stop, BN):
-        where = _cached(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
         score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
     # A row's first tokens may see nothing of its last part; what they weigh is then LOW.
     l = tl.where(l > 0.0, l, 1.0)
     acc = acc / l[:, None]
@@ -217,8 +217,8 @@ def attend_short(
     tl.store(weight + mine, m + tl.log2(l), mask=pair < count * GROUP)
     tl.debug_barrier()  # every thread's part is written before one of them says so
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1:
-        merged = _merge(partial, weight, parts, used, count * GROUP, D, MR, MERGE)
-        to = _pairs(first, head, kv_heads * GROUP, GROUP, D, MR)[:, None] + column
+        merged = merge_parts(partial, weight, parts, used, count * GROUP, D, MR, MERGE)
+        to = pair_places(first, head, kv_heads * GROUP, GROUP, D, MR)[:, None] + column
         live = (tl.arange(0, MR) < count * GROUP)[:, None]
         tl.store(out + to, merged.to(out.dtype.element_ty), mask=live)
         tl.store(arrived + tile, 0)

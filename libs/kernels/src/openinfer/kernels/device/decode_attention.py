@@ -8,7 +8,14 @@ The new key and value are taken from qkv, never from the cache, so no program wa
 import triton
 import triton.language as tl
 
-from openinfer.kernels.device.attention import HIDDEN, LOW, _cached, _merge, _pairs, _update
+from openinfer.kernels.device.attention import (
+    HIDDEN,
+    LOW,
+    cache_places,
+    merge_parts,
+    online_softmax,
+    pair_places,
+)
 from openinfer.kernels.device.norm import weighted
 
 
@@ -90,12 +97,12 @@ def attend_new(
     heads = kv_heads * GROUP
     if part == 0:
         for token in range(tl.load(q_starts + rows) + row, tokens, rows):
-            place = _pairs(token, head, heads, GROUP, D, BM)[:, None] + wide
+            place = pair_places(token, head, heads, GROUP, D, BM)[:, None] + wide
             tl.store(out + place, tl.zeros((BM, D), out.dtype.element_ty), mask=(pair < GROUP)[:, None])
     if count == 0:
         return
     inside = (pair < GROUP)[:, None]
-    place = _pairs(first, head, heads, GROUP, D, BM)[:, None] + wide
+    place = pair_places(first, head, heads, GROUP, D, BM)[:, None] + wide
     if dead:
         if part == 0:
             tl.store(out + place, tl.zeros((BM, D), out.dtype.element_ty), mask=inside)
@@ -121,7 +128,7 @@ def attend_new(
     key = kv + head * PAGE * D + column
     value = kv + (kv_heads + head) * PAGE * D + wide
     for n in range(low + part * BN, before, parts * BN):
-        where = _cached(table, n, before, page_stride, D, PAGE, BN)[:, None]
+        where = cache_places(table, n, before, page_stride, D, PAGE, BN)[:, None]
         number = n + tl.arange(0, BN)
         cached = (number < before)[:, None]  # what was never written may be NaN
         score = tl.dot(qa, tl.trans(tl.load(key + where, mask=cached, other=0.0)))
@@ -130,7 +137,7 @@ def attend_new(
         if WINDOWED:
             seen = seen & (number > before - window)
         score = tl.where(seen[None, :], score, HIDDEN)
-        m, l, acc = _update(m, l, acc, score, tl.load(value + where, mask=cached, other=0.0), scale)
+        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=cached, other=0.0), scale)
     if (before - low) // BN % parts == part:
         mine = source + (heads + head) * D
         ka, kb = _normed(
@@ -163,7 +170,7 @@ def attend_new(
     tl.store(weight + mine, m + tl.log2(l), mask=pair < GROUP)
     tl.debug_barrier()  # every thread's part is written before one of them says so
     if tl.atomic_add(arrived + row * kv_heads + head, 1, sem="acq_rel") == parts - 1:
-        merged = _merge(partial, weight, parts, GROUP, GROUP, D, MR, MERGE)
-        to = _pairs(first, head, heads, GROUP, D, MR)[:, None] + wide
+        merged = merge_parts(partial, weight, parts, GROUP, GROUP, D, MR, MERGE)
+        to = pair_places(first, head, heads, GROUP, D, MR)[:, None] + wide
         tl.store(out + to, merged.to(out.dtype.element_ty), mask=(tl.arange(0, MR) < GROUP)[:, None])
         tl.store(arrived + row * kv_heads + head, 0)

@@ -1,0 +1,162 @@
+"""gated_attention: attention of a step from its qkv projection to the input of its output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from openinfer.kernels import Command, Cost, Op, Scratch, Target, Workload, attend, launch, qk_norm_rope_write
+from openinfer.kernels.attention import MERGED_AT_ONCE, NEW_PAIRS, Call, Choice, choose, launches
+from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.launch import Arg, power_of_two
+from openinfer.kernels.ops.attend import require_attention
+from openinfer.kernels.ops.qk_norm_rope_write import write_launch
+from openinfer.kernels.reference import Array
+from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
+from openinfer.tensor import Tensor, float32, int32
+
+WRITING = ("kv", "qkv", "q_norm", "k_norm", "cos_sin", "positions", "token_slots", "block_tables", "eps")
+ATTENDING = ("kv", "slots", "q_starts", "seq_lens", "alive", "block_tables")
+
+
+def _contract(
+    *,
+    out: Tensor,
+    kv: Tensor,
+    qkv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    token_slots: Tensor,
+    slots: Tensor,
+    q_starts: Tensor,
+    seq_lens: Tensor,
+    alive: Tensor,
+    block_tables: Tensor,
+    eps: float,
+    scale: float,
+    max_q_len: int,
+) -> None:
+    """qk_norm_rope_write of qkv [T, (2 A + 2 G) d] into kv, attend with its queries to out [T, A * d], and out times
+    the sigmoid of the gates that are in qkv (sigmoid_gate).
+
+    Arguments as theirs; positions and token_slots are what expand_rows makes of slots, q_starts, seq_lens and alive.
+    """
+    expect("kv", kv, (-1, 2, -1, -1, -1), *FLOATS, dense=False)
+    expect("kv[0]", kv[0], kv.shape[1:])
+    _, _, kv_heads, page_size, dim = kv.shape
+    expect("out", out, (-1, -1), kv.dtype)
+    tokens, heads = out.shape[0], out.shape[1] // dim
+    require(
+        heads * dim == out.shape[1] and heads % kv_heads == 0,
+        f"out is {out.shape}: not a multiple of {kv_heads} heads of {dim}",
+    )
+    expect("qkv", qkv, (tokens, 2 * (heads + kv_heads) * dim), kv.dtype)
+    expect("q_norm", q_norm, (dim,), kv.dtype, float32)
+    expect("k_norm", k_norm, (dim,), q_norm.dtype)
+    expect("cos_sin", cos_sin, (-1, 2, -1), float32)
+    require(2 * cos_sin.shape[2] <= dim, f"cos_sin rotates {2 * cos_sin.shape[2]} elements of heads of {dim}")
+    expect("positions", positions, (tokens,), int32)
+    expect("token_slots", token_slots, (tokens,), int32)
+    rows, size = slots.shape[0], seq_lens.shape[0]
+    expect("slots", slots, (rows,), int32)
+    expect("q_starts", q_starts, (rows + 1,), int32)
+    expect("seq_lens", seq_lens, (size,), int32)
+    expect("alive", alive, (size,), int32)
+    expect("block_tables", block_tables, (size, -1), int32)
+    require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
+    require(dim % 16 == 0, f"head size is {dim}; it must be a multiple of 16")
+    require(eps > 0 and scale > 0, f"eps is {eps} and scale {scale}; both must be positive")
+    require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
+    require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
+
+
+def _reference(*, out: Array, qkv: Array, scale: float, max_q_len: int, **rest: Any) -> None:
+    dim = rest["kv"].shape[-1]
+    shape = (out.shape[0], out.shape[1] // dim, dim)
+    q = np.empty(shape, out.dtype)
+    qk_norm_rope_write.reference(q=q, qkv=qkv, **{name: rest[name] for name in WRITING if name != "qkv"})
+    given = {name: rest[name] for name in ATTENDING}
+    attend.reference(out=out, q=q, scale=scale, window=0, max_q_len=max_q_len, **given)
+    gates = qkv[:, : 2 * shape[1] * dim].reshape(*shape[:2], 2, dim)[:, :, 1]
+    sigmoid_gate.reference(out=out.reshape(shape), gate=gates)
+
+
+def gates_of(qkv: Tensor, heads: int, dim: int) -> Tensor:
+    """A view [T, heads, dim] of the gates in qkv: of each query head's 2 dim columns the last."""
+    start, row = qkv[:, dim:], qkv.strides[0]
+    shape = (qkv.shape[0], heads, dim)
+    return Tensor(start.ptr, shape, qkv.dtype, qkv.device, (row, 2 * dim, 1), start.owner)
+
+
+def _launches(
+    target: Target, *, out: Tensor, qkv: Tensor, scale: float, max_q_len: int, **rest: Any
+) -> Iterator[Command]:
+    kv, eps = rest["kv"], rest["eps"]
+    page_size, dim = kv.shape[3:]
+    require_attention(out.dtype, dim, page_size)
+    shape = (out.shape[0], out.shape[1] // dim, dim)
+    q = Scratch(shape, out.dtype)
+    tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest[name] for name in ATTENDING}}
+    call = Call.of(tensors, scale, 0)
+    choice = choose(target, call)
+    rotary = 2 * rest["cos_sin"].shape[2]
+    one_kernel = call.group <= NEW_PAIRS and call.rows * call.kv_heads <= target.num_sms
+    if max_q_len == 1 and one_kernel and rotary >= 2 and not target.batch_invariant:
+        new = {"qkv": qkv, **{name: rest[name] for name in ("q_norm", "k_norm", "cos_sin")}}
+        yield _decode(call, choice, new, eps, rotary)
+        return
+    yield write_launch(target, q=q, qkv=qkv, **{name: rest[name] for name in WRITING if name != "qkv"})
+    yield from launches(call, choice, max_q_len)
+    yield from sigmoid_gate.launches(target, out=out.reshape(*shape), gate=gates_of(qkv, shape[1], dim))
+
+
+def _decode(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float, rotary: int) -> Command:
+    """All of a decode step's attention in one kernel.
+
+    What a program does before it reads its first page shows where there are more programs than SMs. On an H200 8 x
+    1,024 takes 19.2 us, and the other kernels 20.4 and two starts; but 64 x 1,024 74.7 and 72.5, 256 x 512 146 and 134.
+    """
+    splits, group, tile = choice.splits, call.group, choice.short
+    merged = power_of_two(group)
+    heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, group)
+    args: dict[str, Arg] = {
+        **{name: call.args[name] for name in ("out", "kv")},
+        **new,
+        **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
+        **{name: call.args[name] for name in ("table_width", "page_stride", "scale")},
+        "eps": eps,
+        "partial": Scratch((*parts, call.dim), float32),
+        "weight": Scratch(parts, float32),
+        "arrived": Scratch(heads, int32, zeroed=True),
+        "tokens": call.tokens,
+        "part_size": choice.part_size,
+    }
+    constants = {
+        **call.constants(tile),
+        "ROTARY": rotary,
+        "MR": merged,
+        "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
+    }
+    return launch(
+        "openinfer.recipes.qwen3_5.device.gated_attention",
+        "attend_gated",
+        (*heads, splits),
+        args,
+        constants,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _cost(workload: Workload, *, out: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:
+    tokens, written = workload.tokens, kv.shape[2] * 2 * kv.shape[4]
+    cached = workload.kv_tokens * written * kv.itemsize
+    moved = tokens * (qkv.shape[1] + written + out.shape[1]) * out.itemsize
+    return Cost(cached + moved, 4 * workload.qk_pairs * out.shape[1] + 8 * tokens * qkv.shape[1])
+
+
+gated_attention = Op("gated_attention", _contract, reference=_reference, launches=_launches, cost=_cost)
