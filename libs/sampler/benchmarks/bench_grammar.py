@@ -135,6 +135,7 @@ class Times:
 def measure(compiler, vocabulary, eos, name, schemas, texts):
     """Masks, accepted tokens and compilations (which a worker does: clock only) of `texts` texts."""
     mask, rng, forced = np.zeros(-(-vocabulary // 32), np.int32), np.random.default_rng(0), 0
+    run = saved = 0  # masks with one token since the last with several; what is beyond the first of such runs
     masks, accepts, compiles = (
         Times(f"{what}, {name}") for what in ("mask", "accept", "compile, waited for")
     )
@@ -146,13 +147,14 @@ def measure(compiler, vocabulary, eos, name, schemas, texts):
             with masks:
                 matcher.fill(mask)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            forced += len(allowed) == 1
             token = int(rng.choice(allowed))
+            run = run + 1 if len(allowed) == 1 and token not in eos else 0
+            forced, saved = forced + (len(allowed) == 1), saved + (run > 1)
             with accepts:
                 matcher.accept(token)
             if token in eos:
                 break
-    share = {"forced": forced / len(masks.cpu)}
+    share = {"forced": forced / len(masks.cpu), "forced_after_another": saved / len(masks.cpu)}
     return [masks.result() | share, accepts.result(), compiles.result()]
 
 
@@ -204,7 +206,8 @@ def main():
             f"max {found['max_us']:8.1f} us (clock: {found['wall_p50_us']:.1f}, {found['wall_p99_us']:.1f})"
         )
         if "forced" in found:
-            print(f"{found['forced']:.0%} of these masks had one token")
+            after = found["forced_after_another"]
+            print(f"{found['forced']:.0%} of these masks had one token, {after:.0%} came after another such")
     compiler.close()
     if args.json:
         record = {
