@@ -233,7 +233,10 @@ def test_a_keyword_that_cannot_be_kept_is_a_400_with_its_name(url: str, keyword:
         body = {"messages": ASK, "stream": stream, **extra, **choice, **NO_THOUGHTS}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 400, answer.text
-        assert keyword in answer.json()["error"]["message"]
+        error = answer.json()["error"]
+        assert keyword in error["message"]
+        assert (error["param"], error["code"]) == (next(iter(extra)), "invalid_grammar")
+        assert error["message"].startswith("json_schema: " if "tools" not in extra else "lark: ")
 
 
 # -- schemas of every kind --

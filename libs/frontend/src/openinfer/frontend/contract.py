@@ -124,7 +124,8 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
     id: int
     reason: str
-    code: Literal["invalid", "too_long", "queue_full", "unsupported"] = "invalid"
+    code: Literal["invalid", "too_long", "queue_full", "unsupported", "grammar"] = "invalid"
+    """grammar: the request's is none, or asks for what cannot be kept."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="x"):

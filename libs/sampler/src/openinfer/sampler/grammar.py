@@ -253,7 +253,8 @@ class Compiler:
             self._tokenizer, self._translated(grammar), log_level=0, limits=self._limits
         )
         if matcher.is_error():
-            raise InvalidGrammar(f"{grammar.kind}: {_without_source(matcher.get_error())}")
+            kind = (grammar.content or grammar).kind  # what is around a content is not the user's own
+            raise InvalidGrammar(f"{kind}: {_without_source(matcher.get_error())}")
         return matcher
 
     def _translated(self, grammar: Grammar) -> str:

@@ -195,7 +195,7 @@ class Qwen3Engine:
         vocab = self._config.vocab_size
         for _, seq, matcher, problem in self._grammars.ready(wait_s):
             if matcher is None:
-                self._updates.append(Rejected(seq.id, problem))
+                self._updates.append(Rejected(seq.id, problem, "grammar"))
                 continue
             sampling = _params(seq)
             sampling.constraint = Constraint(matcher, sampling.params.allowed_token_ids, vocab)

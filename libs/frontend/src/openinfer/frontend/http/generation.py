@@ -20,7 +20,7 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 __all__ = ["Choice", "Generation", "Usage"]
 
 _STATUS = {"queue_full": 503}
-_CODE = {"too_long": "context_length_exceeded"}
+_CODE = {"too_long": "context_length_exceeded", "grammar": "invalid_grammar"}
 RETRY_AFTER_S = 1
 DECODE_AT_LEAST = 256
 
@@ -314,7 +314,10 @@ class Generation:
             if isinstance(choice.error, Rejected):
                 code = choice.error.code
                 return APIError(
-                    choice.error.reason, status=_STATUS.get(code, 400), code=_CODE.get(code, code)
+                    choice.error.reason,
+                    status=_STATUS.get(code, 400),
+                    code=_CODE.get(code, code),
+                    param=self.plan.grammar_field if code == "grammar" else None,
                 )
             if isinstance(choice.error, Failed):
                 return APIError(choice.error.message, status=500, code="engine_error")

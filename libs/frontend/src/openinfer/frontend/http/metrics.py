@@ -39,7 +39,7 @@ _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 128.0)
 
 
 _REASONS = ("stop", "length", "abort", "error")
-_REFUSALS = ("invalid", "too_long", "queue_full", "unsupported")
+_REFUSALS = ("invalid", "too_long", "queue_full", "unsupported", "grammar")
 
 
 class Histogram:

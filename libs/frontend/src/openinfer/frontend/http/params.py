@@ -101,6 +101,7 @@ class Plan(msgspec.Struct, frozen=True):
     cache_salt: str
     grammar: Grammar | None = None
     """Of the content; what stands around it in a chat comes with the chat's format."""
+    grammar_field: str = "tools"  # where it came from
     prompt_logprobs: int | None = None
     """Alternatives of the prompt's tokens in the answer's field of that name; None leaves it out."""
     echo: bool = False
@@ -152,6 +153,7 @@ def make_plan(
         f"{len(body.user or '')} characters",
         f"at most {MAX_USER_CHARS}",
     )
+    grammar, field = _grammar(body, info, tokenizer, format_field)
     return Plan(
         sampling=_sampling(body, logprobs, defaults, info, tokenizer),
         n=n,
@@ -164,7 +166,8 @@ def make_plan(
         priority=body.priority or 0,
         tenant=body.user or "",
         cache_salt=salt,
-        grammar=_grammar(body, info, tokenizer, format_field),
+        grammar=grammar,
+        grammar_field=field,
         prompt_logprobs=_prompt_logprobs(body, info),
     )
 
@@ -211,13 +214,12 @@ def check_grammars(field: str, info: EngineInfo, tokenizer: Tokenizer | None) ->
 
 def _grammar(
     body: CommonBody, info: EngineInfo, tokenizer: Tokenizer | None, format_field: str
-) -> Grammar | None:
+) -> tuple[Grammar | None, str]:
     found = grammar_of(body, format_field)
     if found is None:
-        return None
-    field, grammar = found
-    check_grammars(field, info, tokenizer)
-    return grammar
+        return None, "tools"
+    check_grammars(found[0], info, tokenizer)
+    return found[1], found[0].split(".")[0]
 
 
 def _sampling(
