@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from openinfer.frontend import EngineSpec, frontends
+from openinfer.frontend import EngineSpec
 from openinfer.frontend.serve import serve
 
 
@@ -31,6 +31,8 @@ class FakeRecipe:
         if args.max_model_len < 1:
             raise ValueError(f"--max-model-len is {args.max_model_len}, it must be at least 1")
         if args.frontend_silent is not None:
+            from openinfer.frontend import frontends
+
             frontends.SILENT_S = args.frontend_silent
         kwargs = {
             "model": model_dir.name,

@@ -7,10 +7,13 @@ import msgspec
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
 from openinfer.frontend.http.chat import Chat, chat_messages, text_of
+from openinfer.frontend.http.params import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from openinfer.frontend.http.service import tool_object
 from openinfer.frontend.http.structured import JsonSchemaFormat, JsonSchemaSpec
 
 __all__ = ["MessagesBody", "messages_chat", "messages_common"]
+
+StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class MessageTool(msgspec.Struct):
@@ -65,7 +68,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     system: str | list[dict[str, Any]] | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[StopSequence], msgspec.Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None
