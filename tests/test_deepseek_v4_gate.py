@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from openinfer.recipes.deepseek_v4 import gate
+from openinfer.recipes.deepseek_v4.choices import Choices, Witness
+from openinfer.recipes.deepseek_v4.forced import Forced
 
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
 POSITIONS = {1: 6, 2: 8, 3: 8, 4: 8}
@@ -27,7 +29,8 @@ def references(golden):
         bf16 = log_softmax(golden.numbers[f"p{index}.logits_bf16"][-count:])
         fp32 = log_softmax(golden.numbers[f"p{index}.logits_fp32"][-count:])
         top = np.argsort(-bf16, axis=1, kind="stable")[:, :TOP]
-        taken = (np.take_along_axis(values, top, 1) for values in (bf16, fp32))
+        actq = log_softmax(golden.numbers[f"p{index}.logits_fp32_actq"][-count:])
+        taken = (np.take_along_axis(values, top, 1) for values in (bf16, fp32, actq))
         found.append(gate.Reference(golden.prompt(index), top, *taken))
     return found
 
@@ -45,7 +48,7 @@ def engine(session):
 
 def test_every_path_passes(engine, deepseek):
     verdicts = list(gate.run(engine.runner, references(deepseek)))
-    assert len(verdicts) == 8
+    assert len(verdicts) == 10
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
 
 
@@ -54,5 +57,36 @@ def test_every_control_fails(engine, deepseek):
     assert len(verdicts) == 5
     assert [str(verdict) for verdict in verdicts if verdict.passed] == []
     sequences = references(deepseek)
-    few = gate.decode_all(gate.Forced(engine.runner), sequences[:2], chunk=512)
+    few = gate.decode_all(Forced(engine.runner), sequences[:2], chunk=512)
     assert gate.judge("put right again", gate.limits(sequences), sequences[:2], few).passed
+
+
+def test_an_engine_that_rounds_is_held_against_the_run_that_does(session, deepseek):
+    flags = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1024}
+    run = session(TINY, **flags, kv_cache_memory_bytes=96 << 20)
+    sequences = references(deepseek)
+    rounded = gate.comparable(run.engine.runner, sequences)
+    found = gate.decode_all(Forced(run.engine.runner), rounded, chunk=512)
+    assert gate.judge("rounded", gate.limits(rounded), rounded, found).passed
+    assert gate.rounds(rounded, found).passed
+    plain = session(TINY, **flags, kv_cache_memory_bytes=96 << 20, activation_quantization="off")
+    assert gate.comparable(plain.engine.runner, sequences) is sequences
+    found = gate.decode_all(Forced(plain.engine.runner), rounded, chunk=512)
+    assert not gate.rounds(rounded, found).passed  # negative control: an engine that does not round
+
+
+def test_choices_of_others_are_noticed(engine, deepseek):
+    """The judge of choices: keys that are not those that the indexer had, and a bias that the router had not."""
+    runner, sequence = engine.runner, references(deepseek)[-1]
+    witness = Witness(runner.pack, runner.stream, quantized=False)
+    forced = Forced(runner, eager=True, pack=witness)
+    forced.join(1, len(sequence.tokens))
+    forced.feed(1, sequence.tokens[:260], 512)
+    assert witness.entries.passed
+    assert witness.experts.passed
+    assert witness.entries.chosen == 2 * 4 * 16  # two layers, four tokens, sixteen entries
+    scores = np.arange(100.0)
+    for got in ([*range(85, 100), 40], [*range(85, 100), 99]):
+        judge = Choices("wrong", 0.02)
+        judge.take(scores, np.array(got), 16)
+        assert not judge.passed

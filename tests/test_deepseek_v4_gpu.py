@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from openinfer.recipes.deepseek_v4 import gate
+from openinfer.recipes.deepseek_v4.forced import Forced
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +55,7 @@ def test_the_published_rounding(session, deepseek):
     runner = session(deepseek.path, **FLAGS).engine.runner
     errors = []
     for index in (1, 2, 3):
-        forced = gate.Forced(runner)
+        forced = Forced(runner)
         forced.join(1, 1000)
         logits = forced.feed(1, deepseek.prompt(index), 512)
         forced.leave()

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels import apply_writes
-from openinfer.recipes.deepseek_v4.batch import MAX_STOP_IDS, TABLES
+from openinfer.recipes.deepseek_v4.batch import TABLES
+from openinfer.recipes.deepseek_v4.choices import Choices, Witness
+from openinfer.recipes.deepseek_v4.forced import Forced
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.runner import Runner
 from openinfer.recipes.deepseek_v4.weights import Sparse
@@ -39,17 +40,30 @@ OWN_DEVIATION_FACTOR = 1.5
 @dataclass(frozen=True, slots=True)
 class Reference:
     """One reference sequence: its tokens, and for each of the last `len(top_ids)` positions the reference's most likely
-    next tokens [P, K], most likely first, their log-probabilities in its own bf16 run, and in its float32 run."""
+    next tokens [P, K], most likely first, their log-probabilities in its own bf16 run, and in its float32 run; `actq`:
+    in a float32 run that rounds activations as the published code does."""
 
     tokens: list[int]
     top_ids: Array
     bf16: Array
     fp32: Array
+    actq: Array | None = None
 
     @property
     def first(self) -> int:
         """The first position that is compared."""
         return len(self.tokens) - len(self.top_ids)
+
+    def rounded(self) -> Reference:
+        """What an engine that rounds activations is compared with: the run that does so. What may lie between them is
+        1.5 times what the rounding itself does. Raises ValueError where there is no such run."""
+        if self.actq is None:
+            raise ValueError(
+                "this reference has no run that rounds activations; use --activation-quantization off"
+            )
+        order = np.argsort(-self.actq, axis=1, kind="stable")
+        ids, actq, fp32 = (np.take_along_axis(x, order, 1) for x in (self.top_ids, self.actq, self.fp32))
+        return Reference(self.tokens, ids, actq, fp32)
 
 
 def load_reference(path: Path) -> list[Reference]:
@@ -61,6 +75,7 @@ def load_reference(path: Path) -> list[Reference]:
                 data[f"s{n}.top_ids"],
                 data[f"s{n}.bf16"],
                 data[f"s{n}.fp32"],
+                data[f"s{n}.actq"],
             )
             for n in range(int(data["count"]))
         ]
@@ -118,85 +133,6 @@ class Verdict:
         )
 
 
-class Forced:
-    """Feeds chosen tokens through an engine's recorded steps, below its scheduler. Slots are the caller's to choose;
-    pages are handed out in order, the same ids in both groups. The engine must be idle, and is to be closed
-    afterwards."""
-
-    def __init__(self, runner: Runner, *, eager: bool = False) -> None:
-        self._runner, self._eager = runner, eager
-        self._next_page = 1
-        self._lengths: dict[int, int] = {}
-        cache = runner.model.cache
-        self._num_pages = min(cache.window.shape[0], cache.csa_entries.shape[0])
-
-    def join(self, slot: int, max_len: int, shared: Sequence[int] = ()) -> list[int]:
-        """Start a sequence of at most max_len tokens; the pages in `shared` hold its beginning already. Returns its
-        pages."""
-        rows = self._runner.model.rows
-        fresh = -(-max_len // PAGE) - len(shared)
-        pages = [*shared, *range(self._next_page, self._next_page + fresh)]
-        self._next_page += fresh
-        if self._next_page > self._num_pages:
-            raise MemoryError("the cache has too few pages for this gate")
-        self._lengths[slot] = len(shared) * PAGE
-        rows.set("alive", slot, 1)
-        rows.set("seq_lens", slot, self._lengths[slot])
-        rows.write("stop_ids", slot, [-1] * MAX_STOP_IDS)
-        for table in TABLES:
-            rows.write(table, slot, pages)
-        return pages
-
-    def step(self, items: Sequence[tuple[int, Sequence[int]]], pad_rows: int = 0) -> Array:
-        """Feed tokens to slots; returns the logits after each one's last token, float32 [len(items), V]. `pad_rows`
-        makes the step at least that many rows."""
-        runner, rows, n = self._runner, self._runner.model.rows, len(items)
-        lengths = [len(tokens) for _, tokens in items]
-        total = sum(lengths)
-        tokens, num_rows, longest = runner.buckets.choose(
-            max(total, pad_rows) if total == n else total, max(n, pad_rows)
-        )
-        starts = np.full(num_rows + 1, total, np.int32)
-        starts[: n + 1] = np.concatenate([[0], np.cumsum(lengths)])
-        slots = np.zeros(num_rows, np.int32)
-        slots[:n] = [slot for slot, _ in items]
-        prompt = np.full(tokens, -1, np.int32)
-        prompt[:total] = np.concatenate([np.asarray(ids, np.int32) for _, ids in items])
-        rows.write("slots", 0, slots)
-        rows.write("q_starts", 0, starts)
-        rows.write("prompt", 0, prompt)
-        self.upload()
-        if self._eager:
-            runner.model.forward(runner.pack, tokens, num_rows, longest)
-        else:
-            runner.graphs.launch(("forward", tokens, num_rows, longest))
-        runner.stream.synchronize()
-        for slot, ids in items:
-            self._lengths[slot] += len(ids)
-            rows.set("seq_lens", slot, self._lengths[slot])
-        return runner.model.buffers.logits[:n].numpy()
-
-    def upload(self) -> None:
-        """Bring the batch state on the device up to date."""
-        rows = self._runner.model.rows
-        for _ in rows.uploads(self._runner.stream):
-            apply_writes(self._runner.pack, words=rows.words, writes=rows.writes)
-
-    def feed(self, slot: int, tokens: Sequence[int], chunk: int) -> Array | None:
-        """Feed tokens to one slot, `chunk` at a time; the logits after the last."""
-        logits = None
-        for start in range(0, len(tokens), chunk):
-            logits = self.step([(slot, tokens[start : start + chunk])])
-        return logits
-
-    def leave(self) -> None:
-        """End all sequences and take the pages back."""
-        for slot in self._lengths:
-            self._runner.model.rows.set("alive", slot, 0)
-        self._lengths.clear()
-        self._next_page = 1
-
-
 def decode_all(
     forced: Forced, sequences: Sequence[Reference], *, chunk: int, pad_rows: int = 0
 ) -> list[Array]:
@@ -249,8 +185,9 @@ class NotReproducible(AssertionError):
     """The same inputs in the same step shapes gave other bits."""
 
 
-def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
+def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict | Choices]:
     """Every path of an engine, a verdict each. Raises NotReproducible where a rerun differs in a bit."""
+    sequences = comparable(runner, sequences)
     largest, allowed = runner.buckets.mixed_tokens[-1], limits(sequences)
     eager = Forced(runner, eager=True)
     few = sequences[:4]
@@ -258,6 +195,8 @@ def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     forced = Forced(runner)
     first = decode_all(forced, sequences, chunk=largest)
     yield judge(f"graph, batch {len(sequences)}", allowed, sequences, first)
+    if runner.model.quantized:
+        yield rounds(sequences, first)
     again = decode_all(forced, sequences, chunk=largest)
     if not all(np.array_equal(a, b) for a, b in zip(first, again, strict=True)):
         raise NotReproducible("a rerun of the same steps gave other log-probabilities")
@@ -270,10 +209,41 @@ def run(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     yield judge("mixed steps", allowed, sequences, mixed(forced, sequences))
     long = [s for s in sequences if s.first >= PAGE]
     yield judge("cached prefix", allowed, long, cached(forced, long, largest))
+    yield from choices(runner, sequences[-1])
+
+
+def comparable(runner: Runner, sequences: Sequence[Reference]) -> Sequence[Reference]:
+    """The references that this engine is to be compared with."""
+    return [s.rounded() for s in sequences] if runner.model.quantized else sequences
+
+
+def rounds(sequences: Sequence[Reference], found: Sequence[Array]) -> Verdict:
+    """Whether the engine rounds where the reference does: it must be nearer to that run than to the one that does not,
+    by a fifth."""
+    to_rounded, to_plain = (
+        float(np.mean([np.abs(f[:, :-1] - other).mean() for f, other in zip(found, others, strict=True)]))
+        for others in ([s.bf16 for s in sequences], [s.fp32 for s in sequences])
+    )
+    limit = Deviation(0.0, 0.8 * to_plain, np.inf)
+    return Verdict("rounding is there", len(sequences), Deviation(0.0, to_rounded, 0.0), limit, to_plain, 0)
+
+
+def choices(runner: Runner, sequence: Reference, steps: int = 4) -> Iterable[Choices]:
+    """The indexer's and the router's choices in a prompt's chunks and in a few decode steps after it."""
+    model = runner.model
+    witness = Witness(runner.pack, runner.stream, quantized=model.quantized)
+    forced = Forced(runner, eager=True, pack=witness)
+    forced.join(1, len(sequence.tokens))
+    forced.feed(1, sequence.tokens[: sequence.first], runner.buckets.mixed_tokens[-1])
+    for token in sequence.tokens[sequence.first : sequence.first + steps]:
+        forced.step([(1, [token])])
+    forced.leave()
+    yield from (witness.entries, witness.experts)
 
 
 def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterable[Verdict]:
     """Verdicts on models that are wrong on purpose: each must fail. The model is put right again after each."""
+    sequences = comparable(runner, sequences)
     forced, chunk, allowed = Forced(runner), runner.buckets.mixed_tokens[-1], limits(sequences)
     model, few = runner.model, sequences[:5]
     long = [s for s in sequences if s.first >= 2 * PAGE][:2]

@@ -15,7 +15,7 @@ from openinfer.kernels import Pack, Target, Workload
 from openinfer.recipes.deepseek_v4.buckets import Buckets
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.engine import DeepseekV4Engine
-from openinfer.recipes.deepseek_v4.gate import Forced
+from openinfer.recipes.deepseek_v4.forced import Forced
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.places import Format

@@ -1,0 +1,120 @@
+"""Judges what the indexer and the router chose: whoever is chosen in place of one that scores higher must be all but
+tied with it.
+
+Another entry or expert moves a position by more than rounding does, so a run whose choices differ from a reference's
+cannot be compared with it there. It need not be: on the very inputs that an op had, its choices are right or wrong by
+their scores, which are made here in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.kernels import Op, Pack
+from openinfer.kernels.reference import f32, rounded
+from openinfer.recipes.deepseek_v4.formats import hadamard, q4
+from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
+from openinfer.tensor import Stream, Tensor
+
+Array = np.ndarray[Any, Any]
+
+NEAR, NEAR_ROUNDED = 0.002, 0.02
+"""By how much the last of the right ones may score higher than one that was chosen, in standard deviations of the
+scores: what a last bit of bf16 in a query does, and what a code of FP4 that flips does."""
+
+
+@dataclass(slots=True)
+class Choices:
+    """Of one op in several steps: how many were chosen, how many of them are not the best by float64, and by how much
+    the worst of those falls short."""
+
+    path: str
+    near: float
+    chosen: int = 0
+    others: int = 0
+    shortfall: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.chosen > 0 and self.shortfall <= self.near
+
+    def take(self, scores: Array, got: Array, count: int) -> None:
+        """What was chosen of a token's candidates: `got`, which should be `count` of the highest."""
+        right = np.argsort(-scores, kind="stable")[:count]
+        wrong = np.setdiff1d(got, right)
+        self.chosen += len(got)
+        self.others += len(wrong)
+        if len(set(got.tolist())) != count:
+            self.shortfall = np.inf
+        elif len(wrong):
+            short = (scores[right[-1]] - scores[wrong].min()) / max(float(scores.std()), 1e-30)
+            self.shortfall = max(self.shortfall, float(short))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "passed": self.passed}
+
+    def __str__(self) -> str:
+        return (
+            f"{'pass' if self.passed else 'FAIL'} {self.path:28s} {self.chosen} chosen, "
+            f"{self.others} not among the best, "
+            f"short by {self.shortfall:.5f} (<= {self.near}) of the scores' deviation"
+        )
+
+
+class Witness:
+    """A pack that runs another and judges the choices of the last `tokens` tokens of every step."""
+
+    def __init__(self, inner: Pack, stream: Stream, *, quantized: bool, tokens: int = 4) -> None:
+        self._inner, self._stream, self._tokens = inner, stream, tokens
+        self.entries = Choices("choices of the indexer", NEAR_ROUNDED if quantized else NEAR)
+        self.experts = Choices("choices of the router", NEAR)
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        self._inner.run(op, args)
+        if op.name not in ("index_topk", "route"):
+            return
+        self._stream.synchronize()
+        live = np.flatnonzero(args["token_slots"].numpy())[-self._tokens :]
+        if op.name == "index_topk":
+            for scores, got in _of_indexer(args, live):
+                self.entries.take(scores, got, min(len(scores), args["selected"].shape[1]))
+        elif args["bias"] is not None:
+            for scores, got in _of_router(args, live):
+                self.experts.take(scores, got, args["expert_ids"].shape[1])
+
+
+def _rows(tensor: Tensor, rows: Sequence[int] | Array) -> Array:
+    """Those rows of a tensor on the host; it may be a view that is not contiguous."""
+    return np.stack([tensor[int(row)].numpy() for row in rows])
+
+
+def _of_indexer(args: Mapping[str, Any], tokens: Array) -> Iterator[tuple[Array, Array]]:
+    """Scores of the entries that each token sees, and those it got."""
+    keys, positions = args["keys"], args["positions"].numpy()
+    per_page = keys.shape[1]
+    for token in tokens:
+        sees = int(positions[token] + 1) // (PAGE // per_page)
+        if not sees:
+            continue
+        table = args["block_tables"][int(args["token_slots"].numpy()[token])].numpy()
+        held = f32(_rows(keys, table[: -(-sees // per_page)])).reshape(-1, keys.shape[2])[:sees]
+        q = f32(_rows(args["q"], [token]))
+        turn = args["cos_sin"][int(positions[token])].numpy()[None]
+        query = rounded(rope(q, turn, np.zeros(1, np.int32)), args["q"].dtype)[0]
+        if args["quantized"]:
+            query = q4(rounded(hadamard(query), args["q"].dtype))
+        weights = _rows(args["weights"], [token])[0].astype(np.float64)
+        scores = weights @ np.maximum(query.astype(np.float64) @ held.T.astype(np.float64), 0)
+        got = args["selected"][int(token)].numpy()
+        yield scores, got[got >= 0]
+
+
+def _of_router(args: Mapping[str, Any], tokens: Array) -> Iterator[tuple[Array, Array]]:
+    """Scores of all experts, and those that each token got."""
+    logits = _rows(args["logits"], tokens).astype(np.float64)
+    scores = np.sqrt(np.logaddexp(0, logits)) + args["bias"].numpy()
+    yield from zip(scores, _rows(args["expert_ids"], tokens), strict=True)
