@@ -70,11 +70,11 @@ def libraries(work: Path) -> Result:
     return _pytest("libs/tensor/tests", "libs/graph/tests", "tests")
 
 
-def _reference(recipe: str, folder: Path) -> Result:
+def _reference(recipe: str, folder: Path, shape: str = "4b") -> Result:
     """A checkpoint with random weights in `folder`, and transformers' log-probabilities on it."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return {"ok": False, "why": "needs torch and transformers for the reference"}
-    shape = os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")
+    shape = os.environ.get("OPENINFER_SELFTEST_SHAPE", shape)
     command = [sys.executable, f"scripts/{recipe}_reference.py", "--shape", shape, "--out", str(folder)]
     done = subprocess.run(command, check=False)
     if done.returncode == 0:
@@ -84,11 +84,11 @@ def _reference(recipe: str, folder: Path) -> Result:
     return {"ok": done.returncode == 0, "shape": shape}
 
 
-def _gates(recipe: str, folder: Path) -> Result:
+def _gates(recipe: str, folder: Path, **flags: str) -> Result:
     gate = importlib.import_module(f"openinfer.recipes.{recipe}.gate")
     startup = importlib.import_module(f"openinfer.recipes.{recipe}.startup")
     sequences = gate.load_reference(folder / "reference.npz")
-    engine = startup.build(str(folder), enable_prefix_caching=False)
+    engine = startup.build(str(folder), enable_prefix_caching=False, **flags)
     verdicts = []
     for verdict in gate.run(engine.runner, sequences):
         print(verdict, flush=True)
@@ -167,6 +167,26 @@ def hybrid_bench(work: Path) -> Result:
     return _bench("qwen3_5", work / "hybrid")
 
 
+def deepseek_reference(work: Path) -> Result:
+    """Five layers of the V4-Flash shape with random packed weights, and what references say of them."""
+    return _reference("deepseek_v4", work / "deepseek", "flash")
+
+
+def deepseek_gates(work: Path) -> Result:
+    """Their accuracy gate on every path, with activations as they are."""
+    return _gates("deepseek_v4", work / "deepseek", activation_quantization="off")
+
+
+def deepseek_rounded(work: Path) -> Result:
+    """The same with activations rounded as the published code does."""
+    return _gates("deepseek_v4", work / "deepseek", activation_quantization="on")
+
+
+def deepseek_bench(work: Path) -> Result:
+    """Their prefill and decode of one sequence, 1,024 tokens."""
+    return _bench("deepseek_v4", work / "deepseek")
+
+
 def serve(work: Path) -> Result:
     """The server over HTTP, its kernels cached: start to ready, answers, and nothing left behind."""
     return check_server(work / "model", work / "serve.log")
@@ -184,6 +204,10 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "hybrid_reference": (hybrid_reference, 150),
     "hybrid_gates": (hybrid_gates, 120),
     "hybrid_bench": (hybrid_bench, 60),
+    "deepseek_reference": (deepseek_reference, 150),
+    "deepseek_gates": (deepseek_gates, 120),
+    "deepseek_rounded": (deepseek_rounded, 120),
+    "deepseek_bench": (deepseek_bench, 90),
 }
 """Name: the stage, and about how many seconds it takes. In order of worth."""
 
