@@ -81,13 +81,16 @@ def test_a_long_sequence_holds_no_more_pages_than_its_window_needs(session):
     (prompt,) = chats(1, 300)
     run = session(TINY, max_model_len=1024)
     run.submit(prompt, 200, ignore_eos=True)
-    pool, most = run.engine._pool, 0
+    pool, most, fullest = run.engine._pool, 0, 0
     while run.open:
         run.step()
         if len(run.outcomes[0].tokens) > 2:
             most = max(most, pool.num_used(WINDOW))
+            fullest = max(fullest, run.engine.stats().kv_used_tokens)
     assert most <= 3  # that of the last token, the one before it, and one ahead
+    assert 128 <= fullest <= run.engine.info.kv_capacity_tokens
     assert pool.num_used(WINDOW) == 0
+    assert run.engine.stats().kv_used_tokens == 0
 
 
 def test_reset_forgets_both_groups(session):

@@ -362,7 +362,9 @@ class DeepseekV4Engine:
             loop.steps,
             loop.preemptions,
         )
-        stats.kv_used_tokens = pool.num_used(ENTRIES) * pool.groups[ENTRIES].block_size
+        # A sequence may have many more pages of entries than of the window: what is used is of the fuller group.
+        part = max(pool.num_used(n) / (group.num_blocks - 1) for n, group in enumerate(pool.groups))
+        stats.kv_used_tokens = round(part * pool.capacity_tokens)
         stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
         stats.compiles_after_ready = self._store.misses_after_seal if self._store else 0
         if self.runner.stream.device.kind == "cuda":
