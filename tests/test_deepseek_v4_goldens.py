@@ -3,7 +3,9 @@ the MTP layer, greedy tokens in any batch and any chunks."""
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,25 @@ import pytest
 
 from openinfer.kernels import CpuPack, Op, apply_writes
 from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.formats import dequantized
 from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.mtp import Further
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.sizes import Room, Sizes
 from openinfer.recipes.deepseek_v4.startup import lay_out
-from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, float32, uint8
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    Device,
+    Stream,
+    Tensor,
+    bfloat16,
+    dtypes,
+    float8_e4m3fn,
+    float8_e8m0fnu,
+    float32,
+    uint8,
+)
 
 TOLERANCE = 1e-3
 STEADY = (0, 1, 2)
@@ -262,3 +277,51 @@ def test_greedy_whatever_the_batch(deepseek, session, seed):
         assert tokens == deepseek.greedy(index)[: len(tokens)]
         assert request in aborted or len(tokens) == 32
         assert len(run.outcomes[request].terminals) == 1
+
+
+def with_fp8_experts(source: Path, target: Path) -> None:
+    """The checkpoint with its experts in FP8, as Base checkpoints have them: the same values exactly."""
+    tensors = {}
+    with Checkpoint(source) as checkpoint:
+        for name in checkpoint:
+            array = np.array(checkpoint.array(name))
+            if ".experts." not in name:
+                tensors[name] = array
+            elif name.endswith(".weight"):
+                scales = checkpoint.array(name.removesuffix("weight") + "scale").view(np.uint8)
+                wide = dequantized(array.view(np.uint8), scales)
+                rows, columns = (size // 128 for size in wide.shape)
+                tiles = wide.reshape(rows, 128, columns, 128).swapaxes(1, 2)
+                exponent = np.ceil(np.log2(np.abs(tiles).max(axis=(2, 3)) / 448)).astype(np.int32)
+                small = (tiles / np.float32(2) ** exponent[:, :, None, None]).astype(float8_e4m3fn)
+                weight = small.swapaxes(1, 2).reshape(wide.shape)
+                codes = (exponent + 127).astype(np.uint8)
+                np.testing.assert_array_equal(dequantized(weight, codes), wide)
+                tensors[name] = weight
+                tensors[name.removesuffix("weight") + "scale"] = codes.view(float8_e8m0fnu)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    header, offset = {}, 0
+    for name, array in tensors.items():
+        span = [offset, offset + array.nbytes]
+        header[name] = {"dtype": dtypes.tag(array.dtype), "shape": list(array.shape), "data_offsets": span}
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    with (target / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
+
+
+def test_experts_in_fp8_are_the_same_model(deepseek, session, tmp_path):
+    with_fp8_experts(deepseek.path, tmp_path / "base")
+    prompt, expected = deepseek.prompt(2), deepseek.numbers["p2.logits_fp32"][-1]
+    model = load_model(tmp_path / "base")
+    np.testing.assert_allclose(last_logits(model, prompt), expected, atol=TOLERANCE, rtol=0)
+    packed = load_model(tmp_path / "base", dtype=bfloat16)
+    assert packed.weights.layers[1].mixture.down.weight.dtype == float8_e4m3fn
+    fp4 = load_model(deepseek.path, dtype=bfloat16)
+    np.testing.assert_array_equal(last_logits(packed, prompt), last_logits(fp4, prompt))
+    run = session(tmp_path / "base", activation_quantization="off")
+    run.submit(deepseek.prompt(1), 32, ignore_eos=True)
+    run.finish()
+    assert run.outcomes[0].tokens == deepseek.greedy(1)
