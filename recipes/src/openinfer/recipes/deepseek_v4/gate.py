@@ -247,16 +247,16 @@ def negative_controls(runner: Runner, sequences: Sequence[Reference]) -> Iterabl
     forced, chunk, allowed = Forced(runner), runner.buckets.mixed_tokens[-1], limits(sequences)
     model, few = runner.model, sequences[:5]
     long = [s for s in sequences if s.first >= 2 * PAGE][:2]
-    mixture = model.weights.layers[1].mixture
     sparse = next(e for la in model.weights.layers if isinstance(e := la.attention.entries, Sparse))
     wrong: list[tuple[str, Sequence[Reference], list[tuple[Tensor, Array]]]] = [
         ("rotation backwards", few, [
             (table, table.numpy() * np.array([1, -1], np.float32)[:, None])
             for table in (model.cos_sin, model.compress_cos_sin)
         ]),
-        ("gate and up swapped in one layer's experts", few, [
-            (tensor, np.roll(tensor.numpy(), tensor.shape[1] // 2, axis=1))
-            for tensor in (mixture.gate_up.weight, mixture.gate_up.scales)
+        ("gate and up swapped in shared experts", few, [
+            (tensor, np.roll(tensor.numpy(), tensor.shape[0] // 2, axis=0))
+            for layer in model.weights.layers
+            for tensor in (layer.mixture.shared_gate_up.weight, layer.mixture.shared_gate_up.scales)
             if tensor is not None
         ]),
         ("a compressor's positions shifted", long, [
