@@ -1,5 +1,6 @@
 """Spans: one a sequence, its phases inside, under the caller's trace."""
 
+import time
 from typing import Any
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -33,3 +34,29 @@ def test_spans_of_a_request(start: Any) -> None:
         assert times[0][0] == span.start_time
         assert times[2][1] == span.end_time
         assert all(begin is not None and end is not None and begin <= end for begin, end in times)
+
+
+def test_a_sequence_that_did_not_end_well_has_a_span_too(start: Any) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter, "fake")
+    live = start({"fail_prompt": 9, "max_model_len": 4096, "step_delay_s": 0.005}, app={"tracing": tracing})
+    assert live.post("/v1/completions", prompt=[9], max_tokens=5).status_code == 500
+    assert live.post("/v1/completions", prompt=[5], max_tokens=5, priority=1).status_code == 400
+    with live.http.stream(
+        "POST", "/v1/completions", json={"prompt": [5], "max_tokens": 4000, "stream": True}
+    ) as left:
+        next(left.iter_lines())
+    deadline = time.monotonic() + 10
+    while live.service.active and time.monotonic() < deadline:
+        time.sleep(0.005)
+    tracing.close()
+    requests = {
+        span.attributes["gen_ai.response.finish_reasons"][0]: span
+        for span in exporter.get_finished_spans()
+        if span.name == "llm_request" and span.attributes is not None
+    }
+    assert requests.keys() == {"error", "rejected", "abort"}
+    assert requests["error"].status.description == "this prompt fails, as asked"
+    assert "priority 1 is not supported" in (requests["rejected"].status.description or "")
+    assert requests["abort"].status.is_ok or requests["abort"].status.is_unset
+    assert requests["abort"].attributes["gen_ai.usage.completion_tokens"] > 0

@@ -118,7 +118,7 @@ class Choice:
                 self._finish(terminal)
             else:
                 self.error = terminal
-                self._metrics.rejected(terminal)
+                self._metrics.rejected(terminal, self.request, self.num_tokens, self._times)
         if self._stream or self.done:
             self._wake()
 
@@ -139,7 +139,7 @@ class Choice:
         if not self.done:
             self.error = error
             self._abort(self.request.id)
-            self._metrics.finished_early()
+            self._metrics.finished_early(self.request, self.num_tokens, self._times)
             self._wake()
 
     def _take_tokens(self, delta: Delta) -> None:
@@ -223,10 +223,12 @@ class Choice:
             self.request,
             self.finish_reason or "abort",
             self.num_tokens,
-            self._scheduled_time,
-            self._first_time,
-            self._last_time,
+            *self._times,
         )
+
+    @property
+    def _times(self) -> tuple[float, float, float]:
+        return self._scheduled_time, self._first_time, self._last_time
 
 
 class Usage:

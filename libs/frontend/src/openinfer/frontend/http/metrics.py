@@ -39,6 +39,8 @@ _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 128.0)
 
 
 _REASONS = ("stop", "length", "abort", "error")
+Times = tuple[float, float, float]
+"""When a sequence was scheduled and had its first and last token: time.monotonic() seconds, 0.0 for what never was."""
 _REFUSALS = ("invalid", "too_long", "queue_full", "unsupported", "grammar")
 
 
@@ -114,8 +116,7 @@ class Metrics:
         self, request: Request, reason: str, tokens: int, scheduled: float, first: float, last: float
     ) -> None:
         """A sequence ended in order. Times are time.monotonic() seconds, 0.0 for what did not happen."""
-        if self.tracing is not None:
-            self.tracing.finished(request, reason, tokens, scheduled, first, last)
+        self._trace(request, reason, tokens, (scheduled, first, last))
         self._successes.own[_REASONS.index(reason)] += 1
         self._prompt.observe(len(request.prompt_token_ids))
         self._generation.observe(tokens)
@@ -130,16 +131,23 @@ class Metrics:
         if tokens > 1:
             self._per_token.observe((last - first) / (tokens - 1))
 
-    def finished_early(self) -> None:
+    def finished_early(self, request: Request, tokens: int, times: Times) -> None:
         """A sequence was aborted by us."""
+        self._trace(request, "abort", tokens, times)
         self._successes.own[_REASONS.index("abort")] += 1
 
-    def rejected(self, terminal: Rejected | Failed) -> None:
+    def rejected(self, terminal: Rejected | Failed, request: Request, tokens: int, times: Times) -> None:
         """The engine refused or failed a sequence."""
         if isinstance(terminal, Rejected):
+            self._trace(request, "rejected", tokens, times, terminal.reason)
             self._rejections.own[_REFUSALS.index(terminal.code)] += 1
         else:
+            self._trace(request, "error", tokens, times, terminal.message)
             self._successes.own[_REASONS.index("error")] += 1
+
+    def _trace(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
+        if self.tracing is not None:
+            self.tracing.finished(request, reason, tokens, *times, problem=problem)
 
     def render(self) -> bytes:
         """The exposition, text format."""

@@ -10,7 +10,7 @@ try:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-    from opentelemetry.trace import SpanKind, set_span_in_context
+    from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ModuleNotFoundError as error:
     raise MissingExtraError(f"tracing ({error.name} is missing)", "otel") from error
@@ -37,9 +37,18 @@ class Tracing:
         return cls(OTLPSpanExporter(endpoint), model)
 
     def finished(
-        self, request: Request, reason: str, tokens: int, scheduled: float, first: float, last: float
+        self,
+        request: Request,
+        reason: str,
+        tokens: int,
+        scheduled: float,
+        first: float,
+        last: float,
+        *,
+        problem: str = "",
     ) -> None:
-        """One sequence ended. Times are time.monotonic() seconds, 0.0 for what did not happen."""
+        """One sequence ended. Times are time.monotonic() seconds, 0.0 for what did not happen. problem: for the span's
+        status, if it went wrong."""
         epoch = time.time() - time.monotonic()
         carrier = {"traceparent": request.trace_parent} if request.trace_parent else {}
         span = self._tracer.start_span(
@@ -55,6 +64,8 @@ class Tracing:
                 "gen_ai.response.finish_reasons": [reason],
             },
         )
+        if problem:
+            span.set_status(StatusCode.ERROR, problem)
         context = set_span_in_context(span)
         phases = (
             ("queue", request.arrival, scheduled),
