@@ -113,6 +113,7 @@ def test_turns_go_back(speak: Any) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input_image"),
         ({"input": "x", "previous_response_id": "r"}, "previous_response_id", "not supported"),
+        ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"input": "x", "background": True}, "background", "not supported"),
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text", "not supported"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools", "web_search"),

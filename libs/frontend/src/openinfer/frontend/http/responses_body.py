@@ -13,6 +13,8 @@ from openinfer.frontend.http.structured import JsonObjectFormat, JsonSchemaForma
 __all__ = ["ResponsesBody", "responses_chat", "responses_common"]
 
 _TEXT_KINDS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
+MAX_INCLUDED = 16
 
 
 class ResponseTool(FunctionSpec, kw_only=True):
@@ -63,6 +65,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     store: bool | None = None
     """Taken, and not done: the answer says store: false."""
+    include: Annotated[list[str], msgspec.Meta(max_length=MAX_INCLUDED)] | None = None
+    """Of what can be had on demand there is one thing that an answer here could lack: log-probabilities."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     top_k: int | None = None
@@ -84,7 +88,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 def responses_common(body: ResponsesBody) -> CommonBody:
-    """The fields that all endpoints share."""
+    """The fields that all endpoints share. Raises APIError (400)."""
+    if LOGPROBS in (body.include or ()):
+        raise APIError(
+            f"include: {LOGPROBS} is not supported by this server; leave it out, or use /v1/chat/completions",
+            param="include",
+            code="unsupported",
+        )
     names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "user")
     wanted = body.text.format if body.text else None
     return CommonBody(
