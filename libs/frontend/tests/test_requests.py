@@ -241,8 +241,12 @@ def test_metrics_carry_the_names_dashboards_read(start: Any) -> None:
         ("request_prompt_tokens", 2),
         ("request_generation_tokens", 2),
         ("request_params_n", 3),
+        ("request_max_num_generation_tokens", 3),
+        ("request_prefill_kv_computed_tokens", 2),
     ):
         assert found(f"vllm:{histogram}_count") == count, histogram
+    assert found("vllm:request_prefill_kv_computed_tokens_sum") == 80 - 32
+    assert found("vllm:request_max_num_generation_tokens_sum") == 6
     # Deliveries, not tokens: a late frontend reads several steps together.
     assert 2 <= found("vllm:inter_token_latency_seconds_count") <= 4
     assert any(

@@ -50,7 +50,7 @@ class Answer(Response):
             await error_response(error, self._shape.refusal(error))(scope, receive, send)
         finally:
             watcher.cancel()
-            generation.cancel("the request was given up")  # nothing, when all has ended
+            generation.ended()
             self._active.discard(generation)
             if self._log is not None:
                 self._log(generation, outcome)

@@ -219,12 +219,8 @@ class Choice:
         self._last_time = now
 
     def _observe_end(self) -> None:
-        self._metrics.finished(
-            self.request,
-            self.finish_reason or "abort",
-            self.num_tokens,
-            *self._times,
-        )
+        reason = self.finish_reason or "abort"
+        self._metrics.finished(self.request, reason, self.num_tokens, self._times, self.cached_tokens)
 
     @property
     def _times(self) -> tuple[float, float, float]:
@@ -260,7 +256,7 @@ class Generation:
         trace_parent: str | None,
     ) -> None:
         self.plan = plan
-        self._client = client
+        self._client, self._metrics = client, metrics
         self._signal = asyncio.Event()
         self.choices: list[Choice] = []
         for prompt, limit in zip(prompts, max_tokens, strict=True):
@@ -324,6 +320,11 @@ class Generation:
             if isinstance(choice.error, Failed):
                 return APIError(choice.error.message, status=500, code="engine_error")
         return None
+
+    def ended(self) -> None:
+        """The answer is out, or given up."""
+        self.cancel("the request was given up")  # nothing, when all has ended
+        self._metrics.longest.observe(max(choice.num_tokens for choice in self.choices))
 
     def cancel(self, message: str) -> None:
         """Abort what still runs: the client has left, or the server stops."""

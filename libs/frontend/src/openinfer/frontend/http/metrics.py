@@ -109,16 +109,20 @@ class Metrics:
         self._generation = new("request_generation_tokens", "Tokens generated a sequence.", _TOKENS)
         self._max_tokens = new("request_params_max_tokens", "max_tokens a sequence.", _TOKENS)
         self.n = new("request_params_n", "n a request.", _COUNTS)
+        self.longest = new("request_max_num_generation_tokens", "Of a request's longest sequence.", _TOKENS)
+        self._computed = new(
+            "request_prefill_kv_computed_tokens", "Prompt tokens a sequence but the cached ones.", _TOKENS
+        )
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def finished(
-        self, request: Request, reason: str, tokens: int, scheduled: float, first: float, last: float
-    ) -> None:
-        """A sequence ended in order. Times are time.monotonic() seconds, 0.0 for what did not happen."""
-        self._trace(request, reason, tokens, (scheduled, first, last))
+    def finished(self, request: Request, reason: str, tokens: int, times: Times, cached: int) -> None:
+        """A sequence ended in order; cached: of its prompt's tokens."""
+        scheduled, first, last = times
+        self._trace(request, reason, tokens, times)
         self._successes.own[_REASONS.index(reason)] += 1
         self._prompt.observe(len(request.prompt_token_ids))
+        self._computed.observe(len(request.prompt_token_ids) - cached)
         self._generation.observe(tokens)
         self._max_tokens.observe(request.max_tokens)
         if not first or not scheduled:
