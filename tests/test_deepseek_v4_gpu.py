@@ -43,8 +43,8 @@ def references(golden):
 def test_every_path_passes_and_every_control_fails(session, deepseek):
     engine = session(deepseek.path, activation_quantization="off", **FLAGS).engine
     verdicts = list(gate.run(engine.runner, references(deepseek)))
-    # The cached prefix is compared at eight positions of one prompt. Its mean there is 0.072 on an H200, and so it is on
-    # the CPU in bf16, with a cached prefix and without; the limit of all prompts' positions is 0.069.
+    # The cached prefix is compared at eight positions of one prompt. Its mean there is 0.072 on an H200, and so it is
+    # on the CPU in bf16, with a cached prefix and without; the limit of all prompts' positions is 0.069.
     (cached,) = (verdict for verdict in verdicts if verdict.path == "cached prefix")
     assert cached.found.mean < 1.25 * cached.limits.mean, str(cached)
     assert [str(verdict) for verdict in verdicts if not verdict.passed and verdict is not cached] == []
