@@ -17,6 +17,7 @@ from openinfer.graph.errors import FieldError
 from openinfer.tensor import Arena, Event, PinnedBuffer, Stream, Tensor, int32
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Rows:
         self.writes.zero_(stream)
         self._mirror: Words = np.zeros(end, np.int32)
         self._dirty: list[int] = []
-        self._dirty_ranges: list[Words] = []
+        self._dirty_ranges: list[Places] = []
         self._capacity = capacity
         device = arena.device
         self._staging = [(PinnedBuffer(device, self.writes.nbytes), Event(device)) for _ in range(ring)]
@@ -98,7 +99,9 @@ class Rows:
         """Change a run of elements: values go to field[index].flat[offset:] where the field has more than one axis, and
         to field[index:] where it has one."""
         field, start, width = self._field(name)
-        array = np.ascontiguousarray(values, field.dtype).reshape(-1).view(np.int32)
+        array = np.ascontiguousarray(values, field.dtype)
+        if array.ndim != 1 or field.dtype != int32:
+            array = array.reshape(-1).view(np.int32)
         first = index * width + offset
         room = width - offset if len(field.shape) > 1 else field.shape[0] - index
         if not 0 <= index < field.shape[0] or offset < 0 or len(array) > room:
@@ -107,9 +110,10 @@ class Rows:
             )
         at = slice(start + first, start + first + len(array))
         if field.device_written:
-            changed = np.arange(at.start, at.stop, dtype=np.int32)
+            changed = np.arange(at.start, at.stop)
         else:
-            changed = (np.flatnonzero(self._mirror[at] != array) + at.start).astype(np.int32)
+            changed = (self._mirror[at] != array).nonzero()[0]
+            changed += at.start
         if len(changed):
             self._mirror[at] = array
             self._dirty_ranges.append(changed)
@@ -119,7 +123,7 @@ class Rows:
         yield the number of words in `writes`, and the caller scatters them before asking for the next."""
         if not self._dirty and not self._dirty_ranges:
             return
-        index = np.concatenate([np.asarray(self._dirty, np.int32), *self._dirty_ranges])
+        index = np.concatenate([np.array(self._dirty, np.int64), *self._dirty_ranges])
         self._dirty.clear()
         self._dirty_ranges.clear()
         for start in range(0, len(index), self._capacity):
@@ -127,7 +131,7 @@ class Rows:
             self._send(part, self._mirror[part], stream)
             yield len(part)
 
-    def _send(self, index: Words, values: Words, stream: Stream) -> None:
+    def _send(self, index: Places, values: Words, stream: Stream) -> None:
         buffer, copied = self._staging[self._next]
         self._next = (self._next + 1) % len(self._staging)
         if not copied.query():

@@ -265,7 +265,7 @@ class Runner:
             self._write_masks([one for one in waiting.constrained if not one[2].ended])
             self._upload()
             self._sample_now(waiting)
-        ended = np.flatnonzero(result[:, 1] > RowStatus.RUNNING)
+        ended = (result[:, 1] > RowStatus.RUNNING).nonzero()[0]
         finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
         payload = Payload(result[:, 0], result[:, 2].view(np.float32), *tops)
         return StepResult(step.index, finished, payload, seconds=seconds)
@@ -342,9 +342,11 @@ class Runner:
                     row.start : row.start + row.num_tokens
                 ]
         self._wants_logprobs = bool(self._asks_logprobs[slots].any())
+        has = self._has_constraint[slots[:count]]
+        has &= emits[:count] != 0
         self._constrained = [
             (at, step.rows[at].seq, constraint)
-            for at in np.flatnonzero(self._has_constraint[slots[:count]] & (emits[:count] != 0)).tolist()
+            for at in has.nonzero()[0].tolist()
             if (constraint := _constraint(step.rows[at].seq)) is not None
         ]
         rows = self.model.rows
