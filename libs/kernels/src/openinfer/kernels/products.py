@@ -45,6 +45,23 @@ def normed_product(
     name the choice is looked up by. For M = 1 the product normalises x itself, unless it is large or of float8;
     else the norm is a kernel before it."""
     choice = _choose(target, op, x.shape[0], weight, scales)
+    yield from normed(choice, target, op, out, x, gain, eps, weight, scales, gated=gated)
+
+
+def normed(
+    choice: Choice,
+    target: Target,
+    op: str,
+    out: Tensor,
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    *,
+    gated: bool = False,
+) -> Iterator[Command]:
+    """normed_product by the kernel of `choice`."""
     norms = scales is None and weight.shape[0] <= NORMING_PROGRAMS * choice.bn * target.num_sms
     if choice.kind == "gemv" and norms:
         yield _gemv(choice, out, x, weight, scales, gated=gated, norm=(gain, eps))

@@ -19,7 +19,7 @@ from openinfer.kernels.errors import KernelsError
 from openinfer.kernels.launch import Command, Launch
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
-from openinfer.kernels.products import gated_matmul, matmul
+from openinfer.kernels.products import matmul, normed
 from openinfer.kernels.store import Store
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, Table, depth, rule, shared_bytes
@@ -27,6 +27,7 @@ from openinfer.tensor import Device, Event, Stream, Tensor, bfloat16, check, dri
 
 COPIES_BYTES = 256 << 20
 TOLERANCE = 1e-2
+EPS = 1e-6
 MOST_ROWS = 512
 """Logits are of rows, of which a step has fewer than tokens."""
 
@@ -214,16 +215,18 @@ class Layer:
         for weight in self.weights:
             meter.fill(weight, k**-0.5, rng)
         self.x = Tensor.empty((most, k), bfloat16, meter.device)
+        self.gain = Tensor.empty((k,), bfloat16, meter.device)
         meter.fill(self.x, 1.0, rng)
+        meter.fill(self.gain, 1.0, rng)
         width = n // 2 if self._gated else n
         self.out = Tensor.empty((most, width), float32 if op == "logits" else bfloat16, meter.device)
 
     def commands(self, choice: Choice, m: int, weight: Tensor) -> list[Command]:
         """What a choice launches for m tokens."""
-        x, out, target = self.x[:m], self.out[:m], self._meter.target
-        if self._gated:
-            return list(gated_matmul(choice, target, out, x, weight))
-        return [matmul(choice, target, out, x, weight, add=self.shape.op == "linear_add")]
+        x, out, target, op = self.x[:m], self.out[:m], self._meter.target, self.shape.op
+        if op == "linear_add":
+            return [matmul(choice, target, out, x, weight, add=True)]
+        return list(normed(choice, target, op, out, x, self.gain, EPS, weight, gated=self._gated))
 
     def measured(self, m: int, choices: Sequence[Choice]) -> Measured:
         """Compile the choices and time each that runs and is right; the first says what is right."""
