@@ -70,9 +70,7 @@ def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
         return _large(target, op, 1, k)
     gated = op == "gate_up_silu"
     if m == 1:
-        bn, rows = (4, n // 2) if gated else (8, n)  # gated programs read two sets of rows
-        while bn > 1 and rows < bn * target.num_sms:
-            bn //= 2
+        bn = 4 if gated else 8  # gated programs read two sets of rows
         return Choice("gemv", 1, bn, depth(k, 512))
     if m <= 64:
         return _small(target, m, n // 2 if gated else n, k, 2 if gated else 1)
