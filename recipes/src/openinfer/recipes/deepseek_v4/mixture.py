@@ -55,7 +55,7 @@ def kind_of(weight: Tensor) -> int:
     return {uint8: FP4, float8_e4m3fn: FLOAT8}.get(weight.dtype, BF16)
 
 
-def tile(target: Target, pairs: int, experts: int, kind: int) -> Tile:
+def tile(target: Target, pairs: int, experts: int) -> Tile:
     """The tile for the products of so many pairs.
 
     Where experts get few pairs each, reading the weights is all there is: small tiles, many programs and stages. Where
@@ -68,7 +68,7 @@ def tile(target: Target, pairs: int, experts: int, kind: int) -> Tile:
         return Tile(64, max(16, power_of_two(mean)), 4, 3, 2)
     if mean <= 48:
         return Tile(128, 64, 8, 4)
-    return Tile(128 if kind == FLOAT8 else 256, 128, 8 if kind == FLOAT8 else 16, 3)
+    return Tile(256, 128, 16, 3)
 
 
 def launches(target: Target, call: Call, tile: Tile) -> Iterator[Command]:

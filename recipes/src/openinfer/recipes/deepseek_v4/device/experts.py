@@ -81,7 +81,7 @@ def experts_product(
     FIRST: from tokens x [T, K] to out [places, N]; else from x [places, K] to out [pairs, N]. N is a multiple of ROWS,
     K of 128; K_BLOCKS = K / 128. Grid (N // ROWS, tiles). KIND: weight is
     - BF16 [EXPERTS, N, K]; scales and K_WORDS unused, BK divides K;
-    - FLOAT8 int32 [EXPERTS, N, K_WORDS], scales uint8 [EXPERTS, N / 128, K_BLOCKS]; K_WORDS = K / 4, ROWS divides 128;
+    - FLOAT8 int32 [EXPERTS, N, K_WORDS], scales uint8 [EXPERTS, N / 128, K_BLOCKS]; K_WORDS = K / 4;
     - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
     Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
     UNROLL divides K_BLOCKS: so many times 128 columns are read at a time.
@@ -123,11 +123,13 @@ def experts_product(
                     acc = tl.dot(fp4_operand(words, exponents, PAIRS, WARPS), value, acc)
         else:
             of_x += tl.arange(0, 64)[:, None]
-            of_blocks = scales + (expert * (N // 128) + on // 128) * K_BLOCKS
+            of_blocks = scales + row // 128 * K_BLOCKS
             for start in range(0, 2 * K_BLOCKS, 2 * UNROLL):
                 for k in tl.static_range(2 * UNROLL):
                     words = tl.load(of_words + (start + k) * 16)
-                    exponents = tl.load(of_blocks + (start + k) // 2).to(tl.int32) + tl.zeros_like(words)
+                    exponents = tl.load(of_blocks + (start + k) // 2).to(tl.int32)[:, None] + tl.zeros_like(
+                        words
+                    )
                     value = tl.load(of_x + (start + k) * 64, mask=used, other=0.0)
                     acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
     target = place

@@ -102,13 +102,13 @@ def _launches(
     target: Target, *, x: Tensor, gate_up: Tensor, expert_ids: Tensor, quantized: bool, **rest: Any
 ) -> Iterator[Command]:
     require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    kind, pairs = mixture.kind_of(gate_up), expert_ids.shape[0] * expert_ids.shape[1]
+    pairs = expert_ids.shape[0] * expert_ids.shape[1]
     require(
         target.arch >= 89 or not quantized,
         f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
     )
     call = mixture.Call(x=x, gate_up=gate_up, expert_ids=expert_ids, quantized=quantized, **rest)
-    found = mixture.tile(target, pairs, gate_up.shape[0], kind)
+    found = mixture.tile(target, pairs, gate_up.shape[0])
     yield from mixture.launches(target, call, found)
 
 

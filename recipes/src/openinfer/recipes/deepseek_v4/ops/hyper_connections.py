@@ -31,9 +31,9 @@ def _numbers(
     tokens, columns = streams.shape[0], fn.shape[1]
     bt = 16 if tokens <= 64 or target.batch_invariant else 64
     tiles, bk = -(-tokens // bt), depth(columns, 128)
-    split = 1
+    split, programs = 1, target.num_sms // 2 if bt == 16 else 3 * target.num_sms
     while split < 64 and 2 * split * bk <= columns:
-        if tiles * split >= target.num_sms // 2 and not target.batch_invariant:
+        if tiles * split >= programs and not target.batch_invariant:
             break
         split *= 2
     return launch(

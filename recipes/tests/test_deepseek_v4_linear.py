@@ -1,4 +1,4 @@
-"""The kernels of DeepSeek-V4's projections, experts, router and hyper-connections, in Triton's interpreter, against the
+"""The kernels of DeepSeek-V4's projections, router and hyper-connections, in Triton's interpreter, against the
 references."""
 
 from __future__ import annotations
@@ -7,23 +7,23 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack, InterpDriver, LaunchPack, NullPack, Op, Target
-from openinfer.kernels.tuner import DeviceMeter
+from openinfer.kernels import Target
 from openinfer.recipes.deepseek_v4 import mixture
-from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, norm_rows, project
 from openinfer.recipes.deepseek_v4.ops.route import route
-from openinfer.tensor import Tensor, TensorError, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import bfloat16, float8_e4m3fn, float32
 
 Array = np.ndarray[Any, Any]
-SMALL = Target(arch=90, num_sms=4, interpreted=True)
+Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
+"""both(op, args, target): what the kernels and the reference leave (conftest.py)."""
+Run = Callable[..., dict[str, Array]]
 LIMIT = 1.5
 """Of the gated product: small enough that many values are cut off."""
 
@@ -31,103 +31,6 @@ LIMIT = 1.5
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(list(request.node.name.encode()))
-
-
-def like(array: Array) -> Array:
-    """A copy with the strides kept; what is between the elements is 7."""
-    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-    copy = np.lib.stride_tricks.as_strided(np.full(span, 7, array.dtype), array.shape, array.strides)
-    copy[...] = array
-    return copy
-
-
-Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
-
-
-@pytest.fixture(params=["interp", pytest.param("gpu", marks=pytest.mark.gpu)])
-def run_both(request: pytest.FixtureRequest) -> Both:
-    """run_both(op, args, target): the arrays of a call as the kernels leave them, and as the reference does."""
-    run = interpreted if request.param == "interp" else on_device(request.getfixturevalue("meter"))
-
-    def both(
-        op: Op[Any], args: Mapping[str, Any], target: Target | None = None
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        return run(op, args, target), reference(op, args)
-
-    return both
-
-
-@pytest.fixture(scope="module")
-def meter() -> DeviceMeter:
-    """The GPU; skips without one."""
-    try:
-        return DeviceMeter()
-    except TensorError as e:
-        pytest.skip(f"no usable CUDA device: {e}")
-
-
-def interpreted(op: Op[Any], args: Mapping[str, Any], target: Target | None) -> dict[str, Array]:
-    arrays, tensors = copied(args)
-    plan = NullPack(target or SMALL)
-    plan.run(op, tensors)
-    scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
-    zeros = np.zeros(plan.workspace_bytes(zeroed=True) + 256, np.uint8)
-    pack = LaunchPack(target or SMALL, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
-    pack.run(op, tensors)
-    assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
-    assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
-    return arrays
-
-
-def on_device(meter: DeviceMeter) -> Callable[..., dict[str, Array]]:
-    """As `interpreted`, on a GPU, for its own target."""
-
-    def sent(array: Array) -> tuple[Tensor, Tensor]:
-        strides = tuple(s // array.itemsize for s in array.strides)
-        span = 1 + sum((n - 1) * s for n, s in zip(array.shape, strides, strict=True))
-        memory = Tensor.empty((span,), array.dtype, meter.device)
-        memory.copy_from(
-            np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy(), meter.stream
-        )
-        meter.stream.synchronize()
-        return memory, Tensor(memory.ptr, array.shape, memory.dtype, meter.device, strides, memory)
-
-    def run(op: Op[Any], args: Mapping[str, Any], target: Target | None) -> dict[str, Array]:
-        if target is not None:
-            pytest.skip("a target of its own is for the interpreter")
-        arrays, _ = copied(args)
-        memory = {k: sent(v) for k, v in arrays.items()}
-        tensors = {k: memory[k][1] if k in memory else v for k, v in args.items()}
-        plan = NullPack(meter.target)
-        plan.run(op, tensors)
-        meter.store.prepare(plan.specs())
-        plain, zeroed = (plan.workspace_bytes(zeroed=z) for z in (False, True))
-        scratch, zeros = (Tensor.empty((n + 256,), np.uint8, meter.device) for n in (plain, zeroed))
-        scratch.copy_from(np.full(plain + 256, 0xFF, np.uint8), meter.stream)
-        zeros.zero_(meter.stream)
-        LaunchPack(meter.target, meter.pack.driver, scratch, zeros).run(op, tensors)
-        meter.stream.synchronize()
-        assert not zeros.numpy().any(), f"{op.name} left its zeroed scratch dirty"
-        assert (scratch.numpy()[plain:] == 0xFF).all(), f"{op.name} wrote past its scratch"
-        return {
-            k: np.lib.stride_tricks.as_strided(flat.numpy(), args[k].shape, args[k].strides)
-            for k, (flat, _) in memory.items()
-        }
-
-    return run
-
-
-def reference(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
-    """The arrays of a call as the reference leaves them."""
-    arrays, tensors = copied(args)
-    CpuPack().run(op, tensors)
-    return arrays
-
-
-def copied(args: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Any]]:
-    """The arrays of a call, and its arguments on these."""
-    arrays = {k: like(v) for k, v in args.items() if isinstance(v, np.ndarray)}
-    return arrays, {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()}
 
 
 def error(got: Array, want: Array) -> float:
@@ -149,76 +52,7 @@ def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: int) -> tuple
     return codes.view(float8_e4m3fn), rng.integers(117, 120, (*lead, -(-n // 128), -(-k // 128)), np.uint8)
 
 
-def mixture_of(
-    rng: np.random.Generator, tokens: int, chosen: int, count: int, kind: int, *, quantized: bool,
-    width: int = 256, inter: int = 128,
-) -> dict[str, Any]:  # fmt: skip
-    """Arguments of `experts`; one token is padding, one has a choice of another rank, the last expert gets no token."""
-    ids = np.stack([rng.permutation(count - 1)[:chosen] for _ in range(tokens)]).astype(np.int32)
-    ids[rng.integers(tokens)] = -1
-    ids[0, 0] = -1
-    gate_up, gate_up_scales = packed(rng, (count, 2 * inter, width), kind)
-    down, down_scales = packed(rng, (count, width, inter), kind)
-    return {
-        "out": np.full((tokens, width), np.nan, bfloat16),
-        "x": rng.standard_normal((tokens, width)).astype(bfloat16),
-        "shared": (0.1 * rng.standard_normal((tokens, width))).astype(bfloat16),
-        "expert_ids": ids,
-        "expert_weights": rng.uniform(0.2, 1, ids.shape).astype(float32),
-        "gate_up": gate_up,
-        "gate_up_scales": gate_up_scales,
-        "down": down,
-        "down_scales": down_scales,
-        "limit": LIMIT,
-        "quantized": quantized,
-    }
-
-
-KINDS = {"bf16": mixture.BF16, "float8": mixture.FLOAT8, "fp4": mixture.FP4}
-COUNTS = {"one": (1, 2, 5), "few": (7, 3, 6), "middle": (40, 2, 4), "many": (90, 2, 3)}
-"""Tokens, choices of each, and experts: a tile of each kind."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "count", "quantized"),
-    [
-        ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True),
-        ("float8", "one", False), ("float8", "few", True), ("float8", "many", True), ("bf16", "few", False),
-        ("bf16", "many", True),
-    ],
-)  # fmt: skip
-def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str, quantized: bool) -> None:
-    args = mixture_of(rng, *COUNTS[count], KINDS[kind], quantized=quantized)
-    got, want = run_both(experts, args)
-    assert error(got["out"], want["out"]) < 4e-3
-
-
-@pytest.mark.parametrize(
-    "name", ["limit", "expert_weights", "gate_up_scales", "down_scales", "down", "quantized"]
-)
-def test_experts_notice(rng: np.random.Generator, name: str) -> None:
-    """Negative control: what a call has is in the numbers that are compared."""
-    args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
-    old = args[name]
-    if isinstance(old, bool):
-        new: Any = not old
-    elif isinstance(old, float):
-        new = 1.4 * old
-    elif name == "expert_weights":
-        new = np.roll(old, 1, axis=1)
-    else:
-        new = old.copy()
-        new[:, 17] ^= 1  # of a row of 256 or fewer
-    want, other = reference(experts, args), reference(experts, args | {name: new})
-    assert error(want["out"], other["out"]) > 6e-3
-
-
-def test_kernels_before_hopper(run_both: Both, rng: np.random.Generator) -> None:
-    args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
-    got, want = run_both(experts, args, Target(arch=80, num_sms=4, interpreted=True))
-    assert error(got["out"], want["out"]) < 4e-3
-    with pytest.raises(ContractError, match="q8 is asked for on sm_80"):
-        run_both(experts, args | {"quantized": True}, Target(arch=80, num_sms=4, interpreted=True))
+KINDS = {"bf16": mixture.BF16, "float8": mixture.FLOAT8}
 
 
 def mixing(rng: np.random.Generator, tokens: int, width: int) -> dict[str, Any]:
@@ -239,7 +73,7 @@ def mixing(rng: np.random.Generator, tokens: int, width: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 256), (5, 384), (17, 256), (70, 128)])
-def test_hc_pre(run_both: Both, rng: np.random.Generator, tokens: int, width: int) -> None:
+def test_hc_pre(reference: Run, run_both: Both, rng: np.random.Generator, tokens: int, width: int) -> None:
     args = mixing(rng, tokens, width)
     got, want = run_both(hc_pre, args)
     np.testing.assert_allclose(got["mix"], want["mix"], rtol=2e-5, atol=1e-6)
@@ -251,7 +85,7 @@ def test_hc_pre(run_both: Both, rng: np.random.Generator, tokens: int, width: in
     assert np.abs(other["mix"] - want["mix"]).max() > 1e-3  # negative control
 
 
-def test_hc_numbers_are_those_of_float32(run_both: Both, rng: np.random.Generator) -> None:
+def test_hc_numbers_are_those_of_float32(reference: Run, run_both: Both, rng: np.random.Generator) -> None:
     """The matrix is not rounded to bf16, nor to two of them."""
     args = mixing(rng, 3, 128)
     got, want = run_both(hc_pre, args)
@@ -261,7 +95,7 @@ def test_hc_numbers_are_those_of_float32(run_both: Both, rng: np.random.Generato
     assert np.abs(rounded["mix"] - want["mix"]).max() > 100 * exact
 
 
-def test_hc_head(run_both: Both, rng: np.random.Generator) -> None:
+def test_hc_head(reference: Run, run_both: Both, rng: np.random.Generator) -> None:
     args = mixing(rng, 6, 384)
     args = {name: args[name] for name in ("out", "streams", "fn", "base", "scale", "eps", "hc_eps")}
     args |= {"fn": args["fn"][:4] * 3, "base": args["base"][:4], "scale": args["scale"][:1]}
@@ -270,7 +104,7 @@ def test_hc_head(run_both: Both, rng: np.random.Generator) -> None:
     assert error(reference(hc_head, args | {"base": args["base"] + 0.1})["out"], want["out"]) > 5e-3
 
 
-def test_hc_post(run_both: Both, rng: np.random.Generator) -> None:
+def test_hc_post(reference: Run, run_both: Both, rng: np.random.Generator) -> None:
     args = {
         "streams": rng.standard_normal((5, 4, 1152)).astype(bfloat16),
         "y": rng.standard_normal((5, 1152)).astype(bfloat16),
@@ -372,7 +206,14 @@ def layer(
     [(1, 144, 512, 1), (3, 128, 192, 2), (40, 64, 128, 1), (70, 128, 128, 2), (1, 64, 2048, 1)],
 )
 def test_project(
-    run_both: Both, rng: np.random.Generator, kind: str, tokens: int, n: int, k: int, groups: int
+    reference: Run,
+    run_both: Both,
+    rng: np.random.Generator,
+    kind: str,
+    tokens: int,
+    n: int,
+    k: int,
+    groups: int,
 ) -> None:
     args = layer(rng, tokens, n, k, kind, groups)
     got, want = run_both(project, args)
@@ -386,7 +227,9 @@ def test_project(
 
 
 @pytest.mark.parametrize("tokens", [2, 70])
-def test_project_rounds_its_output(run_both: Both, rng: np.random.Generator, tokens: int) -> None:
+def test_project_rounds_its_output(
+    reference: Run, run_both: Both, rng: np.random.Generator, tokens: int
+) -> None:
     args = layer(rng, tokens, 256, 128, "float8", 2, quantized=True)
     got, want = run_both(project, args)
     assert error(got["out"], want["out"]) < 4e-3
@@ -409,7 +252,7 @@ def test_project_elsewhere(run_both: Both, rng: np.random.Generator, target: Tar
 @pytest.mark.parametrize("kind", ["float8", "bf16"])
 @pytest.mark.parametrize(("tokens", "quantized"), [(1, True), (5, False), (70, True)])
 def test_gate_up_clamped(
-    run_both: Both, rng: np.random.Generator, kind: str, tokens: int, quantized: bool
+    reference: Run, run_both: Both, rng: np.random.Generator, kind: str, tokens: int, quantized: bool
 ) -> None:
     weight, scales = packed(rng, (256, 128), KINDS[kind])
     args = {
@@ -426,7 +269,7 @@ def test_gate_up_clamped(
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_norm_rows(run_both: Both, rng: np.random.Generator, quantized: bool) -> None:
+def test_norm_rows(reference: Run, run_both: Both, rng: np.random.Generator, quantized: bool) -> None:
     gain = rng.uniform(0.5, 1.5, 384).astype(float32)
     args = {
         "out": np.full((3, 384), np.nan, bfloat16),
@@ -441,3 +284,28 @@ def test_norm_rows(run_both: Both, rng: np.random.Generator, quantized: bool) ->
         error(reference(norm_rows, args | {"norm_weight": gain * np.float32(1.01)})["out"], want["out"])
         > 5e-3
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "k", "groups"), [(1536, 4096, 1), (32768, 1024, 1), (8192, 4096, 8), (4096, 8192, 1)]
+)
+@pytest.mark.parametrize("tokens", [1, 33, 128, 600])
+def test_projections_of_published_shape(
+    on_gpu: Run, reference: Run, rng: np.random.Generator, tokens: int, n: int, k: int, groups: int
+) -> None:
+    args = layer(rng, tokens, n, k, "float8", groups)
+    assert error(on_gpu(project, args)["out"], reference(project, args)["out"]) < 3e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40, 300, 2000])
+def test_hyper_connections_of_published_shape(
+    on_gpu: Run, reference: Run, rng: np.random.Generator, tokens: int
+) -> None:
+    args = mixing(rng, tokens, 4096)
+    got, want = on_gpu(hc_pre, args), reference(hc_pre, args)
+    np.testing.assert_allclose(got["mix"], want["mix"], rtol=1e-4, atol=1e-5)
+    assert error(got["out"], want["out"]) < 1e-3
+    args = {"streams": args["streams"], "y": want["out"], "mix": want["mix"]}
+    assert error(on_gpu(hc_post, args)["streams"], reference(hc_post, args)["streams"]) < 5e-4

@@ -1,0 +1,132 @@
+"""The kernels of DeepSeek-V4's experts, in Triton's interpreter, against the
+references."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import ContractError, Target
+from openinfer.recipes.deepseek_v4 import mixture
+from openinfer.recipes.deepseek_v4.ops.experts import experts
+from openinfer.tensor import bfloat16, float8_e4m3fn, float32
+
+Array = np.ndarray[Any, Any]
+Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
+"""both(op, args, target): what the kernels and the reference leave (conftest.py)."""
+Run = Callable[..., dict[str, Array]]
+LIMIT = 1.5
+"""Of the gated product: small enough that many values are cut off."""
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
+def error(got: Array, want: Array) -> float:
+    """Relative Frobenius error; infinite where something is not finite."""
+    g, w = got.astype(np.float64), want.astype(np.float64)
+    return float(np.linalg.norm(g - w) / np.linalg.norm(w)) if np.isfinite(g).all() else float("inf")
+
+
+def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: int) -> tuple[Array, Array | None]:
+    """A weight [..., N, K] of every number of its format, worth about K^-0.5, and its scales."""
+    *lead, n, k = shape
+    if kind == mixture.BF16:
+        return (rng.standard_normal(shape) * k**-0.5).astype(bfloat16), None
+    if kind == mixture.FP4:
+        weight = rng.integers(0, 256, (*lead, n, k // 2), np.uint8)
+        return weight, rng.integers(118, 124, (*lead, n, k // 32), np.uint8)
+    codes = rng.integers(0, 256, shape, np.uint8)
+    codes[codes & 127 == 127] = 0  # NaN
+    return codes.view(float8_e4m3fn), rng.integers(117, 120, (*lead, -(-n // 128), -(-k // 128)), np.uint8)
+
+
+def mixture_of(
+    rng: np.random.Generator, tokens: int, chosen: int, count: int, kind: int, *, quantized: bool,
+    width: int = 128, inter: int = 128,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of `experts`; one token is padding, one has a choice of another rank, the last expert gets no token."""
+    ids = np.stack([rng.permutation(count - 1)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    ids[rng.integers(tokens)] = -1
+    ids[0, 0] = -1
+    gate_up, gate_up_scales = packed(rng, (count, 2 * inter, width), kind)
+    down, down_scales = packed(rng, (count, width, inter), kind)
+    return {
+        "out": np.full((tokens, width), np.nan, bfloat16),
+        "x": rng.standard_normal((tokens, width)).astype(bfloat16),
+        "shared": (0.1 * rng.standard_normal((tokens, width))).astype(bfloat16),
+        "expert_ids": ids,
+        "expert_weights": rng.uniform(0.2, 1, ids.shape).astype(float32),
+        "gate_up": gate_up,
+        "gate_up_scales": gate_up_scales,
+        "down": down,
+        "down_scales": down_scales,
+        "limit": LIMIT,
+        "quantized": quantized,
+    }
+
+
+KINDS = {"bf16": mixture.BF16, "float8": mixture.FLOAT8, "fp4": mixture.FP4}
+COUNTS = {"one": (1, 2, 4), "few": (7, 2, 4), "middle": (40, 2, 4), "many": (60, 2, 3)}
+"""Tokens, choices of each, and experts: a tile of each kind."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "quantized"),
+    [
+        ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True),
+        ("float8", "one", False), ("float8", "few", True), ("float8", "many", True), ("bf16", "few", False),
+        ("bf16", "many", True),
+    ],
+)  # fmt: skip
+def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str, quantized: bool) -> None:
+    args = mixture_of(rng, *COUNTS[count], KINDS[kind], quantized=quantized)
+    got, want = run_both(experts, args)
+    assert error(got["out"], want["out"]) < 4e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["limit", "expert_weights", "gate_up_scales", "down_scales", "down", "quantized"]
+)
+def test_experts_notice(reference: Run, rng: np.random.Generator, name: str) -> None:
+    """Negative control: what a call has is in the numbers that are compared."""
+    args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
+    old = args[name]
+    if isinstance(old, bool):
+        new: Any = not old
+    elif isinstance(old, float):
+        new = 1.4 * old
+    elif name == "expert_weights":
+        new = np.roll(old, 1, axis=1)
+    else:
+        new = old.copy()
+        new[:, 17] ^= 1  # of a row of 256 or fewer
+    want, other = reference(experts, args), reference(experts, args | {name: new})
+    assert error(want["out"], other["out"]) > 6e-3
+
+
+def test_kernels_before_hopper(run_both: Both, rng: np.random.Generator) -> None:
+    args = mixture_of(rng, *COUNTS["few"], mixture.FP4, quantized=False)
+    got, want = run_both(experts, args, Target(arch=80, num_sms=4, interpreted=True))
+    assert error(got["out"], want["out"]) < 4e-3
+    with pytest.raises(ContractError, match="q8 is asked for on sm_80"):
+        run_both(experts, args | {"quantized": True}, Target(arch=80, num_sms=4, interpreted=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["fp4", "float8"])
+@pytest.mark.parametrize("tokens", [1, 40, 300, 500])
+def test_published_shapes(
+    on_gpu: Run, reference: Run, rng: np.random.Generator, kind: str, tokens: int
+) -> None:
+    args = mixture_of(rng, tokens, 3, 8, KINDS[kind], quantized=True, width=4096, inter=2048)
+    assert error(on_gpu(experts, args)["out"], reference(experts, args)["out"]) < 4e-3
