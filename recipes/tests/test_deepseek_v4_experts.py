@@ -8,15 +8,17 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, Target
+from openinfer.kernels import ContractError, NullPack, Store, Target
+from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.deepseek_v4 import mixture
 from openinfer.recipes.deepseek_v4.ops.experts import experts
-from openinfer.tensor import bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 Array = np.ndarray[Any, Any]
 Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
@@ -130,3 +132,43 @@ def test_published_shapes(
 ) -> None:
     args = mixture_of(rng, tokens, 3, 8, KINDS[kind], quantized=True, width=4096, inter=2048)
     assert error(on_gpu(experts, args)["out"], reference(experts, args)["out"]) < 4e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp4", "float8"])
+def test_kernels_of_published_shapes_compile(tmp_path: Path, kind: str) -> None:
+    """They fit the shared memory of a block. V4-Flash and V4-Pro."""
+    pack, store = NullPack(Target(90, 132)), Store(90, tmp_path, folders=[])
+    for width, inter, count in ((4096, 2048, 256), (7168, 3072, 384)):
+        for tokens in (1, 32, 128, 2048, 4096):
+            experts(pack, **null_call(tokens, width, inter, count, kind))
+    store.prepare(pack.specs())
+    assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(90)
+
+
+def null_call(tokens: int, width: int, inter: int, count: int, kind: str) -> dict[str, Any]:
+    """Arguments of `experts` in null memory."""
+    arena, fp4 = Arena(Device("null"), None), kind == "fp4"
+
+    def weight(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        if fp4:
+            shapes = (count, rows, columns // 2), (count, rows, columns // 32)
+        else:
+            shapes = (count, rows, columns), (count, rows // 128, columns // 128)
+        return arena.alloc(shapes[0], uint8 if fp4 else float8_e4m3fn), arena.alloc(shapes[1], uint8)
+
+    gate_up, down = weight(2 * inter, width), weight(width, inter)
+    x = arena.alloc((tokens, width), bfloat16)
+    return {
+        "out": arena.alloc(x.shape, bfloat16),
+        "x": x,
+        "shared": arena.alloc(x.shape, bfloat16),
+        "expert_ids": arena.alloc((tokens, 6), int32),
+        "expert_weights": arena.alloc((tokens, 6), float32),
+        "gate_up": gate_up[0],
+        "gate_up_scales": gate_up[1],
+        "down": down[0],
+        "down_scales": down[1],
+        "limit": 10.0,
+        "quantized": True,
+    }

@@ -23,6 +23,16 @@ def _finish(out, value, row, token, n, M, N, GROUP_ROWS):
 
 
 @triton.jit
+def _exponents(of_blocks, start, last, UNROLL: tl.constexpr):
+    """The scales of UNROLL times 64 columns, one turn before they are needed."""
+    found = ()
+    for k in tl.static_range((UNROLL + 1) // 2):
+        block = start // 2 + k
+        found += (tl.load(of_blocks + block, mask=block * 2 < last, other=127).to(tl.int32),)
+    return found
+
+
+@triton.jit
 def project_few(
     out, x, weight, scales, partial, counter, M, N, K, K_WORDS, GROUP_ROWS, x_stride, scale_blocks,
     BM: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
@@ -56,12 +66,15 @@ def project_few(
         row = n + tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), GROUP_ROWS - 1)
         of_words = weight + row.to(tl.int64)[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
         of_blocks = scales + row // 128 * scale_blocks
+        exponents = _exponents(of_blocks, first, last, UNROLL)
         for start in range(first, last, UNROLL):
+            following = _exponents(of_blocks, start + UNROLL, last, UNROLL)
             for k in tl.static_range(UNROLL):
                 words = tl.load(of_words + (start + k) * 16)
-                exponents = tl.load(of_blocks + (start + k) // 2).to(tl.int32)[:, None] + tl.zeros_like(words)
                 value = tl.load(of_x + (start + k) * 64, mask=used, other=0.0)
-                acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
+                exponent = exponents[k // 2][:, None] + tl.zeros_like(words)
+                acc = tl.dot(float8_operand(words, exponent, PAIRS, WARPS), value, acc)
+            exponents = following
     else:
         of_x += column[:, None]
         row = n + tl.minimum(on + tl.arange(0, ROWS), GROUP_ROWS - 1)
