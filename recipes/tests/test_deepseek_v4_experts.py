@@ -78,14 +78,14 @@ def mixture_of(
 
 
 KINDS = {"bf16": mixture.BF16, "float8": mixture.FLOAT8, "fp4": mixture.FP4}
-COUNTS = {"one": (1, 2, 4), "few": (7, 2, 4), "middle": (40, 2, 4), "many": (60, 2, 3)}
+COUNTS = {"one": (1, 2, 4), "few": (7, 2, 4), "middle": (40, 2, 4), "many": (80, 2, 3), "most": (140, 2, 3)}
 """Tokens, choices of each, and experts: a tile of each kind."""
 
 
 @pytest.mark.parametrize(
     ("kind", "count", "quantized"),
     [
-        ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True),
+        ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True), ("fp4", "most", False),
         ("float8", "one", False), ("float8", "few", True), ("float8", "many", True), ("bf16", "few", False),
         ("bf16", "many", True),
     ],

@@ -24,13 +24,14 @@ COPY_BLOCK = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of the weights and places at a time, `unroll` times 128 columns."""
+    """Rows of the weights and places at a time, `unroll` times 128 columns; `slim`: tiles that are not full do less."""
 
     rows: int
     bm: int
     warps: int
     stages: int
     unroll: int = 1
+    slim: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def tile(target: Target, pairs: int, experts: int) -> Tile:
         return Tile(64, max(16, power_of_two(mean)), 4, 3, 2)
     if mean <= 48:
         return Tile(128, 64, 8, 4)
-    return Tile(256, 128, 16, 3)
+    return Tile(256, 128, 16, 3, slim=True)
 
 
 def launches(target: Target, call: Call, tile: Tile) -> Iterator[Command]:
@@ -187,6 +188,7 @@ def _product(
             "PAIRS": target.arch >= 90 and not target.interpreted,
             "FIRST": first,
             "UNROLL": math.gcd(k // 128, tile.unroll),
+            "SLIM": tile.slim and kind == FP4,
         },
         num_warps=warps,
         num_stages=tile.stages,

@@ -71,10 +71,58 @@ def sort_pairs(
 
 
 @triton.jit
+def _rows_of(order, first, begin, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Rows of x and of out for COUNT places from `first` on, and which of them are before `end`."""
+    place = first + tl.arange(0, COUNT)
+    inside = place < end
+    pair = tl.load(order + place, mask=inside, other=0)
+    source = tl.where(inside, place, begin)
+    target = pair
+    if FIRST:
+        source = pair // CHOSEN
+        target = place
+    return source.to(tl.int64), target.to(tl.int64), inside
+
+
+@triton.jit
+def _store(out, acc, target, inside, on, N):
+    to = out + target[None, :] * N + (on + tl.arange(0, acc.shape[0]))[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
+
+
+@triton.jit
+def _fp4(of_words, of_scales, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """The left operand of 128 columns."""
+    byte = (tl.arange(0, 16) // 4 * 8)[None, :]
+    exponents = (tl.load(of_scales)[:, None] >> byte) & 255
+    return fp4_operand(tl.load(of_words), exponents, PAIRS, WARPS)
+
+
+@triton.jit
+def _slim_product(
+    out, x, of_words, of_scales, order, begin, end, on, N, K, K_BLOCKS,
+    CHOSEN: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr, MORE: tl.constexpr, WARPS: tl.constexpr,
+    PAIRS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """experts_product of FP4 for a tile of at most SOME + MORE places."""
+    source, target, inside = _rows_of(order, begin, begin, end, CHOSEN, FIRST, SOME)
+    more_source, more_target, more_inside = _rows_of(order, begin + SOME, begin, end, CHOSEN, FIRST, MORE)
+    column = tl.arange(0, 128)[:, None]
+    of_x, of_more = x + source[None, :] * K + column, x + more_source[None, :] * K + column
+    acc, more = tl.zeros((ROWS, SOME), tl.float32), tl.zeros((ROWS, MORE), tl.float32)
+    for k in range(K_BLOCKS):
+        left = _fp4(of_words + k * 16, of_scales + k, PAIRS, WARPS)
+        acc = tl.dot(left, tl.load(of_x + k * 128, mask=inside[None, :], other=0.0), acc)
+        more = tl.dot(left, tl.load(of_more + k * 128, mask=more_inside[None, :], other=0.0), more)
+    _store(out, acc, target, inside, on, N)
+    _store(out, more, more_target, more_inside, on, N)
+
+
+@triton.jit
 def experts_product(
     out, x, weight, scales, order, tiles, N, K, K_WORDS, K_BLOCKS,
     CHOSEN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
-    KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, UNROLL: tl.constexpr,
+    KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, UNROLL: tl.constexpr, SLIM: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts, ROWS rows of the weights and BM places at a time.
 
@@ -84,59 +132,54 @@ def experts_product(
     - FLOAT8 int32 [EXPERTS, N, K_WORDS], scales uint8 [EXPERTS, N / 128, K_BLOCKS]; K_WORDS = K / 4;
     - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
     Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
-    UNROLL divides K_BLOCKS: so many times 128 columns are read at a time.
+    UNROLL divides K_BLOCKS: so many times 128 columns are read at a time. SLIM, for FP4: a tile of at most three
+    quarters of BM places multiplies no more than these.
     """
     tile = tiles + tl.program_id(1) * 3
     expert, begin, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if begin < 0:
         return
     on = tl.program_id(0) * ROWS
-    place = begin + tl.arange(0, BM)
-    inside = place < end
-    pair = tl.load(order + place, mask=inside, other=0)
-    source = tl.where(inside, place, begin)
-    if FIRST:
-        source = pair // CHOSEN
-    of_x = x + source.to(tl.int64)[None, :] * K
-    used = inside[None, :]
-    acc = tl.zeros((ROWS, BM), tl.float32)
-    if KIND == BF16:
-        column = tl.arange(0, BK)
-        row = expert.to(tl.int64) * N + on + tl.arange(0, ROWS)
-        of_weight = weight + row[:, None] * K + column[None, :]
-        of_x += column[:, None]
-        for k in range(0, K, BK):
-            acc = tl.dot(tl.load(of_weight + k), tl.load(of_x + k, mask=used, other=0.0), acc)
+    row = expert.to(tl.int64) * N + on + operand_row(tl.arange(0, ROWS), WARPS)
+    of_words = weight + row[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
+    slim = False
+    if SLIM:
+        slim = end - begin <= 3 * BM // 4
+    if slim:
+        _slim_product(
+            out, x, of_words, scales + row * K_BLOCKS, order, begin, end, on, N, K, K_BLOCKS,
+            CHOSEN, ROWS, BM // 2, BM // 4, WARPS, PAIRS, FIRST,
+        )  # fmt: skip
     else:
-        word = tl.arange(0, 16)
-        row = expert.to(tl.int64) * N + on + operand_row(tl.arange(0, ROWS), WARPS)
-        of_words = weight + row[:, None] * K_WORDS + word[None, :]
+        source, target, inside = _rows_of(order, begin, begin, end, CHOSEN, FIRST, BM)
+        of_x = x + source[None, :] * K
+        used = inside[None, :]
+        acc = tl.zeros((ROWS, BM), tl.float32)
         if KIND == FP4:
             of_x += tl.arange(0, 128)[:, None]
             of_scales = scales + row * K_BLOCKS
-            byte = (word // 4 * 8)[None, :]
             for start in range(0, K_BLOCKS, UNROLL):
                 for k in tl.static_range(UNROLL):
-                    words = tl.load(of_words + (start + k) * 16)
-                    exponents = (tl.load(of_scales + (start + k))[:, None] >> byte) & 255
+                    left = _fp4(of_words + (start + k) * 16, of_scales + (start + k), PAIRS, WARPS)
                     value = tl.load(of_x + (start + k) * 128, mask=used, other=0.0)
-                    acc = tl.dot(fp4_operand(words, exponents, PAIRS, WARPS), value, acc)
-        else:
+                    acc = tl.dot(left, value, acc)
+        elif KIND == FLOAT8:
             of_x += tl.arange(0, 64)[:, None]
             of_blocks = scales + row // 128 * K_BLOCKS
             for start in range(0, 2 * K_BLOCKS, 2 * UNROLL):
                 for k in tl.static_range(2 * UNROLL):
                     words = tl.load(of_words + (start + k) * 16)
-                    exponents = tl.load(of_blocks + (start + k) // 2).to(tl.int32)[:, None] + tl.zeros_like(
-                        words
-                    )
-                    value = tl.load(of_x + (start + k) * 64, mask=used, other=0.0)
-                    acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
-    target = place
-    if not FIRST:
-        target = pair
-    to = out + target.to(tl.int64)[None, :] * N + (on + tl.arange(0, ROWS))[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
+                    exponents = tl.load(of_blocks + (start + k) // 2).to(tl.int32)[:, None]
+                    left = float8_operand(words, exponents + tl.zeros_like(words), PAIRS, WARPS)
+                    acc = tl.dot(left, tl.load(of_x + (start + k) * 64, mask=used, other=0.0), acc)
+        else:
+            column = tl.arange(0, BK)
+            row = expert.to(tl.int64) * N + on + tl.arange(0, ROWS)
+            of_weight = weight + row[:, None] * K + column[None, :]
+            of_x += column[:, None]
+            for k in range(0, K, BK):
+                acc = tl.dot(tl.load(of_weight + k), tl.load(of_x + k, mask=used, other=0.0), acc)
+        _store(out, acc, target, inside, on, N)
 
 
 @triton.jit
