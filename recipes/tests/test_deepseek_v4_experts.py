@@ -85,7 +85,8 @@ COUNTS = {"one": (1, 2, 4), "few": (7, 2, 4), "middle": (40, 2, 4), "many": (80,
 @pytest.mark.parametrize(
     ("kind", "count", "quantized"),
     [
-        ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True), ("fp4", "most", False),
+        ("fp4", "one", True), ("fp4", "few", False), ("fp4", "middle", True), ("fp4", "many", True),
+        ("fp4", "most", False),
         ("float8", "one", False), ("float8", "few", True), ("float8", "many", True), ("bf16", "few", False),
         ("bf16", "many", True),
     ],

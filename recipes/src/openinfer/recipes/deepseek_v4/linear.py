@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from openinfer.kernels import Command, ContractError, Launch, Scratch, Target, launch
@@ -85,7 +84,6 @@ def _few(
         if columns * tiles * split >= 2 * target.num_sms or k // bk < split * 8:
             break
         split *= 2
-    unroll = math.gcd(k // (bk * split), 4) if float8 and k % (bk * split) == 0 else 1
     words = weight.view_as(int32) if float8 else weight
     args: dict[str, Arg] = {
         "out": out,
@@ -110,9 +108,8 @@ def _few(
         "WARPS": WARPS,
         "FLOAT8": float8,
         "PAIRS": target.arch >= 90 and not target.interpreted,
-        "UNROLL": unroll,
     }
-    stages = 5 if unroll == 1 and bm <= 32 else 3
+    stages = 5 if bm <= 32 else 4
     grid = (columns, split, tiles)
     return launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
 

@@ -2,9 +2,9 @@
 
 A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
 has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. How many pairs an expert has is data:
-it gets the tiles from starts[e] // BM + e on, which may be one more than they fill. Where pairs are fewer than that
-makes tiles, there is a tile a place (FEW), and those inside another's BM places are empty. tiles int32 [number, 3]
-says of each its expert, first place and the place after the expert's last; an empty tile's first place is -1.
+it gets the tiles from starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at
+once. Where pairs are fewer than that makes tiles, there is a tile a place (FEW), and those inside another's BM places
+end at once.
 """
 
 # mypy: ignore-errors
@@ -26,13 +26,12 @@ FP4 = tl.constexpr(2)
 
 @triton.jit
 def sort_pairs(
-    order, starts, tiles, arranged, expert_ids, x, pairs, numbers, number_of_tiles, EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr, COPY: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr, KIND: tl.constexpr,
+    order, starts, arranged, expert_ids, x, pairs, numbers, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
+    COPY: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Program e < EXPERTS: the pairs of expert e, in their order, after those of the experts before it, and its tiles;
-    program EXPERTS: the end, and the tiles of nobody. Pairs of no expert (id -1) are in nobody's range. The programs
-    after these write x, COPY of its `numbers` each, to `arranged`, with the columns of each 128 in the order of
-    packed_column."""
+    """Program e < EXPERTS: the pairs of expert e, in their order, after those of the experts before it; program EXPERTS
+    writes only the end. Pairs of no expert (id -1) are in nobody's range. The programs after these write x, COPY of
+    its `numbers` each, to `arranged`, with the columns of each 128 in the order of packed_column."""
     expert = tl.program_id(0)
     if expert > EXPERTS:
         row = tl.arange(0, COPY // 128)[:, None]
@@ -45,141 +44,97 @@ def sort_pairs(
             pair = start + tl.arange(0, BLOCK)
             given = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
             before += ((given >= 0) & (given < expert)).to(tl.int32)
-        first = tl.sum(before, 0)
-        end = first
-        tl.store(starts + expert, first)
+        place = tl.sum(before, 0)
+        tl.store(starts + expert, place)
         if expert < EXPERTS:
             for start in range(0, pairs, BLOCK):
                 pair = start + tl.arange(0, BLOCK)
                 mine = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
                 rank = tl.cumsum(mine, 0)
-                tl.store(order + end + rank - 1, pair, mask=mine != 0)
-                end += tl.sum(mine, 0)
-        if FEW:
-            begin, stop, step = first, end, 1
-        else:
-            begin, stop, step = first // BM + expert, end // BM + expert + 1, BM
-        if expert == EXPERTS:
-            stop = number_of_tiles
-        for start in range(begin, stop, 128):
-            tile = start + tl.arange(0, 128)
-            place = first + (tile - begin) * step
-            used = (place < end) & ((place - first) % BM == 0)
-            tl.store(tiles + tile * 3, expert + tl.zeros_like(tile), mask=tile < stop)
-            tl.store(tiles + tile * 3 + 1, tl.where(used, place, -1), mask=tile < stop)
-            tl.store(tiles + tile * 3 + 2, end + tl.zeros_like(tile), mask=tile < stop)
+                tl.store(order + place + rank - 1, pair, mask=mine != 0)
+                place += tl.sum(mine, 0)
 
 
 @triton.jit
-def _rows_of(order, first, begin, end, CHOSEN: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Rows of x and of out for COUNT places from `first` on, and which of them are before `end`."""
-    place = first + tl.arange(0, COUNT)
-    inside = place < end
-    pair = tl.load(order + place, mask=inside, other=0)
-    source = tl.where(inside, place, begin)
-    target = pair
-    if FIRST:
-        source = pair // CHOSEN
-        target = place
-    return source.to(tl.int64), target.to(tl.int64), inside
-
-
-@triton.jit
-def _store(out, acc, target, inside, on, N):
-    to = out + target[None, :] * N + (on + tl.arange(0, acc.shape[0]))[:, None]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
-
-
-@triton.jit
-def _fp4(of_words, of_scales, PAIRS: tl.constexpr, WARPS: tl.constexpr):
-    """The left operand of 128 columns."""
-    byte = (tl.arange(0, 16) // 4 * 8)[None, :]
-    exponents = (tl.load(of_scales)[:, None] >> byte) & 255
-    return fp4_operand(tl.load(of_words), exponents, PAIRS, WARPS)
-
-
-@triton.jit
-def _slim_product(
-    out, x, of_words, of_scales, order, begin, end, on, N, K, K_BLOCKS,
-    CHOSEN: tl.constexpr, ROWS: tl.constexpr, SOME: tl.constexpr, MORE: tl.constexpr, WARPS: tl.constexpr,
-    PAIRS: tl.constexpr, FIRST: tl.constexpr,
-):  # fmt: skip
-    """experts_product of FP4 for a tile of at most SOME + MORE places."""
-    source, target, inside = _rows_of(order, begin, begin, end, CHOSEN, FIRST, SOME)
-    more_source, more_target, more_inside = _rows_of(order, begin + SOME, begin, end, CHOSEN, FIRST, MORE)
-    column = tl.arange(0, 128)[:, None]
-    of_x, of_more = x + source[None, :] * K + column, x + more_source[None, :] * K + column
-    acc, more = tl.zeros((ROWS, SOME), tl.float32), tl.zeros((ROWS, MORE), tl.float32)
-    for k in range(K_BLOCKS):
-        left = _fp4(of_words + k * 16, of_scales + k, PAIRS, WARPS)
-        acc = tl.dot(left, tl.load(of_x + k * 128, mask=inside[None, :], other=0.0), acc)
-        more = tl.dot(left, tl.load(of_more + k * 128, mask=more_inside[None, :], other=0.0), more)
-    _store(out, acc, target, inside, on, N)
-    _store(out, more, more_target, more_inside, on, N)
+def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
+    """A tile's expert, its first place, and the place after the expert's last, which is not after the first if there is
+    nothing to do."""
+    expert = tl.arange(0, E_BLOCK)
+    start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
+    if FEW:
+        owner = tl.sum((start <= tile).to(tl.int32), 0) - 1
+        first = tl.load(starts + owner)
+        begin = tl.where((tile - first) % BM == 0, tile, 1 << 30)
+    else:
+        owner = tl.sum((start // BM + expert <= tile).to(tl.int32), 0) - 1
+        first = tl.load(starts + owner)
+        begin = first + (tile - first // BM - owner) * BM
+    return owner, begin, tl.load(starts + owner + 1)
 
 
 @triton.jit
 def experts_product(
-    out, x, weight, scales, order, tiles, N, K, K_WORDS, K_BLOCKS,
-    CHOSEN: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, WARPS: tl.constexpr,
-    KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, UNROLL: tl.constexpr, SLIM: tl.constexpr,
+    out, x, weight, scales, order, starts, N, K, K_WORDS, K_BLOCKS,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, WARPS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Products of pairs with the weights of their experts, ROWS rows of the weights and BM places at a time.
 
     FIRST: from tokens x [T, K] to out [places, N]; else from x [places, K] to out [pairs, N]. N is a multiple of ROWS,
     K of 128; K_BLOCKS = K / 128. Grid (N // ROWS, tiles). KIND: weight is
     - BF16 [EXPERTS, N, K]; scales and K_WORDS unused, BK divides K;
-    - FLOAT8 int32 [EXPERTS, N, K_WORDS], scales uint8 [EXPERTS, N / 128, K_BLOCKS]; K_WORDS = K / 4;
+    - FLOAT8 int32 [EXPERTS, N, K_WORDS], scales uint8 [EXPERTS, N / 128, K_BLOCKS]; K_WORDS = K / 4, ROWS divides 128;
     - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
     Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
-    UNROLL divides K_BLOCKS: so many times 128 columns are read at a time. SLIM, for FP4: a tile of at most three
-    quarters of BM places multiplies no more than these.
     """
-    tile = tiles + tl.program_id(1) * 3
-    expert, begin, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    if begin < 0:
+    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    if begin >= end:
         return
     on = tl.program_id(0) * ROWS
-    row = expert.to(tl.int64) * N + on + operand_row(tl.arange(0, ROWS), WARPS)
-    of_words = weight + row[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
-    slim = False
-    if SLIM:
-        slim = end - begin <= 3 * BM // 4
-    if slim:
-        _slim_product(
-            out, x, of_words, scales + row * K_BLOCKS, order, begin, end, on, N, K, K_BLOCKS,
-            CHOSEN, ROWS, BM // 2, BM // 4, WARPS, PAIRS, FIRST,
-        )  # fmt: skip
+    place = begin + tl.arange(0, BM)
+    inside = place < end
+    pair = tl.load(order + place, mask=inside, other=0)
+    source = tl.where(inside, place, begin)
+    if FIRST:
+        source = pair // CHOSEN
+    of_x = x + source.to(tl.int64)[None, :] * K
+    used = inside[None, :]
+    acc = tl.zeros((ROWS, BM), tl.float32)
+    if KIND == BF16:
+        column = tl.arange(0, BK)
+        row = expert.to(tl.int64) * N + on + tl.arange(0, ROWS)
+        of_weight = weight + row[:, None] * K + column[None, :]
+        of_x += column[:, None]
+        for k in range(0, K, BK):
+            acc = tl.dot(tl.load(of_weight + k), tl.load(of_x + k, mask=used, other=0.0), acc)
     else:
-        source, target, inside = _rows_of(order, begin, begin, end, CHOSEN, FIRST, BM)
-        of_x = x + source[None, :] * K
-        used = inside[None, :]
-        acc = tl.zeros((ROWS, BM), tl.float32)
+        word = tl.arange(0, 16)
+        row = expert.to(tl.int64) * N + on + operand_row(tl.arange(0, ROWS), WARPS)
+        of_words = weight + row[:, None] * K_WORDS + word[None, :]
+        of_x += tl.arange(0, 64)[:, None]
         if KIND == FP4:
-            of_x += tl.arange(0, 128)[:, None]
             of_scales = scales + row * K_BLOCKS
-            for start in range(0, K_BLOCKS, UNROLL):
-                for k in tl.static_range(UNROLL):
-                    left = _fp4(of_words + (start + k) * 16, of_scales + (start + k), PAIRS, WARPS)
-                    value = tl.load(of_x + (start + k) * 128, mask=used, other=0.0)
-                    acc = tl.dot(left, value, acc)
-        elif KIND == FLOAT8:
-            of_x += tl.arange(0, 64)[:, None]
-            of_blocks = scales + row // 128 * K_BLOCKS
-            for start in range(0, 2 * K_BLOCKS, 2 * UNROLL):
-                for k in tl.static_range(2 * UNROLL):
-                    words = tl.load(of_words + (start + k) * 16)
-                    exponents = tl.load(of_blocks + (start + k) // 2).to(tl.int32)[:, None]
-                    left = float8_operand(words, exponents + tl.zeros_like(words), PAIRS, WARPS)
-                    acc = tl.dot(left, tl.load(of_x + (start + k) * 64, mask=used, other=0.0), acc)
+            byte = (word // 4 * 8)[None, :]
+            for k in range(K_BLOCKS):
+                words = tl.load(of_words + k * 16)
+                exponents = (tl.load(of_scales + k)[:, None] >> byte) & 255
+                value = tl.load(of_x + k * 128, mask=used, other=0.0)
+                acc = tl.dot(fp4_operand(words, exponents, 0, PAIRS, WARPS), value, acc)
+                value = tl.load(of_x + k * 128 + 64, mask=used, other=0.0)
+                acc = tl.dot(fp4_operand(words, exponents, 1, PAIRS, WARPS), value, acc)
         else:
-            column = tl.arange(0, BK)
-            row = expert.to(tl.int64) * N + on + tl.arange(0, ROWS)
-            of_weight = weight + row[:, None] * K + column[None, :]
-            of_x += column[:, None]
-            for k in range(0, K, BK):
-                acc = tl.dot(tl.load(of_weight + k), tl.load(of_x + k, mask=used, other=0.0), acc)
-        _store(out, acc, target, inside, on, N)
+            of_blocks = scales + (expert * (N // 128) + on // 128) * K_BLOCKS
+            for k in range(2 * K_BLOCKS):
+                words = tl.load(of_words + k * 16)
+                exponents = tl.load(of_blocks + k // 2).to(tl.int32) + tl.zeros_like(words)
+                value = tl.load(of_x + k * 64, mask=used, other=0.0)
+                acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
+    target = place
+    if not FIRST:
+        target = pair
+    to = out + target.to(tl.int64)[None, :] * N + (on + tl.arange(0, ROWS))[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
 
 
 @triton.jit

@@ -100,8 +100,12 @@ def _float8(words, scale, byte: tl.constexpr):
 
 
 @triton.jit
-def _half(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr):
-    """Places HALF * 64 and up of fp4_operand."""
+def fp4_operand(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """Half of 128 columns of FP4 as a left operand [ROWS, 64]: places HALF * 64 and up of packed_column.
+
+    words int32 [ROWS, 16], of rows in the order of operand_row; exponents int32 of the same shape: E8M0 bytes up to
+    128. PAIRS: by assembly on pairs of bf16, for sm_90 and up.
+    """
     if PAIRS:
         a, b, c, d = tl.inline_asm_elementwise(
             NIBBLES, "=h,=h,=h,=h,r,r,n", [words, (exponents + 126) * 0x800080, HALF * 8],
@@ -112,17 +116,6 @@ def _half(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.c
         a, b = _fp4(words, scale, 2 * HALF), _fp4(words, scale, 2 * HALF + 1)
         c, d = _fp4(words, scale, 2 * HALF + 4), _fp4(words, scale, 2 * HALF + 5)
     return _operand(a, b, c, d, WARPS)
-
-
-@triton.jit
-def fp4_operand(words, exponents, PAIRS: tl.constexpr, WARPS: tl.constexpr):
-    """128 columns of FP4 as a left operand [ROWS, 128], in the order of packed_column.
-
-    words int32 [ROWS, 16], of rows in the order of operand_row; exponents int32 of the same shape: E8M0 bytes up to
-    128. PAIRS: by assembly on pairs of bf16, for sm_90 and up.
-    """
-    both = tl.join(_half(words, exponents, 0, PAIRS, WARPS), _half(words, exponents, 1, PAIRS, WARPS))
-    return tl.reshape(tl.permute(both, [0, 2, 1]), [words.shape[0], 128])
 
 
 @triton.jit

@@ -41,13 +41,6 @@ def _product(
 
 
 @triton.jit
-def _inverse(x):
-    """1 / x for x > 0: two instructions, where a division is a dozen and forty of them follow one another."""
-    root = tl.rsqrt(x)
-    return root * root
-
-
-@triton.jit
 def _sinkhorn(c, hc_eps, iters):
     """Sixteen logits, row by row, as rows and columns that sum to one."""
     exps = ()
@@ -58,7 +51,7 @@ def _sinkhorn(c, hc_eps, iters):
     c = exps
     rows = ()
     for j in tl.static_range(4):
-        share = _inverse((c[4 * j] + c[4 * j + 1]) + (c[4 * j + 2] + c[4 * j + 3]))
+        share = 1.0 / (c[4 * j] + c[4 * j + 1] + c[4 * j + 2] + c[4 * j + 3])
         for k in tl.static_range(4):
             rows += (c[4 * j + k] * share + hc_eps,)
     c = _columns(rows, hc_eps)
@@ -71,7 +64,7 @@ def _sinkhorn(c, hc_eps, iters):
 def _rows(c, hc_eps):
     found = ()
     for j in tl.static_range(4):
-        share = _inverse(((c[4 * j] + c[4 * j + 1]) + (c[4 * j + 2] + c[4 * j + 3])) + hc_eps)
+        share = 1.0 / (c[4 * j] + c[4 * j + 1] + c[4 * j + 2] + c[4 * j + 3] + hc_eps)
         for k in tl.static_range(4):
             found += (c[4 * j + k] * share,)
     return found
@@ -81,7 +74,7 @@ def _rows(c, hc_eps):
 def _columns(c, hc_eps):
     shares = ()
     for k in tl.static_range(4):
-        shares += (_inverse(((c[k] + c[4 + k]) + (c[8 + k] + c[12 + k])) + hc_eps),)
+        shares += (1.0 / (c[k] + c[4 + k] + c[8 + k] + c[12 + k] + hc_eps),)
     found = ()
     for j in tl.static_range(4):
         for k in tl.static_range(4):
@@ -92,13 +85,12 @@ def _columns(c, hc_eps):
 @triton.jit
 def hc_numbers(
     pre, mix, streams, fn, base, scale, partial, counter, tokens, K, eps, hc_eps, iters,
-    NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """pre float32 [T, 4] and, if there are 24 NUMBERS and not 4, mix float32 [T, 20], from streams [T, K] of K = 4 D
     columns. K is split over SPLIT programs, and the last one to finish sums their parts in a fixed order.
 
-    partial: float32 [SPLIT, T, 32]; counter: int32 [cdiv(T, BT)], zero before and after. BK divides K,
-    AT_ONCE, of the parts, SPLIT.
+    partial: float32 [SPLIT, T, 32]; counter: int32 [cdiv(T, BT)], zero before and after. BK divides K.
     Grid (SPLIT, cdiv(T, BT)).
     """
     part, tile = tl.program_id(0), tl.program_id(1)
@@ -113,12 +105,9 @@ def hc_numbers(
     tl.debug_barrier()  # every thread's part is written before one of them says so
     if tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1:
         total = tl.zeros((BT, 32), tl.float32)
-        several = tl.arange(0, AT_ONCE).to(tl.int64)[:, None, None] * (tokens * 32)
-        places = place[None, :, :] + several
-        for _ in range(0, SPLIT, AT_ONCE):  # .cg: not from this SM's first-level cache
-            parts = tl.load(places, mask=inside[None, :, None], other=0.0, cache_modifier=".cg")
-            total += tl.sum(parts, 0)
-            places += AT_ONCE * tokens.to(tl.int64) * 32
+        step = tokens.to(tl.int64) * 32
+        for s in range(SPLIT):  # .cg: not from this SM's first-level cache
+            total += tl.load(place + s * step, mask=inside[:, None], other=0.0, cache_modifier=".cg")
         tl.debug_barrier()
         tl.store(place, total, mask=inside[:, None])
         tl.debug_barrier()

@@ -23,27 +23,17 @@ def _finish(out, value, row, token, n, M, N, GROUP_ROWS):
 
 
 @triton.jit
-def _exponents(of_blocks, start, last, UNROLL: tl.constexpr):
-    """The scales of UNROLL times 64 columns, one turn before they are needed."""
-    found = ()
-    for k in tl.static_range((UNROLL + 1) // 2):
-        block = start // 2 + k
-        found += (tl.load(of_blocks + block, mask=block * 2 < last, other=127).to(tl.int32),)
-    return found
-
-
-@triton.jit
 def project_few(
     out, x, weight, scales, partial, counter, M, N, K, K_WORDS, GROUP_ROWS, x_stride, scale_blocks,
     BM: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
-    FLOAT8: tl.constexpr, PAIRS: tl.constexpr, UNROLL: tl.constexpr,
+    FLOAT8: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: rows g GROUP_ROWS .. of weight [N, K] times columns g K .. of x [M, ...], whose rows are x_stride
     apart. The weights are the left operand; K is split over SPLIT programs, and the last one to finish sums their parts
     in a fixed order.
 
     FLOAT8: weight is int32 [N, K_WORDS], K_WORDS = K / 4 and a multiple of 16, scales uint8 [cdiv(N, 128),
-    scale_blocks] (E8M0); BK is 64. Else bf16. BK * UNROLL divides K; BM tokens and ROWS rows at a time.
+    scale_blocks] (E8M0); BK is 64. Else bf16, and BK divides K. BM tokens and ROWS rows at a time; WARPS: the launch's.
     partial: float32 [SPLIT, M, N]; counter: int32 [programs / SPLIT], zero before and after.
     Grid (cdiv(GROUP_ROWS, ROWS), SPLIT, groups * cdiv(M, BM)).
     """
@@ -55,7 +45,7 @@ def project_few(
     used = (token < M)[None, :]
     of_x = x + token.to(tl.int64)[None, :] * x_stride + group * K
     column = tl.arange(0, BK)
-    steps = tl.cdiv(K // (BK * UNROLL), SPLIT) * UNROLL
+    steps = tl.cdiv(K // BK, SPLIT)
     first = part * steps
     last = tl.minimum(first + steps, K // BK)
     acc = tl.zeros((ROWS, BM), tl.float32)
@@ -66,15 +56,11 @@ def project_few(
         row = n + tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), GROUP_ROWS - 1)
         of_words = weight + row.to(tl.int64)[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
         of_blocks = scales + row // 128 * scale_blocks
-        exponents = _exponents(of_blocks, first, last, UNROLL)
-        for start in range(first, last, UNROLL):
-            following = _exponents(of_blocks, start + UNROLL, last, UNROLL)
-            for k in tl.static_range(UNROLL):
-                words = tl.load(of_words + (start + k) * 16)
-                value = tl.load(of_x + (start + k) * 64, mask=used, other=0.0)
-                exponent = exponents[k // 2][:, None] + tl.zeros_like(words)
-                acc = tl.dot(float8_operand(words, exponent, PAIRS, WARPS), value, acc)
-            exponents = following
+        for k in range(first, last):
+            words = tl.load(of_words + k * 16)
+            exponents = tl.load(of_blocks + k // 2).to(tl.int32)[:, None] + tl.zeros_like(words)
+            value = tl.load(of_x + k * 64, mask=used, other=0.0)
+            acc = tl.dot(float8_operand(words, exponents, PAIRS, WARPS), value, acc)
     else:
         of_x += column[:, None]
         row = n + tl.minimum(on + tl.arange(0, ROWS), GROUP_ROWS - 1)

@@ -55,7 +55,7 @@ def _numbers(
             "hc_eps": hc_eps,
             "iters": iters,
         },
-        {"NUMBERS": fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split, "AT_ONCE": min(split, 256 // bt)},
+        {"NUMBERS": fn.shape[0], "BT": bt, "BK": bk, "SPLIT": split},
     )
 
 
