@@ -32,7 +32,10 @@ from deepseek_v4_forward import Forward, meant, power_of_two
 from safetensors.torch import save_file
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4IndexerScorer,
+    eager_attention_forward,
+)
 
 from openinfer.recipes.deepseek_v4.published import config_json
 
@@ -48,7 +51,7 @@ LENGTHS = (1, 5, 64, 129, 300, 1000, 3000, 8192)
 """Prompt lengths; FORCED more tokens follow each. The indexer leaves entries out from 2,048 tokens on."""
 FORCED, TOP, LOGIT_STD = 24, 64, 2.5
 QUERIES = 512
-"""Queries whose scores transformers' attention has at a time."""
+"""Queries whose scores transformers' attention and indexer have at a time."""
 KEPT_FLOAT32 = re.compile(r"attn_hc|ffn_hc|hc_head|sinks|position_bias|e_score_correction_bias")
 
 
@@ -229,10 +232,22 @@ def attention_in_parts(
     return torch.cat(parts, 1), None
 
 
+_score = DeepseekV4IndexerScorer.forward
+
+
+def score_in_parts(
+    module: torch.nn.Module, q: torch.Tensor, entries: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """The same for the indexer's scores."""
+    parts = [slice(start, start + QUERIES) for start in range(0, q.shape[1], QUERIES)]
+    return torch.cat([_score(module, q[:, part], entries, x[:, part]) for part in parts], 1)
+
+
 def transformers_model(
     config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], device: str, dtype: torch.dtype
 ) -> Any:
     """The model of these weights, expanded to `dtype`, but what transformers keeps in float32."""
+    DeepseekV4IndexerScorer.forward = score_in_parts
     AttentionInterface.register("in_parts", attention_in_parts)
     AttentionMaskInterface.register("in_parts", eager_mask)
     known = {
@@ -267,25 +282,19 @@ def transformers_model(
     return model
 
 
-def run_transformers(model: Any, sequences: list[list[int]], device: str) -> list[torch.Tensor]:
-    """Log-probabilities [FORCED, V] of the last FORCED positions of each sequence, on the host, float32."""
-    found = []
+def run_transformers(model: Any, tokens: list[int], device: str) -> torch.Tensor:
+    """Log-probabilities [FORCED, V] of the last FORCED positions of a sequence, on the host, float32."""
     with torch.no_grad():
-        for tokens in sequences:
-            ids = torch.tensor([tokens], device=device)
-            logits = model(ids, use_cache=False, logits_to_keep=FORCED).logits[0].float()
-            found.append(torch.log_softmax(logits, -1).cpu())
-    return found
+        ids = torch.tensor([tokens], device=device)
+        logits = model(ids, use_cache=False, logits_to_keep=FORCED).logits[0].float()
+    return torch.log_softmax(logits, -1).cpu()
 
 
-def reference(
-    config: Mapping[str, Any],
-    weights: dict[str, torch.Tensor],
-    sequences: list[list[int]],
-    device: str,
+def write_reference(
+    out: Path, config: Mapping[str, Any], weights: dict[str, torch.Tensor], sequences: list[list[int]], device: str,
     note: Callable[[str], None],
-) -> dict[str, np.ndarray]:
-    """The arrays of reference.npz for these weights."""
+) -> None:  # fmt: skip
+    """reference.npz for these weights, which are let go. The file is written anew after each sequence."""
     runs, margins = {}, []
     for name, quantized in (("fp32", False), ("actq", True)):
         forward = Forward(config, weights, device, quantized)
@@ -300,19 +309,22 @@ def reference(
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     model = transformers_model(config, weights, device, torch.bfloat16)
+    weights.clear()
     note("transformers has its weights")
-    runs["bf16"] = run_transformers(model, sequences, device)
-    arrays: dict[str, np.ndarray] = {"count": np.array(len(sequences)), "mixture": np.array(True)}
+    arrays: dict[str, np.ndarray] = {"mixture": np.array(True)}
     for n, tokens in enumerate(sequences):
-        values, ids = runs["bf16"][n].topk(TOP, -1)
-        arrays |= {f"s{n}.tokens": np.array(tokens, np.int32), f"s{n}.top_ids": ids.numpy().astype(np.int32)}
+        values, ids = run_transformers(model, tokens, device).topk(TOP, -1)
         arrays |= {
+            "count": np.array(n + 1),
+            f"s{n}.tokens": np.array(tokens, np.int32),
+            f"s{n}.top_ids": ids.numpy().astype(np.int32),
             f"s{n}.bf16": values.numpy(),
             f"s{n}.route_margin": margins[n][0],
             f"s{n}.index_margin": margins[n][1],
         }
         arrays |= {f"s{n}.{name}": runs[name][n].gather(-1, ids).numpy() for name in ("fp32", "actq")}
-    return arrays
+        np.savez(out / "reference.npz", **arrays)
+        note(f"reference.npz has the sequence of {len(tokens)} tokens")
 
 
 def last_margins(forward: Forward, sequences: list[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -349,8 +361,7 @@ def main() -> None:
         for n in LENGTHS
         if n <= args.longest
     ]
-    np.savez(args.out / "reference.npz", **reference(config, weights, sequences, args.device, note))
-    note("reference.npz written")
+    write_reference(args.out, config, weights, sequences, args.device, note)
 
 
 if __name__ == "__main__":
