@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from openinfer.recipes.deepseek_v4.device.rounding import q8, q8_plain, rotated
+from openinfer.recipes.deepseek_v4.device.rounding import q8_blocks, q8_plain, rotated
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _write_query(to, source, gain, width, eps, BLOCK: tl.constexpr, QUANTIZED: t
     x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     y = _normed(x, tl.load(gain + column, mask=inside, other=0.0), width, eps, source.dtype.element_ty)
     if QUANTIZED:
-        y = q8(y, 128)
+        y = q8_blocks(y, 128)
     tl.store(to + column, y.to(to.dtype.element_ty), mask=inside)
 
 

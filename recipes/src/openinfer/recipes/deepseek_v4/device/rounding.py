@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from openinfer.recipes.deepseek_v4.device.formats import q8
+
 
 @triton.jit
 def rotated(x, cos_sin, position, sign, D: tl.constexpr, ROTARY: tl.constexpr):
@@ -17,42 +19,35 @@ def rotated(x, cos_sin, position, sign, D: tl.constexpr, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def _power_of_two(x):
-    """The smallest power of two that is not less than x, a normal float32."""
-    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def q8(x, BLOCK: tl.constexpr):
-    """x [N, D]: BLOCK consecutive channels at a time rounded to e4m3 with a power-of-two scale."""
+def q8_blocks(x, BLOCK: tl.constexpr):
+    """x [N, D] through q8, BLOCK consecutive channels at a time."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    blocks = tl.reshape(x, (N, D // BLOCK, BLOCK))
-    largest = tl.maximum(tl.max(tl.abs(blocks), 2), 1e-4)
-    scale = _power_of_two(tl.div_rn(largest, tl.full(largest.shape, 448.0, tl.float32)))[:, :, None]
-    small = tl.minimum(tl.maximum(blocks / scale, -448.0), 448.0)
-    return tl.reshape(small.to(tl.float8e4nv).to(tl.float32) * scale, (N, D))
+    return tl.reshape(q8(tl.reshape(x, (N, D // BLOCK, BLOCK))), (N, D))
 
 
 @triton.jit
 def q8_plain(x, ROTARY: tl.constexpr):
     """x [N, D] with all but the last ROTARY channels through q8, 64 at a time."""
     rotary = tl.arange(0, x.shape[1]) >= x.shape[1] - ROTARY
-    return tl.where(rotary[None, :], x, q8(x, 64))
+    return tl.where(rotary[None, :], x, q8_blocks(x, 64))
 
 
 @triton.jit
 def q4(x):
-    """x [N, D]: 32 consecutive channels at a time rounded to E2M1, ties to the even code, with a power-of-two scale."""
+    """x [N, D]: 32 consecutive channels at a time rounded to E2M1, ties to the even code, with one scale of
+    2^ceil(log2(max / 6)); 6 = 1.5 * 2^2."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
     MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2^23: what is added to it has no fraction left
     blocks = tl.reshape(x, (N, D // 32, 32))
-    largest = tl.maximum(tl.max(tl.abs(blocks), 2), 7.052966104933725e-38)  # 6 * 2^-126
-    scale = _power_of_two(tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)))[:, :, None]
-    size = tl.abs(blocks) / scale  # at most 6: 0, 0.5, 1, 1.5, 2, 3, 4, 6 are to be left
-    steps = tl.where(size < 2, 2.0, tl.where(size < 4, 1.0, 0.5))
-    size = (size * steps + MAGIC - MAGIC) / steps
+    largest = tl.maximum(tl.max(tl.abs(blocks), 2, keep_dims=True), 7.052966104933725e-38)  # 6 * 2^-126
+    exponent = ((largest.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
+    shrink = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    size = tl.abs(blocks) * shrink  # at most 6: 0, 0.5, 1, 1.5, 2, 3, 4, 6 are to be left
+    step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
+    size = (size * tl.where(size < 2, 2.0, tl.where(size < 4, 1.0, 0.5)) + MAGIC - MAGIC) * step
     return tl.reshape(tl.where(blocks < 0, -size, size) * scale, (N, D))
 
 
