@@ -60,6 +60,10 @@ def sparse_attend(
     column = tl.arange(0, QUARTER)[None, :]
     inside = (head < heads)[:, None]
     place = (token * heads + head[:, None]) * D + column
+    q0 = tl.load(q + place, mask=inside, other=0.0)
+    q1 = tl.load(q + place + QUARTER, mask=inside, other=0.0)
+    q2 = tl.load(q + place + 2 * QUARTER, mask=inside, other=0.0)
+    q3 = tl.load(q + place + 3 * QUARTER, mask=inside, other=0.0)
     if slot == 0:
         if SPLITS == 1:
             for quarter in tl.static_range(4):
@@ -73,10 +77,6 @@ def sparse_attend(
     if part >= blocks:
         return
     kv_table, entry_table = kv_tables + slot * kv_width, entry_tables + slot * entry_width
-    q0 = tl.load(q + place, mask=inside, other=0.0)
-    q1 = tl.load(q + place + QUARTER, mask=inside, other=0.0)
-    q2 = tl.load(q + place + 2 * QUARTER, mask=inside, other=0.0)
-    q3 = tl.load(q + place + 3 * QUARTER, mask=inside, other=0.0)
     less = tl.rsqrt((_squares(q0) + _squares(q1) + _squares(q2) + _squares(q3)) / D + eps)[:, None]
     q0, q1, q2, q3 = _scaled(q0, less), _scaled(q1, less), _scaled(q2, less), _scaled(q3, less)
     q3 = rotated(q3.to(tl.float32), cos_sin, position, 1.0, QUARTER, ROTARY).to(q3.dtype)
