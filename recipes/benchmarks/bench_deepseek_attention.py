@@ -176,18 +176,14 @@ def attend(batch: Batch, kind: str) -> tuple[list[Variant], Cost]:
     variants: list[Variant] = [
         (f"as chosen: {first.block} x {first.splits} stages {first.stages}", functools.partial(commands, {}))
     ]
-    stages = {32: (4, 7, 10), 64: (3, 4)} if kind == "CSA" else {32: (3, 5, 7), 64: (3,)}
-    splits = sorted(
-        {first.splits, max(1, first.splits // 2), min(2 * first.splits, 20), 1} if batch.length == 1 else {1}
-    )
+    stages = {32: (7,), 64: (3, 4) if kind == "CSA" else (3,)}
+    splits = [1] if batch.length > 1 else sorted({1, 2, 3, 4, 5, 10, first.splits})
     for block, depths in stages.items():
         for depth in depths:
-            for parts in splits:
-                change = {"block": block, "stages": depth, "splits": parts}
-                if depth == depths[-1] or parts == first.splits:
-                    variants.append(
-                        (f"{block} x {parts} stages {depth}", functools.partial(commands, change))
-                    )
+            for cut in splits:
+                if cut <= max(1, 160 // batch.tokens):
+                    change = {"block": block, "stages": depth, "splits": cut}
+                    variants.append((f"{block} x {cut} stages {depth}", functools.partial(commands, change)))
     args = vars_of(call(0))
     return variants, sparse_attend.cost(batch.workload, **args)
 
@@ -197,9 +193,7 @@ def vars_of(call: Any) -> dict[str, Any]:
 
 
 INDEX: list[dict[str, int]] = [
-    {"select_warps": 8}, {"select_warps": 4, "segment": 4096}, {"small": 1024, "select_warps": 8},
-    {"block": 64, "stages": 4}, {"block": 64, "stages": 5}, {"block": 128, "stages": 5}, {"warps": 8},
-    {"block": 64, "warps": 8, "stages": 5},
+    {"select_warps": 4}, {"warps": 8}, {"block": 64}, {"stages": 2},
 ]  # fmt: skip
 
 

@@ -386,7 +386,7 @@ def test_the_indexer(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, quantized: bool, exact: bool, segment: int
 ) -> None:
     """Fewer than topk entries, as many and one more, segments that are not full, padding; slices of three tokens."""
-    tuning = sparse.IndexTuning(parts=2, tokens=3, segment=segment, small=16, block=16)
+    tuning = sparse.IndexTuning(parts=2, tokens=3, segment=segment, small=segment // 4, block=16)
     monkeypatch.setattr(sparse, "index_tuning", lambda *_: tuning)
     tokens = [(1, 2), (2, 23), (0, 0), (1, 24), (1, 27), (2, 30), (3, 290), (1, 259), (3, 127)]
     check_index(interpreted, index_args(rng, tokens, topk=6, exact=exact, quantized=quantized), exact=exact)

@@ -15,11 +15,11 @@ from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
 _ATTEND = "openinfer.recipes.deepseek_v4.device.sparse_attend"
 _INDEX = "openinfer.recipes.deepseek_v4.device.index_topk"
 
-MOST_PARTS = 32
+MOST_PARTS = 16
 """Parts of a token's vectors, at most: all of them are merged at once."""
 
-MERGED_AT_ONCE = 8192
-"""Numbers of the parts that a program holds while it merges them: 64 registers a thread."""
+FEW_BLOCKS = 3
+"""Blocks of vectors that are not worth a second kernel, which merges their parts."""
 
 SCORES_BYTES = 64 << 20
 """The indexer's scores that are in memory at once; steps of more tokens take turns."""
@@ -39,10 +39,10 @@ class AttendTuning:
 
 def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, selected: bool) -> AttendTuning:
     """For tokens that see at most `vectors`: a program an SM, so parts until they fill the GPU once."""
-    block, rows = 32, max(16, min(64, power_of_two(heads)))
-    programs = tokens * -(-heads // rows)
-    splits = max(1, min(target.num_sms // programs, -(-vectors // block), MOST_PARTS))
-    return AttendTuning(block, 10 if selected else 7, splits, rows)
+    block, rows = 64, max(16, min(64, power_of_two(heads)))
+    programs, blocks = tokens * -(-heads // rows), -(-vectors // block)
+    splits = max(1, min(target.num_sms // programs, blocks, MOST_PARTS)) if blocks > FEW_BLOCKS else 1
+    return AttendTuning(block, 4 if selected else 3, splits, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class Attention:
         constants = {
             "D": dim,
             "ROTARY": 2 * self.cos_sin.shape[2],
-            "PAGE": PAGE,
-            "ENTRIES": 0 if self.entries is None else self.entries.shape[1],
+            "PAGE_BITS": PAGE.bit_length() - 1,
+            "ENTRY_BITS": -1 if self.entries is None else self.entries.shape[1].bit_length() - 1,
             "BN": tuning.block,
             "SPLITS": splits,
         }
@@ -148,9 +148,8 @@ class Attention:
         sees: dict[str, Arg],
         constants: dict[str, int],
     ) -> Launch:
-        tokens, heads, dim = self.q.shape
-        parts = power_of_two(constants["SPLITS"])
-        block = max(1, min(power_of_two(heads), MERGED_AT_ONCE // (parts * dim)))
+        tokens, heads, _ = self.q.shape
+        block = min(power_of_two(heads), max(1, 16 // power_of_two(constants["SPLITS"])))
         return launch(
             _ATTEND,
             "merge_parts",
@@ -165,7 +164,8 @@ class Attention:
                 "token_slots": self.token_slots,
                 **sees,
             },
-            constants | {"PARTS": parts, "HEADS": block},
+            constants | {"HEADS": block},
+            num_warps=block,
         )
 
 
@@ -177,11 +177,11 @@ class IndexTuning:
     parts: int
     tokens: int
     segment: int = 8192
-    small: int = 2048
+    small: int = 1024
     block: int = 128
     stages: int = 3
     warps: int = 4
-    select_warps: int = 16
+    select_warps: int = 8
 
 
 def index_tuning(target: Target, tokens: int, width: int) -> IndexTuning:
@@ -192,7 +192,7 @@ def index_tuning(target: Target, tokens: int, width: int) -> IndexTuning:
     )  # slices of tensors start where addresses are aligned
     parts = max(1, min(4 * target.num_sms // at_once, -(-width // 128)))
     segment = max(16, min(8192, power_of_two(width)))
-    return IndexTuning(parts, at_once, segment, min(2048, segment))
+    return IndexTuning(parts, at_once, segment, min(1024, segment // 2))
 
 
 @dataclass(frozen=True, slots=True)

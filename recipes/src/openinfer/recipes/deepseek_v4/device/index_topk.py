@@ -1,7 +1,8 @@
 """The indexer: a score of every finished entry for every token, and the entries of the largest scores.
 
-The largest of n numbers are found by bisection over their bits, which order like the numbers do. Where a token sees
-more entries than a program holds, several programs take a segment each, and another one chooses among their choices.
+The largest of n numbers are found by cutting the range of their bits, which order like the numbers do, in three again
+and again. Where a token sees more entries than a program holds, several programs take a segment each, and another one
+chooses among their choices.
 """
 
 # mypy: ignore-errors
@@ -60,13 +61,17 @@ def _places(order, live, count):
     low = tl.min(tl.where(live, order, 0x7FFFFFFF), 0).to(tl.int64)
     high = tl.max(tl.where(live, order, -0x7FFFFFFF), 0).to(tl.int64)
     while low < high:  # at least `count` are low or larger, and fewer are larger than high
-        middle = (low + high + 1) >> 1
-        reached = tl.sum((live & (order >= middle)).to(tl.int32), 0)
-        if reached >= count:
-            low = middle
-        if reached <= count:
-            high = tl.maximum(middle - (reached != count).to(tl.int64), low)
-        if reached == count:
+        one, two = low + (((high - low) * 5 + 15) >> 4), low + (((high - low) * 11 + 15) >> 4)
+        reached = (order >= one).to(tl.int32) + ((order >= two).to(tl.int32) << 16)
+        reached = tl.sum(tl.where(live, reached, 0), 0)
+        of_one, of_two = reached & 0xFFFF, reached >> 16
+        if of_two >= count:
+            low = two
+        elif of_one >= count:
+            low, high = one, two - 1
+        else:
+            high = one - 1
+        if (of_one == count) | (of_two == count):
             high = low
     above, equal = live & (order > low), live & (order == low)
     left = count - tl.sum(above.to(tl.int32), 0)
@@ -84,7 +89,7 @@ def select_entries(
     segments of BLOCK entries).
 
     A token that sees more than BLOCK has candidates instead: found, found_order int32 [tokens, segments, topk], -1
-    where a segment has fewer. SMALL < BLOCK: what a token that sees few costs.
+    where a segment has fewer. 2 SMALL <= BLOCK: a token that sees so many, or half, costs less.
     """
     token, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     live_token = tl.load(token_slots + token) != 0
@@ -98,6 +103,8 @@ def select_entries(
         tl.store(to + j, tl.where(j < seen, j, -1), mask=j < topk)
     elif seen <= SMALL:
         _select(to, to, scores + token * width, 0, seen, topk, SMALL, False)
+    elif seen <= 2 * SMALL:
+        _select(to, to, scores + token * width, 0, seen, topk, 2 * SMALL, False)
     elif seen <= BLOCK:
         _select(to, to, scores + token * width, 0, seen, topk, BLOCK, False)
     else:

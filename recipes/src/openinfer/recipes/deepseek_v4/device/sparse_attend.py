@@ -19,12 +19,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _sights(position, window, most, ENTRIES: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
+def _sights(position, window, most, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr):
     """What a position sees: the first of its raw vectors, how many entries, and the blocks of both."""
     low = tl.maximum(position + 1 - window, 0)
     seen = 0
-    if ENTRIES > 0:
-        seen = tl.minimum((position + 1) // (PAGE // ENTRIES), most)
+    if ENTRY_BITS >= 0:
+        seen = tl.minimum((position + 1) >> (PAGE_BITS - ENTRY_BITS), most)
     of_window = tl.cdiv(position + 1 - low, BN)
     return low, seen, of_window, of_window + tl.cdiv(seen, BN)
 
@@ -37,21 +37,16 @@ def _squares(x):
 
 
 @triton.jit
-def _scaled(x, factor):
-    """x times a float32 factor, rounded."""
-    return (x.to(tl.float32) * factor).to(x.dtype)
-
-
-@triton.jit
 def sparse_attend(
     out, q, kv, entries, selected, sinks, cos_sin, positions, token_slots, kv_tables, entry_tables, partial, weight,
     kv_width, entry_width, kv_stride, entry_stride, heads, window, most, scale, eps,
-    D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, SELECTED: tl.constexpr,
+    D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, SELECTED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, tokens, cdiv(heads, BM)). ENTRIES a page, 0: none. `most` entries are seen: the columns of
-    `selected` if SELECTED, else more than any token sees. With SPLITS > 1 nothing goes to out, but to partial [tokens,
-    SPLITS, heads, D] and weight float32, the same less D: what `merge_parts` reads."""
+    """Grid (SPLITS, tokens, cdiv(heads, BM)). A page has 2^PAGE_BITS raw vectors, or 2^ENTRY_BITS entries (-1: there
+    are none). `most` entries are seen: the columns of `selected` if SELECTED, else more than any token sees. With
+    SPLITS > 1 nothing goes to out, but to partial [tokens, SPLITS, heads, D] and weight float32, the same less D: what
+    `merge_parts` reads."""
     QUARTER: tl.constexpr = D // 4
     part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, i = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BN)
@@ -73,12 +68,13 @@ def sparse_attend(
                     mask=inside,
                 )
         return
-    low, seen, of_window, blocks = _sights(position, window, most, ENTRIES, PAGE, BN)
+    low, seen, of_window, blocks = _sights(position, window, most, PAGE_BITS, ENTRY_BITS, BN)
     if part >= blocks:
         return
     kv_table, entry_table = kv_tables + slot * kv_width, entry_tables + slot * entry_width
-    less = tl.rsqrt((_squares(q0) + _squares(q1) + _squares(q2) + _squares(q3)) / D + eps)[:, None]
-    q0, q1, q2, q3 = _scaled(q0, less), _scaled(q1, less), _scaled(q2, less), _scaled(q3, less)
+    # The norm is a factor of a head's scores. It leaves the queries as they came, for the products to take from memory.
+    factor = tl.rsqrt((_squares(q0) + _squares(q1) + _squares(q2) + _squares(q3)) / D + eps) * scale
+    factor = factor[:, None]
     q3 = rotated(q3.to(tl.float32), cos_sin, position, 1.0, QUARTER, ROTARY).to(q3.dtype)
     m = tl.full((BM,), LOW, tl.float32)
     l = tl.zeros((BM,), tl.float32)
@@ -87,32 +83,32 @@ def sparse_attend(
     acc2 = tl.zeros((BM, QUARTER), tl.float32)
     acc3 = tl.zeros((BM, QUARTER), tl.float32)
     for block in range(part, blocks, SPLITS):
-        at = low + block * BN + i
-        live = (block < of_window) & (at <= position)
-        table, stride, base, inner = kv_table + at // PAGE, kv_stride, kv, at % PAGE
-        if ENTRIES > 0:
-            number = (block - of_window) * BN + i
-            is_entry = (number >= 0) & (number < seen)
-            if SELECTED:
-                number = tl.load(selected + token * most + number, mask=is_entry, other=0)
-            live = live | is_entry
-            raw = block < of_window
-            table = tl.where(raw, table, entry_table + number // ENTRIES)
-            stride = tl.where(raw, kv_stride, entry_stride)
-            base = tl.where(raw, kv, entries)
-            inner = tl.where(raw, inner, number % ENTRIES)
-        page = tl.load(table, mask=live, other=0).to(tl.int64)
-        key = (base + page * stride + inner * D)[:, None] + column
+        raw = block < of_window
+        first = tl.where(raw, block, block - of_window) * BN
+        count = tl.where(raw, position + 1 - low, seen) - first
+        live = i < count
+        number = first + i
+        table, base, stride, bits = kv_table, kv, kv_stride, PAGE_BITS
+        if ENTRY_BITS >= 0:
+            table, base = tl.where(raw, kv_table, entry_table), tl.where(raw, kv, entries)
+            stride, bits = tl.where(raw, kv_stride, entry_stride), tl.where(raw, PAGE_BITS, ENTRY_BITS)
+        if SELECTED:
+            chosen = tl.load(selected + token * most + number, mask=live & (block >= of_window), other=0)
+            number = tl.where(raw, number, chosen)
+        number += tl.where(raw, low, 0)
+        page = tl.load(table + (number >> bits), mask=live, other=0).to(tl.int64)
+        key = (base + page * stride + (number & ((1 << bits) - 1)) * D)[:, None] + column
         real = live[:, None]  # what was never written may be NaN
         k0 = tl.load(key, mask=real, other=0.0)
         k1 = tl.load(key + QUARTER, mask=real, other=0.0)
         k2 = tl.load(key + 2 * QUARTER, mask=real, other=0.0)
         k3 = tl.load(key + 3 * QUARTER, mask=real, other=0.0)
-        score = tl.dot(q0, tl.trans(k0))
-        score = tl.dot(q1, tl.trans(k1), score)
-        score = tl.dot(q2, tl.trans(k2), score)
-        score = tl.dot(q3, tl.trans(k3), score)
-        score = tl.where(live[None, :], score * scale, LOW)
+        score = tl.dot(q0, tl.trans(k0)) * factor
+        score += tl.dot(q1, tl.trans(k1)) * factor
+        score += tl.dot(q2, tl.trans(k2)) * factor
+        score += tl.dot(q3, tl.trans(k3)) * factor
+        if count < BN:
+            score = tl.where(live[None, :], score, LOW)
         top = tl.maximum(m, tl.max(score, 1))
         p = tl.exp2(score - top[:, None])
         decay = tl.exp2(m - top)
@@ -145,30 +141,40 @@ def sparse_attend(
 @triton.jit
 def merge_parts(
     out, partial, weight, sinks, cos_sin, positions, token_slots, heads, window, most,
-    D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, ENTRIES: tl.constexpr, BN: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, HEADS: tl.constexpr,
+    D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr,
+    SPLITS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """HEADS of a token's heads from its parts, the sink among them, rotated back. PARTS: SPLITS or the next power of
-    two. Grid (tokens, cdiv(heads, HEADS))."""
+    """HEADS of a token's heads from its parts, the sink among them, rotated back. Grid (tokens, cdiv(heads, HEADS))."""
     token = tl.program_id(0).to(tl.int64)
-    head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, D)
-    inside = (head < heads)[:, None]
-    to = out + (token * heads + head[:, None]) * D + column[None, :]
+    head, column = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None], tl.arange(0, D)[None, :]
+    inside = head < heads
+    to = out + (token * heads + head) * D
     position = tl.load(positions + token)
     if tl.load(token_slots + token) == 0:
-        tl.store(to, tl.zeros((HEADS, D), out.dtype.element_ty), mask=inside)
+        tl.store(to + column, tl.zeros((HEADS, D), out.dtype.element_ty), mask=inside)
         return
-    _, _, _, blocks = _sights(position, window, most, ENTRIES, PAGE, BN)
-    part = tl.arange(0, PARTS)[:, None]
-    real = (part < tl.minimum(blocks, SPLITS)) & (head < heads)[None, :]
-    place = (token * SPLITS + part) * heads + head[None, :]
-    share = tl.load(weight + place, mask=real, other=LOW)
-    sink = tl.load(sinks + head, mask=head < heads, other=LOW) * LOG2E
-    result = tl.load(
-        partial + place[:, :, None] * D + column[None, None, :], mask=real[:, :, None], other=0.0
-    ).to(tl.float32)
-    top = tl.maximum(tl.max(share, 0), sink)
-    share = tl.exp2(share - top[None, :])
-    total = tl.sum(share, 0) + tl.exp2(sink - top)
-    o = tl.sum(result * (share / total[None, :])[:, :, None], 0)
-    tl.store(to, rotated(o, cos_sin, position, -1.0, D, ROTARY).to(out.dtype.element_ty), mask=inside)
+    _, _, _, blocks = _sights(position, window, most, PAGE_BITS, ENTRY_BITS, BN)
+    sink = tl.load(sinks + head, mask=inside, other=LOW) * LOG2E
+    top = sink
+    for part in tl.static_range(SPLITS):
+        place = (token * SPLITS + part) * heads + head
+        top = tl.maximum(top, tl.load(weight + place, mask=inside & (part < blocks), other=LOW))
+    total = tl.exp2(sink - top)
+    # The channels that turn by themselves, the even ones and the odd ones: no number moves between threads.
+    turning = D - ROTARY + 2 * tl.arange(0, ROTARY // 2)[None, :]
+    o = tl.zeros((HEADS, D), tl.float32)
+    even, odd = tl.zeros((HEADS, ROTARY // 2), tl.float32), tl.zeros((HEADS, ROTARY // 2), tl.float32)
+    for part in tl.static_range(SPLITS):
+        place = (token * SPLITS + part) * heads + head
+        real = inside & (part < blocks)
+        share = tl.exp2(tl.load(weight + place, mask=real, other=LOW) - top)
+        total += share
+        o += share * tl.load(partial + place * D + column, mask=real, other=0.0).to(tl.float32)
+        even += share * tl.load(partial + place * D + turning, mask=real, other=0.0).to(tl.float32)
+        odd += share * tl.load(partial + place * D + turning + 1, mask=real, other=0.0).to(tl.float32)
+    less = 1.0 / total
+    tl.store(to + column, (o * less).to(to.dtype.element_ty), mask=inside & (column < D - ROTARY))
+    angle = cos_sin + position.to(tl.int64) * ROTARY + tl.arange(0, ROTARY // 2)[None, :]
+    cos, sin = tl.load(angle) * less, tl.load(angle + ROTARY // 2) * less
+    tl.store(to + turning, (even * cos + odd * sin).to(to.dtype.element_ty), mask=inside)
+    tl.store(to + turning + 1, (odd * cos - even * sin).to(to.dtype.element_ty), mask=inside)
