@@ -39,25 +39,33 @@ def q4(x):
     2^ceil(log2(max / 6)); 6 = 1.5 * 2^2."""
     N: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
-    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2^23: what is added to it has no fraction left
+    MAGIC: tl.constexpr = 12582912.0
     blocks = tl.reshape(x, (N, D // 32, 32))
     largest = tl.maximum(tl.max(tl.abs(blocks), 2, keep_dims=True), 7.052966104933725e-38)  # 6 * 2^-126
     exponent = ((largest.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
     shrink = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
-    size = tl.abs(blocks) * shrink  # at most 6: 0, 0.5, 1, 1.5, 2, 3, 4, 6 are to be left
-    step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
-    size = (size * tl.where(size < 2, 2.0, tl.where(size < 4, 1.0, 0.5)) + MAGIC - MAGIC) * step
-    return tl.reshape(tl.where(blocks < 0, -size, size) * scale, (N, D))
+    # At most 6: 0, 0.5, 1, 1.5, 2, 3, 4, 6 are to be left. A sum with 1.5 * 2^23 steps has no fraction of a step.
+    small = blocks * shrink
+    magic = tl.where(tl.abs(small) < 2, 0.5 * MAGIC, tl.where(tl.abs(small) < 4, MAGIC, 2 * MAGIC))
+    return tl.reshape((small + magic - magic) * scale, (N, D))
+
+
+@triton.jit
+def _odd(x):
+    """Whether a number below 2^16 has an odd number of ones: 0 or 1."""
+    x ^= x >> 8
+    x ^= x >> 4
+    x ^= x >> 2
+    x ^= x >> 1
+    return x & 1
 
 
 @triton.jit
 def hadamard(x, D: tl.constexpr):
     """x [N, D] of a dtype that products take, times the normalised Walsh-Hadamard matrix: float32. N >= 16."""
-    both = tl.arange(0, D)[:, None] & tl.arange(0, D)[None, :]
-    both ^= both >> 8
-    both ^= both >> 4
-    both ^= both >> 2
-    both ^= both >> 1
-    signs = tl.where(both & 1 == 0, 1.0, -1.0).to(x.dtype)
-    return tl.dot(x, signs) * (D**-0.5)
+    row = tl.arange(0, D)[:, None, None]
+    high, low = tl.arange(0, D // 8)[None, :, None] * 8, tl.arange(0, 8)[None, None, :]
+    odd = _odd(row & high) ^ _odd(row & low)  # of row & (high + low), for the work of few columns
+    signs = tl.where(odd == 0, 1.0, -1.0).to(x.dtype)
+    return tl.dot(x, tl.reshape(signs, (D, D))) * (D**-0.5)
