@@ -6,7 +6,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,20 @@ def gpu() -> tuple[Target, CudaDriver, Device, Stream]:
         device,
         stream,
     )
+
+
+def compile_together(
+    gpu: tuple[Target, CudaDriver, Device, Stream], cases: Iterable[tuple[Op[Any], Any]]
+) -> None:
+    """Compile what these calls launch, side by side."""
+    pack = NullPack(gpu[0])
+    for op, args in cases:
+        host = {k: flat(v) for k, v in args.items() if isinstance(v, np.ndarray)}
+        views = {
+            k: np.lib.stride_tricks.as_strided(m, args[k].shape, args[k].strides) for k, m in host.items()
+        }
+        pack.run(op, {k: Tensor.from_numpy(views[k]) if k in views else v for k, v in args.items()})
+    gpu[1].store.prepare(pack.specs())
 
 
 @pytest.fixture
@@ -270,17 +284,33 @@ def test_the_comparison_of_attention_notices_a_small_change(
     assert error(interpreted(sparse_attend, args)["out"], want["out"]) > ATTEND
 
 
+PUBLISHED: dict[str, dict[str, int]] = {
+    kind: {"heads": 64, "dim": 512, "rotary": 64, **more}
+    for kind, more in {"raw": {}, "all": {"per_page": 1}, "selected": {"per_page": 32, "topk": 512}}.items()
+}
+LONGEST = {1: 9000, 9: 3000, 140: 700}
+
+
+@pytest.fixture(scope="module")
+def attention_compiled(gpu: tuple[Target, CudaDriver, Device, Stream]) -> None:
+    rng, calls = np.random.default_rng(0), []
+    for rows, longest in LONGEST.items():
+        tokens = [(1, longest)] + [(1, 0)] * (rows - 1)
+        calls += [(sparse_attend, attend_args(rng, tokens, **options)) for options in PUBLISHED.values()]
+    compile_together(gpu, calls)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["raw", "all", "selected"])
-@pytest.mark.parametrize("rows", [1, 9, 140])
+@pytest.mark.usefixtures("attention_compiled")
+@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("rows", LONGEST)
 def test_attention_of_published_sizes_on_gpu(
     on_gpu: Run, rng: np.random.Generator, kind: str, rows: int
 ) -> None:
-    options = {"raw": {}, "all": {"per_page": 1}, "selected": {"per_page": 32, "topk": 512}}[kind]
-    longest = 9000 if rows == 1 else 3000 if rows == 9 else 700
+    longest = LONGEST[rows]
     tokens = [(slot % 4 if slot % 11 else 0, int(rng.integers(0, longest))) for slot in range(1, rows + 1)]
     tokens[-1] = (1, longest)
-    check_attend(on_gpu, attend_args(rng, tokens, heads=64, dim=512, rotary=64, **options))
+    check_attend(on_gpu, attend_args(rng, tokens, **PUBLISHED[kind]))
 
 
 @pytest.mark.gpu
@@ -419,7 +449,16 @@ def test_the_comparison_of_selections_notices_a_small_change(rng: np.random.Gene
         )
 
 
+@pytest.fixture(scope="module")
+def indexer_compiled(gpu: tuple[Target, CudaDriver, Device, Stream]) -> None:
+    rng, sizes = np.random.default_rng(0), {"heads": 64, "dim": 128, "rotary": 64}
+    cases = [(quantized, topk) for quantized in (False, True) for topk in (512, 1024)]
+    calls = [index_args(rng, [(1, 70000)] * 49, topk=k, exact=True, quantized=q, **sizes) for q, k in cases]
+    compile_together(gpu, [(index_topk, args) for args in calls])
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("indexer_compiled")
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("topk", [512, 1024])
