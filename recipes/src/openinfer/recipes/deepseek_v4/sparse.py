@@ -18,9 +18,6 @@ _INDEX = "openinfer.recipes.deepseek_v4.device.index_topk"
 MOST_PARTS = 16
 """Parts of a token's vectors, at most: all of them are merged at once."""
 
-FEW_BLOCKS = 3
-"""Blocks of vectors that are not worth a second kernel, which merges their parts."""
-
 SCORES_BYTES = 64 << 20
 """The indexer's scores that are in memory at once; steps of more tokens take turns."""
 
@@ -41,7 +38,7 @@ def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, sele
     """For tokens that see at most `vectors`: a program an SM, so parts until they fill the GPU once."""
     block, rows = 64, max(16, min(64, power_of_two(heads)))
     programs, blocks = tokens * -(-heads // rows), -(-vectors // block)
-    splits = max(1, min(target.num_sms // programs, blocks, MOST_PARTS)) if blocks > FEW_BLOCKS else 1
+    splits = max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
     return AttendTuning(block, 4 if selected else 3, splits, rows)
 
 
@@ -179,7 +176,7 @@ class IndexTuning:
     segment: int = 8192
     small: int = 1024
     block: int = 128
-    stages: int = 3
+    stages: int = 2
     warps: int = 4
     select_warps: int = 8
 
