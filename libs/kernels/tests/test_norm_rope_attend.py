@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, Target, norm_rope_attend
+from openinfer.kernels import CpuPack, Target, attention, norm_rope_attend
 from openinfer.tensor import Tensor, bfloat16, float32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
@@ -93,6 +93,16 @@ def test_decode_with_any_group(check_op, rng, normal, page_size, heads, kv_heads
 @pytest.mark.parametrize("sms", [1, 4, 16])
 def test_decode_of_one_row_is_split(check_op, rng, normal, context, sms):
     check(check_op, step(rng, normal, [1], [context], page_size=32), target=Target(90, sms, interpreted=True))
+
+
+@pytest.mark.parametrize("window", [0, 130])
+@pytest.mark.parametrize("spare", [1, 4, 32])
+def test_long_rows_among_others_share_the_spare_parts(check_op, rng, normal, monkeypatch, spare, window):
+    monkeypatch.setattr(attention, "LARGE_PART", 64)
+    monkeypatch.setattr(attention, "SPARE_PARTS", spare)
+    lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 700, 63, 9, 64, 300, 130]
+    args = step(rng, normal, lengths, before, dead=(5,), tokens=7, max_q_len=1, window=window)
+    check(check_op, args, target=Target(90, 1, interpreted=True))
 
 
 def test_decode_with_empty_and_dead_rows(check_op, rng, normal):
