@@ -31,22 +31,103 @@ def _taken(top, s, v, a, z):
 
 
 @triton.jit
+def _merged(p_top, p_s, p_v, b_top, b_s, b_v):
+    """v / s of two accumulations together, of which the second is not empty."""
+    top = tl.maximum(p_top, b_top)
+    one, two = tl.exp(p_top - top), tl.exp(b_top - top)
+    return (p_v * one + b_v * two) / (p_s * one + b_s * two)
+
+
+@triton.jit
 def _finished(
-    e, to, norm_weight, cos_sin, position, eps, D: tl.constexpr, ROTARY: tl.constexpr, ROUNDING: tl.constexpr
-):
-    """Norm, rotation at `position` and rounding of e [1, D], written to `to`."""
+    e, to, mask, norm_weight, cos_sin, position, eps, D: tl.constexpr, ROTARY: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """Norm, rotation at `position` (or [N, 1] positions) and rounding of e [N, D], written to `to` [N, D]."""
     dtype = to.dtype.element_ty
-    column = tl.arange(0, D)[None, :]
     e = e.to(dtype).to(tl.float32)
-    y = e * tl.rsqrt(tl.sum(e * e, 1) / D + eps)[:, None] * tl.load(norm_weight + column)
+    y = e * tl.rsqrt(tl.sum(e * e, 1) / D + eps)[:, None] * tl.load(norm_weight + tl.arange(0, D)[None, :])
     y = rotated(y.to(dtype).to(tl.float32), cos_sin, position, 1.0, D, ROTARY).to(dtype).to(tl.float32)
     if ROUNDING == "q8":
         y = q8_plain(y, ROTARY)
     if ROUNDING == "hadamard_q4":
-        # Sixteen equal rows: products take no fewer.
-        y = tl.max(hadamard(tl.broadcast_to(y, (16, D)).to(dtype), D), 0)[None, :]
+        if y.shape[0] < 16:  # products take no fewer: sixteen equal rows
+            y = tl.max(hadamard(tl.broadcast_to(y, (16, D)).to(dtype), D), 0)[None, :]
+        else:
+            y = hadamard(y.to(dtype), D)
         y = q4(y.to(dtype).to(tl.float32))
-    tl.store(to + column, y.to(dtype))
+    tl.store(to, y.to(dtype), mask=mask)
+
+
+@triton.jit
+def _old(state, which, mask, D: tl.constexpr):
+    """Accumulations [N, D] of the state before the step: the which[N, 1]-th, empty where not `mask`."""
+    place = state + which * 3 * D + tl.arange(0, D)[None, :]
+    top = tl.load(place, mask=mask, other=EMPTY)
+    return top, tl.load(place + D, mask=mask, other=0.0), tl.load(place + 2 * D, mask=mask, other=0.0)
+
+
+@triton.jit
+def _taken_if(mask, top, s, v, a, z):
+    """As _taken, where `mask`."""
+    new_top, new_s, new_v = _taken(top, s, v, a, z)
+    return tl.where(mask, new_top, top), tl.where(mask, new_s, s), tl.where(mask, new_v, v)
+
+
+@triton.jit
+def compress_windows(
+    entries, state, az, ape, norm_weight, cos_sin, slots, q_starts, seq_lens, alive, state_tables, entry_tables,
+    az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
+    D: tl.constexpr, ROTARY: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, ROUNDING: tl.constexpr,
+    WINDOWS: tl.constexpr,
+):  # fmt: skip
+    """The entries of overlapping windows that end in the step, side by side; the state is left to `compress`. A program
+    takes WINDOWS of a row. Grid T // (WINDOWS * WINDOW) + 2 rows."""
+    COLUMNS: tl.constexpr = 2 * D
+    TILE: tl.constexpr = WINDOWS * WINDOW
+    row = _row_of(tl.program_id(0), q_starts, rows, TILE)
+    if row >= rows:
+        return
+    first = tl.load(q_starts + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    start = tl.load(seq_lens + slot)
+    end = start + tl.load(q_starts + row + 1) - first
+    tile = start // TILE + tl.program_id(0) - first // TILE - 2 * row
+    if (tl.load(alive + slot) == 0) | (end == start) | (tile * TILE >= end):
+        return
+    window = tile * WINDOWS + tl.arange(0, WINDOWS)[:, None]
+    done = ((window + 1) * WINDOW <= end) & ((window + 1) * WINDOW > start)
+    column = tl.arange(0, D)[None, :]
+    before = tl.maximum(start - 1, 0) // PAGE
+    old = state + tl.load(state_tables + slot * state_width + before).to(tl.int64) * state_stride
+    # A row's first window goes on where the state is; the A half of the window before is A once that one is complete.
+    part, ordinal = start % WINDOW > 0, window - start // WINDOW
+    has_a = (start > 0) & done & ((ordinal == 0) | ((ordinal == 1) & part))
+    p_top, p_s, p_v = _old(old, tl.where((ordinal == 0) & part, 0, 1), has_a, D)
+    b_top, b_s, b_v = _old(old, ordinal * 0 + 2, (start > 0) & done & (ordinal == 0) & part, D)
+    for place in tl.static_range(WINDOW):
+        position = window * WINDOW + place
+        bias = ape + place * COLUMNS + column + window * 0  # in the shape of what it is added to
+        known = done & (position - WINDOW >= start)
+        here = az + (first + position - WINDOW - start).to(tl.int64) * az_stride + column
+        a, z = (
+            tl.load(here, mask=known, other=0.0),
+            tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias),
+        )
+        p_top, p_s, p_v = _taken_if(known, p_top, p_s, p_v, a, z)
+        known = done & (position >= start)
+        here += WINDOW * az_stride.to(tl.int64) + D
+        a, z = (
+            tl.load(here, mask=known, other=0.0),
+            tl.load(here + COLUMNS, mask=known, other=0.0) + tl.load(bias + D),
+        )
+        b_top, b_s, b_v = _taken_if(known, b_top, b_s, b_v, a, z)
+    page = tl.load(entry_tables + slot * entry_width + window * WINDOW // PAGE, mask=done, other=0).to(
+        tl.int64
+    )
+    to = entries + page * entry_stride + window % (PAGE // WINDOW) * D + column
+    b_top, b_s = tl.where(done, b_top, 0.0), tl.where(done, b_s, 1.0)
+    e = _merged(p_top, p_s, p_v, b_top, b_s, b_v)
+    _finished(e, to, done, norm_weight, cos_sin, window * WINDOW, eps, D, ROTARY, ROUNDING)
 
 
 @triton.jit
@@ -54,10 +135,10 @@ def compress(
     entries, state, az, ape, norm_weight, cos_sin, slots, q_starts, seq_lens, alive, state_tables, entry_tables,
     az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
-    ROUNDING: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr,
+    ROUNDING: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a page's tokens of a row in order. Grid: SINGLE (no row has more than one token) rows, else
-    T // PAGE + 2 rows.
+    """A program takes a page's tokens of a row in order; the entries only if ENTRIES. Grid: SINGLE (no row has more
+    than one token) rows, else T // PAGE + 2 rows.
 
     Only a row's first program reads the state before the step, and no other writes the page that has it: the programs
     of later pages begin a window early (OVERLAP), with what no state is needed for; where that window is not whole in
@@ -84,6 +165,9 @@ def compress(
         return
     if (tile > 0) & (page * PAGE - LOOK < start):
         return
+    if OVERLAP and not ENTRIES:  # a state is of two windows
+        early = (stop - 1) // WINDOW * WINDOW - WINDOW
+        begin = tl.maximum(begin, tl.where(stop <= (page + 1) * PAGE, early, begin))
     column = tl.arange(0, D)
     empty, zero = tl.full((D,), EMPTY, tl.float32), tl.zeros((D,), tl.float32)
     b_top, b_s, b_v = empty, zero, zero
@@ -125,15 +209,16 @@ def compress(
         b_top, b_s, b_v = _taken(
             tl.where(fresh, EMPTY, b_top), tl.where(fresh, 0.0, b_s), tl.where(fresh, 0.0, b_v), a2, z2
         )
-        if (place == WINDOW - 1) & (position >= page * PAGE):
+        if ENTRIES & (place == WINDOW - 1) & (position >= page * PAGE):
             e = b_v / b_s
             if OVERLAP:
-                top = tl.maximum(p_top, b_top)
-                one, two = tl.exp(p_top - top), tl.exp(b_top - top)
-                e = (p_v * one + b_v * two) / (p_s * one + b_s * two)
+                e = _merged(p_top, p_s, p_v, b_top, b_s, b_v)
             at = tl.load(entry_tables + slot * entry_width + position // PAGE).to(tl.int64) * entry_stride
-            to = entries + at + position % PAGE // WINDOW * D
-            _finished(e[None, :], to, norm_weight, cos_sin, position - place, eps, D, ROTARY, ROUNDING)
+            to = entries + at + position % PAGE // WINDOW * D + column[None, :]
+            written = (column < D)[None, :]
+            _finished(
+                e[None, :], to, written, norm_weight, cos_sin, position - place, eps, D, ROTARY, ROUNDING
+            )
         if (position + 1 == end) | ((position >= page * PAGE) & (position % PAGE == PAGE - 1)):
             new = (
                 tl.load(state_tables + slot * state_width + position // PAGE).to(tl.int64) * state_stride

@@ -9,11 +9,12 @@ from openinfer.recipes.deepseek_v4.device.formats import q8
 
 @triton.jit
 def rotated(x, cos_sin, position, sign, D: tl.constexpr, ROTARY: tl.constexpr):
-    """x [N, D] with its last ROTARY channels rotated in pairs (2i, 2i + 1) at one position; sign -1: back."""
-    pair = tl.arange(0, D // 2) - (D - ROTARY) // 2
+    """x [N, D] with its last ROTARY channels rotated in pairs (2i, 2i + 1) at one position, or at positions [N, 1];
+    sign -1: back."""
+    pair = tl.arange(0, D // 2)[None, :] - (D - ROTARY) // 2
     angle = cos_sin + position.to(tl.int64) * ROTARY + pair
-    cos = tl.load(angle, mask=pair >= 0, other=1.0)[None, :]
-    sin = tl.load(angle + ROTARY // 2, mask=pair >= 0, other=0.0)[None, :] * sign
+    cos = tl.load(angle, mask=pair >= 0, other=1.0)
+    sin = tl.load(angle + ROTARY // 2, mask=pair >= 0, other=0.0) * sign
     even, odd = tl.split(tl.reshape(x, (x.shape[0], D // 2, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (x.shape[0], D))
 

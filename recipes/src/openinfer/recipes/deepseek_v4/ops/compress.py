@@ -9,7 +9,7 @@ import numpy as np
 
 from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import Aligned, aligned, power_of_two
+from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
 from openinfer.kernels.reference import Array, f32, rms_norm, rounded
 from openinfer.recipes.deepseek_v4.formats import hadamard, q4
 from openinfer.recipes.deepseek_v4.ops.common import (
@@ -27,6 +27,8 @@ from openinfer.tensor import Tensor, bfloat16, float32, int32
 ROUNDINGS = ("none", "q8", "hadamard_q4")
 """What may be done to a finished entry: nothing; q8 of the channels that are not rotated, in blocks of 64; the Hadamard
 transform and q4 of all."""
+
+_DEVICE = "openinfer.recipes.deepseek_v4.device.compress"
 
 STAGES = 6
 """Tokens that a program reads ahead in a chunk, and one."""
@@ -237,40 +239,50 @@ def _launches(
         f"entries are {entries.dtype.name}; on a GPU bfloat16 (float32: the cpu pack)",
     )
     require(dim == power_of_two(dim), f"entries of {dim}; on a GPU a power of two")
+    args: dict[str, Arg] = {
+        "entries": entries,
+        "state": state,
+        "az": az,
+        "ape": ape,
+        "norm_weight": norm_weight,
+        "cos_sin": cos_sin,
+        "slots": slots,
+        "q_starts": q_starts,
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "state_tables": state_tables,
+        "entry_tables": entry_tables,
+        "az_stride": aligned(az.strides[0]),
+        "state_stride": Aligned(state.strides[0]),
+        "entry_stride": Aligned(entries.strides[0]),
+        "state_width": state_tables.shape[1],
+        "entry_width": entry_tables.shape[1],
+        "rows": rows,
+        "eps": eps,
+    }
+    window, overlap = ape.shape[0], state.shape[1] == 3
+    constants = {
+        "D": dim,
+        "ROTARY": 2 * cos_sin.shape[2],
+        "WINDOW": window,
+        "PAGE": PAGE,
+        "ROUNDING": rounding,
+    }
+    if overlap and not single:
+        windows = 16 if rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
+        grid = (az.shape[0] // (windows * window) + 2 * rows,)
+        yield launch(_DEVICE, "compress_windows", grid, args, constants | {"WINDOWS": windows})
     yield launch(
-        "openinfer.recipes.deepseek_v4.device.compress",
+        _DEVICE,
         "compress",
         (rows if single else az.shape[0] // PAGE + 2 * rows,),
-        {
-            "entries": entries,
-            "state": state,
-            "az": az,
-            "ape": ape,
-            "norm_weight": norm_weight,
-            "cos_sin": cos_sin,
-            "slots": slots,
-            "q_starts": q_starts,
-            "seq_lens": seq_lens,
-            "alive": alive,
-            "state_tables": state_tables,
-            "entry_tables": entry_tables,
-            "az_stride": aligned(az.strides[0]),
-            "state_stride": Aligned(state.strides[0]),
-            "entry_stride": Aligned(entries.strides[0]),
-            "state_width": state_tables.shape[1],
-            "entry_width": entry_tables.shape[1],
-            "rows": rows,
-            "eps": eps,
-        },
-        {
-            "D": dim,
-            "ROTARY": 2 * cos_sin.shape[2],
-            "WINDOW": ape.shape[0],
-            "OVERLAP": state.shape[1] == 3,
-            "PAGE": PAGE,
-            "ROUNDING": rounding,
+        args,
+        constants
+        | {
+            "OVERLAP": overlap,
             "SINGLE": single,
             "STAGES": 1 if single else STAGES,
+            "ENTRIES": single or not overlap,
         },
     )
 
