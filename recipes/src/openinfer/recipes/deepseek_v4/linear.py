@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from openinfer.kernels import Command, ContractError, Launch, Scratch, Target, launch
 from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
 from openinfer.kernels.products import matmul
-from openinfer.kernels.tuning import Choice, choose, depth, rule
+from openinfer.kernels.tuning import choose, depth, rule, shared_bytes
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.linear"
@@ -65,7 +66,10 @@ def _many(target: Target, out: Tensor | Scratch, x: Tensor, weight: Tensor | Scr
     """A product of bf16 matrices; of columns of wider ones by the kernel that reads through tensor maps."""
     (n, k), op = weight.shape, "linear_add" if out.dtype == bfloat16 else "logits"
     dense = x.is_contiguous and (isinstance(out, Scratch) or out.is_contiguous)
-    choice = choose(target, op, x.shape[0], n, k) if dense else Choice("tma", 128, 128, depth(k, 64), 1, 8, 4)
+    if dense:
+        choice = choose(target, op, x.shape[0], n, k)
+    else:
+        choice = rule(dataclasses.replace(target, cublas=False), op, x.shape[0], n, k)
     if choice.kind in ("gemv", "small"):
         choice = rule(target, op, FEW + 1, n, k)
     return matmul(choice, target, out, x, weight)
@@ -109,7 +113,8 @@ def _few(
         "FLOAT8": float8,
         "PAIRS": target.arch >= 90 and not target.interpreted,
     }
-    stages = 5 if bm <= 32 else 4
+    turn = bk * (ROWS * weight.itemsize + 2 * bm)  # bytes of one stage
+    stages = min(5 if bm <= 32 else 4, (shared_bytes(target.arch) - 1024) // turn)
     grid = (columns, split, tiles)
     return launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
 

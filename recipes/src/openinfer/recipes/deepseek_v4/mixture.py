@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from openinfer.kernels import Command, Launch, Scratch, Target, launch
 from openinfer.kernels.launch import Aligned, power_of_two
-from openinfer.kernels.tuning import depth
+from openinfer.kernels.tuning import depth, shared_bytes
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, int32, uint8
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.experts"
@@ -56,12 +56,12 @@ def kind_of(weight: Tensor) -> int:
 def tile(target: Target, pairs: int, experts: int) -> Tile:
     """The tile for the products of so many pairs, as measured on an H200 for 256 experts of V4-Flash's size.
 
-    Where experts get few pairs each, reading the weights is all there is: one program's tile is small, and it is
-    smaller still where that is needed for two programs an SM. Where they get many, a tile takes as many places as
-    most experts have pairs, so that their weights are unpacked once, and two programs an SM hide each other's waits.
+    Where experts get few pairs each, reading the weights is all there is: tiles have few places, and fewer rows where
+    pairs are so few that programs would not fill the GPU. Where they get many, a tile takes as many places as most
+    experts have pairs, so that their weights are unpacked once, and two programs an SM hide each other's waits.
     """
     mean = -(-pairs // experts)
-    if target.arch < 90 or target.batch_invariant:
+    if target.arch < 90 or shared_bytes(target.arch) < 128 << 10 or target.batch_invariant:
         return Tile(64, 16, 4, 2)
     if mean <= 24:
         rows = 128 if pairs >= target.num_sms else 64
