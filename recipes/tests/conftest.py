@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,12 @@ def run_both(request: pytest.FixtureRequest) -> Both:
 
 
 @pytest.fixture
+def interpreted() -> Run:
+    """interpreted(op, args): the arrays of a call as the interpreter leaves them."""
+    return lambda op, args: _interpreted(op, args, None)
+
+
+@pytest.fixture
 def reference() -> Run:
     """reference(op, args): the arrays of a call as the reference leaves them."""
     return _reference
@@ -53,6 +59,19 @@ def reference() -> Run:
 def on_gpu(meter: DeviceMeter) -> Run:
     """on_gpu(op, args): the arrays of a call as a GPU leaves them."""
     return lambda op, args: _on_device(meter)(op, args, None)
+
+
+@pytest.fixture(scope="session")
+def compile_together(meter: DeviceMeter) -> Callable[[Iterable[tuple[Op[Any], Mapping[str, Any]]]], None]:
+    """compile_together(calls): what these calls, (op, args), launch on the GPU, compiled side by side."""
+
+    def compile_all(calls: Iterable[tuple[Op[Any], Mapping[str, Any]]]) -> None:
+        plan = NullPack(meter.target)
+        for op, args in calls:
+            plan.run(op, _copied(args)[1])
+        meter.store.prepare(plan.specs())
+
+    return compile_all
 
 
 @pytest.fixture(scope="session")

@@ -6,30 +6,20 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from openinfer.kernels import (
-    CpuPack,
-    CudaDriver,
-    InterpDriver,
-    LaunchPack,
-    NullPack,
-    Op,
-    Store,
-    Target,
-)
+from openinfer.kernels import Op
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.tensor import Device, Stream, Tensor, TensorError, bfloat16, float32
+from openinfer.tensor import bfloat16, float32
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
-SMALL = Target(arch=90, num_sms=4)
 PAGE, LAYERS = 128, 3  # of the caches, the middle layer of which is used
 ATTEND = 5e-3  # relative error: probabilities, parts and the result are rounded
 
@@ -37,103 +27,6 @@ ATTEND = 5e-3  # relative error: probabilities, parts and the result are rounded
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(list(request.node.name.encode()))
-
-
-def flat(array: Array) -> Array:
-    """The memory from an array's first to its last element, 7 between them."""
-    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-    memory = np.full(span, 7, array.dtype)
-    np.lib.stride_tricks.as_strided(memory, array.shape, array.strides)[...] = array
-    return memory
-
-
-def scratch_bytes(target: Target, op: Op[Any], tensors: Mapping[str, Any]) -> tuple[int, int]:
-    plan = NullPack(target)
-    plan.run(op, tensors)
-    return plan.workspace_bytes(zeroed=False), plan.workspace_bytes(zeroed=True)
-
-
-def interpreted(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
-    """The arrays of a call as the kernels leave them in the interpreter, with scratch memory poisoned."""
-    arrays = {
-        k: np.lib.stride_tricks.as_strided(flat(v), v.shape, v.strides)
-        for k, v in args.items()
-        if isinstance(v, np.ndarray)
-    }
-    tensors = {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()}
-    plain, zeroed = scratch_bytes(SMALL, op, tensors)
-    scratch, zeros = np.full(plain + 256, 0xFF, np.uint8), np.zeros(zeroed + 256, np.uint8)
-    LaunchPack(SMALL, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros)).run(op, tensors)
-    assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
-    assert (scratch[plain:] == 0xFF).all(), f"{op.name} wrote past its scratch"
-    return arrays
-
-
-@pytest.fixture(scope="session")
-def gpu() -> tuple[Target, CudaDriver, Device, Stream]:
-    device = Device("cuda", 0)
-    try:
-        device.activate()
-    except TensorError as e:
-        pytest.skip(f"no usable CUDA device: {e}")
-    stream = Stream(device)
-    return (
-        Target.of(device, cublas=False),
-        CudaDriver(device, stream, Store(device.arch), None),
-        device,
-        stream,
-    )
-
-
-def compile_together(
-    gpu: tuple[Target, CudaDriver, Device, Stream], cases: Iterable[tuple[Op[Any], Any]]
-) -> None:
-    """Compile what these calls launch, side by side."""
-    pack = NullPack(gpu[0])
-    for op, args in cases:
-        host = {k: flat(v) for k, v in args.items() if isinstance(v, np.ndarray)}
-        views = {
-            k: np.lib.stride_tricks.as_strided(m, args[k].shape, args[k].strides) for k, m in host.items()
-        }
-        pack.run(op, {k: Tensor.from_numpy(views[k]) if k in views else v for k, v in args.items()})
-    gpu[1].store.prepare(pack.specs())
-
-
-@pytest.fixture
-def on_gpu(gpu: tuple[Target, CudaDriver, Device, Stream]) -> Run:
-    """As `interpreted`, on the GPU."""
-    target, driver, device, stream = gpu
-
-    def run(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
-        memory, tensors = {}, dict(args)
-        for name, array in args.items():
-            if isinstance(array, np.ndarray):
-                host = flat(array)
-                memory[name] = sent = Tensor.empty(host.shape, host.dtype, device)
-                sent.copy_from(host, stream)
-                stream.synchronize()
-                strides = tuple(s // array.itemsize for s in array.strides)
-                tensors[name] = Tensor(sent.ptr, array.shape, sent.dtype, device, strides, sent)
-        plain, zeroed = scratch_bytes(target, op, tensors)
-        scratch = Tensor.empty((plain + 256,), np.dtype(np.uint8), device)
-        zeros = Tensor.empty((zeroed + 256,), np.dtype(np.uint8), device)
-        scratch.copy_from(np.full(plain + 256, 0xFF, np.uint8), stream)
-        zeros.zero_(stream)
-        LaunchPack(target, driver, scratch, zeros).run(op, tensors)
-        stream.synchronize()
-        assert not zeros.numpy().any(), f"{op.name} left its zeroed scratch dirty"
-        return {
-            name: np.lib.stride_tricks.as_strided(sent.numpy(), args[name].shape, args[name].strides)
-            for name, sent in memory.items()
-        }
-
-    return run
-
-
-def reference(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
-    arrays = {k: v.copy() for k, v in args.items() if isinstance(v, np.ndarray)}
-    CpuPack().run(op, {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()})
-    return arrays
 
 
 def error(got: Array, want: Array) -> float:
@@ -219,7 +112,7 @@ def attend_args(
     }
 
 
-def check_attend(run: Run, args: dict[str, Any]) -> None:
+def check_attend(run: Run, reference: Run, args: dict[str, Any]) -> None:
     got, want = run(sparse_attend, args), reference(sparse_attend, args)
     assert np.isfinite(got["out"].astype(float32)).all()
     live = args["token_slots"] > 0
@@ -245,23 +138,34 @@ EDGES = [
 @pytest.mark.parametrize("window", [128, 32, 1])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_attention_of_single_tokens(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str, window: int, splits: int
+    interpreted: Run,
+    reference: Run,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    window: int,
+    splits: int,
 ) -> None:
     monkeypatch.setattr(sparse, "attend_tuning", lambda *_, **__: sparse.AttendTuning(16, 3, splits, 16))
-    check_attend(interpreted, attend_args(rng, EDGES, window=window, **KINDS[kind]))
+    check_attend(interpreted, reference, attend_args(rng, EDGES, window=window, **KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_attention_of_chunks(rng: np.random.Generator, kind: str) -> None:
+def test_attention_of_chunks(interpreted: Run, reference: Run, rng: np.random.Generator, kind: str) -> None:
     """Chunks of two rows, one of which crosses a page; more heads than a program takes, and not a power of two."""
     tokens = [(1, p) for p in range(125, 131)] + [(2, p) for p in range(3)] + [(0, 0)] * 2
-    check_attend(interpreted, attend_args(rng, tokens, heads=66, window=40, **KINDS[kind]))
+    check_attend(interpreted, reference, attend_args(rng, tokens, heads=66, window=40, **KINDS[kind]))
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("change", ["sinks", "cos_sin", "selected", "window", "scale", "eps"])
 def test_the_comparison_of_attention_notices_a_small_change(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, change: str, splits: int
+    interpreted: Run,
+    reference: Run,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    splits: int,
 ) -> None:
     """Negative control."""
     monkeypatch.setattr(sparse, "attend_tuning", lambda *_, **__: sparse.AttendTuning(16, 3, splits, 16))
@@ -292,12 +196,12 @@ LONGEST = {1: 9000, 9: 3000, 140: 700}
 
 
 @pytest.fixture(scope="module")
-def attention_compiled(gpu: tuple[Target, CudaDriver, Device, Stream]) -> None:
+def attention_compiled(compile_together: Callable[..., None]) -> None:
     rng, calls = np.random.default_rng(0), []
     for rows, longest in LONGEST.items():
         tokens = [(1, longest)] + [(1, 0)] * (rows - 1)
         calls += [(sparse_attend, attend_args(rng, tokens, **options)) for options in PUBLISHED.values()]
-    compile_together(gpu, calls)
+    compile_together(calls)
 
 
 @pytest.mark.gpu
@@ -305,18 +209,20 @@ def attention_compiled(gpu: tuple[Target, CudaDriver, Device, Stream]) -> None:
 @pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("rows", LONGEST)
 def test_attention_of_published_sizes_on_gpu(
-    on_gpu: Run, rng: np.random.Generator, kind: str, rows: int
+    reference: Run, on_gpu: Run, rng: np.random.Generator, kind: str, rows: int
 ) -> None:
     longest = LONGEST[rows]
     tokens = [(slot % 4 if slot % 11 else 0, int(rng.integers(0, longest))) for slot in range(1, rows + 1)]
     tokens[-1] = (1, longest)
-    check_attend(on_gpu, attend_args(rng, tokens, **PUBLISHED[kind]))
+    check_attend(on_gpu, reference, attend_args(rng, tokens, **PUBLISHED[kind]))
 
 
 @pytest.mark.gpu
-def test_attention_of_a_chunk_on_gpu(on_gpu: Run, rng: np.random.Generator) -> None:
+def test_attention_of_a_chunk_on_gpu(reference: Run, on_gpu: Run, rng: np.random.Generator) -> None:
     tokens = [(1, p) for p in range(1900, 2100)]
-    check_attend(on_gpu, attend_args(rng, tokens, heads=128, dim=512, rotary=64, per_page=32, topk=512))
+    check_attend(
+        on_gpu, reference, attend_args(rng, tokens, heads=128, dim=512, rotary=64, per_page=32, topk=512)
+    )
 
 
 # The indexer
@@ -362,7 +268,7 @@ def index_args(
     }
 
 
-def check_index(run: Run, args: dict[str, Any], *, exact: bool) -> None:
+def check_index(run: Run, reference: Run, args: dict[str, Any], *, exact: bool) -> None:
     """The entries that the reference takes; where scores are rounded, entries whose scores are as large but for 1e-2 of
     the scores' spread."""
     got, want = run(index_topk, args), reference(index_topk, args)
@@ -413,16 +319,24 @@ def index_query(args: Mapping[str, Any], t: int) -> Array:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("segment", [16, 64, 512])
 def test_the_indexer(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, quantized: bool, exact: bool, segment: int
+    interpreted: Run,
+    reference: Run,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    quantized: bool,
+    exact: bool,
+    segment: int,
 ) -> None:
     """Fewer than topk entries, as many and one more, segments that are not full, padding; slices of three tokens."""
     tuning = sparse.IndexTuning(parts=2, tokens=3, segment=segment, small=segment // 4, block=16)
     monkeypatch.setattr(sparse, "index_tuning", lambda *_: tuning)
     tokens = [(1, 2), (2, 23), (0, 0), (1, 24), (1, 27), (2, 30), (3, 290), (1, 259), (3, 127)]
-    check_index(interpreted, index_args(rng, tokens, topk=6, exact=exact, quantized=quantized), exact=exact)
+    check_index(
+        interpreted, reference, index_args(rng, tokens, topk=6, exact=exact, quantized=quantized), exact=exact
+    )
 
 
-def test_equal_scores(rng: np.random.Generator) -> None:
+def test_equal_scores(interpreted: Run, rng: np.random.Generator) -> None:
     """All zeros of both signs, all alike, and a few that stand out among equals: the lowest entries first."""
     args = index_args(rng, [(1, 200), (2, 200), (3, 200)], topk=8, exact=True)
     args["weights"][0] = [-1, -2, -1, -3]
@@ -436,7 +350,9 @@ def test_equal_scores(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(got, [range(8), range(8), [0, 1, 2, 3, 4, 5, 35, 36]])
 
 
-def test_the_comparison_of_selections_notices_a_small_change(rng: np.random.Generator) -> None:
+def test_the_comparison_of_selections_notices_a_small_change(
+    interpreted: Run, reference: Run, rng: np.random.Generator
+) -> None:
     """Negative control."""
     args = index_args(rng, [(1, p) for p in range(200, 400, 20)], topk=8, exact=False)
     weights = args["weights"].copy()
@@ -444,17 +360,18 @@ def test_the_comparison_of_selections_notices_a_small_change(rng: np.random.Gene
     with pytest.raises(AssertionError):
         check_index(
             lambda op, a: {**interpreted(op, {**a, "weights": weights}), "weights": a["weights"]},
+            reference,
             args,
             exact=False,
         )
 
 
 @pytest.fixture(scope="module")
-def indexer_compiled(gpu: tuple[Target, CudaDriver, Device, Stream]) -> None:
+def indexer_compiled(compile_together: Callable[..., None]) -> None:
     rng, sizes = np.random.default_rng(0), {"heads": 64, "dim": 128, "rotary": 64}
     cases = [(quantized, topk) for quantized in (False, True) for topk in (512, 1024)]
     calls = [index_args(rng, [(1, 70000)] * 49, topk=k, exact=True, quantized=q, **sizes) for q, k in cases]
-    compile_together(gpu, [(index_topk, args) for args in calls])
+    compile_together([(index_topk, args) for args in calls])
 
 
 @pytest.mark.gpu
@@ -463,12 +380,13 @@ def indexer_compiled(gpu: tuple[Target, CudaDriver, Device, Stream]) -> None:
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("topk", [512, 1024])
 def test_the_indexer_of_published_sizes_on_gpu(
-    on_gpu: Run, rng: np.random.Generator, quantized: bool, exact: bool, topk: int
+    reference: Run, on_gpu: Run, rng: np.random.Generator, quantized: bool, exact: bool, topk: int
 ) -> None:
     tokens = [(1, 70000), (2, 9000), (3, 4095), (0, 0), (2, 2047), (3, 2052), (1, 33000), (3, 0), (2, 8191)]
     tokens += [(1, int(p)) for p in rng.integers(0, 70000, 40)]
     check_index(
         on_gpu,
+        reference,
         index_args(rng, tokens, topk=topk, exact=exact, quantized=quantized, heads=64, dim=128, rotary=64),
         exact=exact,
     )

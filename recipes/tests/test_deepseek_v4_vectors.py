@@ -13,18 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, CudaDriver, InterpDriver, LaunchPack, NullPack, Op, Store, Target
+from openinfer.kernels import NullPack, Op, Store, Target
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.deepseek_v4.formats import hadamard, q4, q8
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.tensor import Arena, Device, Stream, Tensor, TensorError, bfloat16, float32, int32
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
-SMALL = Target(arch=90, num_sms=4)
 PAGE, LAYERS, EPS = 128, 3, 1e-6
 ROUNDED = 4e-3
 """Relative error: a last bit of bfloat16 here and there, and of e4m3 or E2M1 where that decides."""
@@ -33,75 +32,6 @@ ROUNDED = 4e-3
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(list(request.node.name.encode()))
-
-
-def flat(array: Array) -> Array:
-    """The memory from an array's first to its last element, 7 between them."""
-    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-    memory = np.full(span, 7, array.dtype)
-    np.lib.stride_tricks.as_strided(memory, array.shape, array.strides)[...] = array
-    return memory
-
-
-def interpreted(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
-    """The arrays of a call as the kernels leave them in the interpreter. These ops take no scratch memory."""
-    arrays = {
-        k: np.lib.stride_tricks.as_strided(flat(v), v.shape, v.strides)
-        for k, v in args.items()
-        if isinstance(v, np.ndarray)
-    }
-    tensors = {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()}
-    none = Tensor.from_numpy(np.zeros(0, np.uint8))
-    LaunchPack(SMALL, InterpDriver(), none, none).run(op, tensors)
-    return arrays
-
-
-@pytest.fixture(scope="module")
-def gpu() -> tuple[Target, CudaDriver, Device, Stream]:
-    device = Device("cuda", 0)
-    try:
-        device.activate()
-    except TensorError as e:
-        pytest.skip(f"no usable CUDA device: {e}")
-    stream = Stream(device)
-    return (
-        Target.of(device, cublas=False),
-        CudaDriver(device, stream, Store(device.arch), None),
-        device,
-        stream,
-    )
-
-
-@pytest.fixture
-def on_gpu(gpu: tuple[Target, CudaDriver, Device, Stream]) -> Run:
-    """As `interpreted`, on the GPU."""
-    target, driver, device, stream = gpu
-    none = Tensor.empty((16,), np.dtype(np.uint8), device)
-
-    def run(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
-        memory, tensors = {}, dict(args)
-        for name, array in args.items():
-            if isinstance(array, np.ndarray):
-                host = flat(array)
-                memory[name] = sent = Tensor.empty(host.shape, host.dtype, device)
-                sent.copy_from(host, stream)
-                stream.synchronize()
-                strides = tuple(s // array.itemsize for s in array.strides)
-                tensors[name] = Tensor(sent.ptr, array.shape, sent.dtype, device, strides, sent)
-        LaunchPack(target, driver, none, none).run(op, tensors)
-        stream.synchronize()
-        return {
-            name: np.lib.stride_tricks.as_strided(sent.numpy(), args[name].shape, args[name].strides)
-            for name, sent in memory.items()
-        }
-
-    return run
-
-
-def reference(op: Op[Any], args: Mapping[str, Any]) -> dict[str, Array]:
-    arrays = {k: v.copy() for k, v in args.items() if isinstance(v, np.ndarray)}
-    CpuPack().run(op, {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()})
-    return arrays
 
 
 def error(got: Array, want: Array) -> float:
@@ -113,14 +43,24 @@ def error(got: Array, want: Array) -> float:
     return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
 
 
-def check(run: Run, op: Op[Any], args: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, Array]:
-    """The outputs within these errors of the reference's, and nothing else touched."""
-    got, want = run(op, args), reference(op, args)
-    for name in got.keys() - limits.keys():
-        assert got[name].tobytes() == args[name].tobytes(), name
-    for name, limit in limits.items():
-        assert error(got[name], want[name]) < limit, name
-    return got
+Check = Callable[..., dict[str, Array]]
+
+
+@pytest.fixture
+def check(reference: Run) -> Check:
+    """check(run, op, args, limits): the outputs within these errors of the reference's, and nothing else touched."""
+
+    def compare(
+        run: Run, op: Op[Any], args: Mapping[str, Any], limits: Mapping[str, float]
+    ) -> dict[str, Array]:
+        got, want = run(op, args), reference(op, args)
+        for name in got.keys() - limits.keys():
+            assert got[name].tobytes() == args[name].tobytes(), name
+        for name, limit in limits.items():
+            assert error(got[name], want[name]) < limit, name
+        return got
+
+    return compare
 
 
 def angles(positions: int, rotary: int) -> Array:
@@ -158,7 +98,9 @@ TOKENS = [(1, 0), (2, 127), (0, 0), (3, 128), (2, 128), (1, 300), (0, 0)]
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("width", [128, 384])
-def test_q_kv_write(rng: np.random.Generator, width: int, quantized: bool) -> None:
+def test_q_kv_write(
+    check: Check, interpreted: Run, rng: np.random.Generator, width: int, quantized: bool
+) -> None:
     args = write_args(rng, TOKENS, width, 128, quantized=quantized)
     got = check(interpreted, q_kv_write, args, {"qr": ROUNDED, "kv": ROUNDED})
     if quantized:
@@ -168,7 +110,9 @@ def test_q_kv_write(rng: np.random.Generator, width: int, quantized: bool) -> No
 
 
 @pytest.mark.parametrize("name", ["q_norm", "kv_norm", "cos_sin", "positions"])
-def test_the_comparison_notices_a_small_change(rng: np.random.Generator, name: str) -> None:
+def test_the_comparison_notices_a_small_change(
+    interpreted: Run, reference: Run, rng: np.random.Generator, name: str
+) -> None:
     """Negative control."""
     args = write_args(rng, TOKENS[:1] + TOKENS[3:4], 128, 128, quantized=False)
     want = reference(q_kv_write, args)
@@ -236,13 +180,15 @@ CHUNKS = [(0, 1), (126, 1), (126, 3), (127, 129), (128, 5), (64, 64), (60, 0), (
 
 
 @pytest.mark.parametrize("window", [4, 128])
-def test_compress_single_tokens(rng: np.random.Generator, window: int) -> None:
+def test_compress_single_tokens(
+    check: Check, interpreted: Run, rng: np.random.Generator, window: int
+) -> None:
     rows = [(start, 1) for start in STARTS] + [(9, 1), (77, 0)]
     check(interpreted, compress, compress_args(rng, rows, window=window, dead=(11,), padding=1), COMPRESSED)
 
 
 @pytest.mark.parametrize("window", [4, 128])
-def test_compress_chunks(rng: np.random.Generator, window: int) -> None:
+def test_compress_chunks(check: Check, interpreted: Run, rng: np.random.Generator, window: int) -> None:
     """Chunks that begin and end before, at and after the edges of pages and windows; dead rows, empty ones, padding."""
     check(
         interpreted, compress, compress_args(rng, CHUNKS, window=window, dead=(1, 8), padding=5), COMPRESSED
@@ -250,7 +196,9 @@ def test_compress_chunks(rng: np.random.Generator, window: int) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["q8", "hadamard_q4"])
-def test_entries_are_rounded(rng: np.random.Generator, rounding: str) -> None:
+def test_entries_are_rounded(
+    interpreted: Run, reference: Run, rng: np.random.Generator, rounding: str
+) -> None:
     args = compress_args(rng, [(2, 40), (7, 1)], window=4, dim=128, rotary=64, rounding=rounding)
     got, want = interpreted(compress, args)["entries"], reference(compress, args)["entries"]
     # A last bit of what is rounded may move a code by a step, or a scale by two, here and there.
@@ -266,7 +214,7 @@ def test_entries_are_rounded(rng: np.random.Generator, rounding: str) -> None:
         assert np.abs(hadamard(rows) - rows).max() > 0.1
 
 
-def test_a_window_goes_on_where_a_step_left_it(rng: np.random.Generator) -> None:
+def test_a_window_goes_on_where_a_step_left_it(interpreted: Run, rng: np.random.Generator) -> None:
     """Chunks leave the same entries and states as one step."""
     args = compress_args(rng, [(0, 140)], window=4)
     whole = interpreted(compress, args)
@@ -283,7 +231,9 @@ def test_a_window_goes_on_where_a_step_left_it(rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("name", ["ape", "norm_weight", "cos_sin", "state", "az"])
-def test_the_comparison_of_entries_notices_a_small_change(rng: np.random.Generator, name: str) -> None:
+def test_the_comparison_of_entries_notices_a_small_change(
+    interpreted: Run, reference: Run, rng: np.random.Generator, name: str
+) -> None:
     """Negative control."""
     args = compress_args(rng, [(2, 30)], window=4)
     want = reference(compress, args)
@@ -295,7 +245,11 @@ def test_the_comparison_of_entries_notices_a_small_change(rng: np.random.Generat
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantized", [False, True])
 def test_published_sizes_on_gpu(
-    gpu: tuple[Target, CudaDriver, Device, Stream], on_gpu: Run, rng: np.random.Generator, quantized: bool
+    compile_together: Callable[..., None],
+    check: Check,
+    on_gpu: Run,
+    rng: np.random.Generator,
+    quantized: bool,
 ) -> None:
     limit = 2e-2 if quantized else ROUNDED
     calls: list[tuple[Op[Any], dict[str, Any], dict[str, float]]] = [
@@ -306,10 +260,7 @@ def test_published_sizes_on_gpu(
             sizes: Any = {"window": window, "dim": dim, "rotary": 64, "padding": 7 * (rows is CHUNKS)}
             args = compress_args(rng, rows, rounding=rounding if quantized else "none", dead=dead, **sizes)
             calls.append((compress, args, {"entries": 10 * limit if dim == 128 else limit, "state": 1e-5}))
-    pack = NullPack(gpu[0])
-    for op, args, _ in calls:
-        pack.run(op, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
-    gpu[1].store.prepare(pack.specs())  # side by side
+    compile_together([(op, args) for op, args, _ in calls])
     for op, args, limits in calls:
         check(on_gpu, op, args, limits)
 
