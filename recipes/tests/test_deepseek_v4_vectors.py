@@ -312,6 +312,18 @@ def null_step(tokens: int, rows: int, heads: int) -> dict[Op[Any], dict[str, Any
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("arch", "sms"), [(100, 148), (120, 188)])
+def test_kernels_for_other_architectures_fit(tmp_path: Any, arch: int, sms: int) -> None:
+    """Those that have e4m3: before sm_89 Triton does not make it."""
+    pack, store = NullPack(Target(arch, sms)), Store(arch, tmp_path, folders=[])
+    for tokens, rows in [(32, 32), (300, 3)]:
+        for op, args in null_step(tokens, rows, 64).items():
+            op(pack, **args)
+    store.prepare(pack.specs())
+    assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(arch)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [64, 128])
 def test_kernels_of_published_sizes_compile(tmp_path: Any, heads: int) -> None:
     pack, store = NullPack(Target(90, 132)), Store(90, tmp_path, folders=[])

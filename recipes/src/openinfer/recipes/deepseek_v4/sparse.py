@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from openinfer.kernels import Command, Launch, Scratch, Target, launch
 from openinfer.kernels.contract import require
 from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
+from openinfer.kernels.tuning import CONSUMER_SHARED_BYTES, shared_bytes
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
 
@@ -36,7 +37,9 @@ class AttendTuning:
 
 def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, selected: bool) -> AttendTuning:
     """For tokens that see at most `vectors`: a program an SM, so parts until they fill the GPU once."""
-    block, rows = 64, max(16, min(64, power_of_two(heads)))
+    # With the queries and two blocks in shared memory, as the architecture's compiler lays them out.
+    block = 64 if target.arch == 90 else 32 if shared_bytes(target.arch) > CONSUMER_SHARED_BYTES else 16
+    rows = max(16, min(64, power_of_two(heads)))
     programs, blocks = tokens * -(-heads // rows), -(-vectors // block)
     splits = max(1, min(target.num_sms // programs, blocks, MOST_PARTS))
     return AttendTuning(block, 4 if selected else 3, splits, rows)
