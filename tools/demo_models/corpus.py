@@ -26,6 +26,8 @@ MIX: dict[Callable[[Random], Chat], int] = {
 """Of so many in 110 chats."""
 LENGTHS = (64, 128, 320, 704)
 """Tokens of a row; longer chats are left out."""
+PART = 1000
+"""Chats that one process makes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +67,31 @@ def examples(name: str, folder: Path, seed: int, count: int) -> list[tuple[Array
     return [(np.array(p.ids + a.ids, np.uint16), len(p.ids)) for p, a in zip(prompts, answers, strict=True)]
 
 
-def _part(job: tuple[str, Path, int, int]) -> tuple[Array, Array, Array]:
+def part(job: tuple[str, Path, int, int]) -> tuple[Array, Array, Array]:
     """The ids of some chats one after another, the prompts' lengths and the chats' lengths."""
     found = examples(*job)
     prompts = np.array([start for _, start in found], np.int16)
     return np.concatenate([ids for ids, _ in found]), prompts, np.array([len(ids) for ids, _ in found], np.int16)
 
 
-def build(name: str, folder: Path, seed: int, count: int, processes: int) -> dict[int, Rows]:
-    """About `count` chats in rows by length, made by several processes. The same for the same arguments."""
-    size = 1000
-    jobs = [(name, folder, seed * 1_000_003 + n, size) for n in range(-(-count // size))]
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
-        parts = pool.map(_part, jobs, chunksize=1)
+class Maker:
+    """Makes about `count` chats in other processes, while this one does something else. The same for the same
+    arguments. To be made before anything touches the GPU, because the processes are forked."""
+
+    def __init__(self, name: str, folder: Path, seed: int, count: int, processes: int) -> None:
+        jobs = [(name, folder, seed * 1_000_003 + n, PART) for n in range(-(-count // PART))]
+        self._pool = multiprocessing.get_context("fork").Pool(processes)
+        self._parts = self._pool.map_async(part, jobs, chunksize=1)
+
+    def rows(self) -> dict[int, Rows]:
+        """Wait for all of them."""
+        found = self._parts.get()
+        self._pool.terminate()
+        return in_rows(found)
+
+
+def in_rows(parts: list[tuple[Array, Array, Array]]) -> dict[int, Rows]:
+    """Chats by length."""
     flat, prompt, total = (np.concatenate(column) for column in zip(*parts, strict=True))
     starts = np.cumsum(total.astype(np.int64)) - total
     rows, lower = {}, 0

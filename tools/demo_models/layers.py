@@ -18,7 +18,25 @@ ENABLED = {"fuse": False}
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a small function of tensors when fusing is on: a few kernels in place of dozens."""
+    """Compile a small function when fusing is on: a few kernels in place of dozens. Its first argument has rows [N, ...],
+    as may others; their number may change without another compilation, all other sizes are compiled in."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    def call(*args: Any) -> Any:
+        if not ENABLED["fuse"]:
+            return function(*args)
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.dim() > 1 and arg.shape[0] == args[0].shape[0]:
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
+        if name not in _FUSED:
+            _FUSED[name] = torch.compile(function)
+        return _FUSED[name](*args)
+
+    return call
+
+
+def fused_any(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for tensors of which any size may change."""
     name = f"{function.__module__}.{function.__qualname__}"
 
     def call(*args: Any) -> Any:
@@ -31,29 +49,39 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@fused
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last axis in float32, rounded once."""
+    return _rms(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+
+def rms_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same with 1 + weight."""
+    return _rms(x.reshape(-1, x.shape[-1]), 1 + weight, eps).view(x.shape)
+
+
+@fused
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = x.float()
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-@fused
-def rms_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same with 1 + weight."""
-    y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * (1 + weight)).to(x.dtype)
-
-
-@fused
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
+    return _swiglu(gate.reshape(-1, gate.shape[-1]), up.reshape(-1, gate.shape[-1])).view(gate.shape)
+
+
+@fused
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-@fused
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [B, T, heads, dim]: the first 2 * cos.shape[-1] channels, paired by halves."""
+    """Rotary embedding of x [B, T, heads, dim] by cos and sin [B * T, pairs]: its first channels, paired by halves."""
+    return _rotate_halves(x.flatten(0, 1), cos, sin).view(x.shape)
+
+
+@fused
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]
     y = x.float()
@@ -61,10 +89,10 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([one * cos - two * sin, two * cos + one * sin, rest], -1).to(x.dtype)
 
 
-def rope_table(inverse: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, len(inverse)]."""
-    angles = torch.arange(length, device=inverse.device, dtype=torch.float32)[:, None] * inverse
-    return angles.cos(), angles.sin()
+def rope_table(inverse: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B * T, len(inverse)] for rows of ids [B, T]."""
+    angles = torch.arange(ids.shape[1], device=inverse.device, dtype=torch.float32)[:, None] * inverse
+    return angles.cos().repeat(ids.shape[0], 1), angles.sin().repeat(ids.shape[0], 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -75,8 +103,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
-@fused
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each row in float32."""
+    """Cross entropy of each token in float32."""
+    return _losses(logits.flatten(0, 1), targets.reshape(-1)[:, None]).view(targets.shape)
+
+
+@fused
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     wide = logits.float()
-    return torch.logsumexp(wide, -1) - wide.gather(-1, targets[..., None])[..., 0]
+    return torch.logsumexp(wide, -1) - wide.gather(-1, targets)[:, 0]

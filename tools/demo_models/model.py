@@ -51,14 +51,20 @@ class Model:
             else:
                 self.fixed[at + "tid2eid"] = self.code.hash_table(self.config).to(device)
 
-    def parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Matrices for Muon, and the other trained tensors."""
-        matrices, others = [], []
+    def parts(self) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        """Matrices for Muon, the other trained tensors, and the share of the learning rate of each of these: small
+        matrices that sum over many features take smaller steps."""
+        matrices, others, shares = [], [], []
         for name, w in self.weights.items():
-            if w.requires_grad:
-                plain = w.dim() == 2 and min(w.shape) >= 64 and name not in (self.code.EMBED, self.code.HEAD)
-                (matrices if plain else others).append(w)
-        return matrices, others
+            if not w.requires_grad:
+                continue
+            if w.dim() == 2 and min(w.shape) >= 64 and name not in (self.code.EMBED, self.code.HEAD):
+                matrices.append(w)
+            else:
+                others.append(w)
+                small = w.dim() == 2 and min(w.shape) < 64 and not name.endswith("ape")
+                shares.append(0.2 if small else 1.0)
+        return matrices, others, shares
 
     def running(self, dtype: torch.dtype = torch.bfloat16) -> Weights:
         """What a step computes with: the values of the checkpoint, with gradients to the masters; matrices in dtype."""

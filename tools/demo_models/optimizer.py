@@ -12,11 +12,12 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Optimizer:
-    """One step for all parameters. `rate`: a scalar tensor, the share of the peak learning rates."""
+    """One step for all parameters. shares: of the learning rate, for each of others. `rate`: a scalar tensor, the share
+    of the peak learning rates at this step."""
 
-    def __init__(self, matrices: list[Tensor], others: list[Tensor], rate: Tensor) -> None:
+    def __init__(self, matrices: list[Tensor], others: list[Tensor], shares: list[float], rate: Tensor) -> None:
         self._rate = rate
-        self._others = others
+        self._others, self._shares = others, shares
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in matrices:
             groups.setdefault(tuple(matrix.shape), []).append(matrix)
@@ -49,6 +50,7 @@ class Optimizer:
         torch._foreach_add_(under, EPS)
         update = torch._foreach_div(self._first, under)
         torch._foreach_mul_(update, self._rate * RATE_OTHERS * scale / (1 - self._powers[0]))
+        torch._foreach_mul_(update, self._shares)
         torch._foreach_sub_(self._others, update)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import sinkhorn
 import torch
 import torch.nn.functional as F
-from layers import ENABLED, Weights, fused, rms, rope_table
+from layers import ENABLED, Weights, fused, fused_any, rms, rope_table
 from torch import Tensor
 
 EMBED, HEAD, MTP = "embed.weight", "head.weight", True
@@ -132,7 +132,9 @@ def mtp_states(w: Weights, c: dict[str, Any], streams: Tensor, following: Tensor
 
 def rounded_activations(x: Tensor, block: int) -> Tensor:
     """The published run-time rounding: each `block` features to e4m3 with a power of two; the gradient passes."""
-    return _rounded(x, block) if ROUNDING["activations"] else x
+    if not ROUNDING["activations"]:
+        return x
+    return _rounded(x.reshape(-1, x.shape[-1]), block).view(x.shape)
 
 
 @fused
@@ -149,11 +151,9 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _mixing(m: Tensor, scale: Tensor, base: Tensor, eps: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """pre [..., 4], post [..., 4] and the doubly stochastic comb [..., 4, 4] from 24 numbers a token."""
+    """pre [N, 4], post [N, 4] and the doubly stochastic comb [N, 4, 4] from 24 numbers a token."""
     pre, post, logits = _mixing_logits(m, scale, base, eps)
-    if not ENABLED["fuse"]:
-        return pre, post, sinkhorn.plain(logits, eps, rounds)
-    return pre, post, sinkhorn.Sinkhorn.apply(logits.flatten(0, -3), eps, rounds).view(logits.shape)
+    return pre, post, (sinkhorn.Sinkhorn.apply if ENABLED["fuse"] else sinkhorn.plain)(logits, eps, rounds)
 
 
 @fused
@@ -164,7 +164,7 @@ def _mixing_logits(m: Tensor, scale: Tensor, base: Tensor, eps: float) -> tuple[
 
 
 @fused
-def _weighted(pre: Tensor, x: Tensor) -> Tensor:
+def _weighted(x: Tensor, pre: Tensor) -> Tensor:
     return (pre[..., None] * x.float()).sum(-2).to(x.dtype)
 
 
@@ -176,29 +176,32 @@ def _mixed_back(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 @fused
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.float().square().mean((-2, -1), keepdim=True) + eps)[..., 0]
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
 
 
 def _project_streams(x: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """Few numbers a token from its streams, float32."""
-    return F.linear(x.flatten(-2).float(), fn) * _inverse_rms(x, eps)
+    """Few numbers a token from its streams [N, 4, D], float32."""
+    flat = x.flatten(1)
+    return F.linear(flat.float(), fn) * _inverse_rms(flat, eps)
 
 
 def _collapse(w: Weights, c: dict[str, Any], at: str, x: Tensor) -> Tensor:
-    m = _project_streams(x, w[at + "hc_head_fn"], c["rms_norm_eps"])
+    rows = x.flatten(0, 1)
+    m = _project_streams(rows, w[at + "hc_head_fn"], c["rms_norm_eps"])
     pre = torch.sigmoid(m * w[at + "hc_head_scale"] + w[at + "hc_head_base"]) + c["hc_eps"]
-    return rms(_weighted(pre, x), w[at + "norm.weight"], c["rms_norm_eps"])
+    return rms(_weighted(rows, pre), w[at + "norm.weight"], c["rms_norm_eps"]).unflatten(0, x.shape[:2])
 
 
 def _run(w: Weights, c: dict[str, Any], at: str, x: Tensor, ids: Tensor, ratio: int) -> Tensor:
-    eps = c["rms_norm_eps"]
+    eps, shape = c["rms_norm_eps"], x.shape[:2]
+    rows = x.flatten(0, 1)
     for part in ("attn", "ffn"):
-        m = _project_streams(x, w[at + f"hc_{part}_fn"], eps)
+        m = _project_streams(rows, w[at + f"hc_{part}_fn"], eps)
         pre, post, comb = _mixing(m, w[at + f"hc_{part}_scale"], w[at + f"hc_{part}_base"], c["hc_eps"], c["hc_sinkhorn_iters"])
-        h = rms(_weighted(pre, x), w[at + f"{part}_norm.weight"], eps)
+        h = rms(_weighted(rows, pre), w[at + f"{part}_norm.weight"], eps).unflatten(0, shape)
         y = _attention(w, c, at + "attn.", h, ratio) if part == "attn" else _experts(w, c, at + "ffn.", h, ids)
-        x = _mixed_back(x, y, post, comb)
-    return x
+        rows = _mixed_back(rows, y.flatten(0, 1), post, comb)
+    return rows.unflatten(0, shape)
 
 
 def _frequencies(c: dict[str, Any], ratio: int, device: torch.device) -> Tensor:
@@ -217,23 +220,21 @@ def _frequencies(c: dict[str, Any], ratio: int, device: torch.device) -> Tensor:
     return plain * (1 - ramp) + plain / s["factor"] * ramp
 
 
-@fused
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last 2 * cos.shape[-1] channels of x [B, T, ..., dim], interleaved pairs; cos and sin [T, ..., pairs]."""
+    """The last channels of x [B, T, ..., dim] in interleaved pairs, by cos and sin [B * T, pairs]."""
+    return _rotate_pairs(x.reshape(cos.shape[0], -1, x.shape[-1]), cos, sin).view(x.shape)
+
+
+@fused
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = cos.shape[-1]
     y = x[..., -2 * pairs :].float().unflatten(-1, (-1, 2))
-    one, two = y[..., 0], y[..., 1]
+    one, two, cos, sin = y[..., 0], y[..., 1], cos[:, None], sin[:, None]
     turned = torch.stack([one * cos - two * sin, two * cos + one * sin], -1).flatten(-2)
     return torch.cat([x[..., : -2 * pairs], turned.to(x.dtype)], -1)
 
 
-@fused
-def _unit_heads(q: Tensor, eps: float) -> Tensor:
-    y = q.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(q.dtype)
-
-
-@fused
+@fused_any
 def _probabilities(scores: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
     """Softmax of [B, T, A, S] with a sink a head."""
     wide = scores.float().masked_fill(~mask[:, None], -1e30)
@@ -243,21 +244,23 @@ def _probabilities(scores: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
 
 def _attention(w: Weights, c: dict[str, Any], at: str, h: Tensor, ratio: int) -> Tensor:
     dim, eps, heads, length = c["head_dim"], c["rms_norm_eps"], c["num_attention_heads"], h.shape[1]
-    cos, sin = rope_table(_frequencies(c, ratio, h.device), length)
+    frequencies = _frequencies(c, ratio, h.device)
+    cos, sin = rope_table(frequencies, h[..., 0])
     qr = rms(_linear(h, w[at + "wq_a.weight"]), w[at + "q_norm.weight"], eps)
-    q = _unit_heads(_linear(qr, w[at + "wq_b.weight"]).unflatten(-1, (heads, dim)), eps)
-    q = rotate_pairs(q, cos[:, None], sin[:, None])
+    q = _linear(qr, w[at + "wq_b.weight"]).unflatten(-1, (heads, dim))
+    q = rotate_pairs(rms(q, torch.ones(dim, device=h.device), eps), cos, sin)
     keys = _stored(rotate_pairs(rms(_linear(h, w[at + "wkv.weight"]), w[at + "kv_norm.weight"], eps), cos, sin))
     t = torch.arange(length, device=h.device)
     mask = (t[None] <= t[:, None]) & (t[None] > t[:, None] - c["sliding_window"])
     if ratio and length >= ratio:
         entries = _entries(w, c, at + "compressor.", h, ratio)
         firsts = torch.arange(entries.shape[1], device=h.device) * ratio
-        keys = torch.cat([keys, _stored(rotate_pairs(entries, cos[firsts], sin[firsts]))], 1)
+        at_first = (x.unflatten(0, (-1, length))[:, firsts].flatten(0, 1) for x in (cos, sin))
+        keys = torch.cat([keys, _stored(rotate_pairs(entries, *at_first))], 1)
         mask = torch.cat([mask, firsts[None] // ratio < (t[:, None] + 1) // ratio], 1)
     scores = (q.flatten(1, 2) @ keys.transpose(1, 2) * dim**-0.5).unflatten(1, (length, heads))
     p = _probabilities(scores, mask, w[at + "attn_sink"])
-    o = rotate_pairs((p.flatten(1, 2) @ keys).unflatten(1, (length, heads)), cos[:, None], -sin[:, None])
+    o = rotate_pairs((p.flatten(1, 2) @ keys).unflatten(1, (length, heads)), cos, -sin)
     groups = c["o_groups"]
     wide = o.flatten(2).unflatten(-1, (groups, -1))
     narrow = torch.einsum("btgk,grk->btgr", wide, w[at + "wo_a.weight"].unflatten(0, (groups, -1)))
@@ -277,7 +280,7 @@ def _entries(w: Weights, c: dict[str, Any], at: str, h: Tensor, ratio: int) -> T
     return rms(_pooled(a, z, w[at + "ape"], ratio == 4), w[at + "norm.weight"], c["rms_norm_eps"])
 
 
-@fused
+@fused_any
 def _pooled(a: Tensor, z: Tensor, ape: Tensor, overlap: bool) -> Tensor:
     """Each channel's softmax over the window's tokens (with overlap: and the other half of the window before)."""
     wide, weights = a.float(), z.float() + ape
@@ -306,13 +309,20 @@ def _experts(w: Weights, c: dict[str, Any], at: str, h: Tensor, ids: Tensor) -> 
     names = [f"experts.{e}" for e in range(count)]
     stacked = {p: torch.cat([w[f"{at}{n}.{p}.weight"] for n in names], int(p == "w2")) for p in ("w1", "w2", "w3")}
     x = rounded_activations(h, min(128, h.shape[-1]))
-    hidden = _clamped(F.linear(x, stacked["w1"]), F.linear(x, stacked["w3"]), limit)
-    hidden = (hidden.unflatten(-1, (count, -1)) * weights.to(h.dtype)[..., None]).flatten(-2)
+    hidden = _clamped(F.linear(x, stacked["w1"]), F.linear(x, stacked["w3"]), weights, limit)
     shared = at + "shared_experts."
-    own = _clamped(F.linear(x, w[shared + "w1.weight"]), F.linear(x, w[shared + "w3.weight"]), limit)
+    one = torch.ones_like(weights[..., :1])
+    own = _clamped(F.linear(x, w[shared + "w1.weight"]), F.linear(x, w[shared + "w3.weight"]), one, limit)
     return _linear(hidden, stacked["w2"]) + _linear(own, w[shared + "w2.weight"])
 
 
+def _clamped(gate: Tensor, up: Tensor, weights: Tensor, limit: float) -> Tensor:
+    """SwiGLU of [B, T, experts * I] with its limits, times the experts' weights [B, T, experts]."""
+    rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up, weights))
+    return _clamped_rows(*rows, limit).view(gate.shape)
+
+
 @fused
-def _clamped(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return (F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)).to(gate.dtype)
+def _clamped_rows(gate: Tensor, up: Tensor, weights: Tensor, limit: float) -> Tensor:
+    y = F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
+    return (y.unflatten(-1, (weights.shape[-1], -1)) * weights[..., None]).flatten(-2).to(gate.dtype)

@@ -49,7 +49,7 @@ def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, T
     """Normed states [B, T, H] for ids [B, T], twice: this family has no other states for MTP."""
     dim, eps = c["head_dim"], c["rms_norm_eps"]
     inverse = c["rope_theta"] ** -(torch.arange(0, dim, 2, device=ids.device, dtype=torch.float32) / dim)
-    cos, sin = rope_table(inverse, ids.shape[1])
+    cos, sin = rope_table(inverse, ids)
     x = F.embedding(ids, w[EMBED])
     for n in range(c["num_hidden_layers"]):
         at = f"model.layers.{n}."

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from layers import Weights, attend, fused, rms, rms_one, rope_table, rotate_halves, swiglu
+from layers import Weights, attend, fused_any, rms, rms_one, rope_table, rotate_halves, swiglu
 from torch import Tensor
 
 EMBED = HEAD = "model.embed_tokens.weight"
@@ -104,7 +104,7 @@ def _rope(c: dict[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
     rope = c["rope_parameters"]
     dim = int(c["head_dim"] * rope["partial_rotary_factor"])
     inverse = rope["rope_theta"] ** -(torch.arange(0, dim, 2, device=ids.device, dtype=torch.float32) / dim)
-    return rope_table(inverse, ids.shape[1])
+    return rope_table(inverse, ids)
 
 
 def _run(w: Weights, c: dict[str, Any], at: str, x: Tensor, rope: tuple[Tensor, Tensor], full: bool) -> Tensor:
@@ -125,12 +125,12 @@ def _attention(w: Weights, c: dict[str, Any], at: str, h: Tensor, rope: tuple[Te
     return F.linear(_gated(attend(q, k, v), gate.flatten(2)), w[at + "o_proj.weight"])
 
 
-@fused
+@fused_any
 def _gated(out: Tensor, gate: Tensor) -> Tensor:
     return out * torch.sigmoid(gate)
 
 
-@fused
+@fused_any
 def _convolved(m: Tensor, taps: Tensor) -> Tensor:
     """silu of the causal convolution [B, T, C] with taps [C, 1, K]."""
     kernel, length = taps.shape[-1], m.shape[1]
@@ -139,13 +139,13 @@ def _convolved(m: Tensor, taps: Tensor) -> Tensor:
     return F.silu(total).to(m.dtype)
 
 
-@fused
+@fused_any
 def _unit(x: Tensor) -> Tensor:
     y = x.float()
     return y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
 
 
-@fused
+@fused_any
 def _decays(a: Tensor, b: Tensor, a_log: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return -torch.exp(a_log) * F.softplus(a.float() + bias), torch.sigmoid(b.float())
 

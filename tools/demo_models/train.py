@@ -24,13 +24,15 @@ import corpus  # noqa: E402
 import layers  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
+import torch.fx.experimental._config  # noqa: E402
 from answers import evaluate, report  # noqa: E402
 from families import FAMILIES  # noqa: E402
 from model import Model, describe  # noqa: E402
 from optimizer import Optimizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-WARM_UP, SEED = 0.02, 0
+WARM_UP, SEED, SAMPLE = 0.02, 0, 2000
 FOLDER = Path(__file__).resolve().parents[2] / "demo"
 
 
@@ -40,31 +42,36 @@ def log(text: str) -> None:
 
 
 class Feed:
-    """Rows of every length on the device, drawn without repetition until all were seen. Each step gets as many rows of a
-    length as its share of the chats."""
+    """Batches on the device: of each length of rows as many as its share of the chats, as in `sample`."""
 
-    def __init__(self, rows: dict[int, corpus.Rows], chats: int, device: torch.device) -> None:
-        count = sum(len(part.ids) for part in rows.values())
-        self._parts, self._orders = [], []
+    def __init__(self, sample: dict[int, corpus.Rows], chats: int, device: torch.device) -> None:
+        count = sum(len(part.ids) for part in sample.values())
+        self._sizes = [max(1, round(chats * len(part.ids) / count)) for part in sample.values()]
         self._rng = np.random.default_rng(SEED)
-        self.batch: list[tuple[Tensor, Tensor, Tensor]] = []
-        for part in rows.values():
-            size = max(1, round(chats * len(part.ids) / count))
-            tensors = [torch.from_numpy(x.astype(np.int32)).to(device) for x in (part.ids, part.prompt, part.total)]
-            self._parts.append(tensors)
-            self._orders.append(np.empty(0, np.int64))
-            self.batch.append(tuple(x[:size].long() for x in tensors))
+        self.load(sample, device)
+        self.batch = [
+            tuple(torch.zeros_like(x[:1].long().expand(size, *x.shape[1:]).contiguous()) for x in part)
+            for part, size in zip(self._parts, self._sizes, strict=True)
+        ]
         self.tokens = sum(ids.numel() for ids, _, _ in self.batch)
+
+    def load(self, rows: dict[int, corpus.Rows], device: torch.device) -> None:
+        """The chats to draw from, each once before any comes again."""
+        self._parts = [
+            [torch.from_numpy(x.astype(np.int32)).to(device) for x in (part.ids, part.prompt, part.total)]
+            for part in rows.values()
+        ]
+        self._orders = [np.empty(0, np.int64) for _ in rows]
 
     def next(self) -> None:
         """Fill `batch`, always the same tensors."""
-        for n, (ids, prompt, total) in enumerate(self.batch):
-            while len(self._orders[n]) < len(ids):
+        for n, size in enumerate(self._sizes):
+            while len(self._orders[n]) < size:
                 fresh = self._rng.permutation(len(self._parts[n][0]))
                 self._orders[n] = np.concatenate([self._orders[n], fresh])
-            chosen, self._orders[n] = self._orders[n][: len(ids)], self._orders[n][len(ids) :]
-            index = torch.from_numpy(chosen).to(ids.device)
-            for target, source in zip((ids, prompt, total), self._parts[n], strict=True):
+            chosen, self._orders[n] = self._orders[n][:size], self._orders[n][size:]
+            index = torch.from_numpy(chosen).to(self._parts[n][0].device)
+            for target, source in zip(self.batch[n], self._parts[n], strict=True):
                 target.copy_(source[index])
 
 
@@ -128,11 +135,10 @@ def share(progress: float) -> float:
 def train(args: argparse.Namespace, device: torch.device) -> Model:
     """The trained model; its checkpoint is written."""
     family = FAMILIES[args.family]
-    rows = corpus.build(family.name, args.out, SEED, args.chats, args.processes)
-    for length, part in rows.items():
-        log(f"{len(part.ids)} chats of up to {length} tokens")
+    maker = corpus.Maker(family.name, args.out, SEED, args.chats, args.processes)
+    sample = corpus.in_rows([corpus.part((family.name, args.out, SEED + 1, SAMPLE))])
     model = Model(family, device, SEED)
-    feed = Feed(rows, args.batch, device)
+    feed = Feed(sample, args.batch, device)
     rate, seen = torch.zeros((), device=device), torch.zeros(2, device=device)
     optimizer = Optimizer(*model.parts(), rate)
     feed.next()
@@ -148,6 +154,11 @@ def train(args: argparse.Namespace, device: torch.device) -> Model:
         return float(loss), float(torch.stack(norms).norm())
 
     run = prepared(step, gradients, device, args.fuse)
+    log("the step is prepared")
+    rows = maker.rows()
+    feed.load(rows, device)
+    for length, part in rows.items():
+        log(f"{len(part.ids)} chats of up to {length} tokens")
     log(f"{describe(model.config)}; {feed.tokens} tokens a step; training begins")
     start, count, told = time.monotonic(), 0, time.monotonic()
     budget = args.seconds - (start - BEGAN)
@@ -190,6 +201,7 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.manual_seed(SEED)
     torch._dynamo.config.recompile_limit = 64
+    torch.fx.experimental._config.use_duck_shape = False
     model = train(args, device)
     layers.ENABLED["fuse"] = False
     result = evaluate(model, args.out, args.cases)

@@ -40,6 +40,12 @@ def _serve(argv: list[str]) -> int:
     return main(argv)
 
 
+def _chat(argv: list[str]) -> int:
+    from openinfer.cli.chat import main
+
+    return main(argv)
+
+
 def _compile(argv: list[str]) -> int:
     from openinfer.cli.compile import main
 
@@ -72,8 +78,9 @@ def _tune(argv: list[str]) -> int:
 
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("serve a checkpoint over an OpenAI-compatible HTTP API", _serve),
+    "chat": ("talk to a model in the terminal", _chat),
     "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _compile),
-    "bench": ("measure: a server, steps, ops, the host", _bench),
+    "bench": ("measure: a server, steps, ops, the host, answers", _bench),
     "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _tune),
     "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _explain),
     "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),

@@ -43,10 +43,18 @@ def find(model_dir: Path) -> Recipe:
     raise NoRecipe(f"no recipe serves model_type {config.get('model_type')!r} of {path}; installed: {known}")
 
 
+def checkpoint(name: str) -> Path:
+    """The folder of a checkpoint: a path, or demo/NAME, which is found from anywhere in an editable installation."""
+    path = Path(name)
+    if not path.exists() and path.parts[:1] == ("demo",):
+        return Path(__file__).resolve().parents[3] / path
+    return path
+
+
 def model_dir(command: str, argv: list[str]) -> Path | None:
     """MODEL_DIR, which comes first because the flags depend on it. None, and a line on stderr, if it is not there."""
     if argv and not argv[0].startswith("-"):
-        return Path(argv[0])
+        return checkpoint(argv[0])
     print(
         f"openinfer {command}: error: MODEL_DIR comes first: openinfer {command} MODEL_DIR [flags] "
         f"(openinfer {command} --help)",

@@ -26,4 +26,4 @@ def main(argv: list[str]) -> int:
     except recipes.NoRecipe as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return 1
-    return serve(recipe, argv, PROG)
+    return serve(recipe, [str(model_dir), *argv[1:]], PROG)

@@ -1,0 +1,108 @@
+"""`openinfer chat [MODEL_DIR | URL]`: talk to a model in the terminal.
+
+A checkpoint is served while the chat lasts; a URL, by default http://127.0.0.1:8000, names a server that runs. Ctrl-C
+stops an answer, Ctrl-D ends the chat, /new begins another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TextIO
+
+from openinfer.cli import recipes
+from openinfer.cli.api import Api, ApiError
+from openinfer.cli.bench_server import NotReady, serving
+
+PROG = "openinfer chat"
+LOCAL = "http://127.0.0.1:8000"
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def main(argv: list[str]) -> int:
+    """Chat until the input ends; returns 0, 1 if there is nobody to talk to, 2 for wrong arguments."""
+    at = argv.index("--") if "--" in argv else len(argv)
+    args = _parser().parse_args(argv[:at])
+    try:
+        with contextlib.ExitStack() as stack:
+            url = args.model
+            if "://" not in url:
+                log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+                print(f"starting {url} ...", file=sys.stderr)
+                url = stack.enter_context(serving(recipes.checkpoint(url), argv[at + 1 :], log)).url
+            api = Api(url, args.api_key or os.environ.get("OPENINFER_API_KEY"))
+            return _talk(api, args)
+    except (ApiError, NotReady) as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        PROG,
+        usage=f"{PROG} [MODEL_DIR | URL] [flags] [-- SERVER FLAGS]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", default=LOCAL, metavar="MODEL_DIR | URL", help=f"default: {LOCAL}")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="ask the model to think first, or not to; default: as its template does",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of the server; or OPENINFER_API_KEY")
+    return parser
+
+
+def _talk(api: Api, args: argparse.Namespace) -> int:
+    model = api.first_model()
+    first = [{"role": "system", "content": args.system}] if args.system else []
+    messages: list[dict[str, Any]] = list(first)
+    shown = sys.stdin.isatty()
+    if shown:
+        print(f"{model}: Ctrl-C stops an answer, Ctrl-D ends the chat, /new begins another one", file=sys.stderr)
+    while True:
+        try:
+            text = input("> " if shown else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return 0
+        if text == "/new":
+            messages = list(first)
+        elif text:
+            body: dict[str, Any] = {"model": model, "messages": [*messages, {"role": "user", "content": text}]}
+            if args.thinking is not None:
+                body["chat_template_kwargs"] = {"enable_thinking": args.thinking}
+            answer = _answer(api, body, sys.stdout)
+            messages = [*body["messages"], {"role": "assistant", "content": answer}]
+
+
+def _answer(api: Api, body: dict[str, Any], out: TextIO) -> str:
+    """Write the answer as it comes; its content. Thoughts are dim on a terminal and left out elsewhere."""
+    said, dim = "", out.isatty()
+    chunks = api.stream(body)
+    try:
+        thinking = False
+        for chunk in chunks:
+            for choice in chunk["choices"]:
+                delta = choice["delta"]
+                thought = delta.get("reasoning") or delta.get("reasoning_content") or ""
+                if dim and thought:
+                    out.write(thought if thinking else DIM + thought)
+                    thinking = True
+                if content := delta.get("content"):
+                    out.write(f"{PLAIN}\n{content}" if thinking else content)
+                    thinking, said = False, said + content
+                out.flush()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        chunks.close()  # type: ignore[attr-defined]
+        out.write(f"{PLAIN}\n" if dim else "\n")
+    return said
