@@ -98,9 +98,19 @@ def rope_table(inverse: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [B, T, A, d], k and v [B, T, G, d] -> [B, T, A * d]."""
     group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) if group > 1 else x for x in (k, v))
+    k, v = (repeated(x, group) for x in (k, v))
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
     return out.transpose(1, 2).flatten(2)
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    """Each head of [B, T, heads, dim] so many times in a row."""
+    return x[:, :, :, None].expand(-1, -1, -1, times, -1).flatten(2, 3) if times > 1 else x
+
+
+def looked_up(table: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [B, T, H] of a float32 table, whose gradients are then added up in float32."""
+    return table.index_select(0, ids.reshape(-1)).to(dtype).unflatten(0, ids.shape)
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:

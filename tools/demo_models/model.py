@@ -78,6 +78,7 @@ class Model:
                 found[name] = w
             else:
                 found[name] = w.bfloat16().to(dtype) if w.dim() > 1 else w.bfloat16().float()
+        found["lookup"] = self.weights[self.code.EMBED].bfloat16().float()
         return found
 
     def format_of(self, name: str) -> str:

@@ -25,8 +25,12 @@ def fp8_scales(w: Tensor) -> Tensor:
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
     """FP8 scales, one an element."""
-    wide = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    wide = scales[:, None, :, None].expand(-1, BLOCK, -1, BLOCK).flatten(0, 1).flatten(1)
     return wide[: shape[0], : shape[1]]
+
+
+def _spread_groups(scales: Tensor) -> Tensor:
+    return scales[..., None].expand(*scales.shape, GROUP).flatten(-2)
 
 
 def fp8(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +52,7 @@ def fp4_scales(w: Tensor) -> Tensor:
 
 def fp4_values(w: Tensor, scales: Tensor) -> Tensor:
     """Each weight over its scale, rounded to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with its sign; ties to even."""
-    x = (w / scales.repeat_interleave(GROUP, -1)).clamp(-6, 6)
+    x = (w / _spread_groups(scales)).clamp(-6, 6)
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
     return torch.round(x / step) * step
 
@@ -56,7 +60,7 @@ def fp4_values(w: Tensor, scales: Tensor) -> Tensor:
 def fp4_rounded(w: Tensor) -> Tensor:
     """The values that FP4 keeps, in float32."""
     scales = fp4_scales(w)
-    return fp4_values(w, scales) * scales.repeat_interleave(GROUP, -1)
+    return fp4_values(w, scales) * _spread_groups(scales)
 
 
 def fp4_packed(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +78,7 @@ def fp4_unpacked(packed: Tensor, scales: Tensor) -> Tensor:
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=packed.device)
     codes = packed.view(torch.uint8).long()
     values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2)]
-    return values * scales.repeat_interleave(GROUP, -1)
+    return values * _spread_groups(scales)
 
 
 def through(rounded: Tensor, w: Tensor) -> Tensor:

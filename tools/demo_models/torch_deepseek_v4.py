@@ -12,7 +12,7 @@ from typing import Any
 import sinkhorn
 import torch
 import torch.nn.functional as F
-from layers import ENABLED, Weights, fused, fused_any, rms, rope_table
+from layers import ENABLED, Weights, fused, fused_any, looked_up, rms, rope_table
 from torch import Tensor
 
 EMBED, HEAD, MTP = "embed.weight", "head.weight", True
@@ -116,7 +116,7 @@ def hash_table(c: dict[str, Any]) -> Tensor:
 
 def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
     """Normed states [B, T, D] and streams [B, T, 4, D] for ids [B, T]."""
-    x = F.embedding(ids, w[EMBED])[:, :, None].expand(-1, -1, c["hc_mult"], -1)
+    x = looked_up(w["lookup"], ids, w[HEAD].dtype)[:, :, None].expand(-1, -1, c["hc_mult"], -1)
     for n in range(c["num_hidden_layers"]):
         x = _run(w, c, f"layers.{n}.", x, ids, c["compress_ratios"][n])
     return _collapse(w, c, "", x), x
@@ -125,7 +125,7 @@ def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, T
 def mtp_states(w: Weights, c: dict[str, Any], streams: Tensor, following: Tensor) -> Tensor:
     """States of the MTP layer [B, T, D] from the streams and the ids that follow them."""
     eps = c["rms_norm_eps"]
-    e = _linear(rms(F.embedding(following, w[EMBED]), w["mtp.0.enorm.weight"], eps), w["mtp.0.e_proj.weight"])
+    e = _linear(rms(looked_up(w["lookup"], following, w[HEAD].dtype), w["mtp.0.enorm.weight"], eps), w["mtp.0.e_proj.weight"])
     h = _linear(rms(streams, w["mtp.0.hnorm.weight"], eps), w["mtp.0.h_proj.weight"])
     return _collapse(w, c, "mtp.0.", _run(w, c, "mtp.0.", e[:, :, None] + h, following, 0))
 
@@ -296,7 +296,7 @@ def _pooled(a: Tensor, z: Tensor, ape: Tensor, overlap: bool) -> Tensor:
 def _experts(w: Weights, c: dict[str, Any], at: str, h: Tensor, ids: Tensor) -> Tensor:
     """All experts as one wide layer, in which a token's weight is zero for those it does not go to."""
     count, limit = c["n_routed_experts"], c["swiglu_limit"]
-    scores = torch.sqrt(F.softplus(F.linear(h, w[at + "gate.weight"]).float()))
+    scores = torch.sqrt(F.softplus(F.linear(h, w[at + "gate.weight"]).float().clamp(min=-30)))
     if at + "gate.tid2eid" in w:
         chosen = w[at + "gate.tid2eid"][ids]
     else:

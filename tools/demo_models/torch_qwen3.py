@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from layers import Weights, attend, rms, rope_table, rotate_halves, swiglu
+from layers import Weights, attend, looked_up, rms, rope_table, rotate_halves, swiglu
 from torch import Tensor
 
 EMBED, HEAD, MTP = "model.embed_tokens.weight", "model.embed_tokens.weight", False
@@ -50,7 +50,7 @@ def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, T
     dim, eps = c["head_dim"], c["rms_norm_eps"]
     inverse = c["rope_theta"] ** -(torch.arange(0, dim, 2, device=ids.device, dtype=torch.float32) / dim)
     cos, sin = rope_table(inverse, ids)
-    x = F.embedding(ids, w[EMBED])
+    x = looked_up(w["lookup"], ids, w[HEAD].dtype)
     for n in range(c["num_hidden_layers"]):
         at = f"model.layers.{n}."
         h = rms(x, w[at + "input_layernorm.weight"], eps)

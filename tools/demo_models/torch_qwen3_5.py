@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from layers import Weights, attend, fused_any, rms, rms_one, rope_table, rotate_halves, swiglu
+from layers import Weights, attend, fused_any, looked_up, repeated, rms, rms_one, rope_table, rotate_halves, swiglu
 from torch import Tensor
 
 EMBED = HEAD = "model.embed_tokens.weight"
@@ -83,7 +83,7 @@ def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
     """Normed states [B, T, H] for ids [B, T], twice: the MTP head starts from the same."""
-    x = F.embedding(ids, w[EMBED])
+    x = looked_up(w["lookup"], ids, w[HEAD].dtype)
     rope = _rope(c, ids)
     for n, kind in enumerate(c["layer_types"]):
         x = _run(w, c, f"model.layers.{n}.", x, rope, kind == "full_attention")
@@ -94,7 +94,7 @@ def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, T
 def mtp_states(w: Weights, c: dict[str, Any], states: Tensor, following: Tensor) -> Tensor:
     """States of the MTP head [B, T, H] from the normed states and the ids that follow them."""
     eps = c["rms_norm_eps"]
-    embedded = rms_one(F.embedding(following, w[EMBED]), w["mtp.pre_fc_norm_embedding.weight"], eps)
+    embedded = rms_one(looked_up(w["lookup"], following, w[HEAD].dtype), w["mtp.pre_fc_norm_embedding.weight"], eps)
     both = torch.cat([embedded, rms_one(states, w["mtp.pre_fc_norm_hidden.weight"], eps)], -1)
     x = _run(w, c, "mtp.layers.0.", F.linear(both, w["mtp.fc.weight"]), _rope(c, following), True)
     return rms_one(x, w["mtp.norm.weight"], eps)
@@ -154,7 +154,7 @@ def _delta_net(w: Weights, c: dict[str, Any], at: str, h: Tensor) -> Tensor:
     key_heads, heads, dim = c["linear_num_key_heads"], c["linear_num_value_heads"], c["linear_key_head_dim"]
     mixed = _convolved(F.linear(h, w[at + "in_proj_qkv.weight"]), w[at + "conv1d.weight"])
     q, k, v = mixed.split([key_heads * dim, key_heads * dim, heads * c["linear_value_head_dim"]], -1)
-    q, k = (_unit(x.unflatten(-1, (-1, dim))).repeat_interleave(heads // key_heads, 2) for x in (q, k))
+    q, k = (repeated(_unit(x.unflatten(-1, (-1, dim))), heads // key_heads) for x in (q, k))
     z, b, a = (F.linear(h, w[at + f"in_proj_{p}.weight"]) for p in "zba")
     g, beta = _decays(a, b, w[at + "A_log"], w[at + "dt_bias"])
     o = delta_rule(q * dim**-0.5, k, v.unflatten(-1, (heads, -1)).float(), g, beta).to(h.dtype)
