@@ -69,15 +69,23 @@ class Model:
     def running(self, dtype: torch.dtype = torch.bfloat16) -> Weights:
         """What a step computes with: the values of the checkpoint, with gradients to the masters; matrices in dtype."""
         found = dict(self.fixed)
+        groups: dict[tuple[str, int], list[str]] = {}
         for name, w in self.weights.items():
             kind = self.format_of(name)
             if kind in ("fp8", "fp4"):
-                rounded = quantize.fp8_rounded(w.detach()) if kind == "fp8" else quantize.fp4_rounded(w.detach())
-                found[name] = quantize.through(rounded, w).to(dtype)
+                groups.setdefault((kind, w.shape[1]), []).append(name)
             elif kind == "f32":
                 found[name] = w
             else:
                 found[name] = w.bfloat16().to(dtype) if w.dim() > 1 else w.bfloat16().float()
+        for (kind, _), names in groups.items():
+            parts = [self.weights[name] for name in names]
+            if kind == "fp8" and any(part.shape[0] % quantize.BLOCK for part in parts):
+                raise ValueError(f"{names}: rows are no multiple of {quantize.BLOCK}, so blocks would mix matrices")
+            tall = torch.cat(parts)
+            rounded = (quantize.fp8_rounded if kind == "fp8" else quantize.fp4_rounded)(tall.detach())
+            split = quantize.through(rounded, tall).to(dtype).split([len(part) for part in parts])
+            found |= dict(zip(names, split, strict=True))
         found["lookup"] = self.weights[self.code.EMBED].bfloat16().float()
         return found
 

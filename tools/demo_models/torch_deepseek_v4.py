@@ -12,6 +12,7 @@ from typing import Any
 import sinkhorn
 import torch
 import torch.nn.functional as F
+import window_softmax
 from layers import ENABLED, Weights, fused, fused_any, looked_up, rms, rope_table
 from torch import Tensor
 
@@ -234,14 +235,6 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([x[..., : -2 * pairs], turned.to(x.dtype)], -1)
 
 
-@fused_any
-def _probabilities(scores: Tensor, mask: Tensor, sinks: Tensor) -> Tensor:
-    """Softmax of [B, T, A, S] with a sink a head."""
-    wide = scores.float().masked_fill(~mask[:, None], -1e30)
-    total = torch.logaddexp(torch.logsumexp(wide, -1, keepdim=True), sinks[:, None])
-    return torch.exp(wide - total).to(scores.dtype)
-
-
 def _attention(w: Weights, c: dict[str, Any], at: str, h: Tensor, ratio: int) -> Tensor:
     dim, eps, heads, length = c["head_dim"], c["rms_norm_eps"], c["num_attention_heads"], h.shape[1]
     frequencies = _frequencies(c, ratio, h.device)
@@ -250,21 +243,38 @@ def _attention(w: Weights, c: dict[str, Any], at: str, h: Tensor, ratio: int) ->
     q = _linear(qr, w[at + "wq_b.weight"]).unflatten(-1, (heads, dim))
     q = rotate_pairs(rms(q, torch.ones(dim, device=h.device), eps), cos, sin)
     keys = _stored(rotate_pairs(rms(_linear(h, w[at + "wkv.weight"]), w[at + "kv_norm.weight"], eps), cos, sin))
-    t = torch.arange(length, device=h.device)
-    mask = (t[None] <= t[:, None]) & (t[None] > t[:, None] - c["sliding_window"])
+    entries = None
     if ratio and length >= ratio:
-        entries = _entries(w, c, at + "compressor.", h, ratio)
-        firsts = torch.arange(entries.shape[1], device=h.device) * ratio
+        found = _entries(w, c, at + "compressor.", h, ratio)
+        firsts = torch.arange(found.shape[1], device=h.device) * ratio
         at_first = (x.unflatten(0, (-1, length))[:, firsts].flatten(0, 1) for x in (cos, sin))
-        keys = torch.cat([keys, _stored(rotate_pairs(entries, *at_first))], 1)
-        mask = torch.cat([mask, firsts[None] // ratio < (t[:, None] + 1) // ratio], 1)
-    scores = (q.flatten(1, 2) @ keys.transpose(1, 2) * dim**-0.5).unflatten(1, (length, heads))
-    p = _probabilities(scores, mask, w[at + "attn_sink"])
-    o = rotate_pairs((p.flatten(1, 2) @ keys).unflatten(1, (length, heads)), cos, -sin)
+        entries = _stored(rotate_pairs(found, *at_first))
+    o = _attended(q, keys, entries, w[at + "attn_sink"], ratio)
+    o = rotate_pairs(o, cos, -sin)
     groups = c["o_groups"]
     wide = o.flatten(2).unflatten(-1, (groups, -1))
     narrow = torch.einsum("btgk,grk->btgr", wide, w[at + "wo_a.weight"].unflatten(0, (groups, -1)))
     return _linear(narrow.flatten(2), w[at + "wo_b.weight"])
+
+
+def _attended(q: Tensor, keys: Tensor, entries: Tensor | None, sinks: Tensor, ratio: int) -> Tensor:
+    """q [B, T, A, d] over keys [B, T, d] of the window and entries [B, N, d], which are the values too. Blocks of queries
+    see three blocks of raw keys, so T is a multiple of 64."""
+    shape, block = q.shape, window_softmax.BLOCK
+    blocks = F.pad(keys, (0, 0, window_softmax.WINDOW, 0)).unflatten(1, (-1, block))
+    near = torch.cat([blocks[:, :-2], blocks[:, 1:-1], blocks[:, 2:]], 2)  # [B, T / 64, 192, d]
+    by_block = q.unflatten(1, (-1, block)).flatten(2, 3)  # [B, T / 64, 64 * A, d]
+    scores = (by_block @ near.transpose(-1, -2)).view(*shape[:3], -1)
+    if entries is not None:
+        far = (q.flatten(1, 2) @ entries.transpose(1, 2)).view(*shape[:3], -1)
+        scores = torch.cat([scores, far], -1)
+    softmax = window_softmax.WindowSoftmax.apply if ENABLED["fuse"] else window_softmax.plain
+    p = softmax(scores, sinks, shape[-1] ** -0.5, ratio)
+    raw = p[..., : window_softmax.SPAN].unflatten(1, (-1, block)).flatten(2, 3)
+    out = (raw @ near).view(shape)
+    if entries is not None:
+        out = out + (p[..., window_softmax.SPAN :].flatten(1, 2) @ entries).view(shape)
+    return out
 
 
 def _stored(keys: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ from optimizer import Optimizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 WARM_UP, SEED, SAMPLE = 0.02, 0, 2000
+BATCH = {"qwen3": 256, "qwen3_5": 192, "deepseek_v4": 128}
+"""Chats a step."""
 FOLDER = Path(__file__).resolve().parents[2] / "demo"
 
 
@@ -129,7 +131,7 @@ def share(progress: float) -> float:
     """Of the peak learning rate at this part of the run: up, then a cosine to nothing."""
     if progress < WARM_UP:
         return progress / WARM_UP
-    return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP)))
+    return 0.5 + 0.5 * math.cos(math.pi * (min(progress, 1.0) - WARM_UP) / (1 - WARM_UP))
 
 
 def train(args: argparse.Namespace, device: torch.device) -> Model:
@@ -162,6 +164,8 @@ def train(args: argparse.Namespace, device: torch.device) -> Model:
     log(f"{describe(model.config)}; {feed.tokens} tokens a step; training begins")
     start, count, told = time.monotonic(), 0, time.monotonic()
     budget = args.seconds - (start - BEGAN)
+    if args.steps is None and budget <= 0:
+        raise SystemExit(f"the step was prepared after {start - BEGAN:.0f} s: --seconds {args.seconds:g} leaves nothing")
     while (progress := (time.monotonic() - start) / budget if args.steps is None else count / args.steps) < 1:
         rate.fill_(share(progress))
         feed.next()
@@ -190,12 +194,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=400, help="end of training, from the start of the process")
     parser.add_argument("--steps", type=int, help="train so many steps, whatever time they take")
     parser.add_argument("--chats", type=int, default=400_000)
-    parser.add_argument("--batch", type=int, default=256, help="chats a step")
+    parser.add_argument("--batch", type=int, help="chats a step")
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", type=Path, default=FOLDER / "eval.jsonl")
     parser.add_argument("--no-fuse", dest="fuse", action="store_false")
     args = parser.parse_args()
+    args.batch = args.batch or BATCH[args.family]
     device = torch.device(args.device)
     torch.set_flush_denormal(True)
     torch.backends.cuda.matmul.allow_tf32 = True
