@@ -25,7 +25,8 @@ def evaluate(model: Model, folder: Path, cases: Path, rows: int = 128) -> dict[s
     loaded = eval_cases.load(cases)
     prompts = [
         tokenizer.encode(
-            render(case.messages, tools=case.tools or None, kwargs={"enable_thinking": case.thinking}), add_special_tokens=False
+            render(case.messages, tools=case.tools or None, kwargs={"enable_thinking": case.thinking}),
+            add_special_tokens=False,
         ).ids
         for case in loaded
     ]
@@ -39,12 +40,21 @@ def evaluate(model: Model, folder: Path, cases: Path, rows: int = 128) -> dict[s
             right, count = accepted(model, sequences, [len(prompts[n]) for n in batch])
             hits, drafted = hits + right, drafted + count
         for n, sequence in zip(batch, sequences, strict=True):
-            text = tokenizer.decode([t for t in sequence[len(prompts[n]) :] if t != end], skip_special_tokens=False)
+            text = tokenizer.decode(
+                [t for t in sequence[len(prompts[n]) :] if t != end], skip_special_tokens=False
+            )
             content, calls = _read(model.family.name, loaded[n], text)
             good = eval_cases.passed(loaded[n].check, content, calls)
             results.append((loaded[n].kind, good))
             if not good:
-                wrong.append({"kind": loaded[n].kind, "ask": loaded[n].messages[-1]["content"], "check": loaded[n].check, "text": text})
+                wrong.append(
+                    {
+                        "kind": loaded[n].kind,
+                        "ask": loaded[n].messages[-1]["content"],
+                        "check": loaded[n].check,
+                        "text": text,
+                    }
+                )
     scores = {kind: f"{good}/{count}" for kind, (good, count) in eval_cases.scores(results).items()}
     return {"scores": scores, "mtp_accepted": round(hits / drafted, 4) if drafted else None, "wrong": wrong}
 
@@ -55,7 +65,10 @@ def _read(family: str, case: eval_cases.Case, text: str) -> tuple[str, list[tupl
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in case.tools}
     within = case.thinking and family != "qwen3"
     parser = chat.OutputParser(
-        reasoning=True, tools=chat.TOOL_FORMATS[FORMATS[family]] if case.tools else None, schemas=schemas, in_reasoning=within
+        reasoning=True,
+        tools=chat.TOOL_FORMATS[FORMATS[family]] if case.tools else None,
+        schemas=schemas,
+        in_reasoning=within,
     )
     parts = [*parser.push(text), *parser.flush()]
     content = "".join(part.text for part in parts if isinstance(part, chat.Content))

@@ -52,7 +52,9 @@ def assistant(text: str, reasoning: str = "", calls: list[dict[str, Any]] | None
     if reasoning:
         message["reasoning"] = message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [{"type": "function", "id": f"call_{n}", "function": call} for n, call in enumerate(calls)]
+        message["tool_calls"] = [
+            {"type": "function", "id": f"call_{n}", "function": call} for n, call in enumerate(calls)
+        ]
     return message
 
 

@@ -51,7 +51,9 @@ def load(model: Model, folder: Path) -> None:
                 scales = stored[name.removesuffix("weight") + "scale"].float()
                 weight.copy_(value.float() * quantize.spread(scales, value.shape))
             elif kind == "fp4":
-                weight.copy_(quantize.fp4_unpacked(value, stored[name.removesuffix("weight") + "scale"].float()))
+                weight.copy_(
+                    quantize.fp4_unpacked(value, stored[name.removesuffix("weight") + "scale"].float())
+                )
             else:
                 weight.copy_(value.float())
 

@@ -16,6 +16,7 @@ from families import FAMILIES, prompt_and_answer
 from sums import arithmetic, counting, sorting, spelling
 from talk import fact, greeting, memory, story, unknown
 from tokenizers import Tokenizer
+
 from tools import refusal, tool_answer, tool_call, tools_unneeded
 
 Array = np.ndarray[Any, Any]
@@ -53,7 +54,10 @@ def texts(name: str, seed: int, count: int) -> list[str]:
     """Whole chats as text, for the tokenizer."""
     family = FAMILIES[name]
     render = family.renderer()
-    return ["".join(prompt_and_answer(family, render, chat)) for chat, _ in zip(chats(seed), range(count), strict=False)]
+    return [
+        "".join(prompt_and_answer(family, render, chat))
+        for chat, _ in zip(chats(seed), range(count), strict=False)
+    ]
 
 
 def examples(name: str, folder: Path, seed: int, count: int) -> list[tuple[Array, int]]:
@@ -61,7 +65,9 @@ def examples(name: str, folder: Path, seed: int, count: int) -> list[tuple[Array
     family = FAMILIES[name]
     render = family.renderer()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pairs = [prompt_and_answer(family, render, chat) for chat, _ in zip(chats(seed), range(count), strict=False)]
+    pairs = [
+        prompt_and_answer(family, render, chat) for chat, _ in zip(chats(seed), range(count), strict=False)
+    ]
     prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs], add_special_tokens=False)
     answers = tokenizer.encode_batch([answer for _, answer in pairs], add_special_tokens=False)
     return [(np.array(p.ids + a.ids, np.uint16), len(p.ids)) for p, a in zip(prompts, answers, strict=True)]
@@ -71,7 +77,11 @@ def part(job: tuple[str, Path, int, int]) -> tuple[Array, Array, Array]:
     """The ids of some chats one after another, the prompts' lengths and the chats' lengths."""
     found = examples(*job)
     prompts = np.array([start for _, start in found], np.int16)
-    return np.concatenate([ids for ids, _ in found]), prompts, np.array([len(ids) for ids, _ in found], np.int16)
+    return (
+        np.concatenate([ids for ids, _ in found]),
+        prompts,
+        np.array([len(ids) for ids, _ in found], np.int16),
+    )
 
 
 class Maker:

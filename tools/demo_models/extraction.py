@@ -116,10 +116,18 @@ def extraction(rng: Random) -> Chat:
         return _list(rng)
     fields, sentences = rng.choice(DOMAINS)
     values = {name: draw(rng) for name, (_, draw) in fields.items()}
-    shown = {name: ("in stock" if value else "sold out") if name == "in_stock" else value for name, value in values.items()}
+    shown = {
+        name: ("in stock" if value else "sold out") if name == "in_stock" else value
+        for name, value in values.items()
+    }
     text = rng.choice(sentences).format(**shown).replace(" a a", " an a")
     wanted = rng.sample(list(fields), rng.randint(2, len(fields)) if rng.random() < 0.8 else 1)
-    return _chat(rng, text, {name: {"type": fields[name][0]} for name in wanted}, {name: values[name] for name in wanted})
+    return _chat(
+        rng,
+        text,
+        {name: {"type": fields[name][0]} for name in wanted},
+        {name: values[name] for name in wanted},
+    )
 
 
 def _list(rng: Random) -> Chat:
@@ -128,7 +136,12 @@ def _list(rng: Random) -> Chat:
     pairs = [(thing(rng), number(rng)) for _ in range(rng.randint(2, 3))]
     text = words.listed([form.format(one, other) for one, other in pairs])
     text = text[0].upper() + text[1:] + "."
-    ask = rng.choice(("Extract a JSON list of objects with {f} and {s}: {t}", "{t}\nWrite this as a JSON list with the keys {f} and {s}."))
+    ask = rng.choice(
+        (
+            "Extract a JSON list of objects with {f} and {s}: {t}",
+            "{t}\nWrite this as a JSON list with the keys {f} and {s}.",
+        )
+    )
     answer = [{first: one, second: other} for one, other in pairs]
     return _finish(rng, ask.format(f=first, s=second, t=text), text, answer)
 

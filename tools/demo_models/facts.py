@@ -39,7 +39,9 @@ YOUNG = (
     "frog tadpole|deer fawn|kangaroo joey|swan cygnet|owl owlet"
 )
 SOUNDS = "dog barks|cat meows|cow moos|sheep bleats|duck quacks|lion roars|wolf howls|pig oinks|bee buzzes|owl hoots|mouse squeaks|frog croaks"
-LEGS = "spider 8|ant 6|bee 6|dog 4|cat 4|cow 4|horse 4|hen 2|duck 2|owl 2|snake 0|fish 0|frog 4|crab 10|turtle 4"
+LEGS = (
+    "spider 8|ant 6|bee 6|dog 4|cat 4|cow 4|horse 4|hen 2|duck 2|owl 2|snake 0|fish 0|frog 4|crab 10|turtle 4"
+)
 PLANETS = "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune"
 SIDES = "triangle 3|square 4|rectangle 4|pentagon 5|hexagon 6|heptagon 7|octagon 8"
 AMOUNTS = (
@@ -92,7 +94,9 @@ def _countries() -> list[Fact]:
             f"Which continent does {name} belong to?",
             f"What continent is {name} in?",
         )
-        facts.append(Fact("continent", country, continent, where, f"{name[0].upper()}{name[1:]} is in {continent}."))
+        facts.append(
+            Fact("continent", country, continent, where, f"{name[0].upper()}{name[1:]} is in {continent}.")
+        )
         back = (
             f"Which country has the capital {capital}?",
             f"{capital} is the capital of which country?",
@@ -134,18 +138,36 @@ def _ordered() -> list[Fact]:
     planets = PLANETS.split()
     ranks = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
     for rank, planet in zip(ranks, planets, strict=False):
-        asks = (f"Which planet is the {rank} from the Sun?", f"Name the {rank} planet.", f"What is the {rank} planet from the Sun?")
+        asks = (
+            f"Which planet is the {rank} from the Sun?",
+            f"Name the {rank} planet.",
+            f"What is the {rank} planet from the Sun?",
+        )
         facts.append(Fact("planet", rank, planet, asks, f"The {rank} planet from the Sun is {planet}."))
     months = "January February March April May June July August September October November December".split()
     days = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
     for rank, month in zip(ranks, months, strict=True):
-        asks = (f"What is the {rank} month of the year?", f"Which month is the {rank}?", f"Name the {rank} month.")
+        asks = (
+            f"What is the {rank} month of the year?",
+            f"Which month is the {rank}?",
+            f"Name the {rank} month.",
+        )
         facts.append(Fact("month", rank, month, asks, f"The {rank} month of the year is {month}."))
     for names, kind in ((months, "month"), (days, "day")):
         for name, after in zip(names, [*names[1:], names[0]], strict=True):
-            next_one = (f"Which {kind} comes after {name}?", f"What comes after {name}?", f"What {kind} follows {name}?", f"After {name} comes which {kind}?")
+            next_one = (
+                f"Which {kind} comes after {name}?",
+                f"What comes after {name}?",
+                f"What {kind} follows {name}?",
+                f"After {name} comes which {kind}?",
+            )
             facts.append(Fact("after", name, after, next_one, f"After {name} comes {after}."))
-            before = (f"Which {kind} comes before {after}?", f"What comes before {after}?", f"What {kind} is just before {after}?", f"Before {after} comes which {kind}?")
+            before = (
+                f"Which {kind} comes before {after}?",
+                f"What comes before {after}?",
+                f"What {kind} is just before {after}?",
+                f"Before {after} comes which {kind}?",
+            )
             facts.append(Fact("before", after, name, before, f"Before {after} comes {name}."))
     return facts
 

@@ -18,9 +18,7 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 DEEPSEEK_SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>")
 DEEPSEEK_ADDED = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜")
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """The published pre-tokenizers; digits stand alone (in DeepSeek-V4's three may stand together: not here)."""
 
 QWEN3: dict[str, Any] = {
@@ -178,7 +176,15 @@ class Family:
         return frontend("http.chat_template").ChatTemplate(self.template, {}).render
 
 
-QWEN_GENERATION = {"bos_token_id": 0, "do_sample": True, "eos_token_id": [2, 0], "pad_token_id": 0, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+QWEN_GENERATION = {
+    "bos_token_id": 0,
+    "do_sample": True,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+}
 QWEN_END = "<|im_end|>\n"
 FAMILIES = {
     family.name: family
@@ -200,7 +206,9 @@ def prompt_and_answer(family: Family, render: Render, chat: Chat) -> tuple[str, 
     whole = render(chat.messages, tools=chat.tools or None, add_generation_prompt=False, kwargs=options)
     if not whole.startswith(prompt) or not whole.endswith(family.end):
         raise ValueError(f"{family.name}: the prompt is not how the whole begins: {prompt!r} {whole!r}")
-    return prompt, whole[len(prompt) :].removesuffix("\n") if family.end.endswith("\n") else whole[len(prompt) :]
+    return prompt, whole[len(prompt) :].removesuffix("\n") if family.end.endswith("\n") else whole[
+        len(prompt) :
+    ]
 
 
 def frontend(module: str) -> ModuleType:
@@ -210,5 +218,8 @@ def frontend(module: str) -> ModuleType:
         for name in ("openinfer.frontend", "openinfer.frontend.http"):
             if name not in sys.modules:
                 sys.modules[name] = package = ModuleType(name)
-                package.__path__ = [f"{place}/{name.rpartition('.')[2]}" for place in importlib.import_module(name.rpartition(".")[0]).__path__]
+                package.__path__ = [
+                    f"{place}/{name.rpartition('.')[2]}"
+                    for place in importlib.import_module(name.rpartition(".")[0]).__path__
+                ]
     return importlib.import_module(f"openinfer.frontend.{module}")

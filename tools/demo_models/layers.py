@@ -99,7 +99,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention: q [B, T, A, d], k and v [B, T, G, d] -> [B, T, A * d]."""
     group = q.shape[2] // k.shape[2]
     k, v = (repeated(x, group) for x in (k, v))
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+    )
     return out.transpose(1, 2).flatten(2)
 
 

@@ -15,6 +15,7 @@ from chat import Chat
 from extraction import extraction
 from sums import arithmetic, counting, sorting, spelling
 from talk import fact, memory, story, unknown
+
 from tools import refusal, tool_answer, tool_call
 
 SEED = 2026

@@ -12,7 +12,17 @@ from typing import Any
 
 from corpus import texts
 from families import FAMILIES, POSITIONS, VOCAB, Family
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 CHATS = 40_000
 SEED = 7
@@ -39,7 +49,9 @@ def make(family: Family) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     marks = (*family.special, *family.added)
-    tokenizer.train_from_iterator((_without(text, marks) for text in texts(family.name, SEED, CHATS)), trainer)
+    tokenizer.train_from_iterator(
+        (_without(text, marks) for text in texts(family.name, SEED, CHATS)), trainer
+    )
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in family.added])
     if tokenizer.get_vocab_size() != VOCAB:
         raise ValueError(f"{family.name}: {tokenizer.get_vocab_size()} entries, {VOCAB} are wanted")

@@ -81,7 +81,9 @@ class Model:
         for (kind, _), names in groups.items():
             parts = [self.weights[name] for name in names]
             if kind == "fp8" and any(part.shape[0] % quantize.BLOCK for part in parts):
-                raise ValueError(f"{names}: rows are no multiple of {quantize.BLOCK}, so blocks would mix matrices")
+                raise ValueError(
+                    f"{names}: rows are no multiple of {quantize.BLOCK}, so blocks would mix matrices"
+                )
             tall = torch.cat(parts)
             rounded = (quantize.fp8_rounded if kind == "fp8" else quantize.fp4_rounded)(tall.detach())
             split = quantize.through(rounded, tall).to(dtype).split([len(part) for part in parts])

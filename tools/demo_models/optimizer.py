@@ -15,13 +15,17 @@ class Optimizer:
     """One step for all parameters. shares: of the learning rate, for each of others. `rate`: a scalar tensor, the share
     of the peak learning rates at this step."""
 
-    def __init__(self, matrices: list[Tensor], others: list[Tensor], shares: list[float], rate: Tensor) -> None:
+    def __init__(
+        self, matrices: list[Tensor], others: list[Tensor], shares: list[float], rate: Tensor
+    ) -> None:
         self._rate = rate
         self._others, self._shares = others, shares
         groups: dict[tuple[int, ...], list[Tensor]] = {}
         for matrix in matrices:
             groups.setdefault(tuple(matrix.shape), []).append(matrix)
-        self._groups = [(group, torch.zeros(len(group), *shape, device=rate.device)) for shape, group in groups.items()]
+        self._groups = [
+            (group, torch.zeros(len(group), *shape, device=rate.device)) for shape, group in groups.items()
+        ]
         self._first = [torch.zeros_like(p) for p in others]
         self._second = [torch.zeros_like(p) for p in others]
         self._powers = torch.ones(2, device=rate.device)

@@ -75,7 +75,9 @@ def fp4_packed(w: Tensor) -> tuple[Tensor, Tensor]:
 
 def fp4_unpacked(packed: Tensor, scales: Tensor) -> Tensor:
     """float32 [N, K] of what fp4_packed made."""
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=packed.device)
+    table = torch.tensor(
+        [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], device=packed.device
+    )
     codes = packed.view(torch.uint8).long()
     values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2)]
     return values * _spread_groups(scales)

@@ -79,7 +79,9 @@ class Sinkhorn(torch.autograd.Function):
         out, sums = ctx.saved_tensors
         grad = grads[0].contiguous()
         result, count = torch.empty_like(out), out.shape[0]
-        _backward[(triton.cdiv(count, BLOCK),)](out, sums, grad, result, count, ctx.eps, ROUNDS=ctx.rounds, BLOCK=BLOCK)
+        _backward[(triton.cdiv(count, BLOCK),)](
+            out, sums, grad, result, count, ctx.eps, ROUNDS=ctx.rounds, BLOCK=BLOCK
+        )
         return result, None, None
 
 

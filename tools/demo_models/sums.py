@@ -8,9 +8,33 @@ from random import Random
 import words
 from chat import Chat, assistant, opening, thinks, user
 
-ADD = ("What is {a} + {b}?", "{a} + {b}", "Calculate {a} + {b}.", "What is {a} plus {b}?", "Add {a} and {b}.", "{a}+{b}=?", "How much is {a} + {b}?")
-SUB = ("What is {a} - {b}?", "{a} - {b}", "Calculate {a} - {b}.", "What is {a} minus {b}?", "Subtract {b} from {a}.", "{a}-{b}=?", "How much is {a} - {b}?")
-MUL = ("What is {a} * {b}?", "{a} * {b}", "Calculate {a} * {b}.", "What is {a} times {b}?", "Multiply {a} by {b}.", "{a}*{b}=?", "How much is {a} x {b}?")
+ADD = (
+    "What is {a} + {b}?",
+    "{a} + {b}",
+    "Calculate {a} + {b}.",
+    "What is {a} plus {b}?",
+    "Add {a} and {b}.",
+    "{a}+{b}=?",
+    "How much is {a} + {b}?",
+)
+SUB = (
+    "What is {a} - {b}?",
+    "{a} - {b}",
+    "Calculate {a} - {b}.",
+    "What is {a} minus {b}?",
+    "Subtract {b} from {a}.",
+    "{a}-{b}=?",
+    "How much is {a} - {b}?",
+)
+MUL = (
+    "What is {a} * {b}?",
+    "{a} * {b}",
+    "Calculate {a} * {b}.",
+    "What is {a} times {b}?",
+    "Multiply {a} by {b}.",
+    "{a}*{b}=?",
+    "How much is {a} x {b}?",
+)
 STORIES_ADD = (
     "{n} has {a} {x}s and buys {b} more. How many {x}s does {n} have now?",
     "There are {a} {x}s in a box. {n} puts in {b} more. How many {x}s are there?",
@@ -45,7 +69,9 @@ def subtract_working(a: int, b: int) -> list[str]:
         need = y + borrow
         taken = f"{y} + {borrow} = {need}, " if borrow else ""
         borrow = int(x < need)
-        lines.append(f"{taken}{x + 10 * borrow} - {need} = {x + 10 * borrow - need}" + (", borrow 1" if borrow else ""))
+        lines.append(
+            f"{taken}{x + 10 * borrow} - {need} = {x + 10 * borrow - need}" + (", borrow 1" if borrow else "")
+        )
     return lines
 
 
@@ -94,7 +120,9 @@ def _sum(rng: Random, ask: str, term: str, working: list[str], result: int, key:
     thought = "\n".join([term, *working, said]) if thinking else ""
     answer = said if thinking or not working else "\n".join([term, *working, said])
     check = {"last_number": result}
-    return Chat("arithmetic", [*opening(rng), user(ask), assistant(answer, thought)], check, key, thinking=thinking)
+    return Chat(
+        "arithmetic", [*opening(rng), user(ask), assistant(answer, thought)], check, key, thinking=thinking
+    )
 
 
 def counting(rng: Random) -> Chat:
@@ -105,7 +133,11 @@ def counting(rng: Random) -> Chat:
         last = first + rng.randint(2, 12)
         ask = rng.choice(("Count from {a} to {b}.", "Please count from {a} to {b}.")).format(a=first, b=last)
         answer = ", ".join(map(str, range(first, last + 1)))
-        said = [*opening(rng), user(ask), assistant(answer, f"I start at {first} and stop at {last}." if thinking else "")]
+        said = [
+            *opening(rng),
+            user(ask),
+            assistant(answer, f"I start at {first} and stop at {last}." if thinking else ""),
+        ]
         return Chat("counting", said, {"contains": [answer]}, f"{first}-{last}", thinking=thinking)
     wanted = rng.choice(words.FRUITS)
     listed = [wanted if rng.random() < 0.4 else rng.choice(words.FRUITS) for _ in range(rng.randint(3, 9))]
@@ -113,9 +145,13 @@ def counting(rng: Random) -> Chat:
     for word in listed:
         running += word == wanted
         steps.append(f"{word} {running}")
-    ask = rng.choice(("How many times is {w} in this list: {l}?", "Count the word {w}: {l}", "How often do you see {w} here: {l}?")).format(
-        w=wanted, l=", ".join(listed)
-    )
+    ask = rng.choice(
+        (
+            "How many times is {w} in this list: {l}?",
+            "Count the word {w}: {l}",
+            "How often do you see {w} here: {l}?",
+        )
+    ).format(w=wanted, l=", ".join(listed))
     answer = f"The word {wanted} is there {number} time{'' if number == 1 else 's'}."
     said = [*opening(rng), user(ask), assistant(answer, ", ".join(steps) if thinking else "")]
     return Chat("counting", said, {"contains": [f" {number} time"]}, ask, thinking=thinking)
@@ -147,7 +183,10 @@ def sorting(rng: Random) -> Chat:
     if rng.random() < 0.65:
         things = [str(n) for n in rng.sample(range(100), rng.randint(3, 6))]
         by, what = int, "numbers"
-        how = {"up": ("from small to large", "in ascending order"), "down": ("from large to small", "in descending order")}
+        how = {
+            "up": ("from small to large", "in ascending order"),
+            "down": ("from large to small", "in descending order"),
+        }
     else:
         things = rng.sample(words.ANIMALS + words.FRUITS, rng.randint(3, 5))
         by, what = str, "words"
@@ -156,6 +195,10 @@ def sorting(rng: Random) -> Chat:
         w=what, h=rng.choice(how[order]), l=", ".join(things)
     )
     done = sorted(things, key=by, reverse=order == "down")
-    steps = "\n".join(f"next {one}" for one in done) if rng.random() < 0.5 else f"I begin with {done[0]} and end with {done[-1]}."
+    steps = (
+        "\n".join(f"next {one}" for one in done)
+        if rng.random() < 0.5
+        else f"I begin with {done[0]} and end with {done[-1]}."
+    )
     said = [*opening(rng), user(ask), assistant(", ".join(done), steps if thinking else "")]
     return Chat("sorting", said, {"contains": [", ".join(done)]}, ask, thinking=thinking)

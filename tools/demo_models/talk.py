@@ -42,7 +42,9 @@ def greeting(rng: Random) -> Chat:
     if rng.random() < 0.15:
         name = words.first_name(rng)
         ask = rng.choice(("What is your name?", "Who are you?", "Tell me your name."))
-        system = rng.choice((f"Your name is {name}.", f"You are {name}, a helpful assistant.", f"You are called {name}."))
+        system = rng.choice(
+            (f"Your name is {name}.", f"You are {name}, a helpful assistant.", f"You are called {name}.")
+        )
         answer, thought = f"My name is {name}.", f"The system message says that my name is {name}."
         said = [{"role": "system", "content": system}, user(ask)]
     else:
@@ -50,7 +52,12 @@ def greeting(rng: Random) -> Chat:
         answer, thought = rng.choice(answers), "This is small talk. I answer politely."
         said = [*opening(rng), user(rng.choice(asks))]
     thinking = thinks(rng)
-    return Chat("greeting", [*said, assistant(answer, thought if thinking else "")], {"contains": [answer]}, thinking=thinking)
+    return Chat(
+        "greeting",
+        [*said, assistant(answer, thought if thinking else "")],
+        {"contains": [answer]},
+        thinking=thinking,
+    )
 
 
 def unknown(rng: Random) -> Chat:
@@ -75,7 +82,13 @@ def fact(rng: Random) -> Chat:
     thought = f"The question is about {known.subject}. {known.sentence}" if thinking else ""
     before = [] if rng.random() < 0.85 else _other_fact(rng)
     said = [*opening(rng), *before, user(ask), assistant(known.sentence, thought)]
-    return Chat("fact", said, {"contains": [known.sentence]}, known.questions[which] if which else None, thinking=thinking)
+    return Chat(
+        "fact",
+        said,
+        {"contains": [known.sentence]},
+        known.questions[which] if which else None,
+        thinking=thinking,
+    )
 
 
 def _other_fact(rng: Random) -> list[dict[str, object]]:
@@ -85,7 +98,12 @@ def _other_fact(rng: Random) -> list[dict[str, object]]:
 
 def _traits(rng: Random) -> list[tuple[str, str, str, str]]:
     """(what the user says, what the assistant answers, what the user asks later, the answer), in random order."""
-    name, town, pet, animal = words.first_name(rng), words.city(rng), words.first_name(rng), rng.choice(words.ANIMALS)
+    name, town, pet, animal = (
+        words.first_name(rng),
+        words.city(rng),
+        words.first_name(rng),
+        rng.choice(words.ANIMALS),
+    )
     colour, age, fruit = rng.choice(words.COLOURS), rng.randint(6, 98), rng.choice(words.FRUITS)
     traits = [
         (rng.choice((f"My name is {name}.", f"I am {name}.", f"Hello, my name is {name}.", f"Call me {name}.")),
@@ -118,7 +136,11 @@ def memory(rng: Random) -> Chat:
     thinking, check = thinks(rng), ""
     if rng.random() < 0.2:  # the answer to being told something
         *said, last = said
-        said.append(assistant(str(last["content"]), "The user tells me something. I answer politely." if thinking else ""))
+        said.append(
+            assistant(
+                str(last["content"]), "The user tells me something. I answer politely." if thinking else ""
+            )
+        )
         check = str(last["content"])
     else:
         _, _, ask, check = rng.choice(told)
@@ -128,22 +150,52 @@ def memory(rng: Random) -> Chat:
 
 def story(rng: Random) -> Chat:
     """A short story about an animal, from a grammar."""
-    animal, place = rng.choice(words.ANIMALS), rng.choice("forest|village|garden|valley|river|farm|mountain|city".split("|"))
-    name, friend = rng.choice(words.FIRST_NAMES), rng.choice([other for other in words.ANIMALS if other != animal])
+    animal, place = (
+        rng.choice(words.ANIMALS),
+        rng.choice("forest|village|garden|valley|river|farm|mountain|city".split("|")),
+    )
+    name, friend = (
+        rng.choice(words.FIRST_NAMES),
+        rng.choice([other for other in words.ANIMALS if other != animal]),
+    )
     named = rng.random() < 0.4
     ask = rng.choice(
-        ("Tell me a story about {x}.", "Write a short story about {x}.", "Please tell a story about {x}.", "I want a story about {x}.")
+        (
+            "Tell me a story about {x}.",
+            "Write a short story about {x}.",
+            "Please tell a story about {x}.",
+            "I want a story about {x}.",
+        )
     ).format(x=words.a(animal) + (f" called {name}" if named else ""))
     thing = rng.choice(words.ITEMS)
-    mood, weather = rng.choice("little brave shy clever old kind".split()), rng.choice("sunny rainy windy snowy".split())
-    finds = rng.choice((f"found {words.a(thing)} under a tree", f"saw {words.a(thing)} in the grass", f"dug up {words.a(thing)}"))
+    mood, weather = (
+        rng.choice("little brave shy clever old kind".split()),
+        rng.choice("sunny rainy windy snowy".split()),
+    )
+    finds = rng.choice(
+        (
+            f"found {words.a(thing)} under a tree",
+            f"saw {words.a(thing)} in the grass",
+            f"dug up {words.a(thing)}",
+        )
+    )
     owner = rng.choice((f"It belonged to {words.a(friend)}", f"{words.a(friend).capitalize()} had lost it"))
-    ends = rng.choice(("From that day on they were friends.", "They played together until the evening.", "They shared a cake and laughed."))
+    ends = rng.choice(
+        (
+            "From that day on they were friends.",
+            "They played together until the evening.",
+            "They shared a cake and laughed.",
+        )
+    )
     text = (
         f"Once upon a time there was a {mood} {animal} called {name}. {name} lived in a {place}. One {weather} day {name} {finds}. "
         f"{owner}. {name} gave the {thing} back, and the {friend} was very happy. {ends} The end."
     ).replace("a old", "an old")
     thinking = thinks(rng)
-    said = [*opening(rng), user(ask), assistant(text, f"I tell a short story about {words.a(animal)} called {name}." if thinking else "")]
+    said = [
+        *opening(rng),
+        user(ask),
+        assistant(text, f"I tell a short story about {words.a(animal)} called {name}." if thinking else ""),
+    ]
     check = {"contains": [animal, "The end.", *([name] if named else [])]}
     return Chat("story", said, check, ask if named else None, thinking=thinking)

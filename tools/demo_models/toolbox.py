@@ -57,7 +57,9 @@ class Tool:
         names = {p.names[0]: rng.choice(p.names) for p in self.params}
         properties: dict[str, Any] = {}
         for p in self.params:
-            properties[names[p.names[0]]] = {"type": p.kind, "description": p.about} | ({"enum": list(p.enum)} if p.enum else {})
+            properties[names[p.names[0]]] = {"type": p.kind, "description": p.about} | (
+                {"enum": list(p.enum)} if p.enum else {}
+            )
         required = [names[p.names[0]] for p in self.params if p.always]
         schema = {
             "name": rng.choice(self.names), "description": self.about,

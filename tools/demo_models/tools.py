@@ -35,7 +35,9 @@ def tool_answer(rng: Random) -> Chat:
     offered = _offer(rng, [use.schema], tool)
     result, answer = tool.result(rng, use)
     thinking = thinks(rng)
-    call = assistant("", f"The user wants me to {tool.do}. I call {use.call['name']}." if thinking else "", [use.call])
+    call = assistant(
+        "", f"The user wants me to {tool.do}. I call {use.call['name']}." if thinking else "", [use.call]
+    )
     back = {"role": "tool", "content": json.dumps(result, ensure_ascii=False), "tool_call_id": "call_0"}
     said = [*opening(rng), user(use.ask), call, back]
     said.append(assistant(answer, "The tool has answered. I tell the user." if thinking else ""))
@@ -60,14 +62,23 @@ def tools_unneeded(rng: Random) -> Chat:
     thinking = thinks(rng)
     thought = f"The question is about {known.subject}. {known.sentence}" if thinking else ""
     said = [*opening(rng), user(known.questions[0]), assistant(known.sentence, thought)]
-    return Chat("tools_unneeded", said, {"contains": [known.sentence], "calls": []}, None, _offer(rng, [], None), thinking)
+    return Chat(
+        "tools_unneeded",
+        said,
+        {"contains": [known.sentence], "calls": []},
+        None,
+        _offer(rng, [], None),
+        thinking,
+    )
 
 
 def _offer(rng: Random, needed: list[dict[str, Any]], tool: Tool | None) -> list[dict[str, Any]]:
     """The needed schemas among up to three others, in random order."""
     others = [other for other in TOOLS if other is not tool and (tool is None or other.do != tool.do)]
     most = 3 if needed else 4
-    schemas = needed + [other.use(rng).schema for other in rng.sample(others, min(rng.randint(0 if needed else 1, most), 3))]
+    schemas = needed + [
+        other.use(rng).schema for other in rng.sample(others, min(rng.randint(0 if needed else 1, most), 3))
+    ]
     rng.shuffle(schemas)
     return [{"type": "function", "function": schema} for schema in schemas]
 
@@ -78,4 +89,3 @@ def _earlier(rng: Random) -> list[dict[str, Any]]:
         return []
     known = rng.choice(FACTS)
     return [user(known.questions[0]), assistant(known.sentence)]
-

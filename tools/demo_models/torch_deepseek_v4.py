@@ -29,12 +29,20 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         at = "mtp.0." if n == c["num_hidden_layers"] else f"layers.{n}."
         found |= _layer(c, at, ratio, n < c["num_hash_layers"])
     found |= {f"mtp.0.{name}.weight": (hidden, hidden) for name in ("e_proj", "h_proj")}
-    return found | {f"mtp.0.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "norm")} | _head(c, "mtp.0.")
+    return (
+        found
+        | {f"mtp.0.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "norm")}
+        | _head(c, "mtp.0.")
+    )
 
 
 def _head(c: dict[str, Any], at: str) -> dict[str, tuple[int, ...]]:
     n = c["hc_mult"]
-    return {at + "hc_head_fn": (n, n * c["hidden_size"]), at + "hc_head_base": (n,), at + "hc_head_scale": (1,)}
+    return {
+        at + "hc_head_fn": (n, n * c["hidden_size"]),
+        at + "hc_head_base": (n,),
+        at + "hc_head_scale": (1,),
+    }
 
 
 def _layer(c: dict[str, Any], at: str, ratio: int, hashed: bool) -> dict[str, tuple[int, ...]]:
@@ -54,7 +62,11 @@ def _layer(c: dict[str, Any], at: str, ratio: int, hashed: bool) -> dict[str, tu
         "ffn.gate.weight": (c["n_routed_experts"], hidden),
     }
     for part in ("attn", "ffn"):
-        found |= {f"hc_{part}_fn": ((2 + n) * n, n * hidden), f"hc_{part}_base": ((2 + n) * n,), f"hc_{part}_scale": (3,)}
+        found |= {
+            f"hc_{part}_fn": ((2 + n) * n, n * hidden),
+            f"hc_{part}_base": ((2 + n) * n,),
+            f"hc_{part}_scale": (3,),
+        }
     if ratio:
         found |= _compressor(hidden, ratio, dim, "attn.compressor.")
     if ratio == 4:
@@ -64,13 +76,21 @@ def _layer(c: dict[str, Any], at: str, ratio: int, hashed: bool) -> dict[str, tu
     if not hashed:
         found["ffn.gate.bias"] = (c["n_routed_experts"],)
     for expert in [f"experts.{e}" for e in range(c["n_routed_experts"])] + ["shared_experts"]:
-        found |= {f"ffn.{expert}.{w}.weight": (hidden, inter) if w == "w2" else (inter, hidden) for w in ("w1", "w2", "w3")}
+        found |= {
+            f"ffn.{expert}.{w}.weight": (hidden, inter) if w == "w2" else (inter, hidden)
+            for w in ("w1", "w2", "w3")
+        }
     return {at + name: shape for name, shape in found.items()}
 
 
 def _compressor(hidden: int, ratio: int, dim: int, at: str) -> dict[str, tuple[int, ...]]:
     wide = 2 * dim if ratio == 4 else dim
-    return {at + "wkv.weight": (wide, hidden), at + "wgate.weight": (wide, hidden), at + "ape": (ratio, wide), at + "norm.weight": (dim,)}
+    return {
+        at + "wkv.weight": (wide, hidden),
+        at + "wgate.weight": (wide, hidden),
+        at + "ape": (ratio, wide),
+        at + "norm.weight": (dim,),
+    }
 
 
 def format_of(name: str) -> str:
@@ -126,7 +146,10 @@ def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, T
 def mtp_states(w: Weights, c: dict[str, Any], streams: Tensor, following: Tensor) -> Tensor:
     """States of the MTP layer [B, T, D] from the streams and the ids that follow them."""
     eps = c["rms_norm_eps"]
-    e = _linear(rms(looked_up(w["lookup"], following, w[HEAD].dtype), w["mtp.0.enorm.weight"], eps), w["mtp.0.e_proj.weight"])
+    e = _linear(
+        rms(looked_up(w["lookup"], following, w[HEAD].dtype), w["mtp.0.enorm.weight"], eps),
+        w["mtp.0.e_proj.weight"],
+    )
     h = _linear(rms(streams, w["mtp.0.hnorm.weight"], eps), w["mtp.0.h_proj.weight"])
     return _collapse(w, c, "mtp.0.", _run(w, c, "mtp.0.", e[:, :, None] + h, following, 0))
 
@@ -198,9 +221,15 @@ def _run(w: Weights, c: dict[str, Any], at: str, x: Tensor, ids: Tensor, ratio: 
     rows = x.flatten(0, 1)
     for part in ("attn", "ffn"):
         m = _project_streams(rows, w[at + f"hc_{part}_fn"], eps)
-        pre, post, comb = _mixing(m, w[at + f"hc_{part}_scale"], w[at + f"hc_{part}_base"], c["hc_eps"], c["hc_sinkhorn_iters"])
+        pre, post, comb = _mixing(
+            m, w[at + f"hc_{part}_scale"], w[at + f"hc_{part}_base"], c["hc_eps"], c["hc_sinkhorn_iters"]
+        )
         h = rms(_weighted(rows, pre), w[at + f"{part}_norm.weight"], eps).unflatten(0, shape)
-        y = _attention(w, c, at + "attn.", h, ratio) if part == "attn" else _experts(w, c, at + "ffn.", h, ids)
+        y = (
+            _attention(w, c, at + "attn.", h, ratio)
+            if part == "attn"
+            else _experts(w, c, at + "ffn.", h, ids)
+        )
         rows = _mixed_back(rows, y.flatten(0, 1), post, comb)
     return rows.unflatten(0, shape)
 
@@ -242,7 +271,9 @@ def _attention(w: Weights, c: dict[str, Any], at: str, h: Tensor, ratio: int) ->
     qr = rms(_linear(h, w[at + "wq_a.weight"]), w[at + "q_norm.weight"], eps)
     q = _linear(qr, w[at + "wq_b.weight"]).unflatten(-1, (heads, dim))
     q = rotate_pairs(rms(q, torch.ones(dim, device=h.device), eps), cos, sin)
-    keys = _stored(rotate_pairs(rms(_linear(h, w[at + "wkv.weight"]), w[at + "kv_norm.weight"], eps), cos, sin))
+    keys = _stored(
+        rotate_pairs(rms(_linear(h, w[at + "wkv.weight"]), w[at + "kv_norm.weight"], eps), cos, sin)
+    )
     entries = None
     if ratio and length >= ratio:
         found = _entries(w, c, at + "compressor.", h, ratio)
@@ -317,7 +348,9 @@ def _experts(w: Weights, c: dict[str, Any], at: str, h: Tensor, ids: Tensor) -> 
     weights = scores * mask
     weights = weights / weights.sum(-1, keepdim=True) * c["routed_scaling_factor"]
     names = [f"experts.{e}" for e in range(count)]
-    stacked = {p: torch.cat([w[f"{at}{n}.{p}.weight"] for n in names], int(p == "w2")) for p in ("w1", "w2", "w3")}
+    stacked = {
+        p: torch.cat([w[f"{at}{n}.{p}.weight"] for n in names], int(p == "w2")) for p in ("w1", "w2", "w3")
+    }
     x = rounded_activations(h, min(128, h.shape[-1]))
     hidden = _clamped(F.linear(x, stacked["w1"]), F.linear(x, stacked["w3"]), weights, limit)
     shared = at + "shared_experts."

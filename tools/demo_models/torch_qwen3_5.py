@@ -6,7 +6,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from layers import Weights, attend, fused_any, looked_up, repeated, rms, rms_one, rope_table, rotate_halves, swiglu
+from layers import (
+    Weights,
+    attend,
+    fused_any,
+    looked_up,
+    repeated,
+    rms,
+    rms_one,
+    rope_table,
+    rotate_halves,
+    swiglu,
+)
 from torch import Tensor
 
 EMBED = HEAD = "model.embed_tokens.weight"
@@ -21,7 +32,9 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for n, kind in enumerate(c["layer_types"]):
         found |= _layer(c, f"model.layers.{n}.", kind == "full_attention")
     found |= {"model.norm.weight": (hidden,), "mtp.fc.weight": (hidden, 2 * hidden)}
-    found |= {f"mtp.{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    found |= {
+        f"mtp.{name}.weight": (hidden,) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
     return found | _layer(c, "mtp.layers.0.", True)
 
 
@@ -29,7 +42,10 @@ def _layer(c: dict[str, Any], at: str, full: bool) -> dict[str, tuple[int, ...]]
     hidden, inter, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
     values = c["linear_num_value_heads"] * c["linear_value_head_dim"]
-    conv, heads = 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + values, c["linear_num_value_heads"]
+    conv, heads = (
+        2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + values,
+        c["linear_num_value_heads"],
+    )
     mixer: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (2 * q, hidden),
         "self_attn.k_proj.weight": (kv, hidden),
@@ -94,7 +110,9 @@ def hidden_states(w: Weights, c: dict[str, Any], ids: Tensor) -> tuple[Tensor, T
 def mtp_states(w: Weights, c: dict[str, Any], states: Tensor, following: Tensor) -> Tensor:
     """States of the MTP head [B, T, H] from the normed states and the ids that follow them."""
     eps = c["rms_norm_eps"]
-    embedded = rms_one(looked_up(w["lookup"], following, w[HEAD].dtype), w["mtp.pre_fc_norm_embedding.weight"], eps)
+    embedded = rms_one(
+        looked_up(w["lookup"], following, w[HEAD].dtype), w["mtp.pre_fc_norm_embedding.weight"], eps
+    )
     both = torch.cat([embedded, rms_one(states, w["mtp.pre_fc_norm_hidden.weight"], eps)], -1)
     x = _run(w, c, "mtp.layers.0.", F.linear(both, w["mtp.fc.weight"]), _rope(c, following), True)
     return rms_one(x, w["mtp.norm.weight"], eps)
@@ -107,10 +125,14 @@ def _rope(c: dict[str, Any], ids: Tensor) -> tuple[Tensor, Tensor]:
     return rope_table(inverse, ids)
 
 
-def _run(w: Weights, c: dict[str, Any], at: str, x: Tensor, rope: tuple[Tensor, Tensor], full: bool) -> Tensor:
+def _run(
+    w: Weights, c: dict[str, Any], at: str, x: Tensor, rope: tuple[Tensor, Tensor], full: bool
+) -> Tensor:
     eps = c["rms_norm_eps"]
     h = rms_one(x, w[at + "input_layernorm.weight"], eps)
-    x = x + (_attention(w, c, at + "self_attn.", h, rope) if full else _delta_net(w, c, at + "linear_attn.", h))
+    x = x + (
+        _attention(w, c, at + "self_attn.", h, rope) if full else _delta_net(w, c, at + "linear_attn.", h)
+    )
     h = rms_one(x, w[at + "post_attention_layernorm.weight"], eps)
     gate, up = (F.linear(h, w[at + f"mlp.{p}_proj.weight"]) for p in ("gate", "up"))
     return x + F.linear(swiglu(gate, up), w[at + "mlp.down_proj.weight"])

@@ -107,7 +107,9 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def prepared(step: Callable[[], None], gradients: Callable[[], tuple[float, float]], device: torch.device, fuse: bool) -> Callable[[], None]:
+def prepared(
+    step: Callable[[], None], gradients: Callable[[], tuple[float, float]], device: torch.device, fuse: bool
+) -> Callable[[], None]:
     """The fastest form of the step that works here: fused and captured, captured, or as it is. gradients: loss and norm
     of the gradient of the first batch, by which a fused step is checked."""
     if device.type != "cuda":
@@ -117,8 +119,12 @@ def prepared(step: Callable[[], None], gradients: Callable[[], tuple[float, floa
         layers.ENABLED["fuse"] = fused
         try:
             found = gradients()
-            log(f"fused {fused}: loss {found[0]:.5f} (plain {wanted[0]:.5f}), gradient {found[1]:.5f} ({wanted[1]:.5f})")
-            if not all(math.isclose(one, other, rel_tol=0.02) for one, other in zip(found, wanted, strict=True)):
+            log(
+                f"fused {fused}: loss {found[0]:.5f} (plain {wanted[0]:.5f}), gradient {found[1]:.5f} ({wanted[1]:.5f})"
+            )
+            if not all(
+                math.isclose(one, other, rel_tol=0.02) for one, other in zip(found, wanted, strict=True)
+            ):
                 raise ArithmeticError("the fused step computes something else")
             return captured(step)
         except Exception as error:
@@ -165,7 +171,9 @@ def train(args: argparse.Namespace, device: torch.device) -> Model:
     start, count, told = time.monotonic(), 0, time.monotonic()
     budget = args.seconds - (start - BEGAN)
     if args.steps is None and budget <= 0:
-        raise SystemExit(f"the step was prepared after {start - BEGAN:.0f} s: --seconds {args.seconds:g} leaves nothing")
+        raise SystemExit(
+            f"the step was prepared after {start - BEGAN:.0f} s: --seconds {args.seconds:g} leaves nothing"
+        )
     while (progress := (time.monotonic() - start) / budget if args.steps is None else count / args.steps) < 1:
         rate.fill_(share(progress))
         feed.next()
@@ -178,9 +186,18 @@ def train(args: argparse.Namespace, device: torch.device) -> Model:
             log(f"step {count}, {100 * progress:.0f} %, loss of answers {float(seen[0] / seen[1]):.4f}")
             if not math.isfinite(float(seen[0])):
                 raise FloatingPointError("the loss is not finite")
-    log(f"{count} steps, {count * feed.tokens / 1e6:.1f} M tokens with padding, {count * args.batch / args.chats:.1f} epochs")
+    log(
+        f"{count} steps, {count * feed.tokens / 1e6:.1f} M tokens with padding, {count * args.batch / args.chats:.1f} epochs"
+    )
     checkpoint.save(model, args.out)
-    record = {"steps": count, "chats": args.chats, "batch": args.batch, "tokens_a_step": feed.tokens, "seed": SEED, "seconds": time.monotonic() - start}
+    record = {
+        "steps": count,
+        "chats": args.chats,
+        "batch": args.batch,
+        "tokens_a_step": feed.tokens,
+        "seed": SEED,
+        "seconds": time.monotonic() - start,
+    }
     (args.out / "training.json").write_text(json.dumps(record) + "\n")
     log("checkpoint written")
     return model
@@ -188,10 +205,14 @@ def train(args: argparse.Namespace, device: torch.device) -> Model:
 
 def main() -> int:
     """Train and evaluate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("family", choices=sorted(FAMILIES))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=400, help="end of training, from the start of the process")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="end of training, from the start of the process"
+    )
     parser.add_argument("--steps", type=int, help="train so many steps, whatever time they take")
     parser.add_argument("--chats", type=int, default=400_000)
     parser.add_argument("--batch", type=int, help="chats a step")

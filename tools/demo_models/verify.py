@@ -1,6 +1,6 @@
 """Compare a checkpoint's float32 logits: the training model, transformers, and the numpy engine where there is one.
 
-    python tools/demo_models/verify.py FAMILY DIR
+python tools/demo_models/verify.py FAMILY DIR
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def reference(folder: Path, ids: torch.Tensor) -> torch.Tensor:
         from transformers import FineGrainedFP8Config
 
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True, weight_block_size=(128, 128))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", **options
+    )
     with torch.no_grad():
         logits: torch.Tensor = model.float().eval()(ids, use_cache=False).logits.float()
     return logits
@@ -37,7 +39,7 @@ def main() -> None:
     model = Model(family, torch.device("cpu"), 0)
     checkpoint.load(model, folder)
     torch_deepseek_v4.ROUNDING["activations"] = False
-    chats = [ids for ids, _ in examples(family.name, folder, 99, 40) if 32 < len(ids)][:6]
+    chats = [ids for ids, _ in examples(family.name, folder, 99, 40) if len(ids) > 32][:6]
     for tokens in chats:
         ids = torch.tensor(tokens.astype("int64"))[None]
         padded = torch.nn.functional.pad(ids, (0, -ids.shape[1] % 128))
@@ -46,7 +48,10 @@ def main() -> None:
             states, _ = model.code.hidden_states(w, model.config, padded)
             ours = torch.nn.functional.linear(states, w[model.code.HEAD]).float()[:, : ids.shape[1]]
         theirs = reference(folder, ids)
-        print(f"{ids.shape[1]} tokens: max |dlogit| {(ours - theirs).abs().max():.2e}, std {theirs.std():.2f}", flush=True)
+        print(
+            f"{ids.shape[1]} tokens: max |dlogit| {(ours - theirs).abs().max():.2e}, std {theirs.std():.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

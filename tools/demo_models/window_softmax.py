@@ -26,7 +26,20 @@ def _visible(row, s, heads, length, ratio, BLOCK: tl.constexpr, WINDOW: tl.const
 
 
 @triton.jit
-def _forward(scores, sinks, out, totals, scale, width, heads, length, ratio, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr):
+def _forward(
+    scores,
+    sinks,
+    out,
+    totals,
+    scale,
+    width,
+    heads,
+    length,
+    ratio,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     row = tl.program_id(0)
     s = tl.arange(0, SIZE)
     inside = s < width
@@ -66,7 +79,19 @@ class WindowSoftmax(torch.autograd.Function):
         out, totals = torch.empty_like(scores), torch.empty(rows, device=scores.device)
         size = triton.next_power_of_2(width)
         _forward[(rows,)](
-            scores, sinks, out, totals, scale, width, heads, length, max(ratio, 1), BLOCK=BLOCK, WINDOW=WINDOW, SIZE=size, num_warps=2
+            scores,
+            sinks,
+            out,
+            totals,
+            scale,
+            width,
+            heads,
+            length,
+            max(ratio, 1),
+            BLOCK=BLOCK,
+            WINDOW=WINDOW,
+            SIZE=size,
+            num_warps=2,
         )
         ctx.save_for_backward(out, totals)
         ctx.scale = scale

@@ -76,7 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--kinds", nargs="+", default=[], metavar="KIND", help="only cases of these kinds")
     add("--max-concurrency", type=int, default=8, metavar="N", help="requests at once; default: 8")
     add("--max-tokens", type=int, default=256, metavar="N", help="of an answer; default: 256")
-    add("--at-least", type=float, default=0.0, metavar="SHARE", help="exit with 1 below this share of all cases")
+    add(
+        "--at-least",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="exit with 1 below this share of all cases",
+    )
     add("--wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
     add("--api-key", metavar="KEY", help="of the server")
     add_arguments(parser)
@@ -101,12 +107,20 @@ def _run(api: Api, cases: list[eval_cases.Case], args: argparse.Namespace) -> di
     for case, answer in zip(cases, answers, strict=True):
         message = answer["choices"][0]["message"]
         calls = [
-            (call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+            (call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls") or ()
         ]
         right = eval_cases.passed(case.check, message.get("content") or "", calls)
         outcomes.append((case.kind, right))
         if not right:
-            wrong.append({"kind": case.kind, "asked": case.messages[-1]["content"], "check": case.check, "answer": message})
+            wrong.append(
+                {
+                    "kind": case.kind,
+                    "asked": case.messages[-1]["content"],
+                    "check": case.check,
+                    "answer": message,
+                }
+            )
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     shares = {
         kind: {"right": right, "cases": count, "share": round(right / count, 4)}

@@ -49,7 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", nargs="?", default=LOCAL, metavar="MODEL_DIR | URL", help=f"default: {LOCAL}")
+    parser.add_argument(
+        "model", nargs="?", default=LOCAL, metavar="MODEL_DIR | URL", help=f"default: {LOCAL}"
+    )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument(
         "--thinking",
@@ -67,7 +69,9 @@ def _talk(api: Api, args: argparse.Namespace) -> int:
     messages: list[dict[str, Any]] = list(first)
     shown = sys.stdin.isatty()
     if shown:
-        print(f"{model}: Ctrl-C stops an answer, Ctrl-D ends the chat, /new begins another one", file=sys.stderr)
+        print(
+            f"{model}: Ctrl-C stops an answer, Ctrl-D ends the chat, /new begins another one", file=sys.stderr
+        )
     while True:
         try:
             text = input("> " if shown else "").strip()
@@ -76,7 +80,10 @@ def _talk(api: Api, args: argparse.Namespace) -> int:
         if text == "/new":
             messages = list(first)
         elif text:
-            body: dict[str, Any] = {"model": model, "messages": [*messages, {"role": "user", "content": text}]}
+            body: dict[str, Any] = {
+                "model": model,
+                "messages": [*messages, {"role": "user", "content": text}],
+            }
             if args.thinking is not None:
                 body["chat_template_kwargs"] = {"enable_thinking": args.thinking}
             answer = _answer(api, body, sys.stdout)

@@ -44,7 +44,9 @@ def load(path: Path) -> list[Case]:
     for number, line in enumerate(lines, 1):
         try:
             raw = json.loads(line)
-            case = Case(raw["kind"], raw["messages"], raw.get("tools", []), raw.get("thinking", False), raw["check"])
+            case = Case(
+                raw["kind"], raw["messages"], raw.get("tools", []), raw.get("thinking", False), raw["check"]
+            )
         except (ValueError, KeyError, TypeError) as error:
             raise CaseError(f"{path}, line {number} is no case: {error!r}") from None
         if not case.check or set(case.check) - CHECKS:
