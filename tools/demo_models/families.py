@@ -108,7 +108,7 @@ DEEPSEEK_V4: dict[str, Any] = {
     "hidden_act": "silu",
     "hidden_size": 128,
     "index_head_dim": 128,
-    "index_n_heads": 4,
+    "index_n_heads": 16,
     "index_topk": POSITIONS // 4,
     "initializer_range": 0.02,
     "max_position_embeddings": POSITIONS,
