@@ -1,11 +1,11 @@
-# make serve      serve MODEL=DIR, or a tiny random Qwen3 made on the spot, on PORT (8000); FLAGS="--..." are passed on
+# make serve      serve MODEL=DIR, by default the small trained demo/qwen3, on PORT (8000); FLAGS="--..." are passed on
 # make test       lint, types and all tests but the slow ones
 # make test-all   the slow ones too: long schedules, every architecture, every library from its wheel
 # make clean      remove what the others made
 # Needs Python 3.11 or newer with pip and venv; the first run downloads the rest.
 
 PORT ?= 8000
-TINY := model/tiny-qwen3
+MODEL ?= demo/qwen3
 LIBS := tensor kernels graph kvpool sampler scheduler frontend
 PROJECTS := pyproject.toml recipes/pyproject.toml $(LIBS:%=libs/%/pyproject.toml)
 
@@ -31,11 +31,12 @@ endef
 .PHONY: serve test test-all clean
 .DELETE_ON_ERROR:
 
-serve: $(RUNTIME) $(if $(MODEL),,$(TINY)/config.json)
+serve: $(RUNTIME)
 	@echo "Once it is ready, in another terminal:"
-	@echo "  curl -s http://127.0.0.1:$(PORT)/v1/completions -H 'Content-Type: application/json' \\"
-	@echo "    -d '{\"prompt\": \"Hello\", \"max_tokens\": 16}'"
-	@exec .venv/bin/openinfer serve $(or $(MODEL),$(TINY)) --port $(PORT) $(FLAGS)
+	@echo "  curl -s http://127.0.0.1:$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]}'"
+	@echo "  .venv/bin/openinfer chat http://127.0.0.1:$(PORT)"
+	@exec .venv/bin/openinfer serve $(MODEL) --port $(PORT) $(FLAGS)
 
 test: $(TESTING)
 	@.venv-test/bin/python scripts/run_tests.py
@@ -44,7 +45,7 @@ test-all: $(TESTING)
 	@.venv-test/bin/python scripts/run_tests.py --all
 
 clean:
-	rm -rf .venv .venv-test $(TINY) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-test .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(RUNTIME): $(PROJECTS)
 	$(call make_venv,.venv)
@@ -58,7 +59,3 @@ $(TESTING): $(PROJECTS) .ci/constraints.txt
 	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy \
 		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e .
 	@touch $@
-
-$(TINY)/config.json: scripts/tiny_checkpoint.py | $(RUNTIME)
-	@echo "Writing a tiny Qwen3 with random weights to $(TINY); to serve your own: MODEL=DIR make serve"
-	@.venv/bin/python scripts/tiny_checkpoint.py $(TINY)

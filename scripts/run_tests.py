@@ -33,7 +33,6 @@ TYPED_SCRIPTS = (
     "clients/speaker",
     "deepseek_v4_parallel",
     "run_tests",
-    "tiny_checkpoint",
 )
 # Threads of several processes that spin for two cores make small products sixty times slower.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", **os.environ}

@@ -73,7 +73,7 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
         (
             ["quantize"],
             2,
-            "unknown command 'quantize'; there are serve, compile, bench, tune, explain, selftest",
+            "unknown command 'quantize'; there are serve, chat, compile, bench, tune, explain, selftest",
         ),
         (["serve"], 2, "MODEL_DIR comes first: openinfer serve MODEL_DIR"),
         (["serve", "--port", "1", str(TINY)], 2, "MODEL_DIR comes first"),

@@ -43,7 +43,7 @@ def evaluate(model: Model, folder: Path, cases: Path, rows: int = 128) -> dict[s
             text = tokenizer.decode(
                 [t for t in sequence[len(prompts[n]) :] if t != end], skip_special_tokens=False
             )
-            content, calls = _read(model.family.name, loaded[n], text)
+            content, calls = read(model.family.name, loaded[n], text)
             good = eval_cases.passed(loaded[n].check, content, calls)
             results.append((loaded[n].kind, good))
             if not good:
@@ -59,7 +59,7 @@ def evaluate(model: Model, folder: Path, cases: Path, rows: int = 128) -> dict[s
     return {"scores": scores, "mtp_accepted": round(hits / drafted, 4) if drafted else None, "wrong": wrong}
 
 
-def _read(family: str, case: eval_cases.Case, text: str) -> tuple[str, list[tuple[str, str]]]:
+def read(family: str, case: eval_cases.Case, text: str) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, as the server's parser finds them."""
     chat = families.frontend("chat")
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in case.tools}
