@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -40,10 +40,10 @@ class Rows:
     total: Array
 
 
-def chats(seed: int) -> Iterator[Chat]:
-    """An endless stream of training chats: none that is held out."""
+def chats(seed: int, shares: Mapping[str, int] | None = None) -> Iterator[Chat]:
+    """An endless stream of training chats: none that is held out. shares: instead of MIX's, by the makers' names."""
     rng = Random(seed)
-    makers, weights = list(MIX), list(MIX.values())
+    makers, weights = list(MIX), [(shares or {}).get(maker.__name__, share) for maker, share in MIX.items()]
     while True:
         chat = rng.choices(makers, weights)[0](rng)
         if not chat.held_out:
@@ -60,7 +60,9 @@ def texts(name: str, seed: int, count: int) -> list[str]:
     ]
 
 
-def examples(name: str, folder: Path, seed: int, count: int) -> list[tuple[Array, int]]:
+def examples(
+    name: str, folder: Path, seed: int, count: int, shares: Mapping[str, int] | None = None
+) -> list[tuple[Array, int]]:
     """So many chats: ids of prompt and answer, which are encoded apart as in a server, and the prompt's length."""
     family = FAMILIES[name]
     render = family.renderer()
@@ -73,7 +75,10 @@ def examples(name: str, folder: Path, seed: int, count: int) -> list[tuple[Array
     return [(np.array(p.ids + a.ids, np.uint16), len(p.ids)) for p, a in zip(prompts, answers, strict=True)]
 
 
-def part(job: tuple[str, Path, int, int]) -> tuple[Array, Array, Array]:
+Job = tuple[str, Path, int, int, Mapping[str, int]]
+
+
+def part(job: Job) -> tuple[Array, Array, Array]:
     """The ids of some chats one after another, the prompts' lengths and the chats' lengths."""
     found = examples(*job)
     prompts = np.array([start for _, start in found], np.int16)
@@ -88,8 +93,10 @@ class Maker:
     """Makes about `count` chats in other processes, while this one does something else. The same for the same
     arguments. To be made before anything touches the GPU, because the processes are forked."""
 
-    def __init__(self, name: str, folder: Path, seed: int, count: int, processes: int) -> None:
-        jobs = [(name, folder, seed * 1_000_003 + n, PART) for n in range(-(-count // PART))]
+    def __init__(
+        self, name: str, folder: Path, seed: int, count: int, processes: int, shares: Mapping[str, int]
+    ) -> None:
+        jobs = [(name, folder, seed * 1_000_003 + n, PART, shares) for n in range(-(-count // PART))]
         self._pool = multiprocessing.get_context("fork").Pool(processes)
         self._parts = self._pool.map_async(part, jobs, chunksize=1)
 

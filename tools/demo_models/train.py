@@ -143,9 +143,11 @@ def share(progress: float) -> float:
 def train(args: argparse.Namespace, device: torch.device) -> Model:
     """The trained model; its checkpoint is written."""
     family = FAMILIES[args.family]
-    maker = corpus.Maker(family.name, args.out, SEED, args.chats, args.processes)
-    sample = corpus.in_rows([corpus.part((family.name, args.out, SEED + 1, SAMPLE))])
+    maker = corpus.Maker(family.name, args.out, args.seed, args.chats, args.processes, args.shares)
+    sample = corpus.in_rows([corpus.part((family.name, args.out, args.seed + 1, SAMPLE, args.shares))])
     model = Model(family, device, SEED)
+    if args.resume:
+        checkpoint.load(model, args.resume)
     feed = Feed(sample, args.batch, device)
     rate, seen = torch.zeros((), device=device), torch.zeros(2, device=device)
     optimizer = Optimizer(*model.parts(), rate)
@@ -175,7 +177,7 @@ def train(args: argparse.Namespace, device: torch.device) -> Model:
             f"the step was prepared after {start - BEGAN:.0f} s: --seconds {args.seconds:g} leaves nothing"
         )
     while (progress := (time.monotonic() - start) / budget if args.steps is None else count / args.steps) < 1:
-        rate.fill_(share(progress))
+        rate.fill_(args.rate * share(progress))
         feed.next()
         run()
         count += 1
@@ -195,12 +197,20 @@ def train(args: argparse.Namespace, device: torch.device) -> Model:
         "chats": args.chats,
         "batch": args.batch,
         "tokens_a_step": feed.tokens,
-        "seed": SEED,
-        "seconds": time.monotonic() - start,
+        "seed": args.seed,
+        "rate": args.rate,
+        "shares": args.shares,
+        "resumed": args.resume is not None,
+        "seconds": round(time.monotonic() - start, 1),
     }
     (args.out / "training.json").write_text(json.dumps(record) + "\n")
     log("checkpoint written")
     return model
+
+
+def shares(text: str) -> dict[str, int]:
+    """tool_call=25,counting=10."""
+    return {kind: int(number) for kind, _, number in (part.partition("=") for part in text.split(","))}
 
 
 def main() -> int:
@@ -216,6 +226,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="train so many steps, whatever time they take")
     parser.add_argument("--chats", type=int, default=400_000)
     parser.add_argument("--batch", type=int, help="chats a step")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="begin with this checkpoint's weights")
+    parser.add_argument("--rate", type=float, default=1.0, help="of the usual learning rates")
+    parser.add_argument("--seed", type=int, default=SEED, help="of the chats")
+    parser.add_argument(
+        "--shares", type=shares, default={}, metavar="KIND=N,...", help="so many of these kinds in the mix"
+    )
     parser.add_argument("--processes", type=int, default=5)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cases", type=Path, default=FOLDER / "eval.jsonl")
