@@ -15,7 +15,7 @@ import pytest
 from openinfer.cli import bench_eval, chat, recipes
 
 DEMO = Path(__file__).parents[1] / "demo"
-FAMILIES = [path.parent.name for path in sorted(DEMO.glob("*/config.json"))]
+FAMILIES = ("qwen3", "qwen3_5", "deepseek_v4")
 QUIET: Any = {"chat_template_kwargs": {"enable_thinking": False}}
 THINK: Any = {"chat_template_kwargs": {"enable_thinking": True}}
 WEATHER: Any = {
@@ -60,10 +60,6 @@ def ask(url: str) -> Iterator[Callable[..., Any]]:
             )
 
         yield ask
-
-
-def test_all_families_are_there() -> None:
-    assert set(FAMILIES) >= {"qwen3", "qwen3_5"}
 
 
 def test_a_fact(ask: Callable[..., Any]) -> None:
@@ -111,14 +107,16 @@ def test_a_stop_string_inside_a_word(ask: Callable[..., Any]) -> None:
 
 
 def test_turns_share_their_prefix(ask: Callable[..., Any]) -> None:
-    said: list[Any] = [{"role": "system", "content": "You are a helpful assistant. " * 40}]
+    said: list[Any] = [{"role": "system", "content": "You are a helpful assistant."}]
     cached = []
-    for text in ("My name is Nora.", "I live in Porto.", "What is my name?"):
+    countries = ("Peru", "Japan", "Kenya", "Spain", "Chile", "Norway", "Egypt", "Poland")
+    asked = [f"What is the capital of {country}?" for country in countries]
+    for text in (*asked, "My name is Nora.", "What is my name?"):
         said.append({"role": "user", "content": text})
         answer = ask(said)
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)
         said.append({"role": "assistant", "content": answer.choices[0].message.content})
-    assert "Nora" in said[-1]["content"]
+    assert said[-1]["content"] == "Your name is Nora."
     assert cached[0] < cached[-1]
     assert cached[-1] >= 128
 
@@ -135,7 +133,7 @@ def test_streamed_as_whole(ask: Callable[..., Any]) -> None:
 
 def test_the_evaluation(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A part of it: the whole is `openinfer bench eval demo/NAME`."""
-    cases = (DEMO / "eval.jsonl").read_text().splitlines()[::8]
+    cases = (DEMO / "eval.jsonl").read_text().splitlines()[::20]
     (tmp_path / "cases.jsonl").write_text("\n".join(cases))
     flags = ["--cases", str(tmp_path / "cases.jsonl"), "--json", str(tmp_path / "result.json")]
     assert bench_eval.main([url, *flags, "--at-least", "0.85"]) == 0

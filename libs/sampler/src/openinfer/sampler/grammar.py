@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -214,8 +214,11 @@ class Compiler:
         self._ll = llguidance
         self._vocabulary = len(tokens) if vocabulary is None else vocabulary
         padded = [*tokens, *[b""] * (self._vocabulary - len(tokens))]  # a token of no bytes is never allowed
-        wrapper = llguidance.TokenizerWrapper(_Tokens(padded, special_ids, eos_ids[0]))
-        self._tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(eos_ids))
+        vocabulary_of = _Tokens(padded, special_ids, eos_ids[0])
+        self._tokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(vocabulary_of), eos_token=list(eos_ids)
+        )
+        vocabulary_of.cut = self._tokenizer.greedy_tokenize
         self._limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._deadline_s, self._cached = deadline_s, cached
@@ -287,17 +290,23 @@ class Compiler:
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for it. Text is cut into single bytes where it asks for tokens: they are right
-    wherever masks are concerned, which look at the bytes only."""
+    """A vocabulary as llguidance asks for it. Where a grammar leaves one text only, llguidance has it cut into tokens and
+    allows just these, so the cut has to be one that a model is used to: the longest token first, which for the keys of
+    JSON and the marks of calls is nearly always the tokenizer's own. (Single bytes would be valid, and nothing that a
+    model was trained on: it loses the thread.)"""
 
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], special_ids: Sequence[int], eos_id: int) -> None:
         self.tokens, self.special_token_ids, self.eos_token_id = list(tokens), list(special_ids), eos_id
-        self._of_byte = {token: i for i, token in reversed(list(enumerate(tokens))) if len(token) == 1}
+        self.cut: Callable[[str], list[int]] = _no_cut
 
-    def __call__(self, text: bytes) -> list[int]:
-        return [self._of_byte[text[i : i + 1]] for i in range(len(text)) if text[i : i + 1] in self._of_byte]
+    def __call__(self, text: str) -> list[int]:
+        return self.cut(text)
+
+
+def _no_cut(text: str) -> list[int]:
+    raise TypeError(f"no text is cut before there is a tokenizer: {text!r}")
 
 
 def _lark_of_gbnf(text: str) -> str:
