@@ -290,10 +290,12 @@ class Compiler:
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for it. Where a grammar leaves one text only, llguidance has it cut into tokens and
-    allows just these, so the cut has to be one that a model is used to: the longest token first, which for the keys of
-    JSON and the marks of calls is nearly always the tokenizer's own. (Single bytes would be valid, and nothing that a
-    model was trained on: it loses the thread.)"""
+    """A vocabulary as llguidance asks for it.
+
+    Where a grammar leaves one text only, llguidance has it cut into tokens and allows just these, so the cut has to be
+    one that a model is used to: the longest token first, which for the keys of JSON and the marks of calls is nearly
+    always the tokenizer's own. (Single bytes would be valid, and nothing that a model was trained on.)
+    """
 
     bos_token_id = None
 
