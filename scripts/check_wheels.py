@@ -156,7 +156,8 @@ def check(
     library: str, wheels: Mapping[str, Path], folder: Path, constraints: list[Path], *, tests: bool
 ) -> None:
     """Install a library alone and look at it. Raises CheckFailed."""
-    venv.create(folder, with_pip=True)
+    # The newest pip: the one that Python 3.11 brings stumbles over constraints on what is wanted with extras.
+    venv.create(folder, with_pip=True, upgrade_deps=True)
     python = str(folder / "bin" / "python")
     # A constraint with an address binds a sibling to the wheel built here, but only if something declares it.
     siblings = folder / "siblings.txt"
