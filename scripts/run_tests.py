@@ -44,9 +44,16 @@ CHECKS: dict[str, list[str]] = {
     "mypy": ["mypy", *(part for package in PACKAGES for part in ("-p", package))],
     "mypy scripts": ["mypy", *(f"scripts/{name}.py" for name in TYPED_SCRIPTS)],
 }
-SUITES = [*(f"libs/{name}" for name in LIBRARIES), "recipes", "tests"]
+# Parts of tests/ that take long are suites of their own, for the two lanes to be of one length.
+SUITES = [
+    *(f"libs/{name}" for name in LIBRARIES),
+    "recipes",
+    "tests",
+    "tests/combinations",
+    "tests/test_independence.py",
+]
 # These take longest, so they are begun first.
-LONGEST = ("tests", "libs/frontend", "libs/kernels", "libs/sampler", "recipes", "mypy")
+LONGEST = ("tests", "tests/test_independence.py", "libs/frontend", "libs/kernels", "recipes", "libs/sampler")
 
 
 @dataclass
@@ -117,7 +124,8 @@ def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str], str]:
         which = "slow or not slow" if slow else "not slow"
         # A base folder of its own: pytest's default one is cleaned up by other runs on the machine.
         places = [f"--junitxml={report}", f"--basetemp={temporary}/pytest"]
-        ok, printed = run_python(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, folder])
+        others = [f"--ignore={suite}" for suite in SUITES if suite.startswith(f"{folder}/")]
+        ok, printed = run_python(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, *others, folder])
         return ok, count(report), printed
 
 
@@ -146,7 +154,7 @@ def print_summary(outcomes: list[Outcome]) -> None:
         detail = ", ".join(
             f"{counts[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counts[kind]
         )
-        print(f"{'ok' if outcome.ok else 'FAILED':<8}{outcome.seconds:7.1f} s  {outcome.name:<14} {detail}")
+        print(f"{'ok' if outcome.ok else 'FAILED':<8}{outcome.seconds:7.1f} s  {outcome.name:<26} {detail}")
     print(f"total: {total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")
 
 

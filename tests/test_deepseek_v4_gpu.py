@@ -8,6 +8,7 @@ import pytest
 
 from openinfer.recipes.deepseek_v4 import gate
 from openinfer.recipes.deepseek_v4.forced import Forced
+from openinfer.tensor import CudaError, Device, DriverNotFound
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +21,15 @@ FLAGS = {
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 256 << 20,
 }
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """Skips without one."""
+    try:
+        Device("cuda", 0).activate()
+    except (DriverNotFound, CudaError) as e:
+        pytest.skip(f"no usable CUDA device: {e}")
 
 
 def log_softmax(logits):
