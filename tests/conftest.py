@@ -154,6 +154,29 @@ class Session:
         raise AssertionError(f"requests {self.open} did not end within {max_steps} steps")
 
 
+def log_softmax(logits: Any) -> Any:
+    wide = logits.astype(np.float64)
+    wide = wide - wide.max(axis=1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+
+
+@pytest.fixture
+def references() -> Callable[[Any, Golden], list[Any]]:
+    """references(gate, golden): the last positions of a golden's prompts as the gate of its recipe reads references."""
+
+    def read(gate: Any, golden: Golden) -> list[Any]:
+        found = []
+        for index, count in {1: 6, 2: 8, 3: 8, 4: 8}.items():
+            names = [f"p{index}.logits_{kind}" for kind in ("bf16", "fp32", "fp32_actq")]
+            runs = [log_softmax(golden.numbers[name][-count:]) for name in names if name in golden.numbers]
+            top = np.argsort(-runs[0], axis=1, kind="stable")[:, :32]
+            taken = (np.take_along_axis(values, top, 1) for values in runs)
+            found.append(gate.Reference(golden.prompt(index), top, *taken))
+        return found
+
+    return read
+
+
 @pytest.fixture
 def session() -> Iterator[Callable[..., Session]]:
     """Build an engine on the CPU and a session on it; closed at the end, with the pool checked and empty."""

@@ -12,27 +12,6 @@ from openinfer.recipes.deepseek_v4.choices import Choices, Witness
 from openinfer.recipes.deepseek_v4.forced import Forced
 
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
-POSITIONS = {1: 6, 2: 8, 3: 8, 4: 8}
-TOP = 32
-
-
-def log_softmax(logits):
-    wide = logits.astype(np.float64)
-    wide = wide - wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-
-
-def references(golden):
-    """The goldens' last positions as the gate reads references."""
-    found = []
-    for index, count in POSITIONS.items():
-        bf16 = log_softmax(golden.numbers[f"p{index}.logits_bf16"][-count:])
-        fp32 = log_softmax(golden.numbers[f"p{index}.logits_fp32"][-count:])
-        top = np.argsort(-bf16, axis=1, kind="stable")[:, :TOP]
-        actq = log_softmax(golden.numbers[f"p{index}.logits_fp32_actq"][-count:])
-        taken = (np.take_along_axis(values, top, 1) for values in (bf16, fp32, actq))
-        found.append(gate.Reference(golden.prompt(index), top, *taken))
-    return found
 
 
 @pytest.fixture
@@ -46,25 +25,25 @@ def engine(session):
     return session(TINY, **flags, kv_cache_memory_bytes=96 << 20).engine
 
 
-def test_every_path_passes(engine, deepseek):
-    verdicts = list(gate.run(engine.runner, references(deepseek)))
+def test_every_path_passes(references, engine, deepseek):
+    verdicts = list(gate.run(engine.runner, references(gate, deepseek)))
     assert len(verdicts) == 10
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
 
 
-def test_every_control_fails(engine, deepseek):
-    verdicts = list(gate.negative_controls(engine.runner, references(deepseek)))
+def test_every_control_fails(references, engine, deepseek):
+    verdicts = list(gate.negative_controls(engine.runner, references(gate, deepseek)))
     assert len(verdicts) == 5
     assert [str(verdict) for verdict in verdicts if verdict.passed] == []
-    sequences = references(deepseek)
+    sequences = references(gate, deepseek)
     few = gate.decode_all(Forced(engine.runner), sequences[:2], chunk=512)
     assert gate.judge("put right again", gate.limits(sequences), sequences[:2], few).passed
 
 
-def test_an_engine_that_rounds_is_held_against_the_run_that_does(session, deepseek):
+def test_an_engine_that_rounds_is_held_against_the_run_that_does(references, session, deepseek):
     flags = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 1024}
     run = session(TINY, **flags, kv_cache_memory_bytes=96 << 20)
-    sequences = references(deepseek)
+    sequences = references(gate, deepseek)
     rounded = gate.comparable(run.engine.runner, sequences)
     found = gate.decode_all(Forced(run.engine.runner), rounded, chunk=512)
     assert gate.judge("rounded", gate.limits(rounded), rounded, found).passed
@@ -75,9 +54,9 @@ def test_an_engine_that_rounds_is_held_against_the_run_that_does(session, deepse
     assert not gate.rounds(rounded, found).passed  # negative control: an engine that does not round
 
 
-def test_choices_of_others_are_noticed(engine, deepseek):
+def test_choices_of_others_are_noticed(references, engine, deepseek):
     """The judge of choices: keys that are not those that the indexer had, and a bias that the router had not."""
-    runner, sequence = engine.runner, references(deepseek)[-1]
+    runner, sequence = engine.runner, references(gate, deepseek)[-1]
     witness = Witness(runner.pack, runner.stream, quantized=False)
     forced = Forced(runner, eager=True, pack=witness)
     forced.join(1, len(sequence.tokens))

@@ -4,32 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from openinfer.recipes.qwen3 import gate
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
-POSITIONS = {1: 6, 2: 8, 3: 8, 4: 8}
-TOP = 32
-
-
-def log_softmax(logits):
-    wide = logits.astype(np.float64)
-    wide = wide - wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-
-
-def references(golden):
-    """The goldens' last positions as the gate reads references."""
-    found = []
-    for index, count in POSITIONS.items():
-        bf16 = log_softmax(golden.numbers[f"p{index}.logits_bf16"][-count:])
-        fp32 = log_softmax(golden.numbers[f"p{index}.logits_fp32"][-count:])
-        top = np.argsort(-bf16, axis=1, kind="stable")[:, :TOP]
-        taken = (np.take_along_axis(values, top, 1) for values in (bf16, fp32))
-        found.append(gate.Reference(golden.prompt(index), top, *taken))
-    return found
 
 
 @pytest.fixture
@@ -38,21 +17,21 @@ def engine(session):
     return session(TINY, **flags, kv_cache_memory_bytes=256 << 20).engine
 
 
-def test_every_path_passes(engine, tiny):
-    verdicts = list(gate.run(engine.runner, references(tiny)))
+def test_every_path_passes(references, engine, tiny):
+    verdicts = list(gate.run(engine.runner, references(gate, tiny)))
     assert len(verdicts) == 8
     assert [str(verdict) for verdict in verdicts if not verdict.passed] == []
 
 
-def test_long_prompts_pass(engine, tiny):
-    verdicts = list(gate.run_long(engine.runner, references(tiny)[1:3]))
+def test_long_prompts_pass(references, engine, tiny):
+    verdicts = list(gate.run_long(engine.runner, references(gate, tiny)[1:3]))
     assert len(verdicts) == 3
     assert all(v.passed for v in verdicts)
 
 
-def test_every_control_fails(engine, tiny):
-    verdicts = list(gate.negative_controls(engine.runner, references(tiny)))
+def test_every_control_fails(references, engine, tiny):
+    verdicts = list(gate.negative_controls(engine.runner, references(gate, tiny)))
     assert len(verdicts) == 3
     assert [str(verdict) for verdict in verdicts if verdict.passed] == []
-    few = gate.decode_all(gate.Forced(engine.runner), references(tiny)[:2], chunk=512)
-    assert gate.judge("put right again", references(tiny)[:2], few).passed
+    few = gate.decode_all(gate.Forced(engine.runner), references(gate, tiny)[:2], chunk=512)
+    assert gate.judge("put right again", references(gate, tiny)[:2], few).passed

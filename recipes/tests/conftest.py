@@ -24,6 +24,12 @@ def _like(array: Array) -> Array:
     return copy
 
 
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Of the test's own name."""
+    return np.random.default_rng(list(request.node.name.encode()))
+
+
 Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
 
 

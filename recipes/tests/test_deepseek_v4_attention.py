@@ -24,11 +24,6 @@ PAGE, LAYERS = 128, 3  # of the caches, the middle layer of which is used
 ATTEND = 5e-3  # relative error: probabilities, parts and the result are rounded
 
 
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(list(request.node.name.encode()))
-
-
 def error(got: Array, want: Array) -> float:
     """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
     finite = np.isfinite(want.astype(float32))

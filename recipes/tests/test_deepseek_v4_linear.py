@@ -28,11 +28,6 @@ LIMIT = 1.5
 """Of the gated product: small enough that many values are cut off."""
 
 
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(list(request.node.name.encode()))
-
-
 def error(got: Array, want: Array) -> float:
     """Relative Frobenius error; infinite where something is not finite."""
     g, w = got.astype(np.float64), want.astype(np.float64)

@@ -29,11 +29,6 @@ ROUNDED = 4e-3
 """Relative error: a last bit of bfloat16 here and there, and of e4m3 or E2M1 where that decides."""
 
 
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(list(request.node.name.encode()))
-
-
 def error(got: Array, want: Array) -> float:
     """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
     finite = np.isfinite(want.astype(float32))

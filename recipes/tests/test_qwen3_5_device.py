@@ -31,11 +31,6 @@ STEP, CHUNKS = (
 LAYERS = 3  # of a cache of states, the middle one of which is used
 
 
-@pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    return np.random.default_rng(list(request.node.name.encode()))
-
-
 def like(array: Array) -> Array:
     """A copy with the strides kept; what is between the elements is 7."""
     span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))

@@ -32,8 +32,6 @@ ITEMS = (
     "shirt shoe soap sofa spoon table tea teapot tent ticket towel toy train tray umbrella vase violin wallet watch wheel"
 ).split()
 COLOURS = "black blue brown green grey orange pink purple red white yellow".split()
-MONTHS = "January February March April May June July August September October November December".split()
-WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 LANGUAGES = "Arabic Chinese Danish Dutch English French German Greek Italian Japanese Korean Polish Spanish Turkish".split()
 CURRENCIES = "EUR USD GBP JPY CHF SEK INR AUD CAD NOK".split()
 TOPICS = (

@@ -15,10 +15,9 @@ from openinfer.kernels.device.norm import gated
 
 
 @triton.jit
-def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
-    """The pairs of expert program_id(0), in their order, after those of the experts before it. Grid (experts + 1,): the
-    last one only writes the end. Pairs of no expert (id -1) are in nobody's range."""
-    expert = tl.program_id(0)
+def sort_expert(order, starts, expert_ids, expert, experts, pairs, BLOCK: tl.constexpr):
+    """The pairs of one expert, in their order, after those of the experts before it; of expert `experts` only the end.
+    Pairs of no expert (id -1) are in nobody's range."""
     before = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
@@ -26,7 +25,7 @@ def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
         before += ((given >= 0) & (given < expert)).to(tl.int32)
     place = tl.sum(before, 0)
     tl.store(starts + expert, place)
-    if expert < tl.num_programs(0) - 1:
+    if expert < experts:
         for start in range(0, pairs, BLOCK):
             pair = start + tl.arange(0, BLOCK)
             mine = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
@@ -36,7 +35,13 @@ def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
+def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
+    """sort_expert, a program an expert. Grid (experts + 1,)."""
+    sort_expert(order, starts, expert_ids, tl.program_id(0), tl.num_programs(0) - 1, pairs, BLOCK)
+
+
+@triton.jit
+def tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
     """A tile's expert, its first place in the order, and the place after the expert's last, which is not after the
     first if there is nothing to do."""
     expert = tl.arange(0, E_BLOCK)
@@ -65,7 +70,7 @@ def experts_product(
     [EXPERTS, 2 N, K]. Else from hidden rows x [pairs, K] to out [pairs, N] in the order of pairs, with weight
     [EXPERTS, N, K]. TALL: the weights are the tall operand, for tiles of few rows. SCALED: as in linear.py.
     """
-    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
     rows: tl.constexpr = 2 if FIRST else 1

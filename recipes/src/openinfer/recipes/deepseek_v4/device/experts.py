@@ -11,6 +11,7 @@ end at once.
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.experts import sort_expert, tile_of
 from openinfer.recipes.deepseek_v4.device.formats import (
     float8_operand,
     fp4_operand,
@@ -29,9 +30,8 @@ def sort_pairs(
     order, starts, arranged, expert_ids, x, pairs, numbers, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
     COPY: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Program e < EXPERTS: the pairs of expert e, in their order, after those of the experts before it; program EXPERTS
-    writes only the end. Pairs of no expert (id -1) are in nobody's range. The programs after these write x, COPY of
-    its `numbers` each, to `arranged`, with the columns of each 128 in the order of packed_column."""
+    """Programs 0 to EXPERTS: sort_expert. The programs after these write x, COPY of its `numbers` each, to `arranged`,
+    with the columns of each 128 in the order of packed_column."""
     expert = tl.program_id(0)
     if expert > EXPERTS:
         row = tl.arange(0, COPY // 128)[:, None]
@@ -39,37 +39,7 @@ def sort_pairs(
         value = tl.load(x + number, mask=number < numbers, other=0.0)
         tl.store(arranged + number, packed_order(value, KIND == FP4), mask=number < numbers)
     else:
-        before = tl.zeros((BLOCK,), tl.int32)
-        for start in range(0, pairs, BLOCK):
-            pair = start + tl.arange(0, BLOCK)
-            given = tl.load(expert_ids + pair, mask=pair < pairs, other=-1)
-            before += ((given >= 0) & (given < expert)).to(tl.int32)
-        place = tl.sum(before, 0)
-        tl.store(starts + expert, place)
-        if expert < EXPERTS:
-            for start in range(0, pairs, BLOCK):
-                pair = start + tl.arange(0, BLOCK)
-                mine = (tl.load(expert_ids + pair, mask=pair < pairs, other=-1) == expert).to(tl.int32)
-                rank = tl.cumsum(mine, 0)
-                tl.store(order + place + rank - 1, pair, mask=mine != 0)
-                place += tl.sum(mine, 0)
-
-
-@triton.jit
-def _tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
-    """A tile's expert, its first place, and the place after the expert's last, which is not after the first if there is
-    nothing to do."""
-    expert = tl.arange(0, E_BLOCK)
-    start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
-    if FEW:
-        owner = tl.sum((start <= tile).to(tl.int32), 0) - 1
-        first = tl.load(starts + owner)
-        begin = tl.where((tile - first) % BM == 0, tile, 1 << 30)
-    else:
-        owner = tl.sum((start // BM + expert <= tile).to(tl.int32), 0) - 1
-        first = tl.load(starts + owner)
-        begin = first + (tile - first // BM - owner) * BM
-    return owner, begin, tl.load(starts + owner + 1)
+        sort_expert(order, starts, expert_ids, expert, EXPERTS, pairs, BLOCK)
 
 
 @triton.jit
@@ -88,7 +58,7 @@ def experts_product(
     - FP4 int32 [EXPERTS, N, K_WORDS], scales int32 [EXPERTS, N, K_BLOCKS], four bytes each; K_WORDS = K / 8.
     Columns of x are in the order of packed_column, but for BF16. WARPS: of the launch.
     """
-    expert, begin, end = _tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
         return
     on = tl.program_id(0) * ROWS
