@@ -12,8 +12,6 @@ from openinfer.tensor import CudaError, Device, DriverNotFound
 
 pytestmark = pytest.mark.gpu
 
-POSITIONS = {1: 6, 2: 8, 3: 8, 4: 8}
-TOP = 32
 FLAGS = {
     "device": "cuda",
     "max_num_seqs": 64,
@@ -32,33 +30,17 @@ def gpu():
         pytest.skip(f"no usable CUDA device: {e}")
 
 
-def log_softmax(logits):
-    wide = logits.astype(np.float64)
-    wide = wide - wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-
-
-def references(golden):
-    """The goldens' last positions as the gate reads references."""
-    found = []
-    for index, count in POSITIONS.items():
-        bf16 = log_softmax(golden.numbers[f"p{index}.logits_bf16"][-count:])
-        fp32 = log_softmax(golden.numbers[f"p{index}.logits_fp32"][-count:])
-        top = np.argsort(-bf16, axis=1, kind="stable")[:, :TOP]
-        taken = (np.take_along_axis(values, top, 1) for values in (bf16, fp32))
-        found.append(gate.Reference(golden.prompt(index), top, *taken))
-    return found
-
-
-def test_every_path_passes_and_every_control_fails(session, deepseek):
+def test_every_path_passes_and_every_control_fails(references, session, deepseek):
     engine = session(deepseek.path, activation_quantization="off", **FLAGS).engine
-    verdicts = list(gate.run(engine.runner, references(deepseek)))
-    # The cached prefix is compared at eight positions of one prompt. Its mean there is 0.072 on an H200, and so it is
-    # on the CPU in bf16, with a cached prefix and without; the limit of all prompts' positions is 0.069.
+    sequences = references(gate, deepseek)
+    verdicts = list(gate.run(engine.runner, sequences))
+    # The cached prefix is compared at eight positions of the longest prompt. The reference's own bf16 run deviates more
+    # there than it does on average, and as much is allowed: not more than the gate's rule gives for that prompt.
     (cached,) = (verdict for verdict in verdicts if verdict.path == "cached prefix")
-    assert cached.found.mean < 1.25 * cached.limits.mean, str(cached)
+    allowed = cached.limits._replace(mean=gate.limits(sequences[-1:]).mean)
+    assert all(value <= limit for value, limit in zip(cached.found, allowed, strict=True)), str(cached)
     assert [str(verdict) for verdict in verdicts if not verdict.passed and verdict is not cached] == []
-    controls = list(gate.negative_controls(engine.runner, references(deepseek)))
+    controls = list(gate.negative_controls(engine.runner, references(gate, deepseek)))
     assert [str(verdict) for verdict in controls if verdict.passed] == []
     assert engine.stats().compiles_after_ready == 0
 
