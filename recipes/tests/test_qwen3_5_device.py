@@ -39,7 +39,9 @@ def like(array: Array) -> Array:
     return copy
 
 
-def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
+def run_both(
+    op: Op[Any], args: Mapping[str, Any], target: Target = SMALL
+) -> tuple[dict[str, Array], dict[str, Array]]:
     """The arrays of a call as the kernels leave them, and as the reference does."""
     results = []
     for reference in (False, True):
@@ -48,11 +50,11 @@ def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], di
         if reference:
             CpuPack().run(op, tensors)
         else:
-            plan = NullPack(SMALL)
+            plan = NullPack(target)
             plan.run(op, tensors)
             scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
             zeros = np.zeros(plan.workspace_bytes(zeroed=True) + 256, np.uint8)
-            pack = LaunchPack(SMALL, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
+            pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
             pack.run(op, tensors)
             assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
             assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
@@ -274,8 +276,11 @@ def attention_step(
 ATTENDED = 6e-3
 
 
-def check_attention(args: dict[str, Any]) -> None:
-    got, want = run_both(gated_attention, args)
+ONE_KERNEL = Target(arch=90, num_sms=32)  # for as many rows as here; with fewer SMs a decode step takes three
+
+
+def check_attention(args: dict[str, Any], target: Target = ONE_KERNEL) -> None:
+    got, want = run_both(gated_attention, args, target)
     kv, kv_wanted = got.pop("kv").astype(float32), want.pop("kv").astype(float32)
     kv[0] = kv_wanted[0]  # the padding page may hold anything
     assert error(kv, kv_wanted) < 2e-3
@@ -297,10 +302,11 @@ def test_attention_of_a_decode_step(
     sizes = {"heads": heads, "rotary": rotary, "page_size": page_size}
     step = attention_step(rng, lengths, before, tokens=7, dead=(6,), **sizes)
     check_attention(step)
+    check_attention(step, SMALL)
 
 
 @pytest.mark.parametrize("context", [0, 1, 63, 64, 127, 600])
-def test_attention_of_one_row(rng: np.random.Generator, context: int) -> None:
+def test_attention_of_one_row_is_split(rng: np.random.Generator, context: int) -> None:
     check_attention(attention_step(rng, [1], [context]))
 
 
@@ -313,11 +319,11 @@ def test_attention_of_a_mixed_step(rng: np.random.Generator) -> None:
 def test_the_comparison_of_attention_notices_a_small_change(rng: np.random.Generator, name: str) -> None:
     """Negative control: one key head's norm, one angle or one head's gates a little off."""
     args = attention_step(rng, [1, 1], [80, 3])
-    good = run_both(gated_attention, args)[1]
+    good = run_both(gated_attention, args, ONE_KERNEL)[1]
     args[name] = args[name].copy()
     changed = args[name][..., 64:128] if name == "qkv" else args[name]  # the first query head's gates
     changed *= changed.dtype.type(1.1)
-    bad = run_both(gated_attention, args)[0]
+    bad = run_both(gated_attention, args, ONE_KERNEL)[0]
     assert max(error(bad["out"][t], good["out"][t]) for t in range(2)) > 2 * ATTENDED
 
 

@@ -80,17 +80,14 @@ def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
 
 
 def scaled_rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
-    """The choice for a product with a weight of float8: half the bytes, and more to do for each.
-
-    A program of one token's product shares what it makes of x among many rows, as long as the programs fill the GPU
-    four times. The tensor cores wait for each block's scale, which more parts of K hide.
-    """
+    """The choice for a product with a weight of float8: half the bytes, and more to do for each. The tensor cores wait
+    for each block's scale, which more parts of K hide."""
     if target.batch_invariant:
         return rule(target, op, m, n, k)
     if m == 1:
-        rows = n // 2 if op == "gate_up_silu" else n
-        bn, stages = (16, 3) if rows >= 4 * 16 * target.num_sms else (8, 5)
-        return Choice("gemv", 1, bn, depth(k, 512), 1, 4, stages)
+        if op == "gate_up_silu":
+            return Choice("gemv", 1, 4, depth(k, 512), 1, 2, 4)
+        return Choice("gemv", 1, 8, depth(k, 1024), 1, 4, 3)
     choice = rule(target, op, m, n, k)
     if choice.kind == "small" and m <= 32 and choice.split < 8 and k // choice.bk >= choice.split * 4:
         choice = dataclasses.replace(choice, split=2 * choice.split)

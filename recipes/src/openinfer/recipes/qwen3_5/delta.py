@@ -12,6 +12,10 @@ from openinfer.tensor import Tensor, float32, int32
 CHUNK = 64
 """Tokens of a chunk: the triangular system of one has this size, and the state exists at its multiples."""
 
+TILED_ROWS, SCANNED_ROWS = 8, 2
+"""Rows of many tokens that a step has programs for: where there are more, programs take several tiles, or rows. A
+program for nothing is not free, and in a step of 256 rows nearly all have one token. A row's scan alone fills a GPU."""
+
 _DEVICE = "openinfer.recipes.qwen3_5.device."
 _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
 
@@ -52,7 +56,7 @@ class Call:
     @property
     def sizes(self) -> dict[str, int]:
         _, heads, dk, dv = self.t["state"].shape
-        return {"DK": dk, "DV": dv, "GROUP": heads // self.key_heads}
+        return {"KEYS": self.key_heads, "DK": dk, "DV": dv, "GROUP": heads // self.key_heads}
 
     @property
     def taps(self) -> dict[str, int]:
@@ -93,7 +97,7 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
             "arrived": Scratch((rows, heads), int32, zeroed=True),
         }
         | call.strides("qkv", "z", "ba", "conv_state", "state")
-        | {"key_heads": call.key_heads, "eps": call.eps, "tokens": tokens}
+        | {"eps": call.eps, "tokens": tokens}
     )
     grid = (heads * (dv // columns), rows)
     constants = call.sizes | call.taps | {"BV": columns}
@@ -124,8 +128,8 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
     solved, scores = (Scratch((tokens, heads, CHUNK), dtype) for _ in range(2))
     made: dict[str, Arg] = {"solved": solved, "scores": scores, "decays": Scratch((heads, tokens), float32)}
     common: dict[str, Arg] = {"rows": rows, "short": short}
-    tiles = tokens // CHUNK + 2 * rows
-    sizes = call.sizes | {"KEYS": call.key_heads, "C": CHUNK}
+    tiles, loop = tokens // CHUNK + 2 * min(rows, TILED_ROWS), rows > TILED_ROWS
+    sizes = call.sizes | {"C": CHUNK}
     yield launch(
         _CHUNKS,
         "delta_inputs",
@@ -134,9 +138,9 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         | call.tensors("qkv", "conv_weight", "conv_state", *_OF_ROWS, "state_from")
         | call.strides("qkv", "conv_state")
         | common,
-        sizes | call.taps,
+        sizes | call.taps | {"LOOP": loop},
         num_warps=tuning.inputs_warps,
-        max_registers=tuning.inputs_registers,
+        max_registers=128 if loop else tuning.inputs_registers,
     )
     yield launch(
         _CHUNKS,
@@ -147,9 +151,10 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
         | call.tensors("ba", "decay", "dt_bias", *_OF_ROWS)
         | call.strides("ba")
         | {"tokens": tokens, **common},
-        {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")} | {"LEVELS": CHUNK.bit_length() - 1},
+        {name: sizes[name] for name in ("KEYS", "DK", "GROUP", "C")}
+        | {"LEVELS": CHUNK.bit_length() - 1, "LOOP": loop},
         num_warps=tuning.prepare_warps,
-        max_registers=tuning.prepare_registers,
+        max_registers=0 if loop else tuning.prepare_registers,
     )
     yield _scan(call, tuning, {"out": o, "q": q, "k": k, "v": v, **made}, short)
     yield launch(
@@ -171,20 +176,24 @@ def _scan(call: Call, tuning: Tuning, made: dict[str, Arg], short: int) -> Launc
     _, heads, _, dv = call.t["state"].shape
     rows, snapshots = call.t["snapshot_ends"].shape
     tokens = call.t["out"].shape[0]
-    columns = min(tuning.columns, dv)
+    loop = rows > TILED_ROWS
+    columns = min(2 * tuning.columns if loop else tuning.columns, dv)
     args = (
         made
         | call.tensors("qkv", "conv_state", "state", *_OF_ROWS, "state_from", "state_to")
         | call.tensors("snapshot_ends", "snapshot_blocks")
         | call.strides("qkv", "conv_state", "state")
-        | {"snapshots": snapshots, "tokens": tokens, "short": short}
+        | {"snapshots": snapshots, "tokens": tokens, "rows": rows, "short": short}
     )
     constants = {
-        "KEYS": call.key_heads,
         "C": CHUNK,
         "BV": columns,
         "SNAPSHOTS": power_of_two(snapshots),
         "STAGES": tuning.scan_stages,
+        "LOOP": loop,
     }
-    grid, constants = (dv // columns, heads, rows), call.sizes | call.taps | constants
+    grid, constants = (
+        (dv // columns, heads, SCANNED_ROWS if loop else rows),
+        call.sizes | call.taps | constants,
+    )
     return launch(_CHUNKS, "delta_scan", grid, args, constants, num_warps=tuning.scan_warps)

@@ -20,9 +20,9 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 @triton.jit
 def _find(n, q_starts, rows, short, C: tl.constexpr):
-    """The n-th tile: its row, its number in the row, and how many tiles there are. Only rows of more than `short`
-    tokens have any: one a chunk, up to two more than their tokens fill since they need not begin or end with one.
-    Beyond them the row is `rows`."""
+    """The n-th piece of work: its row, its number in the row, and how many there are. Only rows of more than `short`
+    tokens have any: a tile a chunk, which is up to two more than its tokens fill since they need not begin or end with
+    one; with C = 0 one piece a row. Beyond them the row is `rows`."""
     SEARCH: tl.constexpr = 256
     row, before, total = 0, 0, 0
     for r in range(0, rows, SEARCH):
@@ -30,11 +30,13 @@ def _find(n, q_starts, rows, short, C: tl.constexpr):
         inside = candidate < rows
         count = tl.load(q_starts + candidate + 1, mask=inside, other=0)
         count -= tl.load(q_starts + candidate, mask=inside, other=0)
-        tiles = tl.where(count > short, count // C + 2, 0)
-        passed = (total + tl.cumsum(tiles, 0) <= n) & inside
+        pieces = (count > short).to(tl.int32)
+        if C > 0:
+            pieces *= count // C + 2
+        passed = (total + tl.cumsum(pieces, 0) <= n) & inside
         row += tl.sum(passed.to(tl.int32), 0)
-        before += tl.sum(tl.where(passed, tiles, 0), 0)
-        total += tl.sum(tiles, 0)
+        before += tl.sum(tl.where(passed, pieces, 0), 0)
+        total += tl.sum(pieces, 0)
     return row, n - before, total
 
 
@@ -83,43 +85,67 @@ def _convolved(
 
 
 @triton.jit
+def _inputs(
+    part, tile, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
+    qkv_stride, conv_stride, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """What delta_inputs does for one head of one tile."""
+    slot, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
+    if start < end:
+        heads: tl.constexpr = KEYS * GROUP
+        width: tl.constexpr = 2 * KEYS * DK + heads * DV
+        ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
+        i = tl.arange(0, C)
+        write = ((start + i >= before) & (start + i < end))[:, None]
+        token = (first + start - before).to(tl.int64)  # the chunk's first; what follows are 32-bit offsets
+        if part < 2 * KEYS:
+            column = tl.arange(0, DK)
+            channel = part * DK + column
+            x = _convolved(
+                channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
+            )
+            wide = x.to(tl.float32)
+            wide *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
+            to, head = q, part
+            if part >= KEYS:
+                to, head = k, part - KEYS
+            else:
+                wide *= DK**-0.5
+            to += (token * KEYS + head) * DK
+            tl.store(to + i[:, None] * KEYS * DK + column[None, :], wide.to(x.dtype), mask=write)
+        else:
+            column = tl.arange(0, DV)
+            head = part - 2 * KEYS
+            channel = 2 * KEYS * DK + head * DV + column
+            x = _convolved(
+                channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS
+            )
+            to = v + (token * heads + head) * DV
+            tl.store(to + i[:, None] * heads * DV + column[None, :], x, mask=write)
+
+
+@triton.jit
 def delta_inputs(
     q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
     qkv_stride, conv_stride, rows, short,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """The convolution for rows of more than `short` tokens, and the norms of q (also times DK^-0.5) and k. Grid (2 key
-    heads + value heads, tiles). Out, by token: q, k [T, key heads, DK], v [T, heads, DV]."""
+    heads + value heads, tiles; with LOOP any number). Out, by token: q, k [T, key heads, DK], v [T, heads, DV]."""
     part, tile = tl.program_id(0), tl.program_id(1)
-    slot, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
-    if start >= end:
-        return
-    heads: tl.constexpr = KEYS * GROUP
-    width: tl.constexpr = 2 * KEYS * DK + heads * DV
-    ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
-    i = tl.arange(0, C)
-    write = ((start + i >= before) & (start + i < end))[:, None]
-    token = (first + start - before).to(tl.int64)  # the chunk's first; what follows are 32-bit offsets
-    if part < 2 * KEYS:
-        column = tl.arange(0, DK)
-        channel = part * DK + column
-        x = _convolved(channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS)
-        wide = x.to(tl.float32)
-        wide *= tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)[:, None]
-        to, head = q, part
-        if part >= KEYS:
-            to, head = k, part - KEYS
-        else:
-            wide *= DK**-0.5
-        to += (token * KEYS + head) * DK
-        tl.store(to + i[:, None] * KEYS * DK + column[None, :], wide.to(x.dtype), mask=write)
+    if LOOP:
+        for at in range(tile, _find(tile, q_starts, rows, short, C)[2], tl.num_programs(1)):
+            _inputs(
+                part, at, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
+                qkv_stride, conv_stride, rows, short, KEYS, DK, DV, GROUP, TAPS, C,
+            )  # fmt: skip
     else:
-        column = tl.arange(0, DV)
-        head = part - 2 * KEYS
-        channel = 2 * KEYS * DK + head * DV + column
-        x = _convolved(channel, start, end, first, before, qkv, qkv_stride, ring, width, conv_weight, C, TAPS)
-        to = v + (token * heads + head) * DV
-        tl.store(to + i[:, None] * heads * DV + column[None, :], x, mask=write)
+        _inputs(
+            part, tile, q, k, v, qkv, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from,
+            qkv_stride, conv_stride, rows, short, KEYS, DK, DV, GROUP, TAPS, C,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -149,44 +175,65 @@ def _fading(g, C: tl.constexpr):
 
 
 @triton.jit
+def _prepared(
+    head, tile, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride,
+    tokens, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """What delta_prepare does for one head of one tile."""
+    _, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
+    if start < end:
+        i, ck = tl.arange(0, C), tl.arange(0, DK)
+        inside = (start + i >= before) & (start + i < end)
+        write = inside[:, None]
+        token = (first + start - before).to(tl.int64)  # the chunk's first; what follows are 32-bit offsets
+        heads: tl.constexpr = KEYS * GROUP
+        gates = ba + token * ba_stride + head + i * ba_stride
+        of_key = (token * KEYS + head // GROUP) * DK
+        by_key = i[:, None] * KEYS * DK + ck[None, :]
+        key = tl.load(k + of_key + by_key, mask=write, other=0.0)
+        a = tl.load(gates + heads, mask=inside, other=0.0)
+        g = log_decay(a, tl.load(decay + head), tl.load(dt_bias + head))
+        g = tl.cumsum(tl.where(inside, g, 0.0), 0)
+        place = (token * heads + head) * C + i[:, None] * heads * C + i[None, :]
+        dtype = key.dtype
+        if tl.program_id(2) == 0:
+            b = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+            beta = tl.where(inside, sigmoid(b).to(dtype).to(tl.float32), 0.0)
+            system = tl.dot(key, tl.trans(key)) * _fading(g, C) * beta[:, None]
+            inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), C, LEVELS)
+            tl.store(solved + place, (inverse * beta[None, :]).to(dtype), mask=write)
+        else:
+            query = tl.load(q + of_key + by_key, mask=write, other=0.0)
+            score = tl.dot(query, tl.trans(key)) * _fading(g, C)
+            tl.store(scores + place, score.to(dtype), mask=write)
+            tl.store(decays + tokens.to(tl.int64) * head + token + i, g, mask=inside)
+
+
+@triton.jit
 def delta_prepare(
     solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive, ba_stride, tokens, rows, short,
     KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, tiles, 2).
+    """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, tiles; with LOOP any
+    number, 2).
 
     Out, by token: solved [T, heads, C] by the one half of the programs, and by the other scores [T, heads, C] and
     decays float32 [heads, T] (G).
     """
     head, tile = tl.program_id(0), tl.program_id(1)
-    _, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
-    if start >= end:
-        return
-    i, ck = tl.arange(0, C), tl.arange(0, DK)
-    inside = (start + i >= before) & (start + i < end)
-    write = inside[:, None]
-    token = (first + start - before).to(tl.int64)  # the chunk's first; what follows are 32-bit offsets
-    heads: tl.constexpr = KEYS * GROUP
-    gates = ba + token * ba_stride + head + i * ba_stride
-    of_key = (token * KEYS + head // GROUP) * DK
-    by_key = i[:, None] * KEYS * DK + ck[None, :]
-    key = tl.load(k + of_key + by_key, mask=write, other=0.0)
-    a = tl.load(gates + heads, mask=inside, other=0.0)
-    g = log_decay(a, tl.load(decay + head), tl.load(dt_bias + head))
-    g = tl.cumsum(tl.where(inside, g, 0.0), 0)
-    place = (token * heads + head) * C + i[:, None] * heads * C + i[None, :]
-    dtype = key.dtype
-    if tl.program_id(2) == 0:
-        b = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-        beta = tl.where(inside, sigmoid(b).to(dtype).to(tl.float32), 0.0)
-        system = tl.dot(key, tl.trans(key)) * _fading(g, C) * beta[:, None]
-        inverse = _inverse(tl.where(i[:, None] > i[None, :], system, 0.0), C, LEVELS)
-        tl.store(solved + place, (inverse * beta[None, :]).to(dtype), mask=write)
+    if LOOP:
+        for at in tl.range(tile, _find(tile, q_starts, rows, short, C)[2], tl.num_programs(1), num_stages=1):
+            _prepared(
+                head, at, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive,
+                ba_stride, tokens, rows, short, KEYS, DK, GROUP, C, LEVELS,
+            )  # fmt: skip
     else:
-        query = tl.load(q + of_key + by_key, mask=write, other=0.0)
-        score = tl.dot(query, tl.trans(key)) * _fading(g, C)
-        tl.store(scores + place, score.to(dtype), mask=write)
-        tl.store(decays + tokens.to(tl.int64) * head + token + i, g, mask=inside)
+        _prepared(
+            head, tile, solved, scores, decays, q, k, ba, decay, dt_bias, slots, q_starts, seq_lens, alive,
+            ba_stride, tokens, rows, short, KEYS, DK, GROUP, C, LEVELS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -221,18 +268,13 @@ def _leave(
 
 
 @triton.jit
-def delta_scan(
-    out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from,
-    state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens, short,
+def _scanned(
+    part, head, row, out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive,
+    state_from, state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The chunks of a row in order, for rows of more than `short` tokens: outputs [T, heads, DV], and the states at the
-    row's end and where snapshots are due. Grid (DV // BV, heads, rows): BV columns of a state a
-    program. SNAPSHOTS: `snapshots` (of a row) or the next power of two. The rest is what delta_prepare wrote."""
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if tl.load(q_starts + row + 1) - tl.load(q_starts + row) <= short:
-        return
+    """What delta_scan does for one part of one head of one row."""
     heads: tl.constexpr = KEYS * GROUP
     slot, first = tl.load(slots + row), tl.load(q_starts + row)
     before = tl.load(seq_lens + slot)
@@ -284,6 +326,33 @@ def delta_scan(
                     s, target.to(tl.int64), upto, part, head, first, before, source, qkv, conv_state, state,
                     qkv_stride, conv_stride, state_stride, place, KEYS, DK, DV, GROUP, TAPS,
                 )  # fmt: skip
+
+
+@triton.jit
+def delta_scan(
+    out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens, alive, state_from,
+    state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens, rows, short,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
+    BV: tl.constexpr, SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """The chunks of a row in order, for rows of more than `short` tokens: outputs [T, heads, DV], and the states at the
+    row's end and where snapshots are due. Grid (DV // BV, heads, rows; with LOOP any number): BV columns of a state a
+    program. SNAPSHOTS: `snapshots` (of a row) or the next power of two. The rest is what delta_prepare wrote."""
+    part, head, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if LOOP:
+        for at in tl.range(n, _find(n, q_starts, rows, short, 0)[2], tl.num_programs(2), num_stages=1):
+            _scanned(
+                part, head, _find(at, q_starts, rows, short, 0)[0], out, q, k, v, solved, scores, decays, qkv,
+                conv_state, state, slots, q_starts, seq_lens, alive, state_from, state_to, snapshot_ends,
+                snapshot_blocks, qkv_stride, conv_stride, state_stride, snapshots, tokens,
+                KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES,
+            )  # fmt: skip
+    elif tl.load(q_starts + n + 1) - tl.load(q_starts + n) > short:
+        _scanned(
+            part, head, n, out, q, k, v, solved, scores, decays, qkv, conv_state, state, slots, q_starts, seq_lens,
+            alive, state_from, state_to, snapshot_ends, snapshot_blocks, qkv_stride, conv_stride, state_stride,
+            snapshots, tokens, KEYS, DK, DV, GROUP, TAPS, C, BV, SNAPSHOTS, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit

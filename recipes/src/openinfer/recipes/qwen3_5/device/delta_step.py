@@ -46,9 +46,8 @@ def _keep(inputs, channel, ring, width, position, whole, TAPS: tl.constexpr):
 @triton.jit
 def delta_step(
     out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state, slots, q_starts, seq_lens, alive,
-    state_from, state_to, partial, arrived, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, key_heads, eps,
-    tokens,
-    DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
+    state_from, state_to, partial, arrived, qkv_stride, z_stride, ba_stride, conv_stride, state_stride, eps, tokens,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
     of BV columns, rows): the part of a head that arrives last does the norm.
@@ -59,7 +58,8 @@ def delta_step(
     """
     PARTS: tl.constexpr = DV // BV
     head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
-    heads, rows = tl.num_programs(0) // PARTS, tl.num_programs(1)
+    heads: tl.constexpr = KEYS * GROUP
+    rows = tl.num_programs(1)
     i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
     dtype = out.dtype.element_ty
     slot, first = tl.load(slots + row), tl.load(q_starts + row).to(tl.int64)
@@ -67,7 +67,7 @@ def delta_step(
     live, position = tl.load(alive + slot), tl.load(seq_lens + slot)
     source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
     for token in range(end + row, tokens, rows):
-        tl.store(out + (heads.to(tl.int64) * token + head) * DV + j, tl.zeros((BV,), dtype))
+        tl.store(out + (token * heads + head) * DV + j, tl.zeros((BV,), dtype))
     if after - first != 1:
         return
     to = out + (first * heads + head) * DV
@@ -84,13 +84,13 @@ def delta_step(
     of_z = z + first * z_stride + head * DV
     if PARTS == 1:
         gate, weight = tl.load(of_z + j), tl.load(norm_weight + j)
-    width = 2 * key_heads * DK + heads * DV
+    width: tl.constexpr = 2 * KEYS * DK + heads * DV
     token = qkv + first * qkv_stride
     old, new = conv_state + source * conv_stride, conv_state + target * conv_stride
     moved = (source != target) | (position == 0)
     of_q = head // GROUP * DK + i
-    of_k = of_q + key_heads * DK
-    of_v = 2 * key_heads * DK + head * DV + j
+    of_k = of_q + KEYS * DK
+    of_v = 2 * KEYS * DK + head * DV + j
     q_in = _inputs(of_q, token, old, conv_weight, width, position, TAPS)
     k_in = _inputs(of_k, token, old, conv_weight, width, position, TAPS)
     v_in = _inputs(of_v, token, old, conv_weight, width, position, TAPS)
