@@ -1,0 +1,215 @@
+"""Time one rank's steps of a whole DeepSeek-V4 on one GPU, all layers, without the collectives between ranks.
+
+    python recipes/benchmarks/bench_deepseek_rank.py --ranks 2 4 8
+
+A rank's part of V4-Flash (79, 41 and 22 GB of 2, 4 and 8) fits one GPU. Weights, cache and batch are random but valid;
+the router sends tokens to experts of all ranks, as it would. A step is replayed as a graph; times are medians.
+`collectives` adds two all-reduces a layer of [tokens, D] in bf16 and a gather of the logits, by what NCCL 2.28 took
+inside graphs on H200s of one host (ALL_REDUCE_US): nothing here runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph import Readback, StepGraphs
+from openinfer.kernels import CpuPack, CublasLt, CudaDriver, LaunchPack, Pack, Store, Target, cublas_available
+from openinfer.recipes.deepseek_v4.buckets import Buckets
+from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.model import Model
+from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.places import Format
+from openinfer.recipes.deepseek_v4.published import SIZES, config_json
+from openinfer.recipes.deepseek_v4.runner import Runner, readback_bytes
+from openinfer.recipes.deepseek_v4.sizes import Options, Room, decide_sizes
+from openinfer.recipes.deepseek_v4.startup import Plan, lay_out, make_plan
+from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32, uint8
+
+ALL_REDUCE_US = {
+    "bytes": (8 << 10, 128 << 10, 2 << 20, 8 << 20, 64 << 20),
+    2: (12, 13, 31, 47, 247), 4: (16, 17, 32, 60, 322), 8: (21, 24, 38, 72, 366),
+}  # fmt: skip
+STEPS = ((1, 4096, 0), (8, 4096, 0), (32, 4096, 0), (128, 4096, 0), (0, 0, 4096))
+"""Rows that decode, their context, tokens of a prompt."""
+CODES = np.array([*range(0x08, 0x38), *range(0x88, 0xB8)], np.uint8)
+"""Bytes that are float8 numbers up to 1 in size, and any two FP4 ones."""
+BLOCK = 64 << 20
+SCALES = {"fn": 0.01, "base": 0.1, "bias": 0.0, "router": 0.02}
+"""Of float32 tensors, by name: what mixes the streams little, and no expert that all tokens want."""
+
+
+def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested dataclasses and tuples, by the name of their field."""
+    items = value if isinstance(value, tuple) else ()
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    for item in items:
+        yield from tensors(item)
+    for name, inner in ((f.name, getattr(value, f.name)) for f in fields):
+        if isinstance(inner, Tensor):
+            yield name, inner
+        elif name not in ("loads", "conversions", "pads"):
+            yield from tensors(inner)
+
+
+def fill(model: Model, num_experts: int, stream: Stream, rng: np.random.Generator) -> None:
+    """Random weights and cache, such that activations stay of the size that real ones have."""
+    packed = rng.choice(CODES, BLOCK)
+    numbers = (rng.standard_normal(BLOCK // 2, np.float32) * 0.02).view(np.uint32) >> 16
+    halves = numbers.astype(np.uint16).view(np.uint8)
+    for name, tensor in (*tensors(model.weights), *tensors(model.cache)):
+        if tensor.dtype == int32:
+            tensor.copy_from(rng.integers(0, num_experts, tensor.shape, np.int32), stream)
+        elif tensor.dtype == float32:
+            draw = rng.random if tensor.ndim == 1 else rng.standard_normal  # gains, and everything else
+            tensor.copy_from(draw(tensor.shape, np.float32) * np.float32(SCALES.get(name, 1)), stream)
+        elif name == "scales" or name.endswith("_scales"):
+            tensor.copy_from(np.full(tensor.shape, 119, np.uint8), stream)  # 2^-8
+        else:
+            flat = tensor.reshape(-1)
+            source = packed if tensor.dtype == uint8 else halves
+            step = source.size // tensor.dtype.itemsize
+            for start in range(0, flat.shape[0], step):
+                part = flat[start : start + step]
+                part.copy_from(source[: part.nbytes].view(part.dtype), stream)
+    stream.synchronize()
+
+
+def runner_of(config: Config, device: Device, rows: int, tokens: int, context: int) -> Runner:
+    """What an engine's start makes of a checkpoint, without one; nothing is recorded."""
+    flags = Options(
+        max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=max(context, tokens) + PAGE
+    )
+    sizes = decide_sizes(config, flags, device)
+    buckets, form = Buckets.up_to(sizes.max_rows, sizes.max_tokens), Format(fp4_experts=True)
+    target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
+    plan = make_plan(config, form, sizes, buckets, target)
+    pages = rows * (-(-context // PAGE) + 1) + sizes.max_blocks + 2
+    size = sizes.dtype.itemsize
+    page_bytes = config.window_page_bytes(size) + config.entry_page_bytes(size)
+    arena, stream = Arena(device, plan.fixed_bytes + pages * page_bytes + (1 << 20)), Stream(device)
+    model = lay_out(config, form, sizes, arena, stream, Room(pages, pages))
+    fill(model, config.num_experts, stream, np.random.default_rng(0))
+    pack = _pack(device, target, plan, arena, stream)
+    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), 2)
+    return Runner(model, pack, stream, StepGraphs(device, stream, capture=True), buckets, readback, None)
+
+
+def _pack(device: Device, target: Target | None, plan: Plan, arena: Arena, stream: Stream) -> Pack:
+    if target is None:
+        return CpuPack()
+    store = Store(target.arch)
+    store.prepare(plan.specs)
+    scratch = arena.alloc((max(1, plan.scratch_bytes),), uint8, "scratch")
+    zeroed = arena.alloc((max(1, plan.zeroed_bytes),), uint8, "semaphores")
+    zeroed.zero_(stream)
+    driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
+    return LaunchPack(target, driver, scratch, zeroed)
+
+
+def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.Generator) -> tuple[int, ...]:
+    """Make the batch of a step: rows with `context` - 1 tokens in the cache, or one that begins with a prompt; returns
+    its bucket."""
+    state, config = runner.model.rows, runner.model.config
+    total, count = rows + prompt, rows + bool(prompt)
+    bucket = tokens, num_rows, _ = runner.buckets.choose(total, count)
+    for slot in range(1, count + 1):
+        pages = -(-(context or prompt) // PAGE)
+        first = 1 + (slot - 1) * pages
+        state.set("alive", slot, 1)
+        state.set("seq_lens", slot, max(0, context - 1))
+        state.set("limits", slot, 1 << 30)
+        for table in ("window_tables", "entry_tables"):
+            state.write(table, slot, range(first, first + pages))
+    starts, slots = np.full(num_rows + 1, total, np.int32), np.zeros(num_rows, np.int32)
+    starts[: count + 1] = [0, total] if prompt else range(count + 1)
+    slots[:count] = range(1, count + 1)
+    ids = np.full(tokens, -1, np.int32)
+    ids[:total] = rng.integers(0, config.vocab_size, total)
+    for name, values in (("slots", slots), ("q_starts", starts), ("prompt", ids), ("emits", slots > 0)):
+        state.write(name, 0, np.asarray(values, np.int32))
+    runner._upload()
+    return bucket
+
+
+def measured(runner: Runner, step: tuple[int, int, int], repeats: int) -> list[float]:
+    """Milliseconds of the step's two segments, replayed."""
+    rng = np.random.default_rng(1)
+    bucket = place(runner, *step, rng)
+    runner.graphs.record("forward", lambda: runner.model.forward(runner.pack, *bucket))
+    runner.graphs.record("sample", lambda: runner.model.sample(runner.pack, bucket[1]))
+    times = []
+    for _ in range(repeats + 2):
+        place(runner, *step, rng)
+        events = [Event(runner.stream.device, timing=True) for _ in range(2)]
+        events[0].record(runner.stream)
+        for segment in ("forward", "sample"):
+            runner.graphs.launch(segment)
+        events[1].record(runner.stream)
+        runner.stream.synchronize()
+        times.append(events[1].elapsed_s(events[0]) * 1e3)
+    return times[2:]
+
+
+def collectives_ms(config: Config, rows: int, tokens: int, ranks: int) -> float:
+    """By interpolation of ALL_REDUCE_US; the gather as an all-reduce of as many bytes as a rank sends."""
+    sizes = ALL_REDUCE_US["bytes"]
+    layer, gather = np.interp(
+        [tokens * config.hidden_size * 2, rows * config.vocab_size * 4], sizes, ALL_REDUCE_US[ranks]
+    )
+    return float(2 * config.num_layers * layer + gather) / 1e3
+
+
+def main() -> None:
+    """Print a line a step and write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=[*SIZES], default="Flash")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--layers", type=int, help="of the model, the first so many")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    whole, device, found = (
+        Config.parse(config_json(args.size, layers=args.layers), None),
+        Device("cuda", 0),
+        [],
+    )
+    for ranks in args.ranks:
+        config = whole.of_rank(0, ranks)
+        runner = runner_of(config, device, 128, 4096, 4096)
+        for rows, context, prompt in STEPS:
+            times = measured(runner, (rows, context, prompt), args.repeats)
+            logits = runner.model.buffers.local_logits[: rows or 1].numpy()
+            if not np.isfinite(np.asarray(logits, np.float32)).all():
+                raise SystemExit("logits are not finite: these weights are no measure")
+            median, between = statistics.median(times), collectives_ms(whole, rows or 1, rows + prompt, ranks)
+            name = f"prompt of {prompt}" if prompt else f"decode {rows} x {context}"
+            print(
+                f"{ranks} ranks, {name}: {median:.2f} ms, with collectives {median + between:.2f}", flush=True
+            )
+            found.append(
+                {
+                    "ranks": ranks,
+                    "step": name,
+                    "device_ms": median,
+                    "collectives_ms": between,
+                    "repeats": times,
+                }
+            )
+        runner.close()
+        del runner
+    if args.json:
+        args.json.write_text(json.dumps({"gpu": device.name, "figures": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
