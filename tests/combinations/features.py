@@ -127,8 +127,8 @@ REFUSED = {
 }
 """A pair, in the order of the lists, and what is said to it."""
 
-MISSING = {("batch invariance", "qwen3_5"): "unrecognized arguments: --batch-invariant"}
-"""What one model's engine has no flag for."""
+MISSING = {("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5"}
+"""What one model's engine cannot do."""
 
 
 @functools.cache

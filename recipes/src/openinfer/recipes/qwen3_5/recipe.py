@@ -97,6 +97,11 @@ class Qwen35Recipe:
             "max_batched_tokens=N); options behind commas, as in deadline,ttft_s=0.2,tpot_s=0.02; default: %(default)s",
         )
         add(
+            "--batch-invariant",
+            action="store_true",
+            help="not possible with this model: how a prompt is cut into steps changes the rounding of its states",
+        )
+        add(
             "--trace",
             metavar="FILE",
             help="write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
@@ -104,7 +109,12 @@ class Qwen35Recipe:
         )
 
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
-        """All the flags above, by name."""
+        """All the flags above, by name. Raises ValueError for the one that this model cannot have."""
+        if args.batch_invariant:
+            raise ValueError(
+                "--batch-invariant is not possible with qwen3_5: how a prompt is cut into steps changes what the delta "
+                "rule's kernels round; leave the flag out"
+            )
         names = (
             "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs",
             "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "enforce_eager", "enable_prefix_caching",
