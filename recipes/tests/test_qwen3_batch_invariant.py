@@ -6,11 +6,11 @@ import json
 from collections import defaultdict
 from typing import Any
 
-from openinfer.kernels import H200, KernelSpec, Launch, Target
+from openinfer.kernels import H200, KernelSpec, Launch, Target, predictions
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.published import config_json
 from openinfer.recipes.qwen3.runner import Buckets
-from openinfer.recipes.qwen3.startup import Options, Plan, _pace, decide_sizes, kernel_specs, make_plan
+from openinfer.recipes.qwen3.startup import Options, Plan, decide_sizes, kernel_specs, make_plan
 from openinfer.tensor import Device, Tensor
 
 CONFIG = Config.parse(config_json("4B"), None)
@@ -24,10 +24,10 @@ def plan(target: Target, **flags: Any) -> Plan:
 
 
 def kernels_by_use(found: Plan) -> dict[tuple[str, int], set[tuple[KernelSpec | str, ...]]]:
-    """What every op launches in the forward segments, by the op and its weight; all segments together."""
+    """What every op launches, by the op and its weight; all steps together."""
     weights: dict[tuple[int, ...], int] = {}
     kernels = defaultdict(set)
-    for calls in found.traced.forward.values():
+    for calls in found.steps.values():
         for call in calls:
             weight = call.args.get("weight")
             shape = weight.shape if isinstance(weight, Tensor) else ()
@@ -66,4 +66,4 @@ def test_a_wheel_can_carry_its_kernels_and_its_steps_are_not_held_to_the_usual_t
     specs = kernel_specs(str(tmp_path), H200, **FLAGS)
     assert {spec.function for spec in specs} >= {"attend_long", "gemm_tma"}
     target = Options(**FLAGS).on(H200)
-    assert not _pace(CONFIG, plan(H200, **FLAGS), target).predictions
+    assert not predictions(plan(H200, **FLAGS).steps, target)

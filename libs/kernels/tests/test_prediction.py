@@ -1,8 +1,25 @@
 """A prediction is the sum of what its calls cost, for every workload."""
 
+import dataclasses
+
 import pytest
 
-from openinfer.kernels import H200, NullPack, Prediction, Speed, Workload, attend, embed, norm_linear
+from openinfer.kernels import (
+    H200,
+    SPEEDS,
+    Cost,
+    NullPack,
+    Op,
+    Prediction,
+    Repeated,
+    Speed,
+    Target,
+    Workload,
+    attend,
+    embed,
+    norm_linear,
+    predictions,
+)
 from openinfer.tensor import Arena, Device, bfloat16, int32
 
 SPEED = Speed(4e12, 500e12, 5e-6)
@@ -30,17 +47,63 @@ def calls(arena, tokens=256, rows=4):
     ("kv_tokens", "qk_pairs"), [(0, 0), (400, 32896), (100_000, 32896), (1024, 40_000_000)]
 )
 def test_it_is_the_sum_of_the_calls(kv_tokens, qk_pairs):
-    counted = [
-        (call, times) for call, times in zip(calls(Arena(Device("null"), None)), (1, 36, 24, 12), strict=True)
-    ]
+    traced = calls(Arena(Device("null"), None))
+    counted = [dataclasses.replace(call, times=n) for call, n in zip(traced, (1, 36, 24, 12), strict=True)]
     workload = Workload(256, 4, kv_tokens, qk_pairs)
     expected = sum(
-        times
+        call.times
         * (call.cost(workload).floor_s(SPEED.bytes_per_s, SPEED.flops_per_s) + len(call.commands) * 5e-6)
-        for call, times in counted
+        for call in counted
     )
     prediction = Prediction.of(counted, 256, 4, SPEED)
     assert prediction.seconds(kv_tokens, qk_pairs) == pytest.approx(expected, rel=1e-6)
     assert len(prediction.varying) == 2  # attention alone looks at the cache
     slower = Prediction.of(counted, 256, 4, Speed(2e12, 250e12, 10e-6))
     assert slower.seconds(kv_tokens, qk_pairs) == pytest.approx(2 * expected, rel=1e-6)
+
+
+BENDS = {
+    "most so many keys": lambda w: Cost(1000 * min(w.kv_tokens, 4096 * w.rows), 0),
+    "most so many pairs": lambda w: Cost(10, 10**9 * min(w.qk_pairs // w.tokens, 128)),
+    "a step": lambda w: Cost(10**9 * (w.kv_tokens > 5000), 0),
+}
+
+
+@pytest.mark.parametrize("name", BENDS)
+@pytest.mark.parametrize("sizes", [(0, 0), (500, 500), (9000, 9000), (10**6, 10**7)])
+def test_a_cost_that_is_no_line_is_asked_every_time(name, sizes):
+    op = Op(
+        name, lambda: None, reference=lambda: None, launches=lambda target: (), cost=lambda w: BENDS[name](w)
+    )
+    pack = NullPack(H200)
+    op(pack)
+    prediction = Prediction.of(pack.calls, 64, 4, SPEED)
+    assert len(prediction.bent) == 1
+    expected = BENDS[name](Workload(64, 4, *sizes)).floor_s(SPEED.bytes_per_s, SPEED.flops_per_s)
+    assert prediction.seconds(*sizes) == pytest.approx(expected)
+
+
+def test_layers_that_are_traced_once_count_for_all_that_are_like_them(arena):
+    pack, x = NullPack(H200), arena.alloc((8, 64), bfloat16)
+    args = {"out": x, "token_ids": arena.alloc((8,), int32), "table": arena.alloc((100, 64), bfloat16)}
+    layers = Repeated(pack, [("full", 8), ("linear", 24)])
+    assert tuple(layers) == ("full", "linear")
+
+    def forward():
+        embed(pack, **args)
+        for layer in layers:
+            for _ in range(1 + (layer == "linear")):
+                embed(pack, **args)
+        embed(pack, **args)
+
+    assert [call.times for call in pack.traced(forward)] == [1, 8, 24, 24, 1]
+    assert len(pack.traced(forward)) == 5
+    assert len(pack.calls) == 10
+
+
+def test_steps_have_predictions_where_the_speed_is_known():
+    steps = {(256, 4, 256): calls(Arena(Device("null"), None))}
+    (found,) = predictions(steps, H200).values()
+    assert found == Prediction.of(steps[256, 4, 256], 256, 4, SPEEDS[H200.gpu])
+    assert predictions(steps, Target(90, 132, gpu="Unknown")) == {}
+    assert predictions(steps, dataclasses.replace(H200, batch_invariant=True)) == {}

@@ -1,6 +1,7 @@
 """The batch on the device, and captured steps over it."""
 
 from openinfer.graph.errors import FieldError, GraphError, RingFull, UnknownStep
+from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.steps import StepGraphs, bucket_for
@@ -14,6 +15,7 @@ __all__ = [
     "RingFull",
     "Rows",
     "StepGraphs",
+    "StepPace",
     "StepTrace",
     "UnknownStep",
     "bucket_for",

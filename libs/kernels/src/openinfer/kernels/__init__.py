@@ -27,8 +27,8 @@ from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
-from openinfer.kernels.packs.null import Call, NullPack
-from openinfer.kernels.prediction import SPEEDS, Prediction, Speed
+from openinfer.kernels.packs.null import Call, NullPack, Repeated
+from openinfer.kernels.prediction import SPEEDS, Prediction, Speed, predictions
 from openinfer.kernels.store import Compiled, Prepared, Store
 from openinfer.kernels.target import H200, Target
 
@@ -59,6 +59,7 @@ __all__ = [
     "Pack",
     "Prediction",
     "Prepared",
+    "Repeated",
     "Scratch",
     "Speed",
     "Store",
@@ -76,6 +77,7 @@ __all__ = [
     "linear_add",
     "norm_linear",
     "norm_rope_attend",
+    "predictions",
     "qk_norm_rope_write",
     "select_rows",
 ]

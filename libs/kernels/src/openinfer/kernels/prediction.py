@@ -7,13 +7,15 @@ The three speeds are fitted to measured steps, so they are what our kernels reac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
+from openinfer.kernels.target import Target
 
-_FAR = 1 << 20  # tokens, for the slope of a cost
+_FAR = 1 << 20  # tokens and pairs, for the slope of a cost
+_TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on the line to be taken for one
 
 
 class Speed(NamedTuple):
@@ -38,38 +40,73 @@ class _Varying(NamedTuple):
     token: tuple[float, float]
     pair: tuple[float, float]
 
+    def floor_s(self, kv_tokens: int, qk_pairs: int, speed: Speed) -> float:
+        size = self.none.bytes + kv_tokens * self.token[0] + qk_pairs * self.pair[0]
+        flops = self.none.flops + kv_tokens * self.token[1] + qk_pairs * self.pair[1]
+        return max(size / speed.bytes_per_s, flops / speed.flops_per_s)
+
 
 class Prediction(NamedTuple):
-    """Seconds of a recorded step or segment, for any workload in it."""
+    """Seconds of a recorded step or segment of `tokens` tokens and `rows` rows, for any workload in it. Costs that are
+    lines are evaluated as such, others (`bent`) by the op at every question."""
 
-    fixed_s: float
+    tokens: int
+    rows: int
     speed: Speed
+    fixed_s: float
     varying: tuple[_Varying, ...]
+    bent: tuple[Call, ...]
 
     @classmethod
-    def of(cls, calls: Iterable[tuple[Call, int]], tokens: int, rows: int, speed: Speed) -> Prediction:
-        """Of calls, each with how often it comes, in a step of so many tokens and rows."""
-        fixed, varying = 0.0, []
-        for call, times in calls:
-            fixed += times * len(call.commands) * speed.kernel_s
+    def of(cls, calls: Iterable[Call], tokens: int, rows: int, speed: Speed) -> Prediction:
+        """Of the calls of a step."""
+        fixed, varying, bent = 0.0, [], []
+        for call in calls:
+            fixed += call.times * len(call.commands) * speed.kernel_s
             none, token, pair = (
                 call.cost(Workload(tokens, rows, *sizes)) for sizes in ((0, 0), (_FAR, 0), (0, _FAR))
             )
-            if none == token == pair:
-                fixed += times * none.floor_s(speed.bytes_per_s, speed.flops_per_s)
+            line = _Varying(call.times, none, _slope(none, token), _slope(none, pair))
+            if not _is_line(call, line, tokens, rows):
+                bent.append(call)
+            elif none == token == pair:
+                fixed += call.times * none.floor_s(speed.bytes_per_s, speed.flops_per_s)
             else:
-                varying.append(_Varying(times, none, _slope(none, token), _slope(none, pair)))
-        return cls(fixed, speed, tuple(varying))
+                varying.append(line)
+        return cls(tokens, rows, speed, fixed, tuple(varying), tuple(bent))
 
     def seconds(self, kv_tokens: int, qk_pairs: int) -> float:
         """With so many cached tokens to read and pairs to score, as in Workload."""
+        speed, workload = self.speed, Workload(self.tokens, self.rows, kv_tokens, qk_pairs)
         total = self.fixed_s
-        for v in self.varying:
-            size = v.none.bytes + kv_tokens * v.token[0] + qk_pairs * v.pair[0]
-            flops = v.none.flops + kv_tokens * v.token[1] + qk_pairs * v.pair[1]
-            total += v.times * max(size / self.speed.bytes_per_s, flops / self.speed.flops_per_s)
+        for line in self.varying:
+            total += line.times * line.floor_s(kv_tokens, qk_pairs, speed)
+        for call in self.bent:
+            total += call.times * call.cost(workload).floor_s(speed.bytes_per_s, speed.flops_per_s)
         return total
+
+
+def predictions(
+    steps: Mapping[tuple[int, int, int], Sequence[Call]], target: Target
+) -> dict[tuple[int, int, int], Prediction]:
+    """Of steps by their shapes (tokens, rows, longest row), each with the calls of all its segments; none where nobody
+    has fitted speeds: to that GPU, or to batch-invariant kernels."""
+    speed = SPEEDS.get(target.gpu)
+    if speed is None or target.batch_invariant:
+        return {}
+    return {shape: Prediction.of(calls, *shape[:2], speed) for shape, calls in steps.items()}
 
 
 def _slope(none: Cost, far: Cost) -> tuple[float, float]:
     return (far.bytes - none.bytes) / _FAR, (far.flops - none.flops) / _FAR
+
+
+def _is_line(call: Call, line: _Varying, tokens: int, rows: int) -> bool:
+    """Whether the cost is that line at three other places, but for rounding."""
+    for kv_tokens, qk_pairs in _TRIES:
+        cost = call.cost(Workload(tokens, rows, kv_tokens, qk_pairs))
+        size = line.none.bytes + kv_tokens * line.token[0] + qk_pairs * line.pair[0]
+        flops = line.none.flops + kv_tokens * line.token[1] + qk_pairs * line.pair[1]
+        if abs(cost.bytes - size) > 1 + 1e-6 * size or abs(cost.flops - flops) > 1 + 1e-6 * flops:
+            return False
+    return True

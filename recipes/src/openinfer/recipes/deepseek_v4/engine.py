@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Literal, NamedTuple
 
 from openinfer.frontend.contract import (
@@ -19,6 +20,7 @@ from openinfer.frontend.contract import (
     ResetPrefixCache,
     Scheduled,
     StepOutputs,
+    StepTimes,
     TokenLogprobs,
     TokenTable,
     Update,
@@ -355,7 +357,7 @@ class DeepseekV4Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""
-        stats, loop, pool = self._stats, self._loop.stats, self._pool
+        stats, loop, pool, pace = copy(self._stats), self._loop.stats, self._pool, self.runner.pace
         stats.running, stats.waiting, stats.steps, stats.preemptions = (
             loop.running,
             loop.waiting + (len(self._grammars) if self._grammars is not None else 0),
@@ -371,6 +373,11 @@ class DeepseekV4Engine:
             now, ready = DriverCounts.now(), self._counts_at_ready
             stats.allocations_after_ready = now.allocations - ready.allocations
             stats.host_waits_after_ready = now.waits - ready.waits - self.runner.readback.waits
+        stats.outlier_steps = pace.num_outliers
+        stats.step_times = [
+            StepTimes(name, t.steps, t.predicted_s, t.measured_s)
+            for name, t in pace.account(whole=not loop.running)
+        ]
         return stats
 
     def close(self) -> None:

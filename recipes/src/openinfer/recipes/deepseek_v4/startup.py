@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openinfer.graph import Readback, Rows, StepGraphs, StepTrace
+from openinfer.graph import Readback, Rows, StepGraphs, StepPace, StepTrace
 from openinfer.kernels import (
+    Call,
     CpuPack,
     CublasLt,
     CudaDriver,
@@ -21,10 +24,12 @@ from openinfer.kernels import (
     LaunchPack,
     NullPack,
     Pack,
+    Repeated,
     Store,
     Target,
     apply_writes,
     cublas_available,
+    predictions,
 )
 from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4.batch import Buffers, row_fields
@@ -37,7 +42,7 @@ from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.runner import Runner, readback_bytes
 from openinfer.recipes.deepseek_v4.sizes import Options, Room, Sizes, decide_sizes, fit, room_for
-from openinfer.recipes.deepseek_v4.weights import Weights, validate
+from openinfer.recipes.deepseek_v4.weights import Layer, Weights, validate
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
     Arena,
@@ -58,13 +63,14 @@ STEPS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, and the
-    workspace. Made without a GPU."""
+    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, the
+    workspace, and the calls of every step by its shape. Made without a GPU."""
 
     fixed_bytes: int
     specs: list[KernelSpec]
     scratch_bytes: int
     zeroed_bytes: int
+    steps: Mapping[tuple[int, int, int], list[Call]] = field(default_factory=dict)
 
 
 def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
@@ -114,7 +120,7 @@ def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
     pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
     readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets, readback, trace)
+    runner = Runner(model, pack, stream, graphs, buckets, readback, _pace(plan, target), trace)
     with _phase("steps"):
         warm_up(runner)
         runner.record()
@@ -177,18 +183,35 @@ def make_plan(config: Config, form: Format, sizes: Sizes, buckets: Buckets, targ
     fixed = arena.used - config.window_page_bytes(itemsize) - config.entry_page_bytes(itemsize)
     if target is None:
         return Plan(fixed, [], 0, 0)
-    kinds = {(type(la.attention.entries), la.mixture.table is None): la for la in model.weights.layers}
-    few = dataclasses.replace(model.weights, layers=tuple(kinds.values()))
-    model, pack = dataclasses.replace(model, weights=few), NullPack(target)
+    pack, kinds = NullPack(target), {_kind(layer): layer for layer in model.weights.layers}
+    counts = Counter(_kind(layer) for layer in model.weights.layers)
+    layers = Repeated(pack, ((layer, counts[kind]) for kind, layer in kinds.items()))
+    model = dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
     apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
-    for tokens, rows, longest in buckets.segments():
-        model.forward(pack, tokens, rows, longest)
-    for rows in buckets.sample_rows():
-        model.sample(pack, rows)
+    samples = {rows: pack.traced(partial(model.sample, pack, rows)) for rows in buckets.sample_rows()}
+    steps = {
+        shape: pack.traced(partial(model.forward, pack, *shape)) + samples[shape[1]]
+        for shape in buckets.segments()
+    }
     for offset in range(0, model.buffers.score_ranks.shape[0], sizes.max_rows):
         model.score(pack, offset)
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
-    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed)
+    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, steps)
+
+
+def _kind(layer: Layer) -> tuple[type, bool]:
+    """What the ops of a layer depend on: its kind of entries, and whether its experts are chosen by table."""
+    return type(layer.attention.entries), layer.mixture.table is None
+
+
+def _pace(plan: Plan, target: Target | None) -> StepPace:
+    """Predictions for every recorded step, where the speed of the GPU with these kernels is known."""
+    found = predictions(plan.steps, target) if target is not None else {}
+    if target is not None and not found:
+        log.info(
+            "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
+        )
+    return StepPace(found)
 
 
 def warm_up(runner: Runner) -> None:

@@ -30,7 +30,6 @@ from openinfer.kernels import Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.model import MAX_LOGPROBS, MAX_STOP_IDS
-from openinfer.recipes.qwen3.pace import name_of
 from openinfer.recipes.qwen3.runner import Payload, Runner, Sampling
 from openinfer.recipes.qwen3.scoring import PromptScore
 from openinfer.sampler import fresh_seed
@@ -64,9 +63,6 @@ REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
 
 FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
 """What every engine of this recipe honours."""
-
-TOLD_EVERY_S = 0.5
-"""Between two snapshots that list the times of steps."""
 
 
 class Batch(NamedTuple):
@@ -125,7 +121,6 @@ class Qwen3Engine:
         self._stats = EngineStats()
         self._batch = NOBODY
         self._counts_at_ready = DriverCounts.now()
-        self._told = 0.0  # when the stats last had the times of steps
         self.info = EngineInfo(
             model=name,
             max_model_len=max_model_len,
@@ -376,12 +371,10 @@ class Qwen3Engine:
             stats.allocations_after_ready = now.allocations - ready.allocations
             stats.host_waits_after_ready = now.waits - ready.waits - self.runner.readback.waits
         stats.outlier_steps = pace.num_outliers
-        if pace.totals and (not loop.running or time.monotonic() - self._told >= TOLD_EVERY_S):
-            self._told = time.monotonic()
-            stats.step_times = [
-                StepTimes(name_of(shape), t.steps, t.predicted_s, t.measured_s)
-                for shape, t in pace.totals.items()
-            ]
+        stats.step_times = [
+            StepTimes(name, t.steps, t.predicted_s, t.measured_s)
+            for name, t in pace.account(whole=not loop.running)
+        ]
         return stats
 
     def close(self) -> None:

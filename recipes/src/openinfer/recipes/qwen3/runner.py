@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.graph import Readback, StepGraphs, StepTrace, bucket_for
+from openinfer.graph import Readback, StepGraphs, StepPace, StepTrace, bucket_for
 from openinfer.kernels import Pack, apply_writes
 from openinfer.recipes.qwen3.model import MAX_LOGPROBS, MAX_STOP_IDS, Model
-from openinfer.recipes.qwen3.pace import Pace
 from openinfer.recipes.qwen3.scoring import PromptScore, Scores, Share, padded, read_scores, write_scores
 from openinfer.sampler import SamplingParams, seed_words
 from openinfer.sampler.constraint import Constraint, Masks
@@ -124,7 +123,7 @@ class Runner:
     graphs: StepGraphs
     buckets: Buckets
     readback: Readback
-    pace: Pace = field(default_factory=lambda: Pace({}))
+    pace: StepPace = field(default_factory=StepPace)
     trace: StepTrace | None = None
     masks: Masks | None = None
     """Needed for sequences with a constraint."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openinfer.graph import Readback, Rows, StepGraphs, StepTrace
+from openinfer.graph import Readback, Rows, StepGraphs, StepPace, StepTrace
 from openinfer.kernels import (
-    SPEEDS,
     Call,
     CpuPack,
     CublasLt,
@@ -25,16 +26,17 @@ from openinfer.kernels import (
     LaunchPack,
     NullPack,
     Pack,
+    Repeated,
     Store,
     Target,
     apply_writes,
     cublas_available,
+    predictions,
 )
 from openinfer.kvpool import Group, Pool
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.engine import Qwen3Engine
 from openinfer.recipes.qwen3.model import Buffers, Model, row_fields
-from openinfer.recipes.qwen3.pace import Pace, Traced, predictions
 from openinfer.recipes.qwen3.runner import Buckets, Runner, readback_bytes
 from openinfer.recipes.qwen3.weights import Weights, validate
 from openinfer.scheduler import Policy, make_policy
@@ -108,14 +110,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, and the
-    workspace. Made without a GPU."""
+    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, the
+    workspace, and the calls of every step by its shape. Made without a GPU."""
 
     fixed_bytes: int
     specs: list[KernelSpec]
     scratch_bytes: int
     zeroed_bytes: int
-    traced: Traced = field(default_factory=Traced)
+    steps: Mapping[tuple[int, int, int], list[Call]] = field(default_factory=dict)
 
 
 def build(model_dir: str, **flags: Any) -> Qwen3Engine:
@@ -150,7 +152,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
         store = Store(target.arch) if target else None
         with ThreadPoolExecutor(2) as worker:
             weights = worker.submit(_load, checkpoint, model, device)  # nothing before the end looks at one
-            pace = worker.submit(_pace, config, plan, target)
+            pace = worker.submit(_pace, plan, target)
             if store is not None:
                 bar = ProgressBar("compiling", things="kernels")
                 with _phase("kernels"):
@@ -224,48 +226,33 @@ def make_plan(config: Config, sizes: Sizes, buckets: Buckets, target: Target | N
     page = config.kv_bytes_per_token(sizes.dtype.itemsize) * sizes.block_size
     if target is None:
         return Plan(arena.used - page, [], 0, 0)
-    windows = tuple(dict.fromkeys(config.windows))
+    pack, windows = NullPack(target), Counter(config.windows)
+    kinds = Repeated(pack, zip(model.weights.layers, windows.values(), strict=False))
     short = dataclasses.replace(
         model,
-        config=dataclasses.replace(config, num_layers=len(windows), windows=windows),
-        weights=dataclasses.replace(model.weights, layers=model.weights.layers[: len(windows)]),
+        config=dataclasses.replace(config, num_layers=len(windows), windows=tuple(windows)),
+        weights=dataclasses.replace(model.weights, layers=kinds),
     )
-    pack = NullPack(target)
     apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
-    traced = Traced(bare=_bare(model, target))
-    for shape in buckets.segments():
-        start = len(pack.calls)
-        short.forward(pack, *shape)
-        traced.forward[shape] = pack.calls[start:]
-    for rows in buckets.sample_rows():
-        start = len(pack.calls)
-        short.sample(pack, rows)
-        traced.sample[rows] = pack.calls[start:]
+    samples = {rows: pack.traced(partial(short.sample, pack, rows)) for rows in buckets.sample_rows()}
+    steps = {
+        shape: pack.traced(partial(short.forward, pack, *shape)) + samples[shape[1]]
+        for shape in buckets.segments()
+    }
     for offset in range(0, short.buffers.score_ranks.shape[0], sizes.max_rows):
         short.score(pack, offset)
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
-    return Plan(arena.used - page + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, traced)
+    return Plan(arena.used - page + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, steps)
 
 
-def _bare(model: Model, target: Target) -> list[Call]:
-    """The calls of a forward segment without layers."""
-    pack = NullPack(target)
-    dataclasses.replace(
-        model,
-        config=dataclasses.replace(model.config, num_layers=0, windows=()),
-        weights=dataclasses.replace(model.weights, layers=()),
-    ).forward(pack, 1, 1, 1)
-    return pack.calls
-
-
-def _pace(config: Config, plan: Plan, target: Target | None) -> Pace:
-    """With the predictions, where the GPU's speed is known."""
-    if target is None or target.batch_invariant:
-        return Pace({})
-    speed = SPEEDS.get(target.gpu)
-    if speed is None:
-        log.info("steps are not compared with predictions: nobody has measured the speed of %s", target.gpu)
-    return Pace(predictions(config, plan.traced, speed) if speed is not None else {})
+def _pace(plan: Plan, target: Target | None) -> StepPace:
+    """Predictions for every recorded step, where the speed of the GPU with these kernels is known."""
+    found = predictions(plan.steps, target) if target is not None else {}
+    if target is not None and not found:
+        log.info(
+            "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
+        )
+    return StepPace(found)
 
 
 def _load(checkpoint: Checkpoint, model: Model, device: Device) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.graph import Readback, StepGraphs, StepTrace
+from openinfer.graph import Readback, StepGraphs, StepPace, StepTrace
 from openinfer.kernels import Pack, apply_writes
 from openinfer.kvpool import Lease
 from openinfer.recipes.qwen3_5.batch import MAX_LOGPROBS, MAX_STOP_IDS
@@ -77,6 +77,7 @@ class Runner:
     buckets: Buckets
     readback: Readback
     boundaries: Boundaries
+    pace: StepPace = field(default_factory=StepPace)
     trace: StepTrace | None = None
     masks: Masks | None = None
     """Needed for sequences with a constraint."""
@@ -97,13 +98,17 @@ class Runner:
         self._asks_logprobs, self._has_constraint = np.zeros(slots, bool), np.zeros(slots, bool)
 
     def record(self) -> None:
-        """Record every segment of the buckets."""
+        """Record every segment of the buckets, and the upload of changes."""
+        self.graphs.record("upload", self._apply)
         for tokens, rows, longest in self.buckets.segments():
             self.graphs.record(("forward", tokens, rows, longest), self._forward(tokens, rows, longest))
         for rows in self.buckets.sample_rows():
             self.graphs.record(("sample", rows), self._sample(rows))
         for offset in range(0, self.model.buffers.score_ranks.shape[0], self._slice):
             self.graphs.record(("score", offset), self._score(offset))
+
+    def _apply(self) -> None:
+        apply_writes(self.pack, words=self.model.rows.words, writes=self.model.rows.writes)
 
     @property
     def _slice(self) -> int:
@@ -150,6 +155,7 @@ class Runner:
             trace.mark("launch")
         self.readback.begin(self.stream)
         self.graphs.launch(("forward", tokens, num_rows, longest))
+        self.pace.launch(self._shape, timed=not waits and not self._shares)
         self._launched.append(Launched(step, self._constrained, self._wants_logprobs, self._shares))
         if waits:
             self._waiting = self._launched[-1]
@@ -157,9 +163,8 @@ class Runner:
             self._sample_now(self._launched[-1])
 
     def _upload(self) -> None:
-        rows = self.model.rows
-        for _ in rows.uploads(self.stream):
-            apply_writes(self.pack, words=rows.words, writes=rows.writes)
+        for _ in self.model.rows.uploads(self.stream):
+            self.graphs.launch("upload")
 
     def _sample_now(self, launched: Launched) -> None:
         """The second half of a launch; the shape and the rows are still the step's."""
@@ -199,8 +204,11 @@ class Runner:
         if arrays is None:
             return None
         seconds = self.readback.seconds
+        outlier = self.pace.result(seconds)
         if trace is not None:
             trace.result(seconds or 0.0)
+            if outlier is not None:
+                trace.keep()
         launched, result = self._launched.pop(0), arrays[0]
         step, tops = launched.step, arrays[1:3] if launched.wants_logprobs else (None, None)
         self._scores += read_scores(launched.shares, arrays[-4:])
@@ -245,6 +253,7 @@ class Runner:
             bool(p.logprobs),
             sampling.constraint is not None,
         )
+        self.pace.join(slot, lease.num_cached)
         rows.set("alive", slot, 1)
         rows.set("seq_lens", slot, lease.num_cached)
         rows.set("state_from", slot, sources[0] if sources else live)
@@ -283,6 +292,7 @@ class Runner:
         self._shape = num_tokens, num_rows, _ = self.buckets.choose(total, count)
         slots, emits = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         slots[:count] = [row.seq.slot for row in step.rows]
+        self.pace.change(slots[:count], lengths)
         emits[:decoding] = 1
         emits[decoding:count] = [row.emits for row in chunks]
         q_starts = np.full(num_rows + 1, total, np.int32)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openinfer.graph import Readback, Rows, StepGraphs, StepTrace
+from openinfer.graph import Readback, Rows, StepGraphs, StepPace, StepTrace
 from openinfer.kernels import (
+    Call,
     CpuPack,
     CublasLt,
     CudaDriver,
@@ -21,10 +24,12 @@ from openinfer.kernels import (
     LaunchPack,
     NullPack,
     Pack,
+    Repeated,
     Store,
     Target,
     apply_writes,
     cublas_available,
+    predictions,
 )
 from openinfer.kvpool import Group, Pool
 from openinfer.recipes.qwen3_5.batch import Buffers, row_fields
@@ -35,7 +40,7 @@ from openinfer.recipes.qwen3_5.model import Model
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.recipes.qwen3_5.runner import Runner, readback_bytes
 from openinfer.recipes.qwen3_5.sizes import Options, Room, Sizes, decide_sizes, fit, room_for
-from openinfer.recipes.qwen3_5.weights import Format, Layer, Weights, validate
+from openinfer.recipes.qwen3_5.weights import Format, Weights, validate
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
     Arena,
@@ -56,13 +61,14 @@ STEPS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, and the
-    workspace. Made without a GPU."""
+    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, the
+    workspace, and the calls of every step by its shape. Made without a GPU."""
 
     fixed_bytes: int
     specs: list[KernelSpec]
     scratch_bytes: int
     zeroed_bytes: int
+    steps: Mapping[tuple[int, int, int], list[Call]] = field(default_factory=dict)
 
 
 def build(model_dir: str, **flags: Any) -> Qwen35Engine:
@@ -90,7 +96,7 @@ def build(model_dir: str, **flags: Any) -> Qwen35Engine:
             room = room_for(config, sizes, options, device, plan.fixed_bytes)
             sizes = fit(sizes, options, room)
         with _phase("memory"):
-            groups = _groups(config, sizes, room)
+            groups = pool_groups(config, sizes, room)
             state_bytes = sum(group.num_blocks * group.block_bytes for group in groups)
             arena = Arena(device, plan.fixed_bytes + state_bytes + (1 << 20))
             stream = Stream(device)
@@ -111,7 +117,9 @@ def build(model_dir: str, **flags: Any) -> Qwen35Engine:
     pack = _pack(device, target, stream, store, arena, plan)
     graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
     readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets, readback, sizes.boundaries, trace)
+    runner = Runner(
+        model, pack, stream, graphs, buckets, readback, sizes.boundaries, _pace(plan, target), trace
+    )
     with _phase("steps"):
         warm_up(runner)
         runner.record()
@@ -170,7 +178,7 @@ def lay_out(config: Config, form: Format, sizes: Sizes, arena: Arena, stream: St
     return Model(config, weights, kv, state, conv_state, cos_sin, rows, buffers, most)
 
 
-def _groups(config: Config, sizes: Sizes, room: Room) -> list[Group]:
+def pool_groups(config: Config, sizes: Sizes, room: Room) -> list[Group]:
     """The pool's: pages of the full layers, and blocks of state with snapshots that are joined at page boundaries."""
     itemsize = sizes.dtype.itemsize
     page_bytes = config.kv_bytes_per_token(itemsize) * sizes.block_size
@@ -189,20 +197,30 @@ def make_plan(config: Config, form: Format, sizes: Sizes, buckets: Buckets, targ
     fixed -= config.state_bytes(sizes.dtype.itemsize)
     if target is None:
         return Plan(fixed, [], 0, 0)
-    kinds: dict[type, Layer] = {type(layer.mixer): layer for layer in model.weights.layers}
-    short = dataclasses.replace(
-        model, weights=dataclasses.replace(model.weights, layers=tuple(kinds.values()))
-    )
-    pack = NullPack(target)
+    pack, kinds = NullPack(target), {type(layer.mixer): layer for layer in model.weights.layers}
+    counts = Counter(type(layer.mixer) for layer in model.weights.layers)
+    layers = Repeated(pack, ((layer, counts[kind]) for kind, layer in kinds.items()))
+    short = dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
     apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
-    for tokens, rows, longest in buckets.segments():
-        short.forward(pack, tokens, rows, longest)
-    for rows in buckets.sample_rows():
-        short.sample(pack, rows)
+    samples = {rows: pack.traced(partial(short.sample, pack, rows)) for rows in buckets.sample_rows()}
+    steps = {
+        shape: pack.traced(partial(short.forward, pack, *shape)) + samples[shape[1]]
+        for shape in buckets.segments()
+    }
     for offset in range(0, short.buffers.score_ranks.shape[0], sizes.max_rows):
         short.score(pack, offset)
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
-    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed)
+    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, steps)
+
+
+def _pace(plan: Plan, target: Target | None) -> StepPace:
+    """Predictions for every recorded step, where the speed of the GPU with these kernels is known."""
+    found = predictions(plan.steps, target) if target is not None else {}
+    if target is not None and not found:
+        log.info(
+            "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
+        )
+    return StepPace(found)
 
 
 def warm_up(runner: Runner) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from openinfer.kernels.launch import Command, KernelSpec, Launch, Matmul, Scratch, TensorMap
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.target import Target
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op call: its arguments and the commands a device of the target's kind would run for it."""
+    """One op call: its arguments and the commands a device of the target's kind would run for it. `times`: how often
+    the traced step has calls like this one (see Repeated)."""
 
     op: Op[Any]
     args: Mapping[str, Any]
     commands: tuple[Command, ...]
+    times: int = 1
 
     def cost(self, workload: Workload) -> Cost:
         return self.op.cost(workload, **self.args)
@@ -33,13 +37,21 @@ def scratches(command: Command) -> list[Scratch]:
 
 @dataclass(slots=True)
 class NullPack:
-    """Records calls. Tensors may live on the "null" device: no memory and no GPU is needed."""
+    """Records calls. Tensors may live on the "null" device: no memory and no GPU is needed. `times`: of the calls that
+    follow."""
 
     target: Target
     calls: list[Call] = field(default_factory=list)
+    times: int = 1
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self.calls.append(Call(op, dict(args), tuple(op.plan(self.target, args))))
+        self.calls.append(Call(op, dict(args), tuple(op.plan(self.target, args)), self.times))
+
+    def traced(self, work: Callable[[], None]) -> list[Call]:
+        """Do the work; the calls that it made."""
+        start = len(self.calls)
+        work()
+        return self.calls[start:]
 
     def specs(self) -> list[KernelSpec]:
         """The distinct kernels of the recorded calls, in the order of first use."""
@@ -51,6 +63,30 @@ class NullPack:
         """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs."""
         placed = (place(call.commands) for call in self.calls)
         return max((p.zeroed_bytes if zeroed else p.plain_bytes for p in placed), default=0)
+
+
+class Repeated(tuple[T, ...]):
+    """The layers of a model that is traced with one of each kind: a pass over them tells the pack how many layers are
+    like the one that it gives, so that its calls count for all of these.
+
+    `kinds`: the layers with their numbers.
+    """
+
+    def __new__(cls, pack: NullPack, kinds: Iterable[tuple[T, int]]) -> Repeated[T]:
+        """The layers, for a model in place of its own."""
+        pairs = tuple(kinds)
+        made = super().__new__(cls, (layer for layer, _ in pairs))
+        made._pack, made._times = pack, tuple(times for _, times in pairs)
+        return made
+
+    def __iter__(self) -> Iterator[T]:
+        for layer, times in zip(super().__iter__(), self._times, strict=True):
+            self._pack.times = times
+            yield layer
+        self._pack.times = 1
+
+    _pack: NullPack
+    _times: tuple[int, ...]
 
 
 class Placement(NamedTuple):

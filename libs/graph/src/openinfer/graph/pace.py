@@ -1,26 +1,33 @@
-"""Prediction meets measurement: each step's time beside the predicted one, in sum by the segment that it ran in."""
+"""StepPace: each step's time beside the predicted one, in sum by the shape that it was recorded in."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from openinfer.kernels import Call, Prediction, Speed
-from openinfer.recipes.qwen3.config import Config
-
-log = logging.getLogger("openinfer.qwen3")
+log = logging.getLogger("openinfer.graph")
 
 OUTLIER = 2.0
 """A step that took longer than so many times its prediction is kept."""
 OUTLIERS_KEPT = 8
+TOLD_EVERY_S = 0.5
+"""Between two accounts of all shapes, while there is work."""
 
 Shape = tuple[int, int, int]
-"""Tokens, rows and longest row of a forward segment; what its graph is recorded under."""
+"""Tokens, rows and longest row of a step; what its graph is recorded under."""
+
+
+class Predicted(Protocol):
+    """How long a step of one shape should take; openinfer.kernels.Prediction is one."""
+
+    def seconds(self, kv_tokens: int, qk_pairs: int) -> float:
+        """With so many cached tokens to read and (query, key) pairs to score, summed over the rows."""
 
 
 def name_of(shape: Shape) -> str:
@@ -30,7 +37,7 @@ def name_of(shape: Shape) -> str:
 
 
 class Timed(NamedTuple):
-    """A step that was read back: the segment it ran in, tokens it read from the cache, seconds."""
+    """A step that was read back: its shape, tokens it read from the cache, seconds."""
 
     shape: Shape
     kv_tokens: int
@@ -46,7 +53,7 @@ class Timed(NamedTuple):
 
 @dataclass(slots=True)
 class Total:
-    """Of all timed steps in a segment."""
+    """Of all timed steps of a shape."""
 
     steps: int = 0
     predicted_s: float = 0.0
@@ -54,14 +61,19 @@ class Total:
 
 
 @dataclass(slots=True)
-class Pace:
-    """Keeps the books; O(1) a step while the batch is the same. `predictions` are by shape, both segments together;
-    without them (a device whose speed nobody has measured) nothing is counted."""
+class StepPace:
+    """Keeps the books; O(1) a step while the batch is the same. `predictions` are by shape, all segments of a step
+    together; without them (a device whose speed nobody has measured) nothing is counted.
 
-    predictions: Mapping[Shape, Prediction]
+    A runner says who joins, what the batch becomes, what it launches, and how long that took; results come in the order
+    of the launches.
+    """
+
+    predictions: Mapping[Shape, Predicted] = field(default_factory=dict)
     totals: dict[Shape, Total] = field(default_factory=dict)
     outliers: deque[Timed] = field(default_factory=lambda: deque(maxlen=OUTLIERS_KEPT))
     num_outliers: int = 0
+    _told: float = 0.0
     _lengths: np.ndarray[Any, Any] = field(
         default_factory=lambda: np.zeros(0, np.int64)
     )  # by slot, at the last change
@@ -119,34 +131,16 @@ class Pace:
             log.warning("outlier %d: %s", self.num_outliers, outlier)
         return outlier
 
+    def account(self, *, whole: bool) -> list[tuple[str, Total]]:
+        """The sums by the shapes' names; nothing if they were given within TOLD_EVERY_S, unless `whole`."""
+        now = time.monotonic()
+        if not self.totals or (not whole and now - self._told < TOLD_EVERY_S):
+            return []
+        self._told = now
+        return [(name_of(shape), total) for shape, total in self.totals.items()]
+
     def _settle(self) -> None:
         """Bring the lengths up to the steps that were launched."""
         if self._steady and len(self._slots):
             self._lengths[self._slots] += self._counts * self._steady
         self._steady = 0
-
-
-@dataclass(slots=True)
-class Traced:
-    """What the null pack wrote down: the calls of each forward segment with one layer of each kind, those of each
-    sample segment by its rows, and those of a forward segment without any layer."""
-
-    forward: dict[Shape, list[Call]] = field(default_factory=dict)
-    sample: dict[int, list[Call]] = field(default_factory=dict)
-    bare: list[Call] = field(default_factory=list)
-
-
-def predictions(config: Config, traced: Traced, speed: Speed) -> dict[Shape, Prediction]:
-    """Of both segments of a step, for every shape."""
-    kinds = tuple(dict.fromkeys(config.windows))
-    found = {}
-    for shape, calls in traced.forward.items():
-        pairs = zip(calls, traced.bare, strict=False)
-        first = next(n for n, (a, b) in enumerate(pairs) if a.op is not b.op)  # where the layers begin
-        last = first + len(calls) - len(traced.bare)
-        each = (last - first) // len(kinds)
-        times = [config.windows.count(kind) for kind in kinds for _ in range(each)]
-        outside = [*calls[:first], *calls[last:], *traced.sample[shape[1]]]
-        counted = [*zip(calls[first:last], times, strict=True), *((call, 1) for call in outside)]
-        found[shape] = Prediction.of(counted, *shape[:2], speed)
-    return found

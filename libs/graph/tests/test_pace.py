@@ -1,4 +1,4 @@
-"""Prediction meets measurement: what is counted, what is an outlier, and what it costs."""
+"""Prediction meets measurement: what is counted, and what is an outlier."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, SPEEDS
-from openinfer.recipes.qwen3.bench_host import HostEngine
-from openinfer.recipes.qwen3.config import Config
-from openinfer.recipes.qwen3.pace import OUTLIERS_KEPT, Pace, name_of
-from openinfer.recipes.qwen3.published import config_json
-from openinfer.recipes.qwen3.runner import Buckets
-from openinfer.recipes.qwen3.segments import step_segments
-from openinfer.recipes.qwen3.startup import Options, _pace, decide_sizes, lay_out, make_plan
-from openinfer.tensor import Arena, Device, Stream
+from openinfer.graph import StepPace
+from openinfer.graph.pace import OUTLIERS_KEPT, name_of
 
 SHAPE = (8, 8, 1)
 
@@ -33,9 +26,9 @@ class Asked:
         return 0.01
 
 
-def make() -> tuple[Pace, Asked]:
+def make() -> tuple[StepPace, Asked]:
     asked = Asked()
-    return Pace({SHAPE: asked}), asked  # type: ignore[dict-item]
+    return StepPace({SHAPE: asked}), asked
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -105,41 +98,29 @@ def test_steps_that_wait_for_the_host_or_have_no_prediction_are_not_counted() ->
 
 
 def test_shapes_have_names_of_their_own() -> None:
-    shapes = list(Buckets.up_to(256, 2048).segments())
+    shapes = [(8, 8, 1), (16, 16, 1), (16, 8, 16), (16, 1, 16), (32, 8, 32)]
     assert len({name_of(shape) for shape in shapes}) == len(shapes)
 
 
-def test_every_step_of_a_published_model_has_a_prediction_near_its_floor() -> None:
-    config = Config.parse(config_json("4B"), None)
-    sizes = decide_sizes(config, Options(device="cuda"), Device("cuda"))
-    buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
-    pace = _pace(config, make_plan(config, sizes, buckets, H200), H200)
-    assert set(pace.predictions) == set(buckets.segments())
-    model = lay_out(config, sizes, Arena(Device("null"), None), Stream(Device("null")), 1)
-    for rows, context, prefill in ((1, 1024, 0), (64, 1024, 0), (0, 0, 128), (0, 0, 2048), (63, 512, 512)):
-        segments = step_segments(model, buckets, rows, context, prefill)
-        workload = segments[0].workload
-        shape = buckets.choose(workload.tokens, workload.rows)
-        seconds = pace.predictions[shape].seconds(workload.kv_tokens, workload.qk_pairs)
-        weights = 8e9 if prefill < 2048 else 0.0
-        flops = 2 * 3.6e9 * workload.tokens
-        floor = max(weights / 4.59e12, flops / 780e12)
-        assert floor < seconds < 4 * floor + 2e-3, (rows, context, prefill)
-    assert not _pace(config, make_plan(config, sizes, buckets, H200), None).predictions
-    assert H200.gpu in SPEEDS
+def test_the_account_is_given_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("openinfer.graph.pace.time.monotonic", lambda: now)
+    pace, _ = make()
+    assert pace.account(whole=True) == []
+    pace.launch(SHAPE, timed=True)
+    pace.result(0.012)
+    ((name, total),) = pace.account(whole=False)
+    assert (name, total.steps, total.measured_s) == ("decode, 8 rows", 1, 0.012)
+    assert pace.account(whole=False) == []
+    assert len(pace.account(whole=True)) == 1
+    now += 1.0
+    assert len(pace.account(whole=False)) == 1
 
 
-def test_the_engine_tells_its_times() -> None:
-    host = HostEngine(4)
-    asked = Asked()
-    runner = host.engine.runner
-    runner.pace.predictions = dict.fromkeys(runner.buckets.segments(), asked)  # type: ignore[misc]
-    host.submit(4)
-    host.fill()
-    host.steps_us(10)
-    host.close()
-    stats = host.engine.stats()
-    assert sum(t.steps for t in stats.step_times) >= 10
-    times = {t.key: t for t in stats.step_times}
-    assert times["decode, 4 rows"].predicted_s == pytest.approx(0.01 * times["decode, 4 rows"].steps)
-    assert stats.outlier_steps == 0
+def test_without_predictions_nothing_is_counted() -> None:
+    pace = StepPace()
+    pace.join(1, 10)
+    pace.change(np.array([1], np.int32), np.array([1], np.int32))
+    pace.launch(SHAPE, timed=True)
+    assert pace.result(9.0) is None
+    assert pace.account(whole=True) == []
