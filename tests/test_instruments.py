@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import bench_gaps, bench_serve, bench_step
+from openinfer.cli import bench_gaps, bench_idle, bench_serve, bench_step
 from openinfer.cli.bench_server import free_port, running
-from openinfer.graph import Readback
+from openinfer.graph import Readback, StepTrace
 from openinfer.recipes.qwen3 import invariance
-from openinfer.recipes.qwen3.bench_host import HostEngine
 from openinfer.recipes.qwen3.gate import Forced
 from openinfer.recipes.qwen3.recipe import RECIPE
 from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, Stream, Tensor, cuda
@@ -175,9 +174,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     return driver
 
 
-def test_a_serving_engine_allocates_nothing_and_waits_for_its_results_only(fake: Any) -> None:
+RECIPES = bench_idle.recipes_that_can()
+OURS = ("deepseek_v4", "qwen3", "qwen3_5")
+
+
+@pytest.mark.parametrize("recipe", OURS)
+def test_a_serving_engine_allocates_nothing_and_waits_for_its_results_only(fake: Any, recipe: str) -> None:
     device = Device("cuda", 0)
-    host = HostEngine(4, device)
+    host = bench_idle.IdleEngine(RECIPES[recipe], 4, device)
     host.submit(8)
     host.fill()
     host.changes_us(12)  # rows leave, rows join, block tables grow
@@ -229,6 +233,55 @@ def test_bench_serve_runs_for_seconds_and_says_what_the_counters_did(
     assert bench_serve.main([str(TINY), "--seconds", "5"]) == 1
     assert "needs finite rates" in capsys.readouterr().err
     assert bench_serve.counters(f"http://127.0.0.1:{free_port()}") == {}  # nobody counts there
+
+
+# -- prediction and measurement --
+
+
+class TenMilliseconds:
+    """What every step should take."""
+
+    def seconds(self, kv_tokens: int, qk_pairs: int) -> float:
+        return 0.01
+
+
+@pytest.mark.parametrize("recipe", OURS)
+def test_an_engine_tells_the_times_of_its_steps_and_keeps_traces_of_outliers(
+    recipe: str, tmp_path: Path
+) -> None:
+    host = bench_idle.IdleEngine(RECIPES[recipe], 4)
+    runner, trace = host.engine.runner, StepTrace(tmp_path / "trace.json")
+    runner.pace.predictions = dict.fromkeys(runner.buckets.segments(), TenMilliseconds())
+    runner.trace = trace
+    host.submit(4)
+    host.fill()
+    host.steps_us(10)
+    late, take = 0, runner.readback.take
+
+    def slow(*, wait: bool) -> Any:
+        found = take(wait=wait)
+        runner.readback.seconds = 0.03 if late else runner.readback.seconds
+        return found
+
+    runner.readback.take = slow
+    late = 1
+    host.steps_us(1)
+    late = 0
+    host.steps_us(1)
+    host.close()
+    trace.close()
+    stats = host.engine.stats()
+    times = {t.key: t for t in stats.step_times}
+    decode = times["decode, 4 rows"]
+    assert decode.steps >= 10
+    assert decode.predicted_s == pytest.approx(0.01 * decode.steps)
+    assert 0.03 <= decode.measured_s < 0.02 * decode.steps
+    assert stats.outlier_steps == 1
+    (outlier,) = runner.pace.outliers
+    assert (outlier.measured_s, outlier.shape) == (0.03, (4, 4, 1))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    kept = [e["args"]["name"] for e in events if e["ph"] == "M" and e["args"]["name"].startswith("outlier")]
+    assert len(kept) == 1
 
 
 # -- batch invariance --

@@ -1,7 +1,7 @@
 """`openinfer bench host`: what the host does for a step and for a token. Needs no GPU.
 
-The Qwen3 engine runs with a device that answers at once; the HTTP frontend runs over an engine that makes tokens up,
-and the client of `bench serve` asks it for streams and for whole answers.
+Each recipe's engine runs with a device that answers at once; the HTTP frontend runs over an engine that makes tokens
+up, and the client of `bench serve` asks it for streams and for whole answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_fake
+from openinfer.cli import bench_fake, bench_idle
 from openinfer.cli.bench_client import Client, Run, run_load
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
 from openinfer.cli.bench_server import NotReady, Server, cpu_seconds, free_port, running
@@ -48,15 +48,17 @@ def main(argv: list[str]) -> int:
 
 
 def engine_results(batches: tuple[int, ...] = (8, 256), steps: int = 2000) -> list[dict[str, Any]]:
-    """Host work of decode steps, and of turns of two steps in which one sequence leaves and one joins."""
-    from openinfer.recipes.qwen3.bench_host import measure
-
+    """Host work of decode steps, and of turns of two steps in which one sequence leaves and one joins; by recipe."""
     results = []
-    for rows in batches:
-        progress(f"steps of {rows} rows")
-        times = measure(rows, steps=steps, changes=steps // 10)
-        results.append(_times("decode step, nobody joins or leaves", rows, times["steady"]))
-        results.append(_times("two steps, one leaves and one of 1,000 joins", rows, times["change"]))
+    for recipe, module in bench_idle.recipes_that_can().items():
+        for rows in batches:
+            progress(f"{recipe}, steps of {rows} rows")
+            times = bench_idle.measure(module, rows, steps=steps, changes=steps // 10)
+            for what, us in (
+                ("decode step, nobody joins or leaves", times["steady"]),
+                ("two steps, one leaves and one of 1,000 joins", times["change"]),
+            ):
+                results.append(_times(f"{recipe}: {what}", rows, us))
     return results
 
 

@@ -1,0 +1,135 @@
+"""A recipe's engine over a device that does nothing: its loop, pool, batch state and read-back, under load."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from openinfer.cli import recipes
+from openinfer.frontend.contract import Request
+from openinfer.graph import StepGraphs
+from openinfer.kernels import Op
+from openinfer.sampler import SamplingParams
+from openinfer.sampler.gpu import RowStatus
+from openinfer.tensor import Device, Stream
+
+CPU = Device("cpu")
+PROMPT_LENS = range(64, 80)
+"""Of one request after the other, so that a sixteenth of the rows gets a block in every step."""
+
+
+def recipes_that_can() -> dict[str, str]:
+    """By the names of the installed recipes, the module of each that has an `idle_engine`."""
+    found = {recipe.name: type(recipe).__module__.rpartition(".")[0] for recipe in recipes.installed()}
+    modules = {name: f"{package}.bench_host" for name, package in found.items()}
+    return {name: module for name, module in modules.items() if importlib.util.find_spec(module)}
+
+
+class _Pack:
+    """Runs no op."""
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        pass
+
+
+class _Graphs(StepGraphs):
+    """Knows every step that is recorded, and does nothing for it."""
+
+    def record(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        super().record(key, _nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+class IdleEngine:
+    """The engine of a recipe, in which a launched segment does nothing: a row's token is always the same, and it runs
+    on until `end_first` ends the oldest. Driver calls, which a GPU adds, are not in its times."""
+
+    def __init__(self, module: str, rows: int, device: Device = CPU) -> None:
+        self._stream, self._rows, self._next = Stream(device), rows, 0
+        graphs = _Graphs(device, self._stream, capture=False)
+        self.engine = importlib.import_module(module).idle_engine(rows, self._stream, _Pack(), graphs)
+        self._results = self.engine.runner.model.buffers.result
+        self._result = np.full((rows, 3), (7, RowStatus.RUNNING, 0), np.int32)
+        self.end_first(False)
+
+    def end_first(self, ends: bool) -> None:
+        """Whether the first row of every step from now on ends in it."""
+        self._result[0, 1] = RowStatus.LENGTH if ends else RowStatus.RUNNING
+        self._results.copy_from(self._result, self._stream)
+
+    def submit(self, count: int) -> None:
+        """Queue requests that would run for 4,000 tokens."""
+        params = SamplingParams(temperature=0.0, ignore_eos=True)
+        for _ in range(count):
+            self._next += 1
+            self.engine.submit(
+                Request(
+                    id=self._next,
+                    prompt_token_ids=[self._next % 1000] * PROMPT_LENS[self._next % len(PROMPT_LENS)],
+                    sampling=params,
+                    max_tokens=4000,
+                    arrival=0.0,
+                )
+            )
+
+    def fill(self) -> None:
+        """Run until every row decodes."""
+        while len(self.engine.step(1.0).request_ids) < self._rows:
+            pass
+
+    def steps_us(self, count: int) -> list[float]:
+        """Microseconds of steps in which nobody joins or leaves."""
+        return [self._step_us() for _ in range(count)]
+
+    def changes_us(self, count: int) -> list[float]:
+        """Microseconds of turns of two steps, in which the oldest sequence leaves and one that waits joins; the one
+        that left is submitted again, outside the time."""
+        times = []
+        for _ in range(count):
+            self.end_first(True)
+            first = self._step_us()
+            self.end_first(False)
+            times.append(first + self._step_us())
+            self.submit(1)
+        return times
+
+    def close(self) -> None:
+        """End all requests and let go of what they hold."""
+        for request_id in range(1, self._next + 1):
+            self.engine.abort(request_id)
+        while self.engine.stats().running or self.engine.step(1.0).updates:
+            pass
+        self.engine.close()
+
+    def _step_us(self) -> float:
+        start = time.perf_counter_ns()
+        self.engine.step(1.0)
+        return (time.perf_counter_ns() - start) / 1e3
+
+
+def measure(
+    module: str, rows: int, *, steps: int = 2000, changes: int = 200, waiting: int = 1000
+) -> dict[str, list[float]]:
+    """Microseconds of every step at a batch of `rows`: "steady" ones, and "change" turns while `waiting` queue."""
+    idle = IdleEngine(module, rows)
+    idle.submit(rows)
+    idle.fill()
+    gc.collect()
+    gc.disable()
+    try:
+        steady = idle.steps_us(steps)
+        idle.submit(waiting)
+        idle.changes_us(2)
+        return {"steady": steady, "change": idle.changes_us(changes)}
+    finally:
+        gc.enable()
+        idle.close()
