@@ -136,7 +136,7 @@ def test_the_evaluation(url: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     cases = (DEMO / "eval.jsonl").read_text().splitlines()[::20]
     (tmp_path / "cases.jsonl").write_text("\n".join(cases))
     flags = ["--cases", str(tmp_path / "cases.jsonl"), "--json", str(tmp_path / "result.json")]
-    assert bench_eval.main([url, *flags, "--at-least", "0.85"]) == 0
+    assert bench_eval.main([url, *flags, "--at-least", "0.9"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())["results"][0]
     assert result["scores"]["all"]["cases"] == len(cases)
     assert "arithmetic" in capsys.readouterr().out

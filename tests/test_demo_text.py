@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +69,36 @@ def test_every_answer_passes_its_own_check(maker: dict[str, ModuleType], name: s
             assert not eval_cases.passed(chat.check, content[:3], calls)
         kinds[chat.kind] += 1
     assert len(kinds) == len(maker["corpus"].MIX)
+
+
+def test_some_tools_are_simpler_than_the_generators(maker: dict[str, ModuleType]) -> None:
+    """Without optional parameters that no call takes; what the chat needs is never lost."""
+    lost: Counter[str] = Counter()
+    corpus, rng = maker["corpus"], Random(0)
+    for chat in itertools.islice(corpus.chats(5), 3000):
+        simpler = corpus.simpler(rng, chat)
+        assert simpler.messages == chat.messages
+        needed = {
+            name
+            for said in chat.messages
+            for call in said.get("tool_calls", ())
+            for name in call["function"]["arguments"]
+        }
+        for before, after in zip(chat.tools, simpler.tools, strict=True):
+            form, less = before["function"]["parameters"], after["function"]["parameters"]
+            gone = set(form["properties"]) - set(less["properties"])
+            assert not gone & ({*form["required"]} | needed)
+            lost["some" if gone else "none"] += 1
+    assert lost["some"] > 50
+
+
+def test_shares_change_the_mix(maker: dict[str, ModuleType]) -> None:
+    corpus = maker["corpus"]
+    few = {kind.__name__: 0 for kind in corpus.MIX} | {"refusal": 1}
+    assert {chat.kind for chat in itertools.islice(corpus.chats(6, few), 20)} == {"refusal"}
+    folder = ROOT / "demo" / "qwen3"
+    plain, refusals = (corpus.examples("qwen3", folder, 6, 20, shares) for shares in ({}, few))
+    assert [ids.tolist() for ids, _ in plain] != [ids.tolist() for ids, _ in refusals]
 
 
 def test_training_text_has_no_held_out_question(maker: dict[str, ModuleType]) -> None:

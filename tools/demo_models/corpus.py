@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from sums import arithmetic, counting, sorting, spelling
 from talk import fact, greeting, memory, story, unknown
 from tokenizers import Tokenizer
 
-from tools import refusal, tool_answer, tool_call, tools_unneeded
+from tools import refusal, simpler, tool_answer, tool_call, tools_unneeded
 
 Array = np.ndarray[Any, Any]
 MIX: dict[Callable[[Random], Chat], int] = {
@@ -67,9 +68,9 @@ def examples(
     family = FAMILIES[name]
     render = family.renderer()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    pairs = [
-        prompt_and_answer(family, render, chat) for chat, _ in zip(chats(seed), range(count), strict=False)
-    ]
+    rng = Random(f"simpler {seed}")
+    made = itertools.islice(chats(seed, shares), count)
+    pairs = [prompt_and_answer(family, render, simpler(rng, chat)) for chat in made]
     prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs], add_special_tokens=False)
     answers = tokenizer.encode_batch([answer for _, answer in pairs], add_special_tokens=False)
     return [(np.array(p.ids + a.ids, np.uint16), len(p.ids)) for p, a in zip(prompts, answers, strict=True)]

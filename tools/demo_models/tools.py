@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -70,6 +71,25 @@ def tools_unneeded(rng: Random) -> Chat:
         _offer(rng, [], None),
         thinking,
     )
+
+
+def simpler(rng: Random, chat: Chat) -> Chat:
+    """The chat with some of its tools as people often write them: without the optional parameters that no call takes."""
+    taken = {
+        name for said in chat.messages for call in said.get("tool_calls", ()) for name in _arguments(call)
+    }
+    tools = []
+    for tool in chat.tools:
+        schema = tool["function"]
+        form = schema["parameters"]
+        kept = {n: p for n, p in form["properties"].items() if n in form["required"] or n in taken}
+        tools.append({**tool, "function": {**schema, "parameters": {**form, "properties": kept}}})
+    return replace(chat, tools=[rng.choice(pair) for pair in zip(chat.tools, tools, strict=True)])
+
+
+def _arguments(call: dict[str, Any]) -> dict[str, Any]:
+    arguments: dict[str, Any] = call["function"]["arguments"]
+    return arguments
 
 
 def _offer(rng: Random, needed: list[dict[str, Any]], tool: Tool | None) -> list[dict[str, Any]]:

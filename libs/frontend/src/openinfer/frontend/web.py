@@ -60,14 +60,14 @@ async def serve_web(
     stop, now: as run_server has them. boards: where the processes of a server count, our own first.
     Raises FrontendError, ValueError or OSError with one line for the user.
     """
-    from openinfer.frontend.http import SamplingDefaults, create_app, run_server
-    from openinfer.frontend.http.board import Board
-
     tracing = None
+    starting = asyncio.create_task(_start(client, on_engine))  # first: what HTTP needs is imported meanwhile
     tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options))
-    starting = asyncio.create_task(_start(client, on_engine))
     try:
         await asyncio.gather(starting, tokens)
+        from openinfer.frontend.http import SamplingDefaults, create_app, run_server
+        from openinfer.frontend.http.board import Board
+
         tokenizer, template = tokens.result()
         model_dir = Path(options.model_dir)
         auto = options.generation_config == "auto"
