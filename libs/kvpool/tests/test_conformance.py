@@ -167,8 +167,8 @@ class PartlyGrown(Altered):
     """A refused reserve takes what there is."""
 
     class lease_type(Lease):  # noqa: N801
-        def reserve(self, num_tokens):
-            grown = super().reserve(num_tokens)
+        def reserve(self, *wanted):
+            grown = super().reserve(*wanted)
             if grown is None and self._parts[0].ledger.num_free:
                 self._parts[0].grow(1)
             return grown

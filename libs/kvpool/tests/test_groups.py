@@ -1,5 +1,7 @@
 """Windows, snapshots and compressed pages, case by case."""
 
+import sys
+
 import pytest
 
 from openinfer.kvpool import BlockState, Copy, Group, InvalidTokens, LeaseReleased, Pool
@@ -73,6 +75,79 @@ def test_a_window_beside_full_pages():
     with pool.acquire(tokens[:9]) as other:
         assert (other.num_cached, list(other.block_table(1))) == (8, [0, 2])
     lease.release()
+
+
+def test_a_prompt_longer_than_its_window_group_passes_through_it_chunk_by_chunk():
+    pool = Pool([Group("full", 4, 30), Group("window", 4, 5, window=6)])
+    tokens = list(range(100))
+    assert pool.capacity_tokens == 29 * 4
+    lease = pool.acquire(tokens)
+    assert lease.reserve(100) is None  # all of it at once: the window group has sixteen tokens of room
+    assert (lease.reach(), pool.num_free) == (16, 33)
+    [full, window] = lease.reserve(10, 100)
+    assert (full[:2], len(full[2]), window) == ((0, 0), 25, (1, 0, [1, 2, 3]))
+    assert lease.num_tokens == 12
+    most = 0
+    for end in range(10, 101, 6):
+        lease.commit(tokens, end)
+        most = max(most, pool.num_used(1))
+        if end < 100:
+            assert lease.reserve(end + 6) is not None  # the room was promised: only the window grows
+        pool.check_integrity()
+    assert most <= 4
+    with pool.acquire([*tokens, 7]) as other:
+        assert other.num_cached == 100
+    lease.release()
+    assert pool.num_free == pool.num_total
+
+
+def test_room_that_was_promised_is_nobody_elses():
+    pool = Pool([Group("full", 4, 11), Group("window", 4, 5, window=4)])
+    first, second = pool.acquire([1] * 32), pool.acquire([2] * 12)
+    assert first.reserve(4, 32) is not None
+    assert second.reserve(4, 12) is None  # three blocks are wanted of the two that are left
+    assert second.reserve(4, 8) == [(0, 0, [9, 10]), (1, 0, [2])]
+    for end in range(4, 32, 4):
+        first.commit([1] * 32, end)
+        assert first.reserve(end + 4) is not None
+    for lease in (first, second):
+        lease.release()
+    pool.check_integrity()
+
+
+def test_reserve_leaves_a_part_of_each_group_of_pages_free_if_asked_to():
+    pool = Pool(
+        [Group("full", 4, 11), Group("window", 4, 11, window=4), Group("state", 4, 2, snapshots=True)]
+    )
+    lease = pool.acquire([1] * 40)
+    assert [lease.reach(leave) for leave in (0.0, 0.25, 0.3, 1.0)] == [40, 28, 28, 0]
+    assert lease.reserve(29, leave=0.3) is None
+    assert lease.reserve(8, 32, leave=0.3) is None
+    assert lease.reserve(8, 28, leave=0.3) == [(0, 0, list(range(1, 8))), (1, 0, [1, 2]), (2, 0, [1])]
+    assert lease.reserve(8, 28, leave=0.9) == []  # nothing grows
+    assert lease.reserve(12, leave=0.9) is None
+    lease.release()
+
+
+@pytest.mark.parametrize(
+    ("group", "capacity"),
+    [
+        (Group("kv", 4, 5), 16),
+        (Group("kv", 4, 5, window=9), sys.maxsize),  # on three blocks at most, and a fourth is written
+        (Group("kv", 4, 5, window=13), 16),
+        (Group("kv", 4, 2, snapshots=True), sys.maxsize),
+    ],
+)
+def test_what_is_alone_in_a_group_can_be_as_long_as_its_capacity(group, capacity):
+    pool = Pool([group])
+    assert pool.capacity_tokens == group.capacity_tokens == capacity
+    tokens = [1] * 50
+    with pool.acquire(tokens) as lease:
+        end = 0
+        while end < len(tokens) and lease.reserve(end + 1) is not None:
+            end += 1
+            lease.commit(tokens, end)
+        assert end == min(50, capacity)
 
 
 # -- snapshots --

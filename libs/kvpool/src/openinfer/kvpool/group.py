@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -47,6 +48,15 @@ class Group:
             complaint = f"it has a window of {self.window} and snapshots; a snapshot has no window, drop one"
         if complaint:
             raise InvalidGroup(f"group {self.name!r}: {complaint}")
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest sequence that has its part in this group when it is alone there. sys.maxsize for snapshots,
+        and for a window where the pages that it lies on and the page that is written fit beside each other."""
+        num_blocks = self.num_blocks - 1
+        if self.snapshots or (self.window is not None and num_blocks > -(-self.window // self.block_size)):
+            return sys.maxsize
+        return num_blocks * self.block_size
 
 
 class BlockState(IntEnum):

@@ -61,21 +61,29 @@ class Lease:
         Of a group of snapshots: the one live block. A live view: copy it to keep it."""
         return self._parts[group].table
 
-    def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
+    def reserve(
+        self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
+    ) -> list[tuple[int, int, list[int]]] | None:
         """Grow the tables until `num_tokens` tokens in all fit.
 
+        kept_tokens: groups that keep all of a sequence grow until so many fit, if that is more. A prompt is promised
+        its room by this when its first chunk is reserved; its windows grow with its chunks. leave: the part of the
+        blocks, 0..1, that groups of pages must have free afterwards, if they grow.
+
         Returns what was added, (group, index of the first new entry, new block ids) for each group that grew;
-        None when the pool is dry, and then nothing changed. Raises LeaseReleased.
+        None when there is no such room, and then nothing changed. Raises LeaseReleased.
         """
         self._check_live()
-        if num_tokens <= self.num_tokens:
+        if num_tokens <= self.num_tokens and kept_tokens <= self.num_tokens:
             self._count_query()
             return []
+        if self._copies_due:
+            num_tokens = max(num_tokens, self.num_cached + 1)  # what is copied needs its targets at once
         wanted = []
         for group, part in enumerate(self._parts):
-            count = part.missing(num_tokens)
+            count = part.missing(num_tokens, kept_tokens)
             if count > 0:
-                if count > part.ledger.room(part.source if self._copies_due else 0):
+                if count > part.room(self._copies_due, leave):
                     return None
                 wanted.append((group, part, count))
         grown = [(group, len(part.table), part.grow(count)) for group, part, count in wanted]
@@ -84,6 +92,10 @@ class Lease:
         self.num_tokens = min([part.num_tokens for part in self._parts])
         self._count_query()
         return grown
+
+    def reach(self, leave: float = 0.0) -> int:
+        """The most tokens that reserve() has room for now, if it is to leave that part of the pages free."""
+        return min([part.reach(self._copies_due, leave) for part in self._parts])
 
     def _note_copies(self) -> None:
         self._copies_due = False

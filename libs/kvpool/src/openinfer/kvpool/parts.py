@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,21 @@ class Pages:
         if self.source:
             yield self.source
 
-    def missing(self, num_tokens: int) -> int:
-        """Blocks to allocate before num_tokens tokens fit."""
+    def missing(self, num_tokens: int, kept_tokens: int) -> int:
+        """Blocks to allocate before num_tokens tokens fit; kept_tokens, where all are kept and if that is more."""
+        if self._window is None and kept_tokens > num_tokens:
+            num_tokens = kept_tokens
         return -(-num_tokens // self._block_size) - len(self.table)
+
+    def room(self, with_source: bool, leave: float) -> int:
+        """Blocks that grow() could append and leave that part of the group free. `with_source`: it may come to
+        taking over the source."""
+        room = self.ledger.room(self.source if with_source else 0)
+        return room - math.ceil(leave * (self.ledger.group.num_blocks - 1)) if leave else room
+
+    def reach(self, with_source: bool, leave: float) -> int:
+        """Tokens that would fit if all that room were used."""
+        return (len(self.table) + max(0, self.room(with_source, leave))) * self._block_size
 
     def grow(self, count: int) -> list[int]:
         """Append `count` new blocks; the source itself if there is no room for a copy."""
@@ -153,9 +166,17 @@ class Snapshots:
         if self.source:
             yield self.source
 
-    def missing(self, num_tokens: int) -> int:
+    def missing(self, num_tokens: int, kept_tokens: int) -> int:
         """The live block, once."""
         return 0 if self.table else 1
+
+    def room(self, with_source: bool, leave: float) -> int:
+        """Blocks that grow() could take. Who has his needs no other, so none have to be left for him."""
+        return self.ledger.room(self.source if with_source else 0)
+
+    def reach(self, with_source: bool, leave: float) -> int:
+        """No end of tokens, if there is a live block to be had."""
+        return sys.maxsize if self.table or self.room(with_source, leave) else 0
 
     def grow(self, count: int) -> list[int]:
         """Allocate the live block; the source itself if there is no room for a copy."""

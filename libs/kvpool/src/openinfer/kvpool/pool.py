@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,9 +105,9 @@ class Pool:
 
     @property
     def capacity_tokens(self) -> int:
-        """The most tokens that one lease can reserve at once when it has the pool for itself."""
-        pages = [group for group in self.groups if not group.snapshots]
-        return min(((group.num_blocks - 1) * group.block_size for group in pages), default=sys.maxsize)
+        """The longest sequence that one lease can hold when it has the pool for itself, reserved bit by bit with
+        commits between (windows need no more than themselves then); sys.maxsize where no group sets an end."""
+        return min(group.capacity_tokens for group in self.groups)
 
     def acquire(
         self,

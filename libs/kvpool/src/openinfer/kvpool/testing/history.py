@@ -117,22 +117,34 @@ class History:
             self.acquire([*seq.tokens[: self.random.randint(0, len(seq.tokens))], self.random.randint(0, 1)])
 
     def reserve(self) -> None:
-        """Grow one."""
+        """Grow one: for all that it has and a little more, or for a chunk while the rest is promised its room."""
         if not self.live:
             return
-        seq = self.random.choice(self.live)
-        groups = range(len(self.groups))
-        before = [list(seq.lease.block_table(group)) for group in groups]
-        free = self.pool.num_free
-        wanted = len(seq.tokens) + self.random.randint(0, 5)
-        grown = seq.lease.reserve(wanted)
-        after = [list(seq.lease.block_table(group)) for group in groups]
+        seq, rng = self.random.choice(self.live), self.random
+        whole = len(seq.tokens) + rng.randint(0, 5)
+        leave = rng.choice([0.0, 0.0, 0.0, 0.3])
+        if rng.random() < 0.5:
+            self.reserve_for(seq, whole, 0, leave)
+        else:
+            self.reserve_for(seq, min(seq.written + rng.randint(1, 6), whole), whole, leave)
+
+    def reserve_for(self, seq: Row, num_tokens: int, kept_tokens: int, leave: float) -> bool:
+        """Grow this one, as Lease.reserve is asked to. Whether there was room."""
+        lease, groups = seq.lease, range(len(self.groups))
+        before = [list(lease.block_table(group)) for group in groups]
+        free, reach = self.pool.num_free, lease.reach(leave)
+        grown = lease.reserve(num_tokens, kept_tokens, leave)
+        after = [list(lease.block_table(group)) for group in groups]
         if grown is None:
             self.num_dry += 1
             expect(
+                reach < max(num_tokens, kept_tokens), f"there was room for {reach} tokens, and it is refused"
+            )
+            expect(
                 after == before and self.pool.num_free == free, "a reserve that is refused changed something"
             )
-            return
+            return False
+        expect(num_tokens <= reach, f"{num_tokens} tokens were reserved where there was room for {reach}")
         for group, first, blocks in grown:
             expect(
                 first == len(before[group]),
@@ -141,8 +153,16 @@ class History:
             before[group] += blocks
         expect(after == before, "reserve does not return what it added to the tables")
         expect(
-            seq.lease.num_tokens >= wanted, f"room for {seq.lease.num_tokens} tokens, {wanted} were reserved"
+            lease.num_tokens >= num_tokens, f"room for {lease.num_tokens} tokens, {num_tokens} were reserved"
         )
+        for group, spec in enumerate(self.groups):
+            room = len(after[group]) * spec.block_size
+            if not spec.snapshots and spec.window is None:
+                expect(
+                    room >= kept_tokens,
+                    f"group {group} has room for {room} tokens, promised were {kept_tokens}",
+                )
+        return True
 
     def compute(self) -> None:
         """Write some tokens of one, and mostly commit them."""
