@@ -5,6 +5,9 @@ which rows do (each once in 16 steps, the block size). The runner does nothing a
 the loop's own; where openinfer-kvpool is installed, the same over its pool, which is the pool's time too.
 
 plan: 256 rows run, 1,000 sequences wait, and in each step one ends, one is submitted and one is admitted.
+
+prefill: one prompt of a million tokens in chunks of 2,048, over openinfer-kvpool's pool with pages of 128 tokens in a
+group that keeps all and in one with a window of 127, which has 40 pages. The hashes are given.
 """
 
 from __future__ import annotations
@@ -63,10 +66,15 @@ class CountingLease:
     def block_table(self, group: int = 0) -> Sequence[int]:
         return range(1, self.num_tokens // 16 + 1)
 
-    def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]]:
-        first, last = self.num_tokens // 16, -(-num_tokens // 16)
+    def reserve(
+        self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
+    ) -> list[tuple[int, int, list[int]]]:
+        first, last = self.num_tokens // 16, -(-max(num_tokens, kept_tokens) // 16)
         self.num_tokens = last * 16
         return [(0, first, list(range(first, last)))]
+
+    def reach(self, leave: float = 0.0) -> int:
+        return 1 << 30
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
         pass
@@ -162,6 +170,31 @@ def measure_plan(name: str, steps: int) -> dict[str, object]:
     return {"policy": name, "median_us": statistics.median(times), "p99_us": p99}
 
 
+def measure_prefill(tokens: int, chunk: int) -> dict[str, float] | None:
+    """Microseconds of a step that has a chunk of a long prompt, and milliseconds of its admission."""
+    try:
+        from openinfer.kvpool import Group, hash_blocks
+        from openinfer.kvpool import Pool as RealPool
+    except ImportError:
+        return None
+    pool = RealPool([Group("window", 128, 41, window=127), Group("all", 128, tokens // 128 + 2)])
+    loop = StepLoop(NullRunner(), pool, FirstCome(chunk), max_rows=1, max_model_len=tokens + 8)
+    prompt = list(range(tokens))
+    loop.submit(Seq(1, prompt, 8, hashes=hash_blocks(prompt, 128)))
+    times = []
+    for _ in range(tokens // chunk):
+        start = time.perf_counter_ns()
+        loop.step(None)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    loop.abort(1)
+    loop.drain()
+    return {
+        "admission_ms": times[0] / 1e3,
+        "median_us": statistics.median(times),
+        "p99_us": sorted(times)[-5],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
@@ -171,13 +204,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     pool = real_pool(ROWS, options.steps + 200)
     over_kvpool = [measure_decode(ROWS, options.steps, pool)] if pool is not None else []
     plan = [measure_plan(name, options.steps) for name in POLICIES]
+    prefill = measure_prefill(1_000_000, 2048)
     if options.json:
-        json.dump({"decode": decode, "decode_over_kvpool": over_kvpool, "plan": plan}, sys.stdout)
+        results = {"decode": decode, "decode_over_kvpool": over_kvpool, "plan": plan, "prefill": prefill}
+        json.dump(results, sys.stdout)
         return
     for name, results in (("", decode), (" over openinfer.kvpool", over_kvpool)):
         for result in results:
             print("{rows:5.0f} rows   least {steady_us:6.1f} us   median {median_us:6.1f} us   "
                   "mean {mean_us:6.1f} us".format(**result) + name)  # fmt: skip
+    if prefill is not None:
+        print("a million tokens  admission {admission_ms:5.1f} ms   a step with a chunk: median {median_us:6.1f} us   "
+              "p99 {p99_us:6.1f} us".format(**prefill))  # fmt: skip
     for row in plan:
         print(
             "{policy:15}  a step with a plan: median {median_us:6.1f} us   p99 {p99_us:6.1f} us".format(**row)

@@ -245,6 +245,124 @@ def test_a_dry_pool_drains_then_preempts_the_latest_and_recomputes_it():
     ]  # the rest was cached
 
 
+def windowed(runner, *, window_blocks, budget, **options):
+    """A loop over a group that keeps all and one with a window of 4 tokens, blocks of 4."""
+    pool = SimplePool([(4, 200), (4, 1 + window_blocks, 4)])
+    return StepLoop(runner, pool, FirstCome(budget), max_rows=4, max_model_len=700, **options), pool
+
+
+def test_a_prompt_longer_than_the_window_group_is_admitted_and_gives_back_as_it_goes():
+    runner = ScriptedRunner()
+    loop, pool = windowed(runner, window_blocks=7, budget=12)
+    seq = Seq(1, [1] * 100, 2)
+    loop.submit(seq)
+    assert turn(loop) == [Scheduled(seq, 0)]
+    turn(loop)
+    first, second = runner.steps
+    assert [(write.group, write.first, len(write.blocks)) for write in first.blocks] == [
+        (0, 0, 25),
+        (1, 0, 3),
+    ]
+    assert [(write.group, write.first, len(write.blocks)) for write in second.blocks] == [(1, 3, 3)]
+    used, launch = [], runner.launch
+    runner.launch = lambda step: (used.append(pool.num_total - pool.num_free - 25), launch(step))
+    for index in range(1, 10):
+        runner.done(index)
+        turn(loop)
+    assert [row.num_tokens for step in runner.steps for row in step.rows] == [12] * 8 + [4, 1]
+    assert max(used) == 7  # two chunks, and the block before them
+
+
+def test_a_chunk_is_cut_to_what_the_windows_have_room_for_and_nobody_is_admitted_then():
+    runner = ScriptedRunner()
+    loop, _ = windowed(runner, window_blocks=5, budget=16)
+    long, short = Seq(1, [1] * 60, 2), Seq(2, [2] * 4, 2)
+    loop.submit(long)
+    turn(loop)
+    loop.submit(short)
+    turn(loop)  # 16 of 20 tokens of room are taken, and 4 are left
+    turn(loop)
+    assert [[(row.seq, row.num_tokens) for row in step.rows] for step in runner.steps] == [
+        [(long, 16)],
+        [(long, 4)],
+    ]
+    assert short.state is SeqState.WAITING
+    runner.done(1)
+    turn(loop)  # too late for this turn's plan
+    turn(loop)  # tokens 12 to 15 and 16 to 19 are kept, so there are three blocks
+    assert [(row.seq, row.num_tokens) for row in runner.steps[2].rows] == [(long, 12)]
+
+
+def test_prompts_in_each_others_way_end_by_preemption_of_the_latest():
+    runner = ScriptedRunner()
+    loop, pool = windowed(runner, window_blocks=2, budget=8)
+    loop._policy.max_chunk_tokens = 4
+    old, young = Seq(1, [1] * 24, 2), Seq(2, [2] * 24, 2)
+    loop.submit(old)
+    loop.submit(young)
+    turn(loop)
+    turn(loop)  # each has a block, and the next chunk needs another
+    assert [[row.num_tokens for row in step.rows] for step in runner.steps] == [[4, 4]]
+    runner.done(1)
+    turn(loop)
+    turn(loop)  # all is known now, and both keep their block: the window reaches it
+    assert (young.state, young.num_preemptions, loop.stats.dry) == (SeqState.WAITING, 1, 1)
+    assert pool.num_total - pool.num_free == 6 + 1
+    turn(loop)
+    assert [(row.seq, row.start, row.num_tokens) for row in runner.steps[1].rows] == [(old, 4, 4)]
+    index = 1
+    while loop.has_work and index < 60:
+        index += 1
+        ended = [
+            (row.seq.slot, FinishReason.LENGTH)
+            for row in runner.steps[index - 1].rows
+            if row.emits and row.seq.state is SeqState.DECODE and row.seq.num_output + 1 == row.seq.max_tokens
+        ]
+        runner.done(index, *ended)
+        while index == len(runner.steps) and loop.has_work:
+            turn(loop)
+    assert (len(old.tokens), len(young.tokens), old.num_preemptions) == (26, 26, 0)
+    assert pool.num_free == pool.num_total
+
+
+def test_who_prefills_waits_for_blocks_while_others_decode_and_is_not_preempted():
+    runner = ScriptedRunner()
+    loop, pool = windowed(runner, window_blocks=6, budget=9)
+    row, seq = Seq(1, [1] * 4, 3), Seq(2, [2] * 24, 2)
+    loop.submit(row)
+    turn(loop)
+    loop.submit(seq)
+    turn(loop)  # two blocks of the window for the row, two for the other's first eight tokens
+    other = pool.acquire([9] * 8)
+    other.reserve(8)  # somebody takes the last two
+    for index in (1, 2):
+        runner.done(index)
+        turn(loop)
+    assert [[r.num_tokens for r in step.rows] for step in runner.steps] == [[4], [1, 8], [1]]
+    assert (seq.state, seq.bound) == (SeqState.PREFILL, 8)
+    other.release()
+    turn(loop)
+    assert [(r.seq, r.num_tokens) for r in runner.steps[3].rows] == [(row, 1), (seq, 8)]
+    assert (seq.num_preemptions, loop.stats.dry) == (0, 0)
+
+
+def test_after_preemptions_admissions_leave_a_part_of_each_group_free():
+    runner = ScriptedRunner()
+    loop, _ = windowed(runner, window_blocks=8, budget=12, max_headroom=0.5)
+    loop.submit(Seq(1, [1] * 4, 3))
+    turn(loop)
+    loop._headroom.level = 0.5
+    seq = Seq(2, [2] * 60, 2)
+    loop.submit(seq)
+    turn(loop)  # two of the window's eight blocks are taken, and four are to stay free
+    assert [(row.seq, row.num_tokens) for row in runner.steps[1].rows[1:]] == [(seq, 8)]
+    loop._headroom.level = 0.9
+    third = Seq(3, [3] * 4, 2)
+    loop.submit(third)
+    turn(loop)
+    assert third.state is SeqState.WAITING
+
+
 def test_tokens_that_the_owner_did_not_append_are_noticed_before_they_are_recomputed_wrong():
     runner = ScriptedRunner()
     loop, _ = make(runner, blocks=1 + 3, max_model_len=12)
@@ -263,7 +381,11 @@ def test_rejections_name_what_was_given_and_allowed_and_are_counted():
         (Seq(1, [1] * 32, 1), RejectReason.TOO_LONG, "32 prompt tokens; the model's length of 32 allows 31"),
         (Seq(1, [], 1), RejectReason.INVALID, "0 prompt tokens"),
         (Seq(1, [1], 0), RejectReason.INVALID, "max_tokens 0"),
-        (Seq(1, [1] * 10, 8), RejectReason.POOL_TOO_SMALL, "may need 17 tokens of cache; the pool holds 16"),
+        (
+            Seq(1, [1] * 10, 8),
+            RejectReason.POOL_TOO_SMALL,
+            "17 tokens of cache, 10 of them for its prompt; the pool holds 16 of one sequence; lower max_tokens",
+        ),
     ]
     for seq, reason, message in cases:
         with pytest.raises(Rejected, match=message) as caught:
@@ -282,6 +404,13 @@ def test_rejections_name_what_was_given_and_allowed_and_are_counted():
         RejectReason.QUEUE_FULL: 1,
     }
     assert (loop.stats.submitted, loop.stats.waiting) == (1, 1)
+
+
+def test_a_prompt_that_cannot_fit_is_told_what_to_change():
+    loop, _pool = make(ScriptedRunner(), blocks=1 + 4)
+    message = "24 tokens of cache, 17 of them for its prompt; the pool holds 16 of one sequence; shorten the prompt or"
+    with pytest.raises(Rejected, match=message):
+        loop.submit(Seq(1, [1] * 17, 8))
 
 
 def test_a_row_that_stood_still_falls_behind_by_a_step():

@@ -47,6 +47,30 @@ def test_simple_pool_evicts_the_longest_unused_and_never_what_is_in_use():
     assert pool.acquire([20] * 3).num_cached == 2
 
 
+def test_simple_pool_gives_back_what_a_window_has_left_behind_and_finds_what_it_reaches():
+    pool = SimplePool([(2, 20), (2, 5, 3)])
+    assert pool.capacity_tokens == 38  # the window may lie on two blocks, and one is written: four are enough
+    assert SimplePool([(2, 20), (2, 3, 3)]).capacity_tokens == 4
+    tokens = list(range(12))
+    lease = pool.acquire(tokens)
+    assert lease.reserve(12) is None
+    assert lease.reserve(8, 12, leave=0.1) is None
+    assert lease.reserve(8, 12) == [(0, 0, [1, 2, 3, 4, 5, 6]), (1, 0, [1, 2, 3, 4])]
+    assert (lease.num_tokens, lease.reach()) == (8, 8)
+    lease.commit(tokens, 7)
+    assert lease.block_table(1) == [0, 0, 3, 4]
+    assert (lease.reach(), lease.reach(0.25)) == (12, 10)
+    assert lease.reserve(10) == [(1, 4, [1])]
+    assert lease.reserve(12) == [(1, 5, [2])]  # evicts
+    hit = pool.acquire(tokens[:7])
+    assert (hit.num_cached, hit.block_table(1)) == (
+        0,
+        [],
+    )  # tokens 3 to 5 would be needed, and 2 and 3 are gone
+    lease.commit(tokens, 12)
+    assert pool.acquire([*tokens, 1]).block_table(1) == [0, 0, 0, 0, 1, 2]
+
+
 def joined(runner, tokens, *, slot=1, blocks=(1, 2), max_len=20, index=1, num_tokens=None):
     """Launch a step in which a row joins with its prompt as a chunk."""
     seq = Seq(slot, tokens, 10)
@@ -128,3 +152,26 @@ def test_the_device_notices_a_prefix_that_was_never_written():
     )
     with pytest.raises(DeviceFault, match="reads token 1 from block 1, which holds None"):
         runner.launch(step)
+
+
+@pytest.mark.parametrize(
+    ("tables", "complaint"),
+    [
+        ([[1, 2, 3], [1, 2, 1]], None),  # the first block of the window group is behind its window by then
+        ([[1, 2, 1], [1, 2, 3]], "reads token 0 from block 1"),
+        ([[1, 2, 3], [1, 1, 3]], "reads token 0 from block 1"),
+    ],
+)
+def test_the_device_reads_what_a_window_reaches_and_nothing_else(tables, complaint):
+    runner = FakeRunner([2, 2], windows=[None, 2])
+    seq = Seq(1, [5, 6, 7, 8, 9], 10)
+    seq.slot, seq.max_len, seq.target = 1, 20, 5
+    seq.lease = SimplePool([(2, 9), (2, 9, 2)]).acquire(seq.tokens)
+    writes = [BlockWrite(seq, group, 0, table) for group, table in enumerate(tables)]
+    step = Step(1, [Row(seq, 5, True, 0)], True, 0, [], [seq], writes)
+    if complaint is None:
+        runner.launch(step)
+        assert runner.collect(None).payload == [generate(seq.tokens, 20)[0][0]]
+    else:
+        with pytest.raises(DeviceFault, match=complaint):
+            runner.launch(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .errors import Rejected, RejectReason
+from .protocols import BlockWrite
 from .sequence import Seq
 
 if TYPE_CHECKING:
@@ -31,12 +32,13 @@ def refusal(loop: StepLoop, seq: Seq) -> Rejected | None:
             f"request {seq.id} has {seq.prompt_len} prompt tokens; "
             f"the model's length of {loop.max_model_len} allows {loop.max_model_len - 1} and one of output",
         )
-    needed = min(loop.max_model_len, seq.prompt_len + seq.max_tokens) - 1
-    if needed > loop._pool.capacity_tokens:
+    needed, room = min(loop.max_model_len, seq.prompt_len + seq.max_tokens) - 1, loop._pool.capacity_tokens
+    if needed > room:
+        advice = "lower max_tokens" if seq.prompt_len <= room else "shorten the prompt"
         return Rejected(
             RejectReason.POOL_TOO_SMALL,
-            f"request {seq.id} may need {needed} tokens of cache; "
-            f"the pool holds {loop._pool.capacity_tokens}; lower max_tokens or give the pool more memory",
+            f"request {seq.id} may need {needed} tokens of cache, {seq.prompt_len} of them for its prompt; "
+            f"the pool holds {room} of one sequence; {advice} or give the pool more memory",
         )
     if loop.stats.waiting >= loop.max_queued:
         return Rejected(
@@ -47,33 +49,25 @@ def refusal(loop: StepLoop, seq: Seq) -> Rejected | None:
 
 
 class Headroom:
-    """Room that admissions leave free, in tokens: the guard against thrashing.
+    """Room that admissions leave free: the guard against thrashing.
 
-    Admission is optimistic (nobody's output is reserved), so a pool can be filled with sequences that then
-    preempt each other. The level follows the recent number of preemptions for each sequence that ended: each
-    preemption adds 1/32 of the pool, each ending takes 1/32 of the level away. Where nothing is preempted it
-    is 0.
+    Admission is optimistic (nobody's output is reserved, nor what chunks need of windows), so a pool can be filled
+    with sequences that then preempt each other. The level follows the recent number of preemptions for each sequence
+    that ended: each preemption adds 1/32, each ending takes 1/32 of the level away. Where nothing is preempted it is 0.
     """
 
-    def __init__(self, pool: Pool, ceiling: float) -> None:
-        self._pool, self._ceiling = pool, ceiling
-        self._tokens_per_block = pool.capacity_tokens / max(1, pool.num_free)
-        self._level = 0.0
-
-    def allows(self, num_tokens: int) -> bool:
-        """Whether the level is kept when so many tokens are given out; with several groups, on average."""
-        if not self._level:
-            return True
-        free = self._pool.num_free * self._tokens_per_block
-        return num_tokens + self._level * self._pool.capacity_tokens <= free
+    def __init__(self, ceiling: float) -> None:
+        self._ceiling = ceiling
+        self.level = 0.0
+        """The part of each group's blocks that is left."""
 
     def on_preempt(self) -> None:
         """Too much was admitted."""
-        self._level = min(self._ceiling, self._level + 1 / 32)
+        self.level = min(self._ceiling, self.level + 1 / 32)
 
     def on_finish(self) -> None:
         """What was admitted is getting done."""
-        self._level -= self._level / 32
+        self.level -= self.level / 32
 
 
 def num_cached(pool: Pool, seq: Seq) -> int:
@@ -84,13 +78,23 @@ def num_cached(pool: Pool, seq: Seq) -> int:
     return found
 
 
-def lease_for(seq: Seq, pool: Pool, headroom: Headroom | None) -> Lease | None:
-    """A lease with room for all that the sequence has, so that only decode rows can ever run dry; None: no room.
-    `headroom`: what to leave; None where nobody runs who could need it."""
+def lease_for(seq: Seq, pool: Pool, num_tokens: int, leave: float) -> Lease | None:
+    """A lease with room for all that the sequence has in groups that keep all; in windows for a chunk of num_tokens
+    tokens, or fewer where they have less room. None: no room. leave: the part of the pool that is to stay free."""
     lease = pool.acquire(seq.tokens, seq.salt, seq.hashes)
-    # Asked before reserve(), which would evict what is cached.
-    fits = headroom is None or headroom.allows(len(seq.tokens) - lease.num_cached)
-    if fits and lease.reserve(len(seq.tokens)) is not None:
+    end = min(lease.num_cached + num_tokens, len(seq.tokens), lease.reach(leave))
+    if end > lease.num_cached and lease.reserve(end, len(seq.tokens), leave) is not None:
         return lease
     lease.release()
     return None
+
+
+def room_for(seq: Seq, end: int, writes: list[BlockWrite]) -> int:
+    """Make room for the tokens of a prefilling sequence up to `end`, or as far as windows have room. Returns how far
+    that is; what its tables get is appended to `writes`."""
+    lease = seq.lease
+    if lease is None or end <= lease.num_tokens:
+        return end
+    for group, first, blocks in lease.reserve(min(end, lease.reach())) or ():
+        writes.append(BlockWrite(seq, group, first, blocks))
+    return min(end, lease.num_tokens)

@@ -1,9 +1,18 @@
-"""Crossings: a calendar of which decode rows need a block, by the step that needs it."""
+"""Crossings: a calendar of which decode rows need a block, by the step that needs it; and that they get it."""
 
 from __future__ import annotations
 
-from .protocols import Lease
+from typing import TYPE_CHECKING
+
+from .protocols import BlockWrite, Lease
 from .sequence import Seq
+
+if TYPE_CHECKING:
+    from .loop import StepLoop
+
+LOOK_AHEAD = 48  # tokens of room beyond what a decode row needs: fewer requests to the pool,
+ROOMY = 16  # as long as it has more than so many free blocks a row
+COMMIT_EVERY = 256  # tokens of a decode row, in one go; the rest when it ends
 
 
 class Crossings:
@@ -35,3 +44,28 @@ class Crossings:
         if seqs is not None:
             del self.by_step[step]
         return None
+
+
+def grow(loop: StepLoop, index: int) -> bool:
+    """Blocks for the decode rows that step `index` takes over a boundary. False: dry, drain first."""
+    ahead = -1
+    while (due := loop._crossings.due(index)) is not None:
+        seq, lease = due
+        if ahead < 0:
+            ahead = LOOK_AHEAD if loop._pool.num_free > ROOMY * loop.max_rows else 0
+        needed = seq._base + index - seq._entered
+        if needed - seq._committed >= COMMIT_EVERY:
+            loop._commit(seq)  # first: its window may give back what it then takes
+        if (grown := lease.reserve(min(needed + ahead, seq.max_len - 1))) is not None:
+            for group, first, blocks in grown:
+                loop._blocks.append(BlockWrite(seq, group, first, blocks))
+            loop._crossings.schedule(seq)
+        elif ahead:
+            ahead = 0  # many blocks are free, but not of every group
+        elif loop._gives_back((seq,) if loop._in_flight else loop._running):
+            pass
+        elif loop._in_flight:
+            return False
+        else:
+            loop._preempt(loop._policy.victim(loop._view(index)))
+    return True

@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from .admission import Headroom, lease_for, num_cached, refusal
+from .admission import Headroom, lease_for, num_cached, refusal, room_for
 from .audit import problems
-from .crossings import Crossings
+from .crossings import Crossings, grow
 from .errors import ContractError, IntegrityError, InvalidSetup
 from .events import Event, Finished, Scheduled, Tokens
 from .policy import Decision, Policy, View
 from .protocols import BlockWrite, Pool, Row, Runner, Step, StepResult
 from .sequence import Clock, FinishReason, Seq, SeqState
 from .stats import Stats
-
-LOOK_AHEAD = 48  # tokens of room beyond what a decode row needs: fewer requests to the pool,
-ROOMY = 16  # as long as it has more than so many free blocks a row
-COMMIT_EVERY = 256  # tokens of a decode row, in one go; the rest when it ends
 
 _NOBODY: frozenset[Seq] = frozenset()
 
@@ -66,7 +62,7 @@ class StepLoop:
         self._runner, self._pool, self._policy = runner, pool, policy
         self._clock, self._now = Clock(), clock
         self._look_up = partial(num_cached, pool)
-        self._headroom = Headroom(pool, max_headroom)
+        self._headroom = Headroom(max_headroom)
         self._collected_at = 0.0  # when the last result was read
         self._live: dict[int, Seq] = {}  # by request id, until Finished
         self._running: dict[Seq, None] = {}  # in order of admission
@@ -174,11 +170,12 @@ class StepLoop:
     def _launch(self, events: list[Event]) -> bool:
         index = self._clock.launched + 1
         preemptions = self.stats.preemptions
-        if not self._grow(index):
+        if not grow(self, index):
             self.stats.dry += 1
             return False
         chunks: list[Row] = []
         joined: list[Seq] = []
+        short = False  # a chunk is smaller than the policy wants, for want of blocks
         # The step that preempts for want of blocks admits nobody: they were taken for those who run.
         stuck = self.stats.waiting > 0 and not self._running
         if preemptions == self.stats.preemptions and (self._changed or self._prefilling or stuck):
@@ -191,12 +188,19 @@ class StepLoop:
                 self._preempt(seq)
             for seq, num_tokens in decision.chunks.items():
                 if seq in self._prefilling and num_tokens > 0:
-                    chunks.append(self._chunk(seq, num_tokens))
-            self._admit(decision, chunks, joined, events)
+                    chunk = self._chunk(seq, num_tokens)
+                    short = short or chunk.num_tokens < min(num_tokens, seq.remaining)
+                    if chunk.num_tokens > 0:
+                        chunks.append(chunk)
+            if not short:  # who runs goes first
+                self._admit(decision, chunks, joined, events)
         if self._rows is None:
             self._rows = list(self._decoding.values())
             self._horizon = max([seq._last_step for seq in self._decoding], default=0)
         rows = self._rows + chunks if chunks else self._rows
+        if short and not rows and not self._in_flight:
+            self.stats.dry += 1
+            self._preempt(self._policy.victim(self._view(index)))
         if not rows or (self._in_flight and not chunks and index > self._horizon):
             return False  # nobody runs, or only rows that end in the step under way
         changed = rows is not self._last_rows
@@ -216,29 +220,9 @@ class StepLoop:
             self._prefilling, self._running, self._look_up,
         )  # fmt: skip
 
-    def _grow(self, index: int) -> bool:
-        """Blocks for the decode rows that step `index` takes over a boundary. False: dry, drain first."""
-        ahead = -1
-        while (due := self._crossings.due(index)) is not None:
-            seq, lease = due
-            if ahead < 0:
-                ahead = LOOK_AHEAD if self._pool.num_free > ROOMY * self.max_rows else 0
-            needed = seq._base + index - seq._entered
-            if (grown := lease.reserve(min(needed + ahead, seq.max_len - 1))) is not None:
-                for group, first, blocks in grown:
-                    self._blocks.append(BlockWrite(seq, group, first, blocks))
-                self._crossings.schedule(seq)
-                if needed - seq._committed >= COMMIT_EVERY:
-                    self._commit(seq)
-            elif self._in_flight:
-                return False
-            else:
-                self._preempt(self._policy.victim(self._view(index)))
-        return True
-
     def _chunk(self, seq: Seq, num_tokens: int) -> Row:
-        num_tokens = min(num_tokens, seq.target - seq._bound)
-        return Row(seq, num_tokens, seq._bound + num_tokens == seq.target, seq._bound)
+        end = room_for(seq, min(seq._bound + num_tokens, seq.target), self._blocks)
+        return Row(seq, end - seq._bound, end == seq.target, seq._bound)
 
     def _admit(self, decision: Decision, chunks: list[Row], joined: list[Seq], events: list[Event]) -> None:
         budget = decision.admit_tokens
@@ -247,7 +231,8 @@ class StepLoop:
                 break
             if seq.state is not SeqState.WAITING or self._live.get(seq.id) is not seq:
                 raise ContractError(f"the policy admits request {seq.id}, which is not waiting here")
-            lease = lease_for(seq, self._pool, self._headroom if self._running else None)
+            wanted = min(budget, decision.chunks.get(seq, budget))
+            lease = lease_for(seq, self._pool, wanted, self._headroom.level if self._running else 0.0)
             if lease is None:
                 self._blocked = True
                 break
@@ -260,7 +245,7 @@ class StepLoop:
             self.stats.waiting -= 1
             for group in range(self._pool.num_groups):
                 self._blocks.append(BlockWrite(seq, group, 0, list(lease.block_table(group))))
-            chunk = self._chunk(seq, min(budget, decision.chunks.get(seq, budget)))
+            chunk = self._chunk(seq, min(wanted, lease.num_tokens - lease.num_cached))
             budget -= chunk.num_tokens
             chunks.append(chunk)
             joined.append(seq)
@@ -299,12 +284,14 @@ class StepLoop:
         if result.finished:
             ended = [(self._seq_at(slot, step.index), reason) for slot, reason in result.finished]
             failed = frozenset(seq for seq, reason in ended if reason is FinishReason.ERROR)
-        emits = step.num_decode > 0
+        emits, computed = step.num_decode > 0, []
         for row in step.rows[step.num_decode :]:
             emits = emits or row.emits
             if row.seq not in gone and row.seq not in failed and row.start is not None:
                 row.seq._confirmed = row.start + row.num_tokens
-                self._commit(row.seq)
+                computed.append(row.seq)
+        if computed and self._gives_back(computed):
+            self._blocked = False
         for slot, count in (result.advanced or {}).items():
             seq = self._seq_at(slot, step.index)
             if seq not in gone:
@@ -330,6 +317,13 @@ class StepLoop:
         if seq.lease is not None:
             seq._committed = min(seq.confirmed, len(seq.tokens))
             seq.lease.commit(seq.tokens, seq._committed)
+
+    def _gives_back(self, seqs: Iterable[Seq]) -> bool:
+        """Commit what is confirmed of them: whether blocks come back, because windows have moved on."""
+        free = self._pool.num_free
+        for seq in seqs:
+            self._commit(seq)
+        return self._pool.num_free > free
 
     def _end(self, seq: Seq, reason: FinishReason, events: list[Event]) -> None:
         """The one terminal of a sequence. Slot and lease stay until no launched step uses them."""

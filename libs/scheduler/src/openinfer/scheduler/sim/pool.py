@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -15,7 +16,7 @@ class SimPool:
     num_groups = 1
 
     def __init__(self, num_blocks: int, block_size: int = 16) -> None:
-        self.block_size = block_size
+        self.block_size, self.num_blocks = block_size, num_blocks
         self.capacity_tokens = num_blocks * block_size
         self.num_free = num_blocks  # unused ones, cached ones included
         self.users: dict[int, int] = {}  # by name, of blocks in use
@@ -48,14 +49,11 @@ class SimPool:
             names.append(name)
         return names
 
-    def take(self, count: int) -> bool:
-        """Make `count` blocks somebody's, if there are so many."""
-        if count > self.num_free:
-            return False
+    def take(self, count: int) -> None:
+        """Make `count` blocks somebody's; there must be so many."""
         self.num_free -= count
         while len(self.cached) > self.num_free:
             self.cached.popitem(last=False)
-        return True
 
 
 class SimLease:
@@ -72,17 +70,27 @@ class SimLease:
         """As many entries as there are blocks; what they say means nothing."""
         return range(self.num_blocks)
 
-    def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
-        """Grow to num_tokens in all; None, and nothing changed, if there are not blocks enough."""
+    def reserve(
+        self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
+    ) -> list[tuple[int, int, list[int]]] | None:
+        """Grow to that many tokens in all; None, and nothing changed, if there are not blocks enough."""
         first = self.num_blocks
-        count = -(-num_tokens // self._pool.block_size) - first
+        count = -(-max(num_tokens, kept_tokens) // self._pool.block_size) - first
         if count <= 0:
             return []
-        if not self._pool.take(count):
+        if count > self._room(leave):
             return None
+        self._pool.take(count)
         self.num_blocks += count
         self.num_tokens = self.num_blocks * self._pool.block_size
         return [(0, first, [0] * count)]
+
+    def reach(self, leave: float = 0.0) -> int:
+        """Tokens that reserve() has room for."""
+        return (self.num_blocks + max(0, self._room(leave))) * self._pool.block_size
+
+    def _room(self, leave: float) -> int:
+        return self._pool.num_free - math.ceil(leave * self._pool.num_blocks)
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
         """Name the blocks that the first num_confirmed tokens fill."""

@@ -5,7 +5,7 @@ from .conformance import PolicyConformance
 from .fake_runner import DeviceFault, FakeRunner
 from .model import EOS, VOCABULARY, generate
 from .schedule import Mismatch, Schedule
-from .simple_pool import SimpleLease, SimplePool
+from .simple_pool import Shape, SimpleLease, SimplePool
 
 __all__ = [
     "EOS",
@@ -15,6 +15,7 @@ __all__ = [
     "Mismatch",
     "PolicyConformance",
     "Schedule",
+    "Shape",
     "SimpleLease",
     "SimplePool",
     "generate",

@@ -30,6 +30,7 @@ class _DeviceRow:
     max_len: int
     tables: list[list[int]]
     length: int  # tokens stored
+    before: int = 0  # the same when the step began: its rows run side by side
     alive: bool = True
     last_token: int | None = None
     last_step: int = 0
@@ -41,12 +42,14 @@ class _Paged:
     """One group's memory: (position, cell) by block, and the rows that have the block in their table."""
 
     block_size: int
+    window: int | None
     blocks: dict[int, list[tuple[int, int] | None]] = field(default_factory=dict)
     holders: dict[int, set[_DeviceRow]] = field(default_factory=dict)
 
 
 class FakeRunner:
-    """A Runner over block_sizes[g] tokens a block in group g.
+    """A Runner over block_sizes[g] tokens a block in group g, where a token reads windows[g] tokens before its own
+    (None, or none given: all).
 
     delay(index): how many calls of collect() find step `index` unfinished (waiting without limit finishes
     it). stall(index, seq): whether a decode row stands still in a step (StepResult.advanced 0). depth:
@@ -58,13 +61,14 @@ class FakeRunner:
         self,
         block_sizes: Sequence[int],
         *,
+        windows: Sequence[int | None] = (),
         depth: int = 2,
         delay: Callable[[int], int] = lambda index: 0,
         stall: Callable[[int, Seq], bool] = lambda index, seq: False,
     ) -> None:
         self.num_launched = self.num_collected = 0
         self._depth, self._delay, self._stall = depth, delay, stall
-        self._groups = [_Paged(size) for size in block_sizes]
+        self._groups = list(map(_Paged, block_sizes, windows or [None] * len(block_sizes)))
         self._rows: dict[int, _DeviceRow] = {}
         self._last_rows: Sequence[Row] = ()
         self._results: deque[StepResult] = deque()
@@ -81,6 +85,8 @@ class FakeRunner:
             self._join(seq)
         for seq, group, first, blocks in step.blocks:
             self._write_table(self._rows[seq.slot], group, first, blocks)
+        for state in self._rows.values():
+            state.before = state.length
         result = StepResult(step.index, [], [], {})
         self._results.append(result)
         tokens = [self._run(row, result) for row in step.rows]
@@ -173,9 +179,11 @@ class FakeRunner:
                     f"slot {row.slot} writes token {row.length} past its table in group {group}"
                 )
             block = row.tables[group][index]
-            others = {
-                other for other in memory.holders[block] if other is not row and not self._fenced(other)
-            }
+            others = [
+                other
+                for other in memory.holders[block]
+                if other is not row and self._reads(other, group, block)
+            ]
             if others or block == 0:
                 raise DeviceFault(f"slot {row.slot} writes to block {block}, which other rows use")
             memory.holders[block] = {row}
@@ -183,6 +191,14 @@ class FakeRunner:
                 memory.blocks[block] = [None] * memory.block_size
             memory.blocks[block][offset] = (row.length, cell(previous, token))
         row.length += 1
+        if any(memory.window is not None for memory in self._groups):
+            self._attend(row)  # each token, for what its window reaches is soon given away
+
+    def _reads(self, row: _DeviceRow, group: int, block: int) -> bool:
+        """Whether a row may still read a block of its table: it is not through, and the window has not moved on."""
+        memory = self._groups[group]
+        first = 0 if memory.window is None else max(0, row.before - memory.window) // memory.block_size
+        return not self._fenced(row) and block in row.tables[group][first:]
 
     def _load(self, row: _DeviceRow, group: int, position: int) -> int:
         memory = self._groups[group]
@@ -195,11 +211,22 @@ class FakeRunner:
             )
         return stored[1]
 
-    def _sample(self, row: _DeviceRow, result: StepResult) -> int:
-        read = [[self._load(row, group, i) for i in range(row.length)] for group in range(len(self._groups))]
-        if any(cells != read[0] for cells in read):
+    def _attend(self, row: _DeviceRow) -> list[int]:
+        """What the newest token reads of the first group; of what the others have as well, they must have the same."""
+        read = []
+        for group, memory in enumerate(self._groups):
+            first = 0 if memory.window is None else max(0, row.length - 1 - memory.window)
+            read.append([self._load(row, group, position) for position in range(first, row.length)])
+        if any(
+            cells[-common:] != read[0][-common:]
+            for cells in read
+            if (common := min(len(cells), len(read[0])))
+        ):
             raise DeviceFault(f"slot {row.slot}: the groups hold different tokens")
-        token = row.last_token = next_token(read[0])
+        return read[0]
+
+    def _sample(self, row: _DeviceRow, result: StepResult) -> int:
+        token = row.last_token = next_token(self._attend(row))
         reason = FinishReason.STOP if token == EOS else None
         if reason is None and row.length + 1 == row.max_len:
             reason = FinishReason.LENGTH

@@ -24,14 +24,18 @@ def next_token(cells: Iterable[int]) -> int:
     return (sum(cells) * 2862933555777941757 % _PRIME) % VOCABULARY
 
 
-def generate(prompt: Sequence[int], max_len: int) -> tuple[list[int], FinishReason]:
-    """The sequential oracle: the output of a request that is alone on the device, and why it ends."""
+def generate(
+    prompt: Sequence[int], max_len: int, window: int | None = None
+) -> tuple[list[int], FinishReason]:
+    """The sequential oracle: the output of a request that is alone on the device, and why it ends. `window`: a token
+    reads so many cells before its own; None: all."""
+    reach = 0 if window is None else -window - 1
     cells: list[int] = []
     output: list[int] = []
     for token in prompt:
         cells.append(cell(cells[-1] if cells else 0, token))
     while True:
-        output.append(next_token(cells))
+        output.append(next_token(cells[reach:]))
         if output[-1] == EOS:
             return output, FinishReason.STOP
         if len(prompt) + len(output) == max_len:

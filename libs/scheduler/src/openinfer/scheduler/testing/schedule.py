@@ -15,9 +15,9 @@ from ..protocols import Pool
 from ..sequence import FinishReason, Seq
 from .fake_runner import FakeRunner
 from .model import VOCABULARY, generate
-from .simple_pool import SimplePool
+from .simple_pool import Shape, SimplePool
 
-MakePool = Callable[[Sequence[tuple[int, int]]], Pool]
+MakePool = Callable[[Sequence[Shape]], Pool]
 
 
 class Mismatch(AssertionError):
@@ -42,7 +42,7 @@ class Schedule:
     """A workload and the sizes it runs with, all derived from a seed."""
 
     seed: int
-    groups: list[tuple[int, int]]
+    groups: list[Shape]
     max_rows: int
     max_model_len: int
     max_batched_tokens: int
@@ -75,7 +75,13 @@ class Schedule:
             prompts.append(prompt)
         return cls(
             seed,
-            [(size, 1 + int(fit * roomy) + rng.randint(0, 2)) for size, fit in zip(sizes, fits, strict=True)],
+            _windowed(
+                seed,
+                [
+                    Shape(size, 1 + int(fit * roomy) + rng.randint(0, 2))
+                    for size, fit in zip(sizes, fits, strict=True)
+                ],
+            ),
             max_rows,
             max_model_len,
             rng.randint(max_rows, 24),
@@ -107,7 +113,8 @@ class Schedule:
         whatever the parts under test raise."""
         rng = random.Random(self.seed)
         runner = FakeRunner(
-            [size for size, _ in self.groups],
+            [shape.block_size for shape in self.groups],
+            windows=[shape.window for shape in self.groups],
             depth=self.depth,
             delay=lambda index: rng.randint(0, self.slowness),
             stall=lambda index, seq: rng.random() < self.stall_rate,
@@ -137,10 +144,25 @@ class Schedule:
             if turn > 5000:
                 raise Mismatch(f"no end after {turn} turns: {loop.stats}")
         for request in requests:
-            request.compare()
+            request.compare(self.groups[0].window)
         if pool.num_free != num_free:
             raise Mismatch(f"{num_free - pool.num_free} blocks were not given back")
         return loop
+
+
+def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
+    """In two of five schedules some groups have windows, mostly with hardly more blocks than one sequence needs."""
+    rng = random.Random(f"windows {seed}")
+    if rng.random() < 0.6:
+        return groups
+    if len(groups) == 1 and rng.random() < 0.7:
+        groups = [*groups, groups[0]]
+    chosen = range(len(groups)) if rng.random() < 0.2 else [rng.randrange(len(groups))]
+    for group in chosen:
+        size, window = groups[group].block_size, rng.randint(1, 9)
+        least = -(-window // size) + 2
+        groups[group] = Shape(size, least + rng.choice([0, 0, 1, 2, 4, 10]), window)
+    return groups
 
 
 def _observe(events: Sequence[Event]) -> None:
@@ -200,11 +222,11 @@ class _Request:
         else:
             self._reasons.append(event.reason)
 
-    def compare(self) -> None:
+    def compare(self, window: int | None) -> None:
         """With what the request yields when it is alone."""
         if self._rejected:
             return
-        output, reason = generate(self.arrival.prompt, self.seq.max_len)
+        output, reason = generate(self.arrival.prompt, self.seq.max_len, window)
         if self._reasons == [FinishReason.ABORT] and self._aborted:
             output = output[: len(self._output)]
         elif self._reasons != [reason] or self._aborted:

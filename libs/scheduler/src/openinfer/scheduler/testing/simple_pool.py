@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """A group of blocks. Block 0 is padding. A token needs `window` tokens before its own; None: all."""
+
+    block_size: int
+    num_blocks: int
+    window: int | None = None
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Of one sequence: no end, if the window and the block that is written fit beside each other."""
+        num_blocks = self.num_blocks - 1
+        if self.window is not None and num_blocks > math.ceil(self.window / self.block_size):
+            return sys.maxsize
+        return num_blocks * self.block_size
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first block that is needed when so many tokens are computed."""
+        return 0 if self.window is None else max(0, num_tokens - self.window) // self.block_size
 
 
 class SimplePool:
-    """Blocks of one or several groups. A prefix is looked up by the tokens themselves; nothing is hashed.
+    """Blocks of one or several groups. A prefix is looked up by the tokens themselves; nothing is hashed."""
 
-    groups: (block size in tokens, number of blocks) of each; block 0 is padding.
-    """
-
-    def __init__(self, groups: Sequence[tuple[int, int]], *, prefix_cache: bool = True) -> None:
-        self.block_sizes = [size for size, _ in groups]
+    def __init__(self, groups: Sequence[tuple[int, int] | Shape], *, prefix_cache: bool = True) -> None:
+        self.shapes = [Shape(*group) for group in groups]
         self.prefix_cache = prefix_cache
-        self.num_total = sum(count - 1 for _, count in groups)
-        self.capacity_tokens = min(size * (count - 1) for size, count in groups)
-        self.users: list[dict[int, int]] = [dict.fromkeys(range(1, count), 0) for _, count in groups]
+        self.num_total = sum(shape.num_blocks - 1 for shape in self.shapes)
+        self.capacity_tokens = min(shape.capacity_tokens for shape in self.shapes)
+        self.users: list[dict[int, int]] = [
+            dict.fromkeys(range(1, shape.num_blocks), 0) for shape in self.shapes
+        ]
         self.index: list[dict[Hashable, int]] = [{} for _ in groups]  # in order of use, the oldest first
 
     @property
@@ -27,7 +49,11 @@ class SimplePool:
     @property
     def num_free(self) -> int:
         """Blocks without a user, cached ones included, over all groups."""
-        return sum(not count for users in self.users for count in users.values())
+        return sum(map(self.num_unused, range(self.num_groups)))
+
+    def num_unused(self, group: int) -> int:
+        """The same of one group."""
+        return list(self.users[group].values()).count(0)
 
     def acquire(
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
@@ -35,13 +61,10 @@ class SimplePool:
         """A lease on the longest prefix cached in every group; `hashes` is not needed here."""
         lease = SimpleLease(self, salt)
         for end in range(len(tokens) - 1, 0, -1):
-            if any(end % size for size in self.block_sizes):
+            if any(end % shape.block_size for shape in self.shapes):
                 continue
-            tables = [
-                [index.get(lease.name(tokens, stop)) for stop in range(size, end + 1, size)]
-                for size, index in zip(self.block_sizes, self.index, strict=True)
-            ]
-            if all(block is not None for table in tables for block in table):
+            needed = lease.needed(tokens, end)
+            if all(name in index for names, index in zip(needed, self.index, strict=True) for name in names):
                 lease.share(tokens, end)
                 break
         return lease
@@ -70,14 +93,24 @@ class SimpleLease:
         """The identity of the block that ends at `end`."""
         return self._salt, tuple(tokens[:end])
 
+    def needed(self, tokens: Sequence[int], end: int) -> Iterator[list[Hashable]]:
+        """By group, the names of the blocks that whoever goes on from tokens[:end] reads."""
+        for shape in self._pool.shapes:
+            size = shape.block_size
+            yield [
+                self.name(tokens, stop)
+                for stop in range(size, end + 1, size)
+                if stop > size * shape.first_needed(end)
+            ]
+
     def share(self, tokens: Sequence[int], end: int) -> None:
         """Start from the cached blocks of tokens[:end]."""
         self.num_cached = end
-        for group, size in enumerate(self._pool.block_sizes):
-            for stop in range(size, end + 1, size):
-                name = self.name(tokens, stop)
-                block = self._pool.index[group].pop(name)
-                self._pool.index[group][name] = block
+        for group, names in enumerate(self.needed(tokens, end)):
+            shape, index = self._pool.shapes[group], self._pool.index[group]
+            self._tables[group] = [0] * shape.first_needed(end)
+            for name in names:
+                index[name] = block = index.pop(name)
                 self._pool.users[group][block] += 1
                 self._tables[group].append(block)
 
@@ -85,23 +118,29 @@ class SimpleLease:
     def num_tokens(self) -> int:
         """Tokens that fit the blocks held."""
         return min(
-            len(table) * size for table, size in zip(self._tables, self._pool.block_sizes, strict=True)
+            len(table) * shape.block_size
+            for table, shape in zip(self._tables, self._pool.shapes, strict=True)
         )
 
     def block_table(self, group: int = 0) -> Sequence[int]:
-        """Block ids of a group."""
+        """Block ids of a group; 0 where the window has moved on."""
         return self._tables[group]
 
-    def reserve(self, num_tokens: int) -> list[tuple[int, int, list[int]]] | None:
-        """Grow to num_tokens in all; None, and nothing changed, if there are not blocks enough."""
+    def _room(self, group: int, leave: float) -> int:
         pool = self._pool
-        wanted = [
-            max(0, -(-num_tokens // size) - len(table))
-            for size, table in zip(pool.block_sizes, self._tables, strict=True)
-        ]
-        if any(
-            list(users.values()).count(0) < count for users, count in zip(pool.users, wanted, strict=True)
-        ):
+        return pool.num_unused(group) - math.ceil(leave * (pool.shapes[group].num_blocks - 1))
+
+    def reserve(
+        self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
+    ) -> list[tuple[int, int, list[int]]] | None:
+        """Grow to num_tokens in all, to kept_tokens where there is no window; None, and nothing changed, if there are
+        not blocks enough, or not so many that that part of them stays free."""
+        pool = self._pool
+        wanted = []
+        for shape, table in zip(pool.shapes, self._tables, strict=True):
+            end = num_tokens if shape.window is not None else max(num_tokens, kept_tokens)
+            wanted.append(max(0, -(-end // shape.block_size) - len(table)))
+        if any(count > self._room(group, leave) for group, count in enumerate(wanted) if count):
             return None
         grown = []
         for group, count in enumerate(wanted):
@@ -110,19 +149,29 @@ class SimpleLease:
                 self._tables[group] += grown[-1][2]
         return grown
 
+    def reach(self, leave: float = 0.0) -> int:
+        """Tokens that reserve() has room for."""
+        return min(
+            (len(table) + max(0, self._room(group, leave))) * self._pool.shapes[group].block_size
+            for group, table in enumerate(self._tables)
+        )
+
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Name the blocks that the first num_confirmed tokens fill; what has a name already keeps it."""
-        if not self._pool.prefix_cache:
-            return
-        for group, size in enumerate(self._pool.block_sizes):
-            for end in range(size, num_confirmed + 1, size):
-                self._pool.index[group].setdefault(
-                    self.name(tokens, end), self._tables[group][end // size - 1]
-                )
+        """Name the blocks that the first num_confirmed tokens fill; what has a name already keeps it. Give back what
+        windows have left behind."""
+        for group, (shape, table) in enumerate(zip(self._pool.shapes, self._tables, strict=True)):
+            for position in range(num_confirmed // shape.block_size):
+                if table[position] and self._pool.prefix_cache:
+                    name = self.name(tokens, (position + 1) * shape.block_size)
+                    self._pool.index[group].setdefault(name, table[position])
+            for position in range(shape.first_needed(num_confirmed)):
+                if table[position]:
+                    self._pool.users[group][table[position]] -= 1
+                    table[position] = 0
 
     def release(self) -> None:
         """Give everything back."""
         for users, table in zip(self._pool.users, self._tables, strict=True):
-            for block in table:
+            for block in filter(None, table):
                 users[block] -= 1
             table.clear()
