@@ -10,6 +10,7 @@ import pytest
 
 from openinfer.frontend.contract import ResetPrefixCache
 from openinfer.recipes.deepseek_v4.cache import WINDOW
+from openinfer.recipes.deepseek_v4.config import Config
 
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
 
@@ -91,6 +92,29 @@ def test_a_long_sequence_holds_no_more_pages_than_its_window_needs(session):
     assert 128 <= fullest <= run.engine.info.kv_capacity_tokens
     assert pool.num_used(WINDOW) == 0
     assert run.engine.stats().kv_used_tokens == 0
+
+
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_prompts_pass_through_a_window_group_that_is_smaller_than_they_are(session, caching):
+    """What comes out is what comes out of an engine with pages for all, however chunks are cut and whoever waits."""
+    prompts = [*chats(2, 600, seed=1), *chats(2, 150, seed=2), chats(1, 800, seed=3)[0]]
+    flags = {"max_model_len": 1024, "max_num_batched_tokens": 300, "enable_prefix_caching": caching}
+    roomy = session(TINY, **flags)
+    page = Config.load(TINY).window_page_bytes(4)
+    tight = session(TINY, kv_cache_memory_bytes=10 * page, **flags)
+    pool, most = tight.engine._pool, 0
+    assert (pool.groups[WINDOW].num_blocks, tight.engine.info.max_model_len) == (5, 1024)
+    for run in (roomy, tight):
+        for prompt in prompts:
+            run.submit(prompt, 12, ignore_eos=True)
+        while run.open:
+            run.step()
+            most = max(most, pool.num_used(WINDOW))
+            run.engine._pool.check_integrity()
+    assert 2 <= most <= 4  # the longest prompt lies on seven
+    assert [tight.outcomes[n].tokens for n in range(5)] == [roomy.outcomes[n].tokens for n in range(5)]
+    assert all([t.reason for t in tight.outcomes[n].terminals] == ["length"] for n in range(5))
+    assert pool.num_free == pool.num_total
 
 
 def test_reset_forgets_both_groups(session):

@@ -17,7 +17,7 @@ from openinfer.recipes.deepseek_v4.config import Config, UnsupportedModel
 from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
 from openinfer.recipes.deepseek_v4.places import Format, check_scales
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.deepseek_v4.sizes import Options, Room, SetupError, decide_sizes, room_for
+from openinfer.recipes.deepseek_v4.sizes import Options, Room, SetupError, decide_sizes, fit, room_for
 from openinfer.recipes.deepseek_v4.startup import specs_of
 from openinfer.recipes.deepseek_v4.weights import Weights, validate
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, bfloat16, dtypes, float32, uint8
@@ -95,9 +95,20 @@ def test_memory_is_shared_between_the_groups() -> None:
     plain = room(4 << 30)
     assert plain.window == (4 << 30) // 2 // window
     assert plain.window * window + plain.entries * entry <= 4 << 30
-    long = room(4 << 30, max_model_len=400_000)  # a prompt is admitted when its pages fit both groups
-    assert long.window > 400_000 // 128 > plain.window
-    assert long.window * window + long.entries * entry <= 4 << 30
+    # Entries for the longest sequence come first; its windows need no more pages than those of a short one.
+    long = room(1 << 30, max_model_len=1_048_576)
+    assert long.entries >= 8192 + 1
+    assert 3 * 8 + 2 * 16 < long.window < room(1 << 30).window
+    assert long.window * window + long.entries * entry <= 1 << 30
+    options = Options(max_model_len=1_048_576, max_num_seqs=8)
+    sizes = decide_sizes(config, options, cuda)
+    assert fit(sizes, options, long) is sizes
+    with pytest.raises(
+        SetupError, match=r"needs entries for as many tokens.*there is room for 1048448: lower it"
+    ):
+        fit(sizes, options, long._replace(entries=8192))
+    small = fit(decide_sizes(config, Options(), cuda), Options(), Room(window=4, entries=1001))
+    assert small.max_model_len == 128_000
     with pytest.raises(SetupError, match="no room for the cache"):
         room(3 * window)
 
@@ -222,3 +233,13 @@ def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int,
                 check_scales(checkpoint, names)
         else:
             check_scales(checkpoint, names)
+
+
+def test_few_pages_for_windows_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    config, cuda = Config.parse(config_json("Flash"), None), Device("cuda")
+    page = config.window_page_bytes(2)
+    for pages, said in ((900, 0), (700, 1)):  # 256 rows with 3 pages each, and two steps of 2,048 tokens
+        options = Options(kv_cache_memory_bytes=2 * pages * page)
+        room_for(config, decide_sizes(config, options, cuda), options, cuda, 0)
+        assert len(caplog.records) == said
+    assert "699 pages for windows, where 256 sequences in full steps use 800" in caplog.text

@@ -14,9 +14,10 @@ from openinfer.tensor import Arena, Stream, Tensor, float32
 
 WINDOW, ENTRIES = 0, 1
 """The pool's groups. A page of the window group has the raw vectors of 128 tokens, all layers, and the states of the
-compressors after the last of them: a page that has left the window is given back. A page of the entries group has what
-128 tokens were compressed to. So every multiple of 128 tokens is a place where a cached prefix can end: the window
-before it is the page before it, and so are the states."""
+compressors after the last of them: a page that has left the window is given back, so a prompt of any length needs those
+of its chunks under way and of the window before them. A page of the entries group has what 128 tokens were compressed
+to. So every multiple of 128 tokens is a place where a cached prefix can end: the window before it is the page before
+it, and so are the states."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,17 @@ import numpy as np
 
 from openinfer.kernels import Pack, apply_writes
 from openinfer.recipes.deepseek_v4.batch import MAX_STOP_IDS, TABLES
+from openinfer.recipes.deepseek_v4.cache import Cache
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.runner import Runner
 
 Array = np.ndarray[Any, Any]
+
+
+def num_pages(cache: Cache) -> int:
+    """Pages that there are in both groups, the padding one included. Sequences have all of theirs here: there is no
+    scheduler that moves windows on."""
+    return min(cache.window.shape[0], cache.csa_entries.shape[0])
 
 
 class Forced:
@@ -24,8 +31,7 @@ class Forced:
         self._runner, self._eager, self._pack = runner, eager, pack or runner.pack
         self._next_page = 1
         self._lengths: dict[int, int] = {}
-        cache = runner.model.cache
-        self._num_pages = min(cache.window.shape[0], cache.csa_entries.shape[0])
+        self._num_pages = num_pages(runner.model.cache)
 
     def join(self, slot: int, max_len: int, shared: Sequence[int] = ()) -> list[int]:
         """Start a sequence of at most max_len tokens; the pages in `shared` hold its beginning already. Returns its

@@ -15,7 +15,7 @@ from openinfer.kernels import Pack, Target, Workload
 from openinfer.recipes.deepseek_v4.buckets import Buckets
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.engine import DeepseekV4Engine
-from openinfer.recipes.deepseek_v4.forced import Forced
+from openinfer.recipes.deepseek_v4.forced import Forced, num_pages
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.places import Format
@@ -166,10 +166,11 @@ def engine_segments(
         raise ValueError(f"no recorded segment has a token count of {tokens}")
     lengths = [context - 1] * max_rows
     need = sum(length + MARGIN + PAGE for length in lengths) + largest
-    if need > engine.info.kv_capacity_tokens or max(context, largest) + MARGIN > engine.info.max_model_len:
+    room = (num_pages(runner.model.cache) - 1) * PAGE
+    if need > room or max(context, largest) + MARGIN > engine.info.max_model_len:
         raise ValueError(
-            f"{max_rows} sequences of {context} tokens and a prompt of {largest} do not fit: the cache holds "
-            f"{engine.info.kv_capacity_tokens} tokens, a sequence {engine.info.max_model_len}; lower --context"
+            f"{max_rows} sequences of {context} tokens and a prompt of {largest} do not fit: there are pages for "
+            f"{room} tokens in both groups, a sequence has {engine.info.max_model_len}; lower --context"
         )
     placed = Placed(
         engine, lengths, [*[1] * (max_rows - 1), max(1, largest - context + 1)], np.random.default_rng(7)

@@ -103,8 +103,9 @@ def decide_sizes(config: Config, options: Options, device: Device) -> Sizes:
 def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fixed_bytes: int) -> Room:
     """Pages of both groups that the memory leaves room for, the padding ones included.
 
-    A prompt is admitted when all its pages fit, so the window group has to hold the longest: that much it gets where
-    --max-model-len asks for it, and half of the room otherwise. It never needs more pages than the entries do."""
+    Entries are kept as long as their sequence: there is room for the longest that --max-model-len asks for. Of a window
+    a sequence holds two or three pages, and a chunk what it writes, so half of the room goes to cached prefixes: each
+    place where one can end is a page of the window group, and a page of it is as large as several of entries."""
     window, entry = (
         config.window_page_bytes(sizes.dtype.itemsize),
         config.entry_page_bytes(sizes.dtype.itemsize),
@@ -117,27 +118,42 @@ def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fix
         taken = device.total_memory - device.free_memory
         room = int(device.total_memory * options.gpu_memory_utilization) - taken - OUTSIDE_BYTES - fixed_bytes
     most = sizes.max_rows * sizes.max_blocks + 1  # every row at full length
-    least = sizes.max_blocks + sizes.max_rows + 1 if options.max_model_len is not None else 0
-    windows = min(most, max(room // 2 // window, min(least, room // (window + entry))))
+    least = min(3, most)  # the window may lie on two pages
+    longest = sizes.max_blocks + 1 if options.max_model_len is not None else 0
+    windows = max(least, min(most, room // 2 // window, (room - longest * entry) // window))
     entries = min(most, (room - windows * window) // entry) if entry else most
-    windows = min(windows, entries)
-    if windows < 3:
+    if room < windows * window or entries < least:
         raise SetupError(
             f"no room for the cache: {room / 1e9:.2f} GB are left on {device} beside {fixed_bytes / 1e9:.2f} GB of "
-            f"weights and buffers, and a page of {PAGE} tokens takes {(window + entry) / 1e6:.1f} MB; lower "
-            "--max-num-seqs or --max-num-batched-tokens, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+            f"weights and buffers; a page for windows takes {window / 1e6:.1f} MB, one for entries "
+            f"{entry / 1e6:.1f} MB, and {least} of each are needed; lower --max-num-seqs or --max-num-batched-tokens, "
+            "or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
         )
+    windows = min(windows, entries)
+    if windows < (busy := _busy_windows(sizes)):
+        log.warning(
+            "%d pages for windows, where %d sequences in full steps use %d: some will wait or be preempted",
+            windows - 1, sizes.max_rows, busy - 1,
+        )  # fmt: skip
     return Room(windows, entries)
+
+
+def _busy_windows(sizes: Sizes) -> int:
+    """Pages of the window group that are enough for every row and two steps in flight, full of prompts: of a row the
+    pages that the window lies on and the one that is written; and the padding page."""
+    return min(3 * sizes.max_rows + 2 * -(-sizes.max_tokens // PAGE), sizes.max_rows * sizes.max_blocks) + 1
 
 
 def fit(sizes: Sizes, options: Options, found: Room) -> Sizes:
     """A sequence must fit the cache: shorten the default length, refuse a chosen one."""
-    room = (min(found.window, found.entries) - 1) * PAGE
+    room = (found.entries - 1) * PAGE
     if room >= sizes.max_model_len:
         return sizes
     if options.max_model_len is not None:
         raise SetupError(
-            f"--max-model-len {options.max_model_len} needs as many tokens of KV cache; there is room for {room}"
+            f"--max-model-len {options.max_model_len} needs entries for as many tokens; beside {found.window} pages "
+            f"for windows there is room for {room}: lower it, or raise --kv-cache-memory-bytes or "
+            "--gpu-memory-utilization"
         )
     log.warning(
         "max-model-len is lowered from %d to %d: the KV cache holds no more", sizes.max_model_len, room
