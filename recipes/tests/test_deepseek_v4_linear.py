@@ -173,6 +173,17 @@ def test_route_breaks_ties_by_index(run_both: Both, rng: np.random.Generator) ->
     np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
 
 
+def test_padding_is_routed_without_a_look_at_the_table(interpreted: Run, rng: np.random.Generator) -> None:
+    """While an engine warms up, the table is not loaded yet: what is in its memory names no experts."""
+    args = routing(rng, 3, 16, 2, learned=False)
+    args["token_slots"][:] = [0, 1, 0]
+    args["token_ids"][:] = [0, 1, 0]
+    args["table"][0] = 1 << 30
+    got = interpreted(route, args)
+    assert got["expert_ids"].tolist() == [[-1, -1], args["table"][1].tolist(), [-1, -1]]
+    assert not got["expert_weights"][[0, 2]].any()
+
+
 def layer(
     rng: np.random.Generator,
     tokens: int,

@@ -48,11 +48,11 @@ class Cache:
             hca_entries=arena.alloc((entry_pages, hca, PAGE // HCA, c.head_dim), dtype, "HCA entries"),
         )
 
-    def zero_(self, stream: Stream) -> None:
-        """Kernels may multiply what nobody wrote by zero, so it must be finite."""
+    def zero_(self, stream: Stream, pages: int | None = None) -> None:
+        """Kernels may multiply what nobody wrote by zero, so it must be finite. `pages`: only the first so many."""
         for tensor in (self.window, self.csa_state, self.index_state, self.hca_state, self.csa_entries,
                        self.index_keys, self.hca_entries):  # fmt: skip
-            tensor.zero_(stream)
+            tensor[:pages].zero_(stream)
 
 
 def groups(config: Config, itemsize: int, window_pages: int, entry_pages: int) -> list[Group]:

@@ -79,9 +79,7 @@ def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
     Raises UnsupportedModel, CheckpointError or SetupError (all ValueErrors) for what the user can mend.
     """
     options, path = Options(**flags), Path(model_dir)
-    trace = StepTrace(Path(options.trace)) if options.trace else None  # before there is a context
-    if trace is not None:
-        log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    trace = _trace(options)  # before there is a context
     with _phase("configuration and checkpoint header"):
         config = Config.load(path)
         device = _device(options.device)
@@ -93,38 +91,29 @@ def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
         validate(checkpoint, config, form)
         buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
         target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
-        with _phase("plan"):
-            plan = make_plan(config, form, sizes, buckets, target)
-            room = room_for(config, sizes, options, device, plan.fixed_bytes)
-            sizes = fit(sizes, options, room)
-        with _phase("memory"):
-            kept = groups(config, sizes.dtype.itemsize, *room)
-            arena = Arena(
-                device, plan.fixed_bytes + sum(g.num_blocks * g.block_bytes for g in kept) + (1 << 20)
-            )
-            stream = Stream(device)
-            model = lay_out(config, form, sizes, arena, stream, room)
-        store = Store(target.arch) if target else None
-        with ThreadPoolExecutor(1) as worker:
-            kernels = (
-                worker.submit(store.prepare, plan.specs, ProgressBar("compiling", things="kernels"))
-                if store
-                else None
-            )
-            with _phase("weights"):
-                report = model.weights.load(checkpoint, stream, ProgressBar("loading weights"))
-            log.info("weights: %.2f GB at %.2f GB/s", report.bytes / 1e9, report.gbytes_per_s)
-            if kernels is not None:
-                with _phase("kernels"):
-                    log.info("kernels: %d, of which %d were compiled now", *kernels.result())
-    pack = _pack(device, target, stream, store, arena, plan)
-    graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
-    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets, readback, _pace(plan, target), trace)
-    with _phase("steps"):
-        warm_up(runner)
-        runner.record()
-        stream.synchronize()
+        with ThreadPoolExecutor(2) as worker:
+            worker.submit(device.activate)  # a context takes as long as the plan
+            with _phase("plan"):
+                plan = make_plan(config, form, sizes, buckets, target)
+                room = room_for(config, sizes, options, device, plan.fixed_bytes)
+                sizes = fit(sizes, options, room)
+            with _phase("memory"):
+                kept = groups(config, sizes.dtype.itemsize, *room)
+                cache_bytes = sum(g.num_blocks * g.block_bytes for g in kept)
+                arena = Arena(device, plan.fixed_bytes + cache_bytes + (1 << 20))
+                stream = Stream(device)
+                model = lay_out(config, form, sizes, arena, stream, room)
+            weights = worker.submit(_load, checkpoint, model, device)  # nothing before the end looks at one
+            pace = worker.submit(_pace, plan, target)
+            store = Store(target.arch) if target else None
+            pack = _pack(device, target, stream, store, arena, plan)
+            graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
+            readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
+            runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
+            with _phase("steps"):
+                record(runner)
+            with _phase("rest of the weights"):
+                log.info("weights: %.2f GB at %.2f GB/s", *weights.result())
     if store is not None:
         store.seal()
     pool = Pool(kept, prefix_cache=options.enable_prefix_caching)
@@ -214,9 +203,16 @@ def _pace(plan: Plan, target: Target | None) -> StepPace:
     return StepPace(found)
 
 
+def _load(checkpoint: Checkpoint, model: Model, device: Device) -> tuple[float, float]:
+    """Load the weights, on a stream of their own (the engine's is being captured): GB, and GB/s."""
+    with Stream(device) as stream:
+        report = model.weights.load(checkpoint, stream, ProgressBar("loading weights"))
+    return report.bytes / 1e9, report.gbytes_per_s
+
+
 def warm_up(runner: Runner) -> None:
     """Run the smallest segment of each kind once, all rows dead: what libraries set up at first use is then set up
-    before anything is captured."""
+    before anything is captured. The weights may not be there yet, so what dead rows left in the cache is cleared."""
     model, pack, buckets = runner.model, runner.pack, runner.buckets
     apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
     if runner.stream.device.kind == "cuda":
@@ -224,7 +220,15 @@ def warm_up(runner: Runner) -> None:
         model.forward(pack, 1, 1, 1)
         model.sample(pack, 1)
         model.score(pack, 0)
+        model.cache.zero_(runner.stream, pages=1)
         runner.stream.synchronize()
+
+
+def record(runner: Runner) -> None:
+    """Record every step, and wait until the device has them."""
+    warm_up(runner)
+    runner.record()
+    runner.stream.synchronize()
 
 
 def _pack(
@@ -232,12 +236,25 @@ def _pack(
 ) -> Pack:
     if target is None or store is None:
         return CpuPack()
+    with _phase("kernels"):
+        bar = ProgressBar("compiling", things="kernels")
+        log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))
     scratch = arena.alloc((plan.scratch_bytes,), uint8, "scratch") if plan.scratch_bytes else None
     zeroed = arena.alloc((plan.zeroed_bytes,), uint8, "semaphores") if plan.zeroed_bytes else None
     if zeroed is not None:
         zeroed.zero_(stream)
-    driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
+    with _phase("libraries"):
+        cublas = CublasLt() if target.cublas else None
+    driver = CudaDriver(device, stream, store, cublas)
     return LaunchPack(target, driver, scratch, zeroed)
+
+
+def _trace(options: Options) -> StepTrace | None:
+    if not options.trace:
+        return None
+    trace = StepTrace(Path(options.trace))
+    log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    return trace
 
 
 def _policy(options: Options, sizes: Sizes) -> Policy:

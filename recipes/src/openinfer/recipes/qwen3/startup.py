@@ -126,9 +126,7 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
     Raises UnsupportedModel, CheckpointError or SetupError (all ValueErrors) for what the user can mend.
     """
     options, path = Options(**flags), Path(model_dir)
-    trace = StepTrace(Path(options.trace)) if options.trace else None  # before there is a context
-    if trace is not None:
-        log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    trace = _trace(options)  # before there is a context
     with _phase("configuration and checkpoint header"):
         config = Config.load(path)
         device = _device(options.device)
@@ -140,32 +138,26 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
         buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
         on_gpu = device.kind == "cuda"
         target = options.on(Target.of(device, cublas=cublas_available())) if on_gpu else None
-        with _phase("plan"):
-            plan = make_plan(config, sizes, buckets, target)
-            num_pages = _num_pages(config, sizes, options, device, plan)
-            sizes = _fit(sizes, options, num_pages)
-        with _phase("memory"):
-            page_bytes = config.kv_bytes_per_token(sizes.dtype.itemsize) * sizes.block_size
-            arena = Arena(device, plan.fixed_bytes + num_pages * page_bytes + (1 << 20))
-            stream = Stream(device)
-            model = lay_out(config, sizes, arena, stream, num_pages)
-        store = Store(target.arch) if target else None
         with ThreadPoolExecutor(2) as worker:
+            worker.submit(device.activate)  # a context takes as long as the plan
+            with _phase("plan"):
+                plan = make_plan(config, sizes, buckets, target)
+                num_pages = _num_pages(config, sizes, options, device, plan)
+                sizes = _fit(sizes, options, num_pages)
+            with _phase("memory"):
+                page_bytes = config.kv_bytes_per_token(sizes.dtype.itemsize) * sizes.block_size
+                arena = Arena(device, plan.fixed_bytes + num_pages * page_bytes + (1 << 20))
+                stream = Stream(device)
+                model = lay_out(config, sizes, arena, stream, num_pages)
             weights = worker.submit(_load, checkpoint, model, device)  # nothing before the end looks at one
             pace = worker.submit(_pace, plan, target)
-            if store is not None:
-                bar = ProgressBar("compiling", things="kernels")
-                with _phase("kernels"):
-                    log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))
-            with _phase("libraries"):
-                pack = _pack(device, target, stream, store, arena, plan)
+            store = Store(target.arch) if target else None
+            pack = _pack(device, target, stream, store, arena, plan)
             graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
             readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
             runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
             with _phase("steps"):
-                warm_up(runner)
-                runner.record()
-                stream.synchronize()
+                record(runner)
             with _phase("rest of the weights"):
                 log.info("weights: %.2f GB at %.2f GB/s", *weights.result())
     if store is not None:
@@ -265,7 +257,7 @@ def _load(checkpoint: Checkpoint, model: Model, device: Device) -> tuple[float, 
 
 def warm_up(runner: Runner) -> None:
     """Run the smallest segment of each kind once, all rows dead: what libraries set up at first use is then set up
-    before anything is captured."""
+    before anything is captured. The weights may not be there yet, so what dead rows left in the cache is cleared."""
     model, pack, buckets = runner.model, runner.pack, runner.buckets
     apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
     if runner.stream.device.kind == "cuda":
@@ -273,7 +265,15 @@ def warm_up(runner: Runner) -> None:
         model.forward(pack, 1, 1, 1)
         model.sample(pack, 1)
         model.score(pack, 0)
+        model.kv[0].zero_(runner.stream)
         runner.stream.synchronize()
+
+
+def record(runner: Runner) -> None:
+    """Record every step, and wait until the device has them."""
+    warm_up(runner)
+    runner.record()
+    runner.stream.synchronize()
 
 
 def _pack(
@@ -281,12 +281,25 @@ def _pack(
 ) -> Pack:
     if target is None or store is None:
         return CpuPack()
+    with _phase("kernels"):
+        bar = ProgressBar("compiling", things="kernels")
+        log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))
     scratch = arena.alloc((plan.scratch_bytes,), uint8, "scratch") if plan.scratch_bytes else None
     zeroed = arena.alloc((plan.zeroed_bytes,), uint8, "semaphores") if plan.zeroed_bytes else None
     if zeroed is not None:
         zeroed.zero_(stream)
-    driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
+    with _phase("libraries"):
+        cublas = CublasLt() if target.cublas else None
+    driver = CudaDriver(device, stream, store, cublas)
     return LaunchPack(target, driver, scratch, zeroed)
+
+
+def _trace(options: Options) -> StepTrace | None:
+    if not options.trace:
+        return None
+    trace = StepTrace(Path(options.trace))
+    log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    return trace
 
 
 def _policy(options: Options, sizes: Sizes) -> Policy:

@@ -77,9 +77,7 @@ def build(model_dir: str, **flags: Any) -> Qwen35Engine:
     Raises UnsupportedModel, CheckpointError or SetupError (all ValueErrors) for what the user can mend.
     """
     options, path = Options(**flags), Path(model_dir)
-    trace = StepTrace(Path(options.trace)) if options.trace else None  # before there is a context
-    if trace is not None:
-        log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    trace = _trace(options)  # before there is a context
     with _phase("configuration and checkpoint header"):
         config = Config.load(path)
         device = _device(options.device)
@@ -91,39 +89,31 @@ def build(model_dir: str, **flags: Any) -> Qwen35Engine:
         validate(checkpoint, Weights.allocate(config, Arena(Device("null"), None), sizes.dtype, form))
         buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
         target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
-        with _phase("plan"):
-            plan = make_plan(config, form, sizes, buckets, target)
-            room = room_for(config, sizes, options, device, plan.fixed_bytes)
-            sizes = fit(sizes, options, room)
-        with _phase("memory"):
-            groups = pool_groups(config, sizes, room)
-            state_bytes = sum(group.num_blocks * group.block_bytes for group in groups)
-            arena = Arena(device, plan.fixed_bytes + state_bytes + (1 << 20))
-            stream = Stream(device)
-            model = lay_out(config, form, sizes, arena, stream, room)
-        store = Store(target.arch) if target else None
-        with ThreadPoolExecutor(1) as worker:
-            kernels = (
-                worker.submit(store.prepare, plan.specs, ProgressBar("compiling", things="kernels"))
-                if store
-                else None
+        with ThreadPoolExecutor(2) as worker:
+            worker.submit(device.activate)  # a context takes as long as the plan
+            with _phase("plan"):
+                plan = make_plan(config, form, sizes, buckets, target)
+                room = room_for(config, sizes, options, device, plan.fixed_bytes)
+                sizes = fit(sizes, options, room)
+            with _phase("memory"):
+                groups = pool_groups(config, sizes, room)
+                state_bytes = sum(group.num_blocks * group.block_bytes for group in groups)
+                arena = Arena(device, plan.fixed_bytes + state_bytes + (1 << 20))
+                stream = Stream(device)
+                model = lay_out(config, form, sizes, arena, stream, room)
+            weights = worker.submit(_load, checkpoint, model, device)  # nothing before the end looks at one
+            pace = worker.submit(_pace, plan, target)
+            store = Store(target.arch) if target else None
+            pack = _pack(device, target, stream, store, arena, plan)
+            graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
+            readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
+            runner = Runner(
+                model, pack, stream, graphs, buckets, readback, sizes.boundaries, pace.result(), trace
             )
-            with _phase("weights"):
-                report = model.weights.load(checkpoint, stream, ProgressBar("loading weights"))
-            log.info("weights: %.2f GB at %.2f GB/s", report.bytes / 1e9, report.gbytes_per_s)
-            if kernels is not None:
-                with _phase("kernels"):
-                    log.info("kernels: %d, of which %d were compiled now", *kernels.result())
-    pack = _pack(device, target, stream, store, arena, plan)
-    graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
-    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
-    runner = Runner(
-        model, pack, stream, graphs, buckets, readback, sizes.boundaries, _pace(plan, target), trace
-    )
-    with _phase("steps"):
-        warm_up(runner)
-        runner.record()
-        stream.synchronize()
+            with _phase("steps"):
+                record(runner)
+            with _phase("rest of the weights"):
+                log.info("weights: %.2f GB at %.2f GB/s", *weights.result())
     if store is not None:
         store.seal()
     pool = Pool(groups, prefix_cache=options.enable_prefix_caching)
@@ -223,9 +213,16 @@ def _pace(plan: Plan, target: Target | None) -> StepPace:
     return StepPace(found)
 
 
+def _load(checkpoint: Checkpoint, model: Model, device: Device) -> tuple[float, float]:
+    """Load the weights, on a stream of their own (the engine's is being captured): GB, and GB/s."""
+    with Stream(device) as stream:
+        report = model.weights.load(checkpoint, stream, ProgressBar("loading weights"))
+    return report.bytes / 1e9, report.gbytes_per_s
+
+
 def warm_up(runner: Runner) -> None:
     """Run the smallest segment of each kind once, all rows dead: what libraries set up at first use is then set up
-    before anything is captured."""
+    before anything is captured. The weights may not be there yet, so what dead rows left in the cache is cleared."""
     model, pack, buckets = runner.model, runner.pack, runner.buckets
     apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
     if runner.stream.device.kind == "cuda":
@@ -233,7 +230,16 @@ def warm_up(runner: Runner) -> None:
         model.forward(pack, 1, 1, 1)
         model.sample(pack, 1)
         model.score(pack, 0)
+        for memory in (model.kv, model.state, model.conv_state):
+            memory[0].zero_(runner.stream)
         runner.stream.synchronize()
+
+
+def record(runner: Runner) -> None:
+    """Record every step, and wait until the device has them."""
+    warm_up(runner)
+    runner.record()
+    runner.stream.synchronize()
 
 
 def _pack(
@@ -241,12 +247,25 @@ def _pack(
 ) -> Pack:
     if target is None or store is None:
         return CpuPack()
+    with _phase("kernels"):
+        bar = ProgressBar("compiling", things="kernels")
+        log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))
     scratch = arena.alloc((plan.scratch_bytes,), uint8, "scratch") if plan.scratch_bytes else None
     zeroed = arena.alloc((plan.zeroed_bytes,), uint8, "semaphores") if plan.zeroed_bytes else None
     if zeroed is not None:
         zeroed.zero_(stream)
-    driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
+    with _phase("libraries"):
+        cublas = CublasLt() if target.cublas else None
+    driver = CudaDriver(device, stream, store, cublas)
     return LaunchPack(target, driver, scratch, zeroed)
+
+
+def _trace(options: Options) -> StepTrace | None:
+    if not options.trace:
+        return None
+    trace = StepTrace(Path(options.trace))
+    log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    return trace
 
 
 def _policy(options: Options, sizes: Sizes) -> Policy:

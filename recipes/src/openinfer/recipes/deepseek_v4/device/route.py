@@ -44,7 +44,7 @@ def route(
             left = tl.where(taken, low, left)
     else:
         row = table + tl.load(token_ids + token, mask=live, other=0).to(tl.int64) * K
-        ids = tl.load(row + choice, mask=choice < K, other=0)
+        ids = tl.load(row + choice, mask=live & (choice < K), other=0)  # a table may not be loaded yet
         best = tl.where(choice < K, _score(tl.load(of_token + ids)), 0.0)
     weight = best / tl.sum(best, 0) * scaling
     mine = ids - first_expert
