@@ -363,6 +363,7 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefill", "0"], "at least one token"),
         (["--ledger", __file__], "error"),
         (["--decode", "900,20"], "a step has at most 256"),
+        (["--ranks", "2"], "run on one GPU"),
     ],
 )
 def test_explain_says_what_is_wrong(

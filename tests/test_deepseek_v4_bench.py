@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openinfer.cli import bench_ops, bench_step, explain
+from openinfer.recipes.deepseek_v4.published import config_json
 
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
 SIZES = ("--max-num-seqs", "3", "--max-num-batched-tokens", "32")
@@ -51,3 +52,21 @@ def test_every_op_is_measured_and_explained(tmp_path: Path, capsys: pytest.Captu
     hit = 6 * (1 - (1 - 3 / 6) ** 2)  # of two rows with three of six experts each
     assert 4 * hit * expert / 1e6 < float(line[3]) < 4 * hit * expert / 1e6 * 1.05
     assert any("rotary tables" in line for line in lines)
+
+
+def test_one_gpus_part_of_a_whole_model_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json("Flash")))
+    flags = [str(tmp_path), "--max-num-seqs", "8", "--max-model-len", "8192", "--decode", "8,4096"]
+    weights = {}
+    for ranks in ("1", "4"):
+        assert explain.main([*flags, "--ranks", ranks]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        (weights[ranks],) = (float(words[1]) for words in lines if words[:1] == ["weights"])
+        heads = 64 // int(ranks)
+        assert any(words[:2] == ["project", f"{heads * 512}x1024"] for words in lines)
+    assert weights["4"] == pytest.approx(40.8, abs=0.1)
+    assert 3.5 < weights["1"] / weights["4"] < 4
+    assert explain.main([*flags, "--ranks", "3"]) == 1
+    assert "3 ranks cannot share it" in capsys.readouterr().err

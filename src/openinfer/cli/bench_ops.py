@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -59,25 +60,33 @@ def _measure(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     spec.kwargs["enable_prefix_caching"] = False
     engine: Any = spec.build()
-    limits, results, seen = machine(args), [], set()
+    limits, results, seen = machine(args), [], set[str]()
     try:
         runner = engine.runner
         for segment in segments.engine_segments(engine, args.context, args.tokens):
-            recorder = Recorder()
-            segment.run(recorder)
-            groups = {k: c for k, c in grouped(recorder.calls, segment.workload).items() if k not in seen}
-            progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
-            for name, calls in groups.items():
-                seen.add(name)
-                times = _seconds(runner.pack, runner.stream, calls, args.repeats)
-                results.append(_entry(name, calls, segment.workload, times, limits))
-                print(_line(results[-1]), flush=True)
+            for entry in measured(segment, runner.pack, runner.stream, args.repeats, limits, seen):
+                results.append(entry)
+                print(_line(entry), flush=True)
     finally:
         engine.close()
         if args.json:
             floor = {"bytes_per_s": limits.bytes_per_s, "flops_per_s": limits.flops_per_s}
             write(args.json, record("ops", args, results, model=engine.info.model, machine=floor))
     return 0
+
+
+def measured(
+    segment: Any, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
+) -> Iterator[dict[str, Any]]:
+    """A ledger's entries for what a segment calls and `seen` has not yet: its keys are added."""
+    recorder = Recorder()
+    segment.run(recorder)
+    groups = {k: c for k, c in grouped(recorder.calls, segment.workload).items() if k not in seen}
+    progress(f"{segment.name}: {len(groups)} new of its ops and shapes")
+    for name, calls in groups.items():
+        seen.add(name)
+        times = _seconds(pack, stream, calls, repeats)
+        yield _entry(name, calls, segment.workload, times, limits)
 
 
 def _seconds(pack: Pack, stream: Stream, calls: list[OpCall], repeats: int) -> list[float]:

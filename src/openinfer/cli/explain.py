@@ -7,6 +7,7 @@ ledger of `openinfer bench ops --json` the measured times stand beside it, where
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,13 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="a decode step of so many sequences of so many tokens; default: %(default)s")  # fmt: skip
     what.add_argument("--prefill", type=int, metavar="TOKENS", help="the steps of one prompt instead")
     add = parser.add_argument
+    add(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="one GPU's part of N; what goes between them is left out",
+    )
     add("--ledger", type=Path, metavar="FILE", help="what `openinfer bench ops --json FILE` measured")
     add("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
     add(
@@ -60,7 +68,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def _explain(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> int:
     if args.prefill is not None and args.prefill < 1:
         raise bench_recipe.BadFlags(f"--prefill {args.prefill}: a prompt has at least one token")
-    outline = segments.Outline(target=H200, **spec.kwargs)
+    outline = segments.Outline(target=H200, **_part(args.ranks, segments), **spec.kwargs)
     measured = bench_ledger.load(args.ledger) if args.ledger else {}
     if args.prefill:
         title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)
@@ -70,10 +78,21 @@ def _explain(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -
     lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
+    if args.ranks > 1:
+        print("(bytes, FLOPs and floors of experts as if all that tokens are sent to were on this GPU)")
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
     if args.plot:
         plot(lines, title, args.plot)
     return 0
+
+
+def _part(ranks: int, segments: ModuleType) -> dict[str, int]:
+    """What an Outline is told of ranks: of one, nothing."""
+    if ranks == 1:
+        return {}
+    if ranks < 1 or "ranks" not in inspect.signature(segments.Outline).parameters:
+        raise bench_recipe.BadFlags(f"--ranks {ranks}: models of this recipe run on one GPU")
+    return {"ranks": ranks}
 
 
 def _pair(text: str) -> tuple[int, int]:

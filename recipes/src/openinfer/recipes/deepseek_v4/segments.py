@@ -62,12 +62,14 @@ class Outline:
 
     `memory` is bytes by what they are for, the cache aside; `page_bytes` and `page_tokens` are a page's of entries,
     with the same again that the window group gets, `max_pages` as many as all rows at full length take. `target` is
-    what is planned for. `config`: instead of the checkpoint's.
+    what is planned for. `config`: instead of the checkpoint's. `ranks`: the part of the first of so many GPUs.
     """
 
-    def __init__(self, model_dir: str, target: Target, config: Config | None = None, **flags: Any) -> None:
+    def __init__(
+        self, model_dir: str, target: Target, config: Config | None = None, ranks: int = 1, **flags: Any
+    ) -> None:
         options = Options(**{**flags, "device": "cuda"})
-        config, null = config or Config.load(Path(model_dir)), Device("null")
+        config, null = (config or Config.load(Path(model_dir))).of_rank(0, ranks), Device("null")
         form = Format(fp4_experts=True)
         sizes = decide_sizes(config, options, Device("cuda"))
         arena = Arena(null, None)

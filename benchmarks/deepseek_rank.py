@@ -1,11 +1,13 @@
 """Time one rank's steps of a whole DeepSeek-V4 on one GPU, all layers, without the collectives between ranks.
 
-    python recipes/benchmarks/bench_deepseek_rank.py --ranks 2 4 8
+    python benchmarks/deepseek_rank.py --ranks 2 4 8 --ledger FOLDER
+    openinfer explain DIR --ranks 4 --decode 8,4096 --ledger FOLDER/ranks-4.json
 
 A rank's part of V4-Flash (79, 41 and 22 GB of 2, 4 and 8) fits one GPU. Weights, cache and batch are random but valid;
 the router sends tokens to experts of all ranks, as it would. A step is replayed as a graph; times are medians.
 `collectives` adds two all-reduces a layer of [tokens, D] in bf16 and a gather of the logits, by what NCCL 2.28 took
-inside graphs on H200s of one host (ALL_REDUCE_US): nothing here runs them.
+inside graphs on H200s of one host (ALL_REDUCE_US): nothing here runs them. `--ledger`: every op of these steps at the
+rank's shapes, as `openinfer bench ops` writes it.
 """
 
 from __future__ import annotations
@@ -20,15 +22,19 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.cli.bench_ledger import Machine
+from openinfer.cli.bench_ops import measured as entries_of
 from openinfer.graph import Readback, StepGraphs
 from openinfer.kernels import CpuPack, CublasLt, CudaDriver, LaunchPack, Pack, Store, Target, cublas_available
 from openinfer.recipes.deepseek_v4.buckets import Buckets
 from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.forced import Forced
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.deepseek_v4.runner import Runner, readback_bytes
+from openinfer.recipes.deepseek_v4.segments import step_segments
 from openinfer.recipes.deepseek_v4.sizes import Options, Room, decide_sizes
 from openinfer.recipes.deepseek_v4.startup import Plan, lay_out, make_plan
 from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32, uint8
@@ -135,7 +141,7 @@ def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.G
     ids[:total] = rng.integers(0, config.vocab_size, total)
     for name, values in (("slots", slots), ("q_starts", starts), ("prompt", ids), ("emits", slots > 0)):
         state.write(name, 0, np.asarray(values, np.int32))
-    runner._upload()
+    Forced(runner).upload()
     return bucket
 
 
@@ -158,6 +164,19 @@ def measured(runner: Runner, step: tuple[int, int, int], repeats: int) -> list[f
     return times[2:]
 
 
+def ledger(runner: Runner, path: Path, gpu: str) -> None:
+    """Write what each op of the steps takes, of a rank."""
+    rng, seen, results = np.random.default_rng(2), set[str](), []
+    for rows, context, prompt in STEPS:
+        bucket = place(runner, rows, context, prompt, rng)
+        runner.model.forward(runner.pack, *bucket)  # buffers hold what they do in such a step
+        place(runner, rows, context, prompt, rng)
+        for segment in step_segments(runner.model, runner.buckets, rows, context, prompt):
+            results += entries_of(segment, runner.pack, runner.stream, 10, Machine(), seen)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"bench": "ops", "gpu": gpu, "results": results}, indent=1) + "\n")
+
+
 def collectives_ms(config: Config, rows: int, tokens: int, ranks: int) -> float:
     """By interpolation of ALL_REDUCE_US; the gather as an all-reduce of as many bytes as a rank sends."""
     sizes = ALL_REDUCE_US["bytes"]
@@ -176,6 +195,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--layers", type=int, help="of the model, the first so many")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--ledger", type=Path, metavar="FOLDER")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     whole, device, found = (
@@ -206,6 +226,8 @@ def main() -> None:
                     "repeats": times,
                 }
             )
+        if args.ledger:
+            ledger(runner, args.ledger / f"ranks-{ranks}.json", device.name)
         runner.close()
         del runner
     if args.json:
