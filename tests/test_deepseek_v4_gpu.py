@@ -32,8 +32,8 @@ def gpu():
 
 
 def right(verdict: gate.Verdict | Choices, mean_of_one_prompt: float) -> bool:
-    """As the gate has it, but for what its statistics are too small for here. Two dozen positions have a 99th percentile
-    that another build of the kernels moves by some hundredths. The cached prefix is compared at eight positions of one
+    """As the gate has it, but for what its statistics are too small for here. Of two dozen positions the 99th percentile
+    moves by some hundredths with another build of the kernels. The cached prefix is compared at eight positions of one
     prompt, whose own bf16 run deviates more than the others."""
     if isinstance(verdict, Choices):
         return verdict.passed
