@@ -105,7 +105,7 @@ def runner_of(config: Config, device: Device, rows: int, tokens: int, context: i
     fill(model, config.num_experts, stream, np.random.default_rng(0))
     pack = _pack(device, target, plan, arena, stream)
     readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), 2)
-    return Runner(model, pack, stream, StepGraphs(device, stream, capture=True), buckets, readback, None)
+    return Runner(model, pack, stream, StepGraphs(device, stream, capture=True), buckets, readback)
 
 
 def _pack(device: Device, target: Target | None, plan: Plan, arena: Arena, stream: Stream) -> Pack:
@@ -166,7 +166,8 @@ def measured(runner: Runner, step: tuple[int, int, int], repeats: int) -> list[f
 
 def ledger(runner: Runner, path: Path, gpu: str) -> None:
     """Write what each op of the steps takes, of a rank."""
-    rng, seen, results = np.random.default_rng(2), set[str](), []
+    rng, seen = np.random.default_rng(2), set[str]()
+    results: list[dict[str, Any]] = []
     for rows, context, prompt in STEPS:
         bucket = place(runner, rows, context, prompt, rng)
         runner.model.forward(runner.pack, *bucket)  # buffers hold what they do in such a step

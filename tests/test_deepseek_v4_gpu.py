@@ -32,7 +32,7 @@ def gpu():
 
 
 def right(verdict: gate.Verdict | Choices, mean_of_one_prompt: float) -> bool:
-    """As the gate has it, but for what its statistics are too small for here. Of two dozen positions the 99th percentile
+    """As the gate has it, but for what its statistics are too small here. The 99th percentile of two dozen positions
     moves by some hundredths with another build of the kernels. The cached prefix is compared at eight positions of one
     prompt, whose own bf16 run deviates more than the others."""
     if isinstance(verdict, Choices):
