@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, Target
+from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4 import RECIPE
-from openinfer.recipes.deepseek_v4.cache import Cache, groups
+from openinfer.recipes.deepseek_v4.cache import Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.config import Config, UnsupportedModel
 from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
 from openinfer.recipes.deepseek_v4.places import Format, check_scales
@@ -233,6 +234,24 @@ def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int,
                 check_scales(checkpoint, names)
         else:
             check_scales(checkpoint, names)
+
+
+@pytest.mark.parametrize(("policy", "found"), [(eviction, 384), ("lru", 0)])
+def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, found: int) -> None:
+    config = Config.parse(config_json("Flash"), None)
+    pool = Pool(groups(config, 2, 65, 1025), eviction=policy)
+
+    def computed(tokens: list[int]) -> int:
+        with pool.acquire(tokens) as lease:
+            for end in [*range(lease.num_cached + 512, len(tokens), 512), len(tokens)]:
+                assert lease.reserve(end, len(tokens)) is not None
+                lease.commit(tokens, end)
+            return lease.num_cached
+
+    prompt = list(range(400))
+    assert [computed(prompt), computed(prompt)] == [0, 384]
+    computed([7] * 40_000)  # 313 pages, where there are 64
+    assert computed(prompt) == found
 
 
 def test_few_pages_for_windows_are_said(caplog: pytest.LogCaptureFixture) -> None:

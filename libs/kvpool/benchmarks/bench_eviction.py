@@ -1,7 +1,9 @@
 """Hit rates of the eviction policies on synthetic traces: `python benchmarks/bench_eviction.py [--json]`.
 
 Every trace is a list of (prompt and output, length of the prompt, priority), from a seed, and all policies see the
-same. A hit is a prompt token that need not be computed. A second table shows what shared tails add, by block size.
+same. A hit is a prompt token that need not be computed. A second table shows what shared tails add, by block size. A
+third is of a group with a window beside one that keeps all: by its policy (the other has lru), and by its part of the
+memory; a page of 128 tokens is seven times as large in it, as in DeepSeek-V4, and prompts come in chunks of 2,048.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from openinfer.kvpool import Group, Pool
+from openinfer.kvpool.eviction import POLICIES
 
 Request = tuple[list[int], int, int]
 
@@ -65,6 +68,28 @@ def loop(rng: random.Random, turns: int) -> Iterator[Request]:
         yield [*texts[turn % 60], *_fresh(rng, 140)], 3040, 0
 
 
+def long_documents(rng: random.Random, turns: int) -> Iterator[Request]:
+    """One question each about one of 40 documents (Zipf), which are 30,000 tokens long."""
+    texts = [_fresh(rng, 30_000) for _ in range(40)]
+    weights = _zipf(40)
+    for _ in range(turns):
+        yield [*rng.choices(texts, weights)[0], *_fresh(rng, 140)], 30_040, 0
+
+
+def agents(rng: random.Random, turns: int) -> Iterator[Request]:
+    """50 agents with the same instructions, whose contexts grow by up to 3,400 tokens a turn, to 60,000."""
+    instructions = _fresh(rng, 4000)
+    contexts = [list(instructions) for _ in range(50)]
+    for _ in range(turns):
+        context = rng.choice(contexts)
+        context += _fresh(rng, rng.randint(200, 3000))
+        num_prompt = len(context)
+        context += _fresh(rng, rng.randint(50, 400))
+        yield list(context), num_prompt, 0
+        if len(context) > 60_000:
+            context[:] = instructions
+
+
 TRACES: dict[str, tuple[Callable[[random.Random, int], Iterator[Request]], int, int]] = {
     "chats": (chats, 3000, 200_000),
     "chats and a scan": (chats_and_a_scan, 3000, 200_000),
@@ -103,6 +128,54 @@ def hit_rate(
     return found / asked
 
 
+WINDOW_TRACES: dict[str, tuple[Callable[[random.Random, int], Iterator[Request]], int, int]] = {
+    "chats": (chats, 1500, 5700),
+    "documents": (documents, 1000, 5700),
+    "long documents": (long_documents, 300, 11_400),
+    "agents": (agents, 800, 11_400),
+}
+"""Trace, number of turns, memory as pages of the group that keeps all."""
+
+
+def window_hit_rate(trace: Sequence[Request], memory: int, part: float, eviction: str) -> float:
+    """Share of the prompt tokens found, where the window group has that part of the memory."""
+    num_windows = int(memory * part / 7)
+    groups = [
+        Group("window", 128, num_windows, window=127),
+        Group("all", 128, memory - 7 * num_windows),
+    ]
+    pool = Pool(groups, eviction=lambda group: POLICIES[eviction if group.window else "lru"](group))
+    running = []
+    found = asked = 0
+    for tokens, num_prompt, _ in trace:
+        lease = pool.acquire(tokens[:num_prompt])
+        found += lease.num_cached
+        asked += num_prompt
+        for end in [*range(lease.num_cached + 2048, len(tokens), 2048), len(tokens)]:
+            while lease.reserve(end, len(tokens)) is None:
+                running.pop(0).release()
+            lease.commit(tokens, end - (end == len(tokens)))
+        running.append(lease)
+        if len(running) > 10:
+            running.pop(0).release()
+    for lease in running:
+        lease.release()
+    return found / asked
+
+
+def compare_windows(seed: int) -> dict[str, dict[str, float]]:
+    """By trace, policy and part of the memory."""
+    results = {}
+    for name, (make, turns, memory) in WINDOW_TRACES.items():
+        trace = list(make(random.Random(seed), turns))
+        for eviction in ("lru", "s3fifo"):
+            results[f"{name}, {eviction}"] = {
+                f"{part:.0%}": window_hit_rate(trace, memory, part, eviction)
+                for part in (0.2, 0.35, 0.5, 0.65, 0.8)
+            }
+    return results
+
+
 def compare_policies(seed: int) -> dict[str, dict[str, float]]:
     """By trace and policy."""
     results: dict[str, dict[str, float]] = {}
@@ -133,12 +206,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    results = compare_policies(options.seed) | compare_tails(options.seed)
+    results = compare_policies(options.seed) | compare_tails(options.seed) | compare_windows(options.seed)
     if options.json:
         json.dump(results, sys.stdout)
         return
     for name, rates in results.items():
-        print(f"{name:20}", *(f"{column} {rate:6.1%}  " for column, rate in rates.items()))
+        print(f"{name:24}", *(f"{column} {rate:6.1%}  " for column, rate in rates.items()))
 
 
 if __name__ == "__main__":

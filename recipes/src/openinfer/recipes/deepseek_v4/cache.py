@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kvpool import Group
+from openinfer.kvpool import Eviction, Group, Lru, S3Fifo
 from openinfer.recipes.deepseek_v4.config import CSA, HCA, Config
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.tensor import Arena, Stream, Tensor, float32
@@ -67,3 +67,9 @@ def groups(config: Config, itemsize: int, window_pages: int, entry_pages: int) -
         ),
         Group("entries", PAGE, entry_pages, config.entry_page_bytes(itemsize)),
     ]
+
+
+def eviction(group: Group) -> Eviction:
+    """Of entries the least recently used. Of windows it matters more: a prompt leaves a page at every 128 tokens, of
+    which later prompts start from one or two, so what was never started from goes first."""
+    return S3Fifo(group) if group.window is not None else Lru(group)

@@ -103,9 +103,9 @@ def decide_sizes(config: Config, options: Options, device: Device) -> Sizes:
 def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fixed_bytes: int) -> Room:
     """Pages of both groups that the memory leaves room for, the padding ones included.
 
-    Entries are kept as long as their sequence: there is room for the longest that --max-model-len asks for. Of a window
-    a sequence holds two or three pages, and a chunk what it writes, so half of the room goes to cached prefixes: each
-    place where one can end is a page of the window group, and a page of it is as large as several of entries."""
+    Entries are kept as long as their sequence: there is room for the longest that --max-model-len asks for. Of the
+    window group rows need few pages, but each place where a cached prefix can end is one, so it gets half of the room
+    (with which prefixes are found best: kvpool's bench_eviction.py)."""
     window, entry = (
         config.window_page_bytes(sizes.dtype.itemsize),
         config.entry_page_bytes(sizes.dtype.itemsize),

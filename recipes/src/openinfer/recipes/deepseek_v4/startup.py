@@ -34,7 +34,7 @@ from openinfer.kernels import (
 from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4.batch import Buffers, row_fields
 from openinfer.recipes.deepseek_v4.buckets import Buckets
-from openinfer.recipes.deepseek_v4.cache import Cache, groups
+from openinfer.recipes.deepseek_v4.cache import Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.config import Config, rope_table
 from openinfer.recipes.deepseek_v4.engine import DeepseekV4Engine
 from openinfer.recipes.deepseek_v4.model import Model
@@ -116,7 +116,7 @@ def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
                 log.info("weights: %.2f GB at %.2f GB/s", *weights.result())
     if store is not None:
         store.seal()
-    pool = Pool(kept, prefix_cache=options.enable_prefix_caching)
+    pool = Pool(kept, prefix_cache=options.enable_prefix_caching, eviction=eviction)
     log.info(
         "%s on %s, %s, activations %s: %d rows, %d tokens a step, %d tokens a sequence, %d pages of %d tokens for "
         "windows and %d for entries, %d recorded steps",
