@@ -69,3 +69,34 @@ def test_choices_of_others_are_noticed(references, engine, deepseek):
         judge = Choices("wrong", 0.02)
         judge.take(scores, np.array(got), 16)
         assert not judge.passed
+
+
+def test_with_few_pages_for_windows_the_steps_are_the_same(session):
+    """Benchmarks and gates take an engine without prefix cache, whose window group has no pages to spare."""
+    prompts = [np.random.default_rng(n).integers(3, 540, 700).tolist() for n in (1, 2)]
+    flags = {"max_num_batched_tokens": 128, "max_model_len": 1024, "activation_quantization": "off"}
+
+    class TakesWhatIsRead(Forced):
+        def _window_page(self, busy):
+            return super()._window_page(set(self._windows) - busy)
+
+    def steps(engine, kind=Forced):
+        forced = kind(engine.runner)
+        for slot, prompt in enumerate(prompts, start=1):
+            forced.join(slot, 760)
+            forced.feed(slot, prompt, 128)
+        logits = [forced.step([(1, [7 + n]), (2, [9 + n])]) for n in range(50)]
+        forced.leave()
+        return np.stack(logits)
+
+    expected = steps(session(TINY, max_num_seqs=32, **flags).engine)
+    few = session(TINY, max_num_seqs=2, enable_prefix_caching=False, **flags).engine
+    assert few.runner.model.cache.window.shape[0] - 1 == 3 * 2 + 2 < 2 * 6
+    np.testing.assert_allclose(steps(few), expected, atol=1e-5)
+    assert np.abs(steps(few, TakesWhatIsRead) - expected).max() > 0.01  # negative control
+    forced = Forced(few.runner)
+    forced._num_windows = 1 + 3
+    for slot in (1, 2):
+        forced.join(slot, 760)
+    with pytest.raises(MemoryError, match="too few pages of the window group"):
+        forced.step([(1, [1] * 60), (2, [1] * 60)])  # a page each, and the next

@@ -108,6 +108,11 @@ def test_memory_is_shared_between_the_groups() -> None:
         SetupError, match=r"needs entries for as many tokens.*there is room for 1048448: lower it"
     ):
         fit(sizes, options, long._replace(entries=8192))
+    bare = room(
+        4 << 30, enable_prefix_caching=False
+    )  # what rows and two steps need, and all else for entries
+    assert bare.window == 3 * 8 + 2 * 16 + 1
+    assert bare.entries > plain.entries
     small = fit(decide_sizes(config, Options(), cuda), Options(), Room(window=4, entries=1001))
     assert small.max_model_len == 128_000
     with pytest.raises(SetupError, match="no room for the cache"):

@@ -15,9 +15,8 @@ import numpy as np
 
 from openinfer.frontend.contract import TERMINALS, Finished, Request
 from openinfer.recipes.deepseek_v4.engine import DeepseekV4Engine
-from openinfer.recipes.deepseek_v4.forced import num_pages
-from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.segments import Placed
+from openinfer.recipes.deepseek_v4.sizes import window_pages
 from openinfer.sampler import SamplingParams
 from openinfer.tensor import Activity, ActivityRecorder, Event
 
@@ -94,13 +93,19 @@ class StepBench:
                 rows, length, tokens = 1, inputs + outputs, 1
             case _, (count,):
                 rows, length, tokens = 1, count + 8, 1
-        room = (num_pages(self._runner.model.cache) - 1) * PAGE
+        windows = self._runner.model.cache.window.shape[0] - 1
         name = f"{point[0]}:{','.join(map(str, point[1]))}"
         for needed, there, what, flag in (
             (rows, self._runner.buckets.mixed_rows[-1], "rows", "--max-num-seqs"),
             (tokens, self._chunk, "tokens in a step", "--max-num-batched-tokens"),
             (length, info.max_model_len, "tokens in a sequence", "--max-model-len"),
-            (rows * length, room, "tokens of cache in both groups", "--kv-cache-memory-bytes"),
+            (rows * length, info.kv_capacity_tokens, "tokens of cache", "--kv-cache-memory-bytes"),
+            (
+                window_pages(rows, self._chunk, info.max_model_len),
+                windows,
+                "pages for windows",
+                "--kv-cache-memory-bytes",
+            ),
         ):
             if needed > there:
                 raise BadPoint(f"{name} needs {needed} {what}; this engine has {there} ({flag})")

@@ -15,11 +15,11 @@ from openinfer.kernels import Pack, Target, Workload
 from openinfer.recipes.deepseek_v4.buckets import Buckets
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.engine import DeepseekV4Engine
-from openinfer.recipes.deepseek_v4.forced import Forced, num_pages
+from openinfer.recipes.deepseek_v4.forced import Forced
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.places import Format
-from openinfer.recipes.deepseek_v4.sizes import OUTSIDE_BYTES, Options, Room, decide_sizes
+from openinfer.recipes.deepseek_v4.sizes import OUTSIDE_BYTES, Options, Room, decide_sizes, window_pages
 from openinfer.recipes.deepseek_v4.startup import lay_out, make_plan
 from openinfer.recipes.deepseek_v4.weights import Weights
 from openinfer.tensor import Arena, Device, Stream
@@ -142,9 +142,7 @@ class Placed:
 
     def rewind(self, lengths: dict[int, int]) -> None:
         """Set the lengths of slots, and send what changed."""
-        for slot, length in lengths.items():
-            self._runner.model.rows.set("seq_lens", slot, length)
-        self._forced.upload()
+        self._forced.rewind(lengths)
 
     def leave(self) -> None:
         """End all sequences."""
@@ -168,11 +166,17 @@ def engine_segments(
         raise ValueError(f"no recorded segment has a token count of {tokens}")
     lengths = [context - 1] * max_rows
     need = sum(length + MARGIN + PAGE for length in lengths) + largest
-    room = (num_pages(runner.model.cache) - 1) * PAGE
+    room, windows = engine.info.kv_capacity_tokens, runner.model.cache.window.shape[0] - 1
+    needed = window_pages(max_rows, largest, engine.info.max_model_len)
     if need > room or max(context, largest) + MARGIN > engine.info.max_model_len:
         raise ValueError(
-            f"{max_rows} sequences of {context} tokens and a prompt of {largest} do not fit: there are pages for "
-            f"{room} tokens in both groups, a sequence has {engine.info.max_model_len}; lower --context"
+            f"{max_rows} sequences of {context} tokens and a prompt of {largest} do not fit: the cache holds {room} "
+            f"tokens, a sequence {engine.info.max_model_len}; lower --context"
+        )
+    if needed > windows:
+        raise ValueError(
+            f"{max_rows} sequences and a prompt of {largest} tokens need {needed} pages for windows, there are "
+            f"{windows}; lower --max-num-seqs or raise --kv-cache-memory-bytes"
         )
     placed = Placed(
         engine, lengths, [*[1] * (max_rows - 1), max(1, largest - context + 1)], np.random.default_rng(7)

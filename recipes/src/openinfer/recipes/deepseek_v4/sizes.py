@@ -104,8 +104,8 @@ def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fix
     """Pages of both groups that the memory leaves room for, the padding ones included.
 
     Entries are kept as long as their sequence: there is room for the longest that --max-model-len asks for. Of the
-    window group rows need few pages, but each place where a cached prefix can end is one, so it gets half of the room
-    (with which prefixes are found best: kvpool's bench_eviction.py)."""
+    window group rows need few pages, but each place where a cached prefix can end is one, so with the prefix cache it
+    gets half of the room (with which prefixes are found best: kvpool's bench_eviction.py)."""
     window, entry = (
         config.window_page_bytes(sizes.dtype.itemsize),
         config.entry_page_bytes(sizes.dtype.itemsize),
@@ -121,6 +121,10 @@ def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fix
     least = min(3, most)  # the window may lie on two pages
     longest = sizes.max_blocks + 1 if options.max_model_len is not None else 0
     windows = max(least, min(most, room // 2 // window, (room - longest * entry) // window))
+    two_steps = 2 * sizes.max_tokens
+    busy = window_pages(sizes.max_rows, two_steps, sizes.max_model_len) + 1
+    if not options.enable_prefix_caching:
+        windows = min(windows, busy)
     entries = min(most, (room - windows * window) // entry) if entry else most
     if room < windows * window or entries < least:
         raise SetupError(
@@ -130,7 +134,7 @@ def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fix
             "or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
         )
     windows = min(windows, entries)
-    if windows < (busy := _busy_windows(sizes)):
+    if windows < busy:
         log.warning(
             "%d pages for windows, where %d sequences in full steps use %d: some will wait or be preempted",
             windows - 1, sizes.max_rows, busy - 1,
@@ -138,10 +142,10 @@ def room_for(config: Config, sizes: Sizes, options: Options, device: Device, fix
     return Room(windows, entries)
 
 
-def _busy_windows(sizes: Sizes) -> int:
-    """Pages of the window group that are enough for every row and two steps in flight, full of prompts: of a row the
-    pages that the window lies on and the one that is written; and the padding page."""
-    return min(3 * sizes.max_rows + 2 * -(-sizes.max_tokens // PAGE), sizes.max_rows * sizes.max_blocks) + 1
+def window_pages(rows: int, tokens: int, longest: int) -> int:
+    """Pages of the window group that are enough for rows of at most `longest` tokens, `tokens` of them being written:
+    of each row the two that the window may lie on and one that it writes, and those that prompts write beyond that."""
+    return min(3 * rows + -(-tokens // PAGE), rows * -(-longest // PAGE))
 
 
 def fit(sizes: Sizes, options: Options, found: Room) -> Sizes:
