@@ -48,7 +48,8 @@ _NO_CONTEXT_NEEDED = {
 class Queue:
     """The work of one stream; `done` entries of it have run."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int = 0) -> None:
+        self.priority = priority
         self.work: list[Any] = []
         self.done = 0
 
@@ -201,10 +202,10 @@ class FakeDriver:
             raise Refused(CUresult.CUDA_ERROR_INVALID_HANDLE)
         return self.streams[stream]
 
-    def _cuStreamCreate(self, flags: int) -> tuple[int]:
+    def _cuStreamCreateWithPriority(self, flags: int, priority: int) -> tuple[int]:
         assert flags == 1, "streams must be non-blocking"
         self._next_handle += 1
-        self.streams[self._next_handle] = Queue()
+        self.streams[self._next_handle] = Queue(priority)
         return (self._next_handle,)
 
     def _cuStreamDestroy(self, stream: int) -> None:

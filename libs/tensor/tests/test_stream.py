@@ -96,6 +96,13 @@ def test_cuda_streams_are_ordered_by_events_only(fake: Any) -> None:
     assert fake.count("cuStreamSynchronize") == 2  # ours, and the one inside numpy()
 
 
+def test_a_streams_priority_is_the_drivers(fake: Any) -> None:
+    assert [fake.streams[Stream(CUDA, priority).handle].priority for priority in (0, -1, -5)] == [0, -1, -5]
+    assert fake.streams[Stream(CUDA).handle].priority == 0
+    with pytest.raises(DeviceError, match="priority is 1; it is 0 or, for a higher one, negative"):
+        Stream(CPU, 1)
+
+
 def test_cuda_elapsed_is_in_seconds(fake: Any) -> None:
     stream, a, b = Stream(CUDA), Event(CUDA, timing=True), Event(CUDA, timing=True)
     a.record(stream)

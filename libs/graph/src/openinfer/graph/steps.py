@@ -9,6 +9,9 @@ from typing import Any
 from openinfer.graph.errors import UnknownStep
 from openinfer.tensor import Device, Stream, check, driver
 
+NODE_PRIORITIES = 8
+"""CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY: kernels keep the priority of the stream that they were captured on."""
+
 
 def bucket_for(buckets: Sequence[int], size: int) -> int:
     """The smallest of the ascending `buckets` that holds `size`. Raises UnknownStep if none does."""
@@ -22,7 +25,8 @@ class StepGraphs:
     """Steps by key. With `capture` on a cuda device, `record` captures what `enqueue` puts on the stream into a CUDA
     graph, and `launch` replays it; otherwise `launch` calls `enqueue` again. Either way the same work is done.
 
-    What `enqueue` does must be the same at every launch: fixed addresses, and no allocation, wait or host decision.
+    What `enqueue` does must be the same at every launch: fixed addresses, and no allocation, wait or host decision. It
+    may fork to other streams and join them again by events: a graph then has these branches.
     """
 
     def __init__(self, device: Device, stream: Stream, *, capture: bool) -> None:
@@ -62,7 +66,7 @@ class StepGraphs:
             )  # leave capture mode; the first error is the one to report
             raise
         graph = check(cu.cuStreamEndCapture(self._stream.handle), "cuStreamEndCapture")
-        executable = check(cu.cuGraphInstantiate(graph, 0), "cuGraphInstantiate")
+        executable = check(cu.cuGraphInstantiate(graph, NODE_PRIORITIES), "cuGraphInstantiate")
         check(cu.cuGraphDestroy(graph), "cuGraphDestroy")
         check(cu.cuGraphUpload(executable, self._stream.handle), "cuGraphUpload")
         return executable

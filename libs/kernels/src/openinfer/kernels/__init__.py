@@ -10,7 +10,17 @@ from openinfer.kernels.errors import (
     LaunchError,
     MissingExtra,
 )
-from openinfer.kernels.launch import Aligned, Command, KernelSpec, Launch, Matmul, Scratch, TensorMap, launch
+from openinfer.kernels.launch import (
+    Aligned,
+    Command,
+    KernelSpec,
+    Launch,
+    Matmul,
+    Scratch,
+    TensorMap,
+    beside,
+    launch,
+)
 from openinfer.kernels.op import Cost, Op, Pack, Workload
 from openinfer.kernels.ops.apply_writes import apply_writes
 from openinfer.kernels.ops.attend import attend
@@ -68,6 +78,7 @@ __all__ = [
     "Workload",
     "apply_writes",
     "attend",
+    "beside",
     "cublas_available",
     "embed",
     "expand_rows",

@@ -1,16 +1,17 @@
 """What an op asks a device to do: kernel launches and cuBLASLt products, as plain records.
 
 A record holds no driver object, so the same one can be compiled ahead of time, counted, launched on a GPU, or sent
-through Triton's interpreter.
+through Triton's interpreter. The records of a call are right in their order. Those of different branches (`beside`) are
+right in any: in a CUDA graph they run side by side, elsewhere in their order.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -117,25 +118,47 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: `args` in the order of the spec's signature."""
+    """One kernel launch: `args` in the order of the spec's signature. `branch`: see beside."""
 
     spec: KernelSpec
     grid: tuple[int, int, int]
     args: tuple[Arg, ...]
+    branch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """out[M, N] = x[M, K] @ weight[N, K]^T (+ out if `accumulate`) through cuBLASLt; fp32 accumulation."""
+    """out[M, N] = x[M, K] @ weight[N, K]^T (+ out if `accumulate`) through cuBLASLt; fp32 accumulation. `branch`: see
+    beside."""
 
     out: Tensor | Scratch
     x: Tensor | Scratch
     weight: Tensor | Scratch
     workspace: Scratch
     accumulate: bool = False
+    branch: int = 0
 
 
 Command = Launch | Matmul
+C = TypeVar("C", bound=Command)
+
+
+def beside(*branches: Iterable[C]) -> Iterator[C]:
+    """The commands of several branches of a call, none of which reads or writes what another one writes.
+
+    They come numbered from 1, one branch after the other. All of them start after the call's commands before them, and
+    what follows starts after all of them. Where programs of two branches wait for an SM, those of the lower number go
+    first: so a chain of short kernels comes before a long one that would keep it waiting. A branch that is alone stays
+    unnumbered. Raises LaunchError for branches within a branch.
+    """
+    made = [commands for branch in branches if (commands := list(branch))]
+    for number, commands in enumerate(made, start=1):
+        for command in commands:
+            if command.branch:
+                raise LaunchError(
+                    "a branch of a call has branches of its own; give all of them to one beside()"
+                )
+            yield command if len(made) == 1 else replace(command, branch=number)
 
 
 def launch(

@@ -19,17 +19,22 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 class Stream:
     """A queue of device work. cuda: a non-blocking stream; cpu: work is done at once; null: nothing is done.
 
-    `close()`, or leaving the `with` block, waits for the work put on it and destroys it.
+    `priority`: a GPU takes the blocks of kernels of the lowest number first; 0 is the highest number, and what is below
+    the device's range (H200: -5) means its end. `close()`, or leaving the `with` block, waits for the work put on it
+    and destroys it.
     """
 
     __slots__ = ("_handle", "device")
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, priority: int = 0) -> None:
+        if priority > 0:
+            raise DeviceError(f"a stream's priority is {priority}; it is 0 or, for a higher one, negative")
         self.device = device
         self._handle: int | None = 0
         if device.kind == "cuda":
             device.activate()
-            self._handle = int(cuda.check(cuda.driver().cuStreamCreate(_NON_BLOCKING), "cuStreamCreate"))
+            made = cuda.driver().cuStreamCreateWithPriority(_NON_BLOCKING, priority)
+            self._handle = int(cuda.check(made, "cuStreamCreateWithPriority"))
 
     @property
     def handle(self) -> int:

@@ -29,6 +29,8 @@ class LaunchDriver(Protocol):
     ) -> bytes: ...
     def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None: ...
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None: ...
+    def branch(self, number: int) -> None:
+        """What follows is of this branch; 0: of none, and after all of them. Called where the number changes."""
 
 
 class LaunchPack:
@@ -87,19 +89,30 @@ class LaunchPack:
                 return address_of(tensor)
             return offsets[tensor] + (self._zeroed_ptr if tensor.zeroed else self._scratch_ptr)
 
-        for command in commands:
-            if isinstance(command, Matmul):
-                self.driver.matmul(
-                    command,
-                    address(command.out),
-                    address(command.x),
-                    address(command.weight),
-                    address(command.workspace),
-                )
-            else:
-                spec = command.spec
-                parameters = self._parameters.get(spec)
-                if parameters is None:
-                    parameters = self._parameters[spec] = Parameters(spec)
-                parameters.pack(command.args, address, functools.partial(self.driver.encode_tensor_map, spec))
-                self.driver.launch(spec, command.grid, parameters)
+        at = 0
+        try:
+            for command in commands:
+                if command.branch != at:
+                    at = command.branch
+                    self.driver.branch(at)
+                self._run(command, address)
+        finally:
+            if at:
+                self.driver.branch(0)
+
+    def _run(self, command: Command, address: Callable[[Tensor | Scratch], int]) -> None:
+        if isinstance(command, Matmul):
+            self.driver.matmul(
+                command,
+                address(command.out),
+                address(command.x),
+                address(command.weight),
+                address(command.workspace),
+            )
+            return
+        spec = command.spec
+        parameters = self._parameters.get(spec)
+        if parameters is None:
+            parameters = self._parameters[spec] = Parameters(spec)
+        parameters.pack(command.args, address, functools.partial(self.driver.encode_tensor_map, spec))
+        self.driver.launch(spec, command.grid, parameters)

@@ -11,7 +11,7 @@ from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.launch import TRITON_TYPES, KernelSpec, Matmul, TensorMap
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.store import Compiled, Store
-from openinfer.tensor import Device, Stream, check, driver
+from openinfer.tensor import Device, Event, Stream, check, driver
 
 STATIC_SHARED_LIMIT = 48 * 1024
 """Bytes of shared memory a block may have without opting in."""
@@ -20,6 +20,7 @@ MAP_TYPES = {"bf16": 9, "fp16": 6, "fp32": 7, "fp8e4nv": 0, "u8": 0, "i32": 3}
 """CUtensorMapDataType by Triton's element type."""
 
 L2_PROMOTION_128B = 2
+CAPTURE_ACTIVE = 1
 
 
 class Loaded(NamedTuple):
@@ -30,6 +31,17 @@ class Loaded(NamedTuple):
     shared: int
     tensor_maps: tuple[dict[str, Any], ...]
     call: str
+
+
+class Branch(NamedTuple):
+    """A stream of its own, and a mark for its end."""
+
+    stream: Stream
+    end: Event
+
+
+BRANCH_PRIORITY = -3
+"""Of a stream for branch n: this + n, up to 0. A device has six priorities or fewer, a call two branches or three."""
 
 
 @functools.cache
@@ -55,6 +67,10 @@ class CudaDriver:
         self._cublas = cublas
         self._cu = driver()
         self._functions: dict[KernelSpec, Loaded] = {}
+        self._at = stream
+        self._start: Event | None = None
+        self._branches: dict[int, Branch] = {}
+        self._begun: list[int] = []
 
     def load(self, spec: KernelSpec) -> Loaded:
         """The kernel, loaded onto the device at first use. Load all before a capture: loading is not capturable."""
@@ -107,7 +123,7 @@ class CudaDriver:
     def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None:
         kernel = self.load(spec)
         status = self._cu.cuLaunchKernel(
-            kernel.function, *grid, kernel.threads, 1, 1, kernel.shared, self._stream.handle, parameters.params, 0
+            kernel.function, *grid, kernel.threads, 1, 1, kernel.shared, self._at.handle, parameters.params, 0
         )  # fmt: skip
         check(status, kernel.call)
 
@@ -116,4 +132,35 @@ class CudaDriver:
             raise LaunchError(
                 "this plan has a cuBLASLt product and no cuBLASLt was loaded: plan with cublas=False"
             )
-        self._cublas.matmul(command, out, x, weight, workspace, self._stream.handle)
+        self._cublas.matmul(command, out, x, weight, workspace, self._at.handle)
+
+    def branch(self, number: int) -> None:
+        """Into branch `number`; 0: back, which waits for all branches since the last 0.
+
+        While the stream is captured, a branch is a stream of its own, so that the graph has edges for what waits and
+        no others. Otherwise all stays on the one stream: launched one by one, kernels are seldom waiting.
+        """
+        if number == 0:
+            begun, self._begun, self._at = self._begun, [], self._stream
+            for stream, end in (self._branches[n] for n in begun):
+                end.record(stream)
+                self._stream.wait(end)
+            return
+        branch = self._branches.get(number)
+        if branch is None:
+            stream = Stream(self._device, min(0, BRANCH_PRIORITY + number))
+            branch = self._branches[number] = Branch(stream, Event(self._device))
+        start = self._start = self._start or Event(self._device)
+        if not self._begun:
+            if not self._captured():
+                return
+            start.record(self._stream)
+        if number not in self._begun:
+            branch.stream.wait(start)
+            self._begun.append(number)
+        self._at = branch.stream
+
+    def _captured(self) -> bool:
+        """Whether a graph is made of what is put on the stream."""
+        status = check(self._cu.cuStreamIsCapturing(self._stream.handle), "cuStreamIsCapturing")
+        return int(status) == CAPTURE_ACTIVE

@@ -61,3 +61,6 @@ class InterpDriver:
 
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None:
         raise LaunchError("the interpreter has no cuBLASLt: plan for a Target with cublas=False")
+
+    def branch(self, number: int) -> None:
+        """Branches run one after the other."""

@@ -1,0 +1,216 @@
+"""Branches of a call: what they are in a captured graph, against a model of stream capture and on a GPU; elsewhere
+nothing but their order."""
+
+import types
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    H200,
+    Cost,
+    CudaDriver,
+    LaunchError,
+    LaunchPack,
+    NullPack,
+    Op,
+    beside,
+    embed,
+    launch,
+)
+from openinfer.kernels.packs import cuda_driver
+from openinfer.kernels.store import Compiled
+from openinfer.tensor import Tensor, bfloat16, check, driver
+
+MAIN = 5
+
+
+class Capture:
+    """CUDA's driver as far as branches go. A stream knows after which kernels its next one comes, or None while it has
+    no part in the graph; `edges`: of each kernel, those that it comes after."""
+
+    def __init__(self, *, capturing=True):
+        self.capturing = capturing
+        self.after = {MAIN: set()}
+        self.priorities = {}
+        self.edges = {}
+        self.streams = []
+
+    def stream(self, device, priority=0):
+        handle = len(self.after) + MAIN
+        self.after[handle] = None
+        self.priorities[handle] = priority
+
+        def wait(event):
+            self.after[handle] = (self.after[handle] or set()) | event.after
+
+        return types.SimpleNamespace(handle=handle, wait=wait)
+
+    def event(self, device):
+        made = types.SimpleNamespace(after=None)
+        made.record = lambda stream: setattr(made, "after", set(self.after[stream.handle]))
+        return made
+
+    def main(self):
+        return types.SimpleNamespace(handle=MAIN, wait=lambda event: self.after[MAIN].update(event.after))
+
+    def cuStreamIsCapturing(self, stream):  # noqa: N802
+        return 0, int(self.capturing)
+
+    def cuModuleLoadData(self, image):  # noqa: N802
+        return 0, 1
+
+    def cuModuleGetFunction(self, module, name):  # noqa: N802
+        return 0, name.decode()
+
+    def cuLaunchKernel(self, function, *rest):  # noqa: N802
+        stream = rest[-3]
+        assert self.after[stream] is not None, f"{function} was launched outside the capture"
+        self.edges[function] = frozenset(self.after[stream])
+        self.after[stream] = {function}
+        self.streams.append(stream)
+        return (0,)
+
+    def before(self, kernel):
+        """All kernels that are done when this one starts."""
+        direct = self.edges[kernel]
+        return set(direct).union(*(self.before(k) for k in direct))
+
+
+class ByName:
+    """A store in which a kernel's name is its function's."""
+
+    def get(self, spec):
+        if spec.function == "missing":
+            raise LaunchError("no such kernel")
+        return Compiled(b"ELF", spec.function, 0, 4, 1, ())
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    def make(*, capturing=True):
+        fake = Capture(capturing=capturing)
+        monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
+        monkeypatch.setattr(cuda_driver, "Stream", fake.stream)
+        monkeypatch.setattr(cuda_driver, "Event", fake.event)
+        device = types.SimpleNamespace(shared_memory_per_block=227 << 10)
+        return fake, LaunchPack(H200, CudaDriver(device, fake.main(), ByName()), None, None)
+
+    return make
+
+
+def kernels(*names):
+    return [launch("m", name, (1,), {"n": 1}, {}) for name in names]
+
+
+def test_a_graph_has_the_edges_that_are_meant_and_no_others(captured):
+    fake, pack = captured()
+    commands = [*kernels("first"), *beside(kernels("a1", "a2", "a3"), kernels("b")), *kernels("last")]
+    pack.submit("call", commands)
+    pack.submit("next call", list(beside(kernels("c"), kernels("d"), kernels("e"))))
+    pack.submit("plain call", kernels("end"))
+    assert fake.before("first") == set()
+    assert fake.edges["a1"] == fake.edges["b"] == {"first"}
+    assert fake.edges["a2"] == {"a1"}
+    assert fake.before("a3") == {"first", "a1", "a2"}
+    first_call = {"first", "a1", "a2", "a3", "b", "last"}
+    assert fake.before("last") == first_call - {"last"}
+    for kernel in "cde":
+        assert fake.before(kernel) == first_call
+    assert fake.before("end") == {*first_call, "c", "d", "e"}
+    assert fake.after[MAIN] == {"end"}
+
+
+def test_commands_that_are_no_branches_are_a_chain(captured):
+    fake, pack = captured()
+    pack.submit("call", kernels("first", "a1", "a2", "b", "last"))
+    assert fake.edges["b"] == {"a2"}
+    assert set(fake.streams) == {MAIN}
+
+
+def test_branches_that_are_listed_first_go_first(captured):
+    fake, pack = captured()
+    pack.submit("call", list(beside(*(kernels(name) for name in "abcd"))))
+    priorities = [fake.priorities[stream] for stream in fake.streams]
+    assert priorities == [-2, -1, 0, 0]
+
+
+def test_what_is_not_captured_stays_on_the_one_stream_in_its_order(captured):
+    fake, pack = captured(capturing=False)
+    pack.submit("call", [*kernels("first"), *beside(kernels("a1", "a2"), kernels("b")), *kernels("last")])
+    assert list(fake.edges) == ["first", "a1", "a2", "b", "last"]
+    assert set(fake.streams) == {MAIN}
+
+
+def test_after_a_failure_within_a_branch_calls_go_to_the_stream_again(captured):
+    fake, pack = captured()
+    with pytest.raises(LaunchError, match="no such kernel"):
+        pack.submit("call", list(beside(kernels("a"), kernels("missing"))))
+    pack.submit("next call", kernels("b"))
+    assert fake.streams[-1] == MAIN
+    assert fake.before("b") == {"a"}
+
+
+def test_numbers_of_branches():
+    assert [c.branch for c in beside(kernels("a", "b"), kernels("c"))] == [1, 1, 2]
+    assert [c.branch for c in beside([], kernels("c", "d"))] == [0, 0]  # alone: nothing to be beside of
+    assert [c.branch for c in beside([], kernels("c"), [], kernels("d"))] == [1, 2]
+    with pytest.raises(LaunchError, match="branches of its own"):
+        list(beside(beside(kernels("a"), kernels("b")), kernels("c")))
+
+
+@pytest.mark.gpu
+def test_a_real_graph_has_two_branches_and_does_what_the_calls_do(gpu, normal):
+    """A chain of two, two beside each other, and one after them. The first has both orders wrong if it is late."""
+    target, cuda, device, stream = gpu
+    values, ids = normal(50, 2048), np.arange(4, dtype=np.int32)
+    table, token_ids = Tensor.empty(values.shape, bfloat16, device), Tensor.empty((4,), "int32", device)
+    middle, left, right, end = (Tensor.empty((4, 2048), bfloat16, device) for _ in range(4))
+    table.copy_from(values)
+    token_ids.copy_from(ids)
+
+    def step(out, source):
+        return embed.launches(target, out=out, token_ids=token_ids, table=source)
+
+    def launches(target):
+        yield from step(middle, table)
+        yield from beside(step(left, middle), step(right, middle))
+        yield from step(end, right)
+
+    op = Op(
+        "two_branches", lambda: None, reference=lambda: None, launches=launches, cost=lambda w: Cost(0, 0)
+    )
+    plan, pack = NullPack(target), LaunchPack(target, cuda, None, None)
+    op(plan)
+    cuda.store.prepare(plan.specs())
+    op(pack)
+    stream.synchronize()
+    for tensor in (middle, left, right, end):
+        np.testing.assert_array_equal(tensor.numpy(), values[:4])
+        tensor.zero_(stream)
+    stream.synchronize()
+    cu = driver()
+    check(cu.cuStreamBeginCapture(stream.handle, cu.CUstreamCaptureMode(2)), "cuStreamBeginCapture")
+    op(pack)
+    graph = check(cu.cuStreamEndCapture(stream.handle), "cuStreamEndCapture")
+    edges = _edges(cu, graph)
+    nodes = {n for edge in edges for n in edge}
+    assert len(nodes) == 4
+    (start,) = nodes - {b for _, b in edges}
+    (last,) = nodes - {a for a, _ in edges}
+    sides = nodes - {start, last}
+    assert edges - {(start, last)} == {(start, n) for n in sides} | {(n, last) for n in sides}
+    executable = check(cu.cuGraphInstantiate(graph, 8), "cuGraphInstantiate")
+    check(cu.cuGraphLaunch(executable, stream.handle), "cuGraphLaunch")
+    stream.synchronize()
+    for tensor in (middle, left, right, end):
+        np.testing.assert_array_equal(tensor.numpy(), values[:4])
+    check(cu.cuGraphExecDestroy(executable), "cuGraphExecDestroy")
+    check(cu.cuGraphDestroy(graph), "cuGraphDestroy")
+
+
+def _edges(cu, graph):
+    """(from, to) of a graph's edges, as numbers."""
+    count = check(cu.cuGraphGetEdges(graph), "cuGraphGetEdges")[-1]
+    found = check(cu.cuGraphGetEdges(graph, count), "cuGraphGetEdges")
+    return {(int(a), int(b)) for a, b in zip(found[0], found[1], strict=True)}
