@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack, InterpDriver, LaunchPack, NullPack, Op, Store, Target
+from openinfer.kernels import (
+    H200,
+    ContractError,
+    CpuPack,
+    InterpDriver,
+    LaunchPack,
+    NullPack,
+    Op,
+    Store,
+    Target,
+)
+from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
@@ -184,6 +195,47 @@ def test_a_mixed_step(rng: np.random.Generator) -> None:
         snapshots={1: [128, 64, 192], 3: [128], 8: [64]},
     )
     check_delta(args, CHUNKS)
+
+
+def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order they run, the same bits; and no scratch memory is of both."""
+    monkeypatch.setattr(delta, "choose", lambda *_: delta.Tuning(beside=True))
+    lengths, before = [1, 70, 0, 1], [9, 60, 3, 0]
+    args = delta_step(rng, lengths, before, heads=(1, 1, 16, 16), moved=(0, 1), snapshots={1: [128]})
+    left = []
+    for order in ("as listed", "in between"):
+        arrays = {k: like(v) for k, v in args.items() if isinstance(v, np.ndarray)}
+        plan = NullPack(SMALL)
+        plan.run(
+            gated_delta_net,
+            {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()},
+        )
+        commands = plan.calls[0].commands
+        assert [c.branch for c in commands] == [1, 1, 1, 1, 2]
+        *chunks, step = commands
+        assert not {*scratches(step)} & {s for c in chunks for s in scratches(c)}
+        if order == "in between":
+            commands = (chunks[0], step, *chunks[1:])
+        scratch = np.full(plan.workspace_bytes(zeroed=False), 0xFF, np.uint8)
+        zeros = np.zeros(plan.workspace_bytes(zeroed=True), np.uint8)
+        pack = LaunchPack(SMALL, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
+        pack.submit(order, commands)
+        left.append({name: array.tobytes() for name, array in arrays.items()})
+    assert left[0] == left[1]
+    assert left[0]["out"] != args["out"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "branches"),
+    [(2048, 256, {1, 2}), (1024, 64, {0}), (2048, 8, {0}), (256, 256, {0}), (2048, 1, {0})],
+)
+def test_only_a_mixed_step_of_many_rows_has_branches(tokens: int, rows: int, branches: set[int]) -> None:
+    plan = NullPack(H200)
+    args = null_step(tokens, rows, 16, 32)
+    plan.run(gated_delta_net, {**args, "max_q_len": 1 if tokens == rows else tokens})
+    assert {c.branch for c in plan.calls[0].commands} == branches
 
 
 def test_chunks_that_begin_anywhere(rng: np.random.Generator) -> None:

@@ -5,8 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, ContractError, CpuPack, NullPack, Store, Target, attend, attention
+from openinfer.kernels import (
+    H200,
+    ContractError,
+    CpuPack,
+    InterpDriver,
+    LaunchPack,
+    NullPack,
+    Store,
+    Target,
+    attend,
+    attention,
+)
 from openinfer.kernels.attention import Tile
+from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
@@ -160,6 +172,34 @@ def test_a_mixed_step(check_op, rng, normal):
     before = [100, 30, 7, 64, 0, 3, 130, 1, 200]
     args = step(rng, normal, lengths, before, dead=(3, 6, 7), tokens=sum(lengths) + 20, layers=3)
     check(check_op, args)
+
+
+def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(rng, normal):
+    """In either order the same bits; and no scratch memory is of both."""
+    args = step(rng, normal, [1, 40, 0, 1, 9], [100, 30, 7, 64, 0], tokens=60, dead=(3,))
+    target, left = Target(arch=90, num_sms=4, interpreted=True), []
+    for turned in (False, True):
+        arrays = {k: v.copy() for k, v in args.items() if isinstance(v, np.ndarray)}
+        pack = NullPack(target)
+        attend(pack, **{k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()})
+        decoding, prompts = pack.calls[0].commands
+        assert [(c.spec.function, c.branch) for c in (decoding, prompts)] == [
+            ("attend_short", 1),
+            ("attend_long", 2),
+        ]
+        assert not {*scratches(decoding)} & {*scratches(prompts)}
+        workspace = [np.zeros(pack.workspace_bytes(zeroed=z) + 1, np.uint8) for z in (False, True)]
+        launches = LaunchPack(target, InterpDriver(), *map(Tensor.from_numpy, workspace))
+        launches.submit("attend", [prompts, decoding] if turned else [decoding, prompts])
+        left.append(arrays["out"].tobytes())
+    assert left[0] == left[1] != args["out"].tobytes()
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [40], [3, 4]])
+def test_a_step_of_one_kernel_has_no_branches(rng, normal, plan, lengths):
+    args = step(rng, normal, lengths, [70] * len(lengths), heads=4, kv_heads=1)
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    assert [c.branch for c in plan(attend, **tensors).calls[0].commands] == [0]
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 149, 150, 500])

@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from openinfer.kernels.launch import INT32_MAX, Aligned, Arg, Launch, Scratch, TensorMap, launch, power_of_two
+from openinfer.kernels.launch import (
+    INT32_MAX,
+    Aligned,
+    Arg,
+    Launch,
+    Scratch,
+    TensorMap,
+    beside,
+    launch,
+    power_of_two,
+)
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Tensor, float32, int32
@@ -214,8 +224,9 @@ def choose(target: Target, call: Call) -> Choice:
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     """The launches of a call.
 
-    Rows of few tokens go to one kernel, which splits their keys; the others to another; a step may have both. The
-    tokens after the last row are zeroed by the first launch.
+    Rows of few tokens go to one kernel, which splits their keys; the others to another, which zeroes the tokens after
+    the last row. A step may have both, side by side: programs for prompts take a whole SM each, so those of decode rows
+    go first, and the prompts' take the SMs that their last wave leaves.
     """
     if choice.only_long:
         return [_long_rows(call, choice, short=0)]
@@ -225,10 +236,11 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
         return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
         return [_long_rows(call, choice, short=0)]
-    return [
-        _long_rows(call, choice, short=1),
+    decoding, prompts = (
         _short_rows(call, choice, choice.short, short=1, tokens=0),
-    ]
+        _long_rows(call, choice, short=1),
+    )
+    return list(beside([decoding], [prompts]))
 
 
 def _long_rows(call: Call, choice: Choice, *, short: int) -> Launch:

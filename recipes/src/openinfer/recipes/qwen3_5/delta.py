@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from openinfer.kernels import Command, Launch, Scratch, Target, launch
+from openinfer.kernels import Command, Launch, Scratch, Target, beside, launch
 from openinfer.kernels.launch import Arg, aligned, power_of_two
 from openinfer.tensor import Tensor, float32, int32
 
@@ -36,13 +36,15 @@ class Tuning:
     scan_warps: int = 4
     scan_stages: int = 3
     norm_warps: int = 8
+    beside: bool = False  # whether decode rows and prompts are branches of the graph
 
 
 def choose(target: Target, heads: int, rows: int) -> Tuning:
-    """What was measured on an H200: a few rows in small parts, so that there are enough programs."""
+    """What was measured on an H200: a few rows in small parts, so that there are enough programs; beside prompts only
+    so many rows that they take longer than a fork and a join."""
     if heads * rows <= 2 * target.num_sms:
         return Tuning(step_columns=32, step_warps=1)
-    return Tuning()
+    return Tuning(beside=heads * rows > 32 * target.num_sms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +74,16 @@ class Call:
 
 def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
     """The launches of a call. Rows of one token go to one kernel, the others in chunks through four; a step may have
-    both."""
+    both, and many of the first are a branch beside the second."""
     tokens, rows = call.t["out"].shape[0], call.t["slots"].shape[0]
     if max_q_len == 1:
         yield _step(call, tuning, tokens)
-        return
-    short = (
-        0 if rows == 1 else 1
-    )  # a prompt: that it may have one token left is not worth a launch in every step
-    yield from _chunks(call, tuning, short)
-    if short:
-        yield _step(call, tuning, 0)
+    elif rows == 1:  # a prompt: that it may have one token left is not worth a launch in every step
+        yield from _chunks(call, tuning, 0)
+    elif tuning.beside:
+        yield from beside(_chunks(call, tuning, 1), [_step(call, tuning, 0)])
+    else:
+        yield from (*_chunks(call, tuning, 1), _step(call, tuning, 0))
 
 
 def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
