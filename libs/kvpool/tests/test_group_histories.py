@@ -72,7 +72,7 @@ class Audited(History):
                 count = max(0, math.ceil(end / group.block_size) - held)
                 room -= math.ceil(leave * (group.num_blocks - 1))
             source = lease._parts[index].source
-            if source and self.pool._ledgers[index]._users[source] == 1:
+            if lease._copies_due and source and self.pool._ledgers[index]._users[source] == 1:
                 room += 1  # it is taken over where there is no room for a copy
             wanted.append(held + count)
             lacking |= count > max(0, room)
