@@ -224,6 +224,7 @@ def main() -> None:
                     "step": name,
                     "device_ms": median,
                     "collectives_ms": between,
+                    "finite": finite,
                     "repeats": times,
                 }
             )

@@ -13,6 +13,7 @@ import threading
 import msgspec
 import zmq
 
+from openinfer.frontend import heap
 from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
 from openinfer.frontend.logs import LogLines, set_up_logging
 from openinfer.frontend.wire import Boot, FromEngine, StartFailed, ToEngine
@@ -75,6 +76,7 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
             pass
         send(0, StartFailed(one_line(error)))
         return 1
+    heap.trim()
     try:
         run_engine(engine, receive, send)
     except Exception:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from openinfer.frontend import heap
 from openinfer.frontend.chat import DeepSeekV4Renderer, Renderer
 from openinfer.frontend.logs import say
 
@@ -142,5 +143,6 @@ def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, Renderer | 
     elif options.coded_template:
         template = DeepSeekV4Renderer()
     chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
+    heap.trim()
     say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")
     return tokenizer, template
