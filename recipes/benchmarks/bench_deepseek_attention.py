@@ -168,22 +168,25 @@ def attend(batch: Batch, kind: str) -> tuple[list[Variant], Cost]:
         layer = {"kv": kv[:, n % LAYERS], "entries": made[:, n % LAYERS] if made is not None else None}
         return sparse.Attention(**fixed, **layer, **batch.of(n))
 
-    def commands(change: Mapping[str, int], n: int) -> list[Command]:
-        one = call(n)
-        return list(one.launches(dataclasses.replace(one.tuning(batch.bench.target), **change)))
+    def commands(tuning: sparse.AttendTuning | sparse.HopperTuning, n: int) -> list[Command]:
+        return list(call(n).launches(tuning))
 
-    first = call(0).tuning(batch.bench.target)
-    variants: list[Variant] = [
-        (f"as chosen: {first.block} x {first.splits} stages {first.stages}", functools.partial(commands, {}))
-    ]
-    stages = {32: (7,), 64: (3, 4) if kind == "CSA" else (3,)}
+    target, one = batch.bench.target, call(0)
+    first = one.tuning(target)
+    general = sparse.attend_tuning(
+        target, batch.tokens, HEADS, one.window + one.most, selected=one.selected is not None
+    )
+    tunings = {
+        f"as chosen: {first.block} x {first.splits} stages {first.stages}": first,
+        "in Triton": general,
+    }
     splits = [1] if batch.length > 1 else sorted({1, 2, 3, 4, 5, 10, first.splits})
-    for block, depths in stages.items():
-        for depth in depths:
-            for cut in splits:
-                if cut <= max(1, 160 // batch.tokens):
-                    change = {"block": block, "stages": depth, "splits": cut}
-                    variants.append((f"{block} x {cut} stages {depth}", functools.partial(commands, change)))
+    for block, stages in (32, 4), (64, 2):
+        for cut in splits:
+            if cut <= max(1, 160 // batch.tokens):
+                tuning = sparse.HopperTuning(block, stages, cut)
+                tunings[f"{block} x {cut} stages {stages}"] = tuning
+    variants: list[Variant] = [(name, functools.partial(commands, t)) for name, t in tunings.items()]
     args = vars_of(call(0))
     return variants, sparse_attend.cost(batch.workload, **args)
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import Op
+from openinfer.kernels import Launch, NullPack, Op, Target
+from openinfer.kernels.target import H200
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.tensor import bfloat16, float32
+from openinfer.tensor import Tensor, bfloat16, float32
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
@@ -210,6 +211,84 @@ def test_attention_of_published_sizes_on_gpu(
     tokens = [(slot % 4 if slot % 11 else 0, int(rng.integers(0, longest))) for slot in range(1, rows + 1)]
     tokens[-1] = (1, longest)
     check_attend(on_gpu, reference, attend_args(rng, tokens, **PUBLISHED[kind]))
+
+
+HOPPER = [
+    sparse.HopperTuning(*sizes) for sizes in ((32, 4, 1), (64, 2, 1), (32, 4, 3), (64, 2, 2), (32, 4, 10))
+]
+SOME = [(1, 3), (2, 600), (3, 129), (0, 0), (1, 1500), (3, 31), (2, 2047), (1, 2300), (3, 127)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("tuning", HOPPER, ids=str)
+def test_attention_for_hopper_on_gpu(
+    reference: Run,
+    on_gpu: Run,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    tuning: sparse.HopperTuning,
+) -> None:
+    """Whatever blocks and parts; the first window, entries that no part or not every part has, two programs a token."""
+    monkeypatch.setattr(sparse, "hopper_tuning", lambda *_: tuning)
+    args = attend_args(rng, SOME, **{**PUBLISHED[kind], "heads": 128})
+    check_attend(on_gpu, reference, args)
+    want = reference(sparse_attend, args)["out"]
+    got = on_gpu(sparse_attend, {**args, "sinks": args["sinks"] + float32.type(1)})["out"]
+    live = args["token_slots"] > 0
+    assert error(got[live], want[live]) > ATTEND, "negative control"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_attention_in_triton_on_gpu(
+    reference: Run, on_gpu: Run, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(sparse.Attention, "for_hopper", False)
+    check_attend(on_gpu, reference, attend_args(rng, SOME, **PUBLISHED[kind]))
+
+
+def planned(tokens: int, target: Target, kind: str = "selected", **change: int) -> list[Launch]:
+    """What a step of single tokens launches."""
+    sizes = {**PUBLISHED[kind], **change}
+    args = attend_args(np.random.default_rng(0), [(1, 4095)] + [(0, 0)] * (tokens - 1), **sizes)
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    plan = NullPack(target)
+    plan.run(sparse_attend, tensors)
+    return [command for command in plan.calls[0].commands if isinstance(command, Launch)]
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "function"),
+    [
+        (H200, {}, "sparse_attend_hopper"),
+        (H200, {"heads": 128}, "sparse_attend_hopper"),
+        (H200, {"heads": 16}, "sparse_attend"),
+        (H200, {"dim": 256}, "sparse_attend"),
+        (H200, {"rotary": 32}, "sparse_attend"),
+        (Target(120, 188, cublas=True), {}, "sparse_attend"),
+        (Target(90, 132, interpreted=True), {}, "sparse_attend"),
+    ],
+)
+def test_which_kernel_attends(target: Target, change: dict[str, int], function: str) -> None:
+    assert planned(4, target, **change)[0].spec.function == function
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 32, 64, 100, 128, 300])
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_parts_fill_a_gpu_once_and_only_where_they_pay(tokens: int, kind: str) -> None:
+    first, *merge = planned(tokens, H200, kind)
+    splits, rows, groups = first.grid
+    assert (rows, groups) == (tokens, 1)
+    assert len(merge) == (splits > 1)
+    assert splits == 1 or splits * tokens <= H200.num_sms
+    block = dict(first.spec.constants)["BN"]
+    if kind == "selected":  # 640 vectors
+        chosen = {1: (64, 10), 2: (64, 10), 8: (64, 10), 16: (64, 5), 32: (32, 4), 64: (64, 2)}
+        assert (block, splits) == chosen.get(tokens, (64, 1))
+    if kind == "raw":  # 128 vectors: merging takes as long, once the parts are many
+        assert (block, splits) == ((32, 4) if tokens <= 8 else (64, 1))
 
 
 @pytest.mark.gpu

@@ -79,7 +79,14 @@ def test_a_model_cut_short_has_a_plan_for_a_million_tokens_on_a_gpu() -> None:
     flags = {"max_num_seqs": 8, "max_model_len": 1_048_576}
     specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"), **flags)
     functions = {spec.function for spec in specs}
-    assert {"compress", "sparse_attend", "index_scores", "experts_product", "hc_post", "route"} <= functions
+    assert {
+        "compress",
+        "sparse_attend_hopper",
+        "index_scores",
+        "experts_product",
+        "hc_post",
+        "route",
+    } <= functions
     with pytest.raises(ContractError, match="sm_80"):
         specs_of(config, Target(80, 108, cublas=True), **flags)
 

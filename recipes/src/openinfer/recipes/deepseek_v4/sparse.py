@@ -14,6 +14,7 @@ from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
 
 _ATTEND = "openinfer.recipes.deepseek_v4.device.sparse_attend"
+_HOPPER = "openinfer.recipes.deepseek_v4.device.sparse_attend_hopper"
 _INDEX = "openinfer.recipes.deepseek_v4.device.index_topk"
 
 MOST_PARTS = 16
@@ -33,6 +34,41 @@ class AttendTuning:
     splits: int
     heads: int
     warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTuning:
+    """Of the kernel for Hopper: `stages` blocks of `block` vectors in shared memory, `splits` as above."""
+
+    block: int
+    stages: int
+    splits: int
+
+
+HOPPER_BLOCKS = ((32, 4, 1.2), (64, 2, 2.0))
+"""Sizes of blocks, how many fit into shared memory beside the queries, and the microseconds that one takes (H200)."""
+
+
+def hopper_tuning(target: Target, tokens: int, heads: int, vectors: int) -> HopperTuning:
+    """For tokens that see at most `vectors`: a program an SM, and parts where they pay. Merging n parts takes 2 us,
+    0.1 a part and what it takes to write and read them (measured likewise)."""
+    groups = tokens * (heads // 64)
+
+    def cost(choice: tuple[int, int, float, int]) -> float:
+        block, _, each, splits = choice
+        merging = 2 + (0.1 + 0.012 * groups) * splits if splits > 1 else 0
+        return each * -(-vectors // block // splits) + merging
+
+    most = max(1, min(target.num_sms // groups, MOST_PARTS))
+    block, stages, _, splits = min(
+        (
+            (*sizes, splits)
+            for sizes in HOPPER_BLOCKS
+            for splits in range(1, 1 + min(most, -(-vectors // sizes[0])))
+        ),
+        key=cost,
+    )
+    return HopperTuning(block, stages, splits)
 
 
 def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, selected: bool) -> AttendTuning:
@@ -75,9 +111,19 @@ class Attention:
             else self.selected.shape[1]
         )
 
-    def tuning(self, target: Target) -> AttendTuning:
+    @property
+    def for_hopper(self) -> bool:
+        """Whether the kernel for Hopper takes the call: heads of 512 by the 64, pages that are rows of a matrix."""
+        _, heads, dim = self.q.shape
+        layers = (self.kv, *(() if self.entries is None else (self.entries,)))
+        rows = all(layer.strides[0] % dim == 0 for layer in layers)
+        return heads % 64 == 0 and dim == 512 and self.cos_sin.shape[2] == 32 and rows
+
+    def tuning(self, target: Target) -> AttendTuning | HopperTuning:
         tokens, heads, _ = self.q.shape
         vectors = self.window + self.most
+        if target.arch == 90 and not target.interpreted and self.for_hopper:
+            return hopper_tuning(target, tokens, heads, vectors)
         return attend_tuning(target, tokens, heads, vectors, selected=self.selected is not None)
 
     def check(self) -> None:
@@ -92,7 +138,7 @@ class Attention:
             f"heads of {dim}, of which {rotary} channels rotate; on a GPU a power of two from 64, and a quarter",
         )
 
-    def launches(self, tuning: AttendTuning) -> Iterator[Launch]:
+    def launches(self, tuning: AttendTuning | HopperTuning) -> Iterator[Launch]:
         tokens, heads, dim = self.q.shape
         splits = tuning.splits
         # A part is a mean of vectors that were normed: float16 holds it to 11 bits where bfloat16 has 8.
@@ -102,44 +148,51 @@ class Attention:
         sees: dict[str, Arg] = {"heads": aligned(heads), "window": self.window, "most": aligned(self.most)}
         constants = {
             "D": dim,
-            "ROTARY": 2 * self.cos_sin.shape[2],
             "PAGE_BITS": PAGE.bit_length() - 1,
             "ENTRY_BITS": -1 if self.entries is None else self.entries.shape[1].bit_length() - 1,
             "BN": tuning.block,
             "SPLITS": splits,
         }
-        yield launch(
-            _ATTEND,
-            "sparse_attend",
-            (splits, tokens, -(-heads // tuning.heads)),
-            {
-                "out": self.out,
-                "q": self.q,
-                "kv": self.kv,
-                "entries": entries,
-                "selected": self.token_slots if self.selected is None else self.selected,
-                "sinks": self.sinks,
-                "cos_sin": self.cos_sin,
-                "positions": self.positions,
-                "token_slots": self.token_slots,
-                "kv_tables": self.kv_tables,
-                "entry_tables": self.entry_tables,
-                "partial": partial,
-                "weight": weight,
-                "kv_width": self.kv_tables.shape[1],
-                "entry_width": self.entry_tables.shape[1],
-                "kv_stride": Aligned(self.kv.strides[0]),
-                "entry_stride": Aligned(entries.strides[0]),
-                **sees,
-                "scale": self.scale * math.log2(math.e),
-                "eps": self.eps,
-            },
-            constants | {"SELECTED": self.selected is not None, "BM": tuning.heads},
-            num_warps=tuning.warps,
-            num_stages=tuning.stages,
-        )
+        rotary = {"ROTARY": 2 * self.cos_sin.shape[2]}
+        args: dict[str, Arg] = {
+            "out": self.out,
+            "q": self.q,
+            "kv": self.kv,
+            "entries": entries,
+            "selected": self.token_slots if self.selected is None else self.selected,
+            "sinks": self.sinks,
+            "cos_sin": self.cos_sin,
+            "positions": self.positions,
+            "token_slots": self.token_slots,
+            "kv_tables": self.kv_tables,
+            "entry_tables": self.entry_tables,
+            "partial": partial,
+            "weight": weight,
+            "kv_width": self.kv_tables.shape[1],
+            "entry_width": self.entry_tables.shape[1],
+            "kv_stride": Aligned(self.kv.strides[0]),
+            "entry_stride": Aligned(entries.strides[0]),
+            **sees,
+            "scale": self.scale * math.log2(math.e),
+            "eps": self.eps,
+        }
+        chosen = {"SELECTED": self.selected is not None}
+        if isinstance(tuning, HopperTuning):
+            ring = {"STAGES": tuning.stages}
+            grid = (splits, tokens, heads // 64)
+            yield launch(_HOPPER, "sparse_attend_hopper", grid, args, constants | chosen | ring, num_warps=4)
+        else:
+            yield launch(
+                _ATTEND,
+                "sparse_attend",
+                (splits, tokens, -(-heads // tuning.heads)),
+                args,
+                constants | rotary | chosen | {"BM": tuning.heads},
+                num_warps=tuning.warps,
+                num_stages=tuning.stages,
+            )
         if splits > 1:
-            yield self._merge(partial, weight, sees, constants)
+            yield self._merge(partial, weight, sees, constants | rotary)
 
     def _merge(
         self,
@@ -165,7 +218,7 @@ class Attention:
                 **sees,
             },
             constants | {"HEADS": block},
-            num_warps=block,
+            num_warps=2 * block,
         )
 
 

@@ -150,31 +150,29 @@ def merge_parts(
     inside = head < heads
     to = out + (token * heads + head) * D
     position = tl.load(positions + token)
-    if tl.load(token_slots + token) == 0:
-        tl.store(to + column, tl.zeros((HEADS, D), out.dtype.element_ty), mask=inside)
-        return
+    live = tl.load(token_slots + token) != 0
+    # Everything is asked for at once, of parts that do not exist too.
+    first = token * SPLITS * heads + tl.minimum(head, heads - 1)
+    pair = tl.zeros((HEADS, 1), tl.int32) + tl.arange(0, D // 2)[None, :] - (D - ROTARY) // 2
+    angle = cos_sin + position.to(tl.int64) * ROTARY + pair
+    cos = tl.load(angle, mask=pair >= 0, other=1.0)
+    sin = tl.load(angle + ROTARY // 2, mask=pair >= 0, other=0.0)
+    sink = tl.load(sinks + tl.minimum(head, heads - 1)) * LOG2E
     _, _, _, blocks = _sights(position, window, most, PAGE_BITS, ENTRY_BITS, BN)
-    sink = tl.load(sinks + head, mask=inside, other=LOW) * LOG2E
+    logs, parts = (), ()
+    for part in tl.static_range(SPLITS):
+        logs += (tl.load(weight + first + part * heads),)
+        parts += (tl.load(partial + (first + part * heads) * D + column),)
     top = sink
     for part in tl.static_range(SPLITS):
-        place = (token * SPLITS + part) * heads + head
-        top = tl.maximum(top, tl.load(weight + place, mask=inside & (part < blocks), other=LOW))
+        top = tl.maximum(top, tl.where(live & (part < blocks), logs[part], LOW))
     total = tl.exp2(sink - top)
-    # The channels that turn by themselves, the even ones and the odd ones: no number moves between threads.
-    turning = D - ROTARY + 2 * tl.arange(0, ROTARY // 2)[None, :]
     o = tl.zeros((HEADS, D), tl.float32)
-    even, odd = tl.zeros((HEADS, ROTARY // 2), tl.float32), tl.zeros((HEADS, ROTARY // 2), tl.float32)
     for part in tl.static_range(SPLITS):
-        place = (token * SPLITS + part) * heads + head
-        real = inside & (part < blocks)
-        share = tl.exp2(tl.load(weight + place, mask=real, other=LOW) - top)
+        real = live & (part < blocks)
+        share = tl.where(real, tl.exp2(logs[part] - top), 0.0)
         total += share
-        o += share * tl.load(partial + place * D + column, mask=real, other=0.0).to(tl.float32)
-        even += share * tl.load(partial + place * D + turning, mask=real, other=0.0).to(tl.float32)
-        odd += share * tl.load(partial + place * D + turning + 1, mask=real, other=0.0).to(tl.float32)
-    less = 1.0 / total
-    tl.store(to + column, (o * less).to(to.dtype.element_ty), mask=inside & (column < D - ROTARY))
-    angle = cos_sin + position.to(tl.int64) * ROTARY + tl.arange(0, ROTARY // 2)[None, :]
-    cos, sin = tl.load(angle) * less, tl.load(angle + ROTARY // 2) * less
-    tl.store(to + turning, (even * cos + odd * sin).to(to.dtype.element_ty), mask=inside)
-    tl.store(to + turning + 1, (odd * cos - even * sin).to(to.dtype.element_ty), mask=inside)
+        o += tl.where(real, share * parts[part].to(tl.float32), 0.0)
+    even, odd = tl.split(tl.reshape(o / total, (HEADS, D // 2, 2)))
+    turned = tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (HEADS, D))
+    tl.store(to + column, turned.to(to.dtype.element_ty), mask=inside)
