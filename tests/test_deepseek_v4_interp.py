@@ -96,7 +96,15 @@ def test_a_whole_forward(deepseek, quantized, step):
     ours, expected = (two_steps(deepseek, sizes, p, lengths, layers) for p in (pack, CpuPack()))
     assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
     launched = {name.partition(".")[2].partition("[")[0] for name in driver.launched}
-    assert {"compress", "sparse_attend", "index_scores", "experts_product", "hc_post", "route"} <= launched
+    assert {
+        "compress",
+        "sparse_attend",
+        "index_scores",
+        "coded_product",
+        "project_codes",
+        "hc_post",
+        "route",
+    } <= launched
     for a, b in zip(ours[:2], expected[:2], strict=True):
         assert np.isfinite(a).all()
         error = np.linalg.norm(a - b) / np.linalg.norm(b)

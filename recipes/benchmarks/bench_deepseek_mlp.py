@@ -24,6 +24,7 @@ import numpy as np
 from openinfer.kernels import Command, Cost, KernelsError, Launch, Op, Target, Workload
 from openinfer.kernels.tuner import DeviceMeter
 from openinfer.recipes.deepseek_v4 import mixture
+from openinfer.recipes.deepseek_v4.formats import q8
 from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre
 from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, project
@@ -63,6 +64,11 @@ def normal(rng: np.random.Generator, scale: float) -> Callable[[tuple[int, ...]]
     return lambda shape: rng.standard_normal(shape, np.float32) * np.float32(scale)
 
 
+def rounded(rng: np.random.Generator) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """What q8 leaves of normal numbers."""
+    return lambda shape: q8(rng.standard_normal(shape, np.float32), 128)
+
+
 def codes(rng: np.random.Generator, low: int, high: int) -> Callable[[tuple[int, ...]], np.ndarray]:
     return lambda shape: rng.integers(low, high, shape, np.uint8)
 
@@ -80,7 +86,8 @@ def copies(nbytes: int) -> int:
 
 def projections(tokens: int, new: New, rng: np.random.Generator) -> Iterator[Case]:
     for name, (n, k, groups, packed, kind) in PROJECTIONS.items():
-        x = new((tokens, groups * k), bfloat16, normal(rng, 1))
+        rounds = packed and groups == 1
+        x = new((tokens, groups * k), bfloat16, rounded(rng) if rounds else normal(rng, 1))
         out = new((tokens, n), kind, None)
         args = []
         for _ in range(copies(n * k * (1 if packed else 2))):
@@ -89,13 +96,21 @@ def projections(tokens: int, new: New, rng: np.random.Generator) -> Iterator[Cas
             )
             scales = new((-(-n // 128), k // 128), uint8, codes(rng, 118, 121)) if packed else None
             args.append(
-                {"out": out, "x": x, "weight": weight, "scales": scales, "groups": groups, "quantized": False}
+                {
+                    "out": out,
+                    "x": x,
+                    "weight": weight,
+                    "scales": scales,
+                    "groups": groups,
+                    "rounded_x": rounds,
+                }
+                | {"quantized": False}
             )
         yield Case(name, project, args)
 
 
 def shared_gate(tokens: int, new: New, rng: np.random.Generator) -> Iterator[Case]:
-    x, out = new((tokens, WIDTH), bfloat16, normal(rng, 1)), new((tokens, INTER), bfloat16, None)
+    x, out = new((tokens, WIDTH), bfloat16, rounded(rng)), new((tokens, INTER), bfloat16, None)
     args = []
     for _ in range(copies(2 * INTER * WIDTH)):
         weight = new((2 * INTER, WIDTH), float8_e4m3fn, float8(rng))
@@ -156,7 +171,7 @@ def mixtures(tokens: int, new: New, rng: np.random.Generator, packed: bool) -> I
             )
     fixed: dict[str, Any] = {
         "out": new((tokens, WIDTH), bfloat16, None),
-        "x": new((tokens, WIDTH), bfloat16, normal(rng, 1)),
+        "x": new((tokens, WIDTH), bfloat16, rounded(rng)),
         "shared": new((tokens, WIDTH), bfloat16, normal(rng, 1)),
         "expert_weights": new((tokens, CHOSEN), float32, lambda shape: rng.uniform(0.1, 0.4, shape)),
         "limit": 10.0, "quantized": True,
@@ -249,10 +264,14 @@ def measure(
     return entries
 
 
-TILES = [
-    (64, 16, 4, 4), (64, 16, 4, 5), (128, 16, 4, 3), (128, 16, 4, 4), (128, 16, 4, 5), (128, 16, 8, 4), (64, 32, 4, 4),
+TILES: list[tuple[Any, ...]] = [
+    (64, 16, 4, 4), (128, 16, 4, 4), (64, 16, 4, 3, "coded_product", 2), (64, 16, 4, 4, "coded_product", 2),
+    (64, 16, 4, 4, "coded_product"), (128, 16, 4, 3, "coded_product", 2), (128, 32, 8, 4, "fp4_product"),
 ]  # fmt: skip
-WIDE_TILES = [(128, 64, 8, 3), (128, 128, 4, 3), (128, 128, 8, 4), (256, 128, 8, 3), (256, 128, 16, 4)]
+WIDE_TILES: list[tuple[Any, ...]] = [
+    (128, 64, 8, 3), (128, 128, 4, 3), (128, 32, 8, 4, "fp4_product"), (128, 64, 8, 4, "fp4_product"),
+    (128, 128, 8, 4, "fp4_product"), (64, 64, 4, 3, "coded_product", 2), (64, 128, 4, 3, "coded_product"),
+]  # fmt: skip
 
 
 def tiles(meter: DeviceMeter, tokens: int) -> Iterator[Any]:

@@ -17,6 +17,7 @@ import pytest
 from openinfer.kernels import ContractError, NullPack, Store, Target
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.deepseek_v4 import mixture
+from openinfer.recipes.deepseek_v4.formats import q8
 from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
@@ -55,11 +56,14 @@ def mixture_of(
     ids = np.stack([rng.permutation(count - 1)[:chosen] for _ in range(tokens)]).astype(np.int32)
     ids[rng.integers(tokens)] = -1
     ids[0, 0] = -1
+    x = rng.standard_normal((tokens, width), np.float32)
+    if quantized:
+        x = q8(x, 128)
     gate_up, gate_up_scales = packed(rng, (count, 2 * inter, width), kind)
     down, down_scales = packed(rng, (count, width, inter), kind)
     return {
         "out": np.full((tokens, width), np.nan, bfloat16),
-        "x": rng.standard_normal((tokens, width)).astype(bfloat16),
+        "x": x.astype(bfloat16),
         "shared": (0.1 * rng.standard_normal((tokens, width))).astype(bfloat16),
         "expert_ids": ids,
         "expert_weights": rng.uniform(0.2, 1, ids.shape).astype(float32),
@@ -71,6 +75,10 @@ def mixture_of(
         "quantized": quantized,
     }
 
+
+ROUNDED = 8e-3
+"""The error where hidden values are rounded by q8: sums that differ in their last bits, as those of codes do on Hopper
+(some 14 bits), now and then change a code of 4 bits."""
 
 KINDS = {"bf16": mixture.BF16, "float8": mixture.FLOAT8, "fp4": mixture.FP4}
 COUNTS = {"one": (1, 2, 4), "few": (7, 2, 4), "middle": (40, 2, 4), "many": (80, 2, 3), "most": (140, 2, 3)}
@@ -89,7 +97,7 @@ COUNTS = {"one": (1, 2, 4), "few": (7, 2, 4), "middle": (40, 2, 4), "many": (80,
 def test_experts(run_both: Both, rng: np.random.Generator, kind: str, count: str, quantized: bool) -> None:
     args = mixture_of(rng, *COUNTS[count], KINDS[kind], quantized=quantized)
     got, want = run_both(experts, args)
-    assert error(got["out"], want["out"]) < 4e-3
+    assert error(got["out"], want["out"]) < (ROUNDED if quantized else 4e-3)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +115,9 @@ def test_experts_notice(reference: Run, rng: np.random.Generator, name: str) -> 
         new = np.roll(old, 1, axis=1)
     else:
         new = old.copy()
-        new[:, 17] ^= 1  # of a row of 256 or fewer
+        new[:, 17] ^= 2  # of a row of 256 or fewer
     want, other = reference(experts, args), reference(experts, args | {name: new})
-    assert error(want["out"], other["out"]) > 6e-3
+    assert error(want["out"], other["out"]) > ROUNDED + 1e-3
 
 
 def test_kernels_before_hopper(run_both: Both, rng: np.random.Generator) -> None:
@@ -122,12 +130,12 @@ def test_kernels_before_hopper(run_both: Both, rng: np.random.Generator) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fp4", "float8"])
-@pytest.mark.parametrize("tokens", [1, 40, 300, 500])
+@pytest.mark.parametrize("tokens", [1, 20, 40, 80, 200])
 def test_published_shapes(
     on_gpu: Run, reference: Run, rng: np.random.Generator, kind: str, tokens: int
 ) -> None:
-    args = mixture_of(rng, tokens, 3, 8, KINDS[kind], quantized=True, width=4096, inter=2048)
-    assert error(on_gpu(experts, args)["out"], reference(experts, args)["out"]) < 4e-3
+    args = mixture_of(rng, tokens, 2, 4, KINDS[kind], quantized=True, width=4096, inter=2048)
+    assert error(on_gpu(experts, args)["out"], reference(experts, args)["out"]) < ROUNDED
 
 
 @pytest.mark.slow
@@ -136,7 +144,7 @@ def test_kernels_of_published_shapes_compile(tmp_path: Path, kind: str) -> None:
     """They fit the shared memory of a block. V4-Flash and V4-Pro."""
     pack, store = NullPack(Target(90, 132)), Store(90, tmp_path, folders=[])
     for width, inter, count in ((4096, 2048, 256), (7168, 3072, 384)):
-        for tokens in (1, 32, 128, 2048, 4096):
+        for tokens in (1, 32, 128, 1024, 2048, 4096):
             experts(pack, **null_call(tokens, width, inter, count, kind))
     store.prepare(pack.specs())
     assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(90)

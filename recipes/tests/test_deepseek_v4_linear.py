@@ -15,6 +15,7 @@ import pytest
 
 from openinfer.kernels import Target
 from openinfer.recipes.deepseek_v4 import mixture
+from openinfer.recipes.deepseek_v4.formats import q8
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, norm_rows, project
 from openinfer.recipes.deepseek_v4.ops.route import route
@@ -192,16 +193,21 @@ def layer(
     kind: str,
     groups: int = 1,
     *,
+    rounded: bool = False,
     quantized: bool = False,
 ) -> dict[str, Any]:
     """Arguments of `project`; x is columns of something wider."""
     weight, scales = packed(rng, (n, k), KINDS[kind])
+    wide = rng.standard_normal((tokens, groups * k + 64), np.float32)
+    if rounded:
+        wide[:, : groups * k] = q8(wide[:, : groups * k], 128)
     return {
         "out": np.full((tokens, n), np.nan, bfloat16),
-        "x": rng.standard_normal((tokens, groups * k + 64)).astype(bfloat16)[:, : groups * k],
+        "x": wide.astype(bfloat16)[:, : groups * k],
         "weight": weight,
         "scales": scales,
         "groups": groups,
+        "rounded_x": rounded,
         "quantized": quantized,
     }
 
@@ -230,6 +236,20 @@ def test_project(
     if args["scales"] is not None:
         other = reference(project, wide | {"scales": args["scales"] + np.uint8(1)})
         assert error(other["out"], want["out"]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"), [(1, 144, 512), (20, 256, 128), (70, 128, 256), (3, 64, 4224), (600, 64, 128)]
+)
+def test_project_of_codes(
+    reference: Run, run_both: Both, rng: np.random.Generator, tokens: int, n: int, k: int
+) -> None:
+    """Columns are shared among programs as far as they go round; Hopper's sums of codes have some 14 bits."""
+    args = layer(rng, tokens, n, k, "float8", rounded=True) | {"out": np.full((tokens, n), np.nan, float32)}
+    got, want = run_both(project, args)
+    assert error(got["out"], want["out"]) < 3e-4
+    other = reference(project, args | {"scales": args["scales"] + np.uint8(1)})
+    assert error(other["out"], want["out"]) > 0.1
 
 
 @pytest.mark.parametrize("tokens", [2, 70])
@@ -261,9 +281,10 @@ def test_gate_up_clamped(
     reference: Run, run_both: Both, rng: np.random.Generator, kind: str, tokens: int, quantized: bool
 ) -> None:
     weight, scales = packed(rng, (256, 128), KINDS[kind])
+    x = rng.standard_normal((tokens, 128), np.float32)
     args = {
         "out": np.full((tokens, 128), np.nan, bfloat16),
-        "x": rng.standard_normal((tokens, 128)).astype(bfloat16),
+        "x": (q8(x, 128) if quantized else x).astype(bfloat16),
         "weight": weight,
         "scales": scales,
         "limit": LIMIT,
@@ -297,10 +318,18 @@ def test_norm_rows(reference: Run, run_both: Both, rng: np.random.Generator, qua
     ("n", "k", "groups"), [(1536, 4096, 1), (32768, 1024, 1), (8192, 4096, 8), (4096, 8192, 1)]
 )
 @pytest.mark.parametrize("tokens", [1, 33, 128, 600])
+@pytest.mark.parametrize("rounded", [False, True])
 def test_projections_of_published_shape(
-    on_gpu: Run, reference: Run, rng: np.random.Generator, tokens: int, n: int, k: int, groups: int
+    on_gpu: Run,
+    reference: Run,
+    rng: np.random.Generator,
+    tokens: int,
+    n: int,
+    k: int,
+    groups: int,
+    rounded: bool,
 ) -> None:
-    args = layer(rng, tokens, n, k, "float8", groups)
+    args = layer(rng, tokens, n, k, "float8", groups, rounded=rounded)
     assert error(on_gpu(project, args)["out"], reference(project, args)["out"]) < 3e-3
 
 

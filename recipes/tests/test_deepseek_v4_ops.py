@@ -412,11 +412,11 @@ def test_projections_in_groups() -> None:
     rng = np.random.default_rng(10)
     x, weight = normal(rng, 5, 2 * 64), normal(rng, 128, 64)
     out = np.empty((5, 128), F)
-    run(project, out=out, x=x, weight=weight, scales=None, groups=2, quantized=False)
+    run(project, out=out, x=x, weight=weight, scales=None, groups=2, rounded_x=False, quantized=False)
     expected = np.concatenate([x[:, :64] @ weight[:64].T, x[:, 64:] @ weight[64:].T], axis=1)
     assert np.abs(out - expected).max() < 1e-4
     rounded_out = np.empty((5, 128), F)
-    run(project, out=rounded_out, x=x, weight=weight, scales=None, groups=2, quantized=True)
+    run(project, out=rounded_out, x=x, weight=weight, scales=None, groups=2, rounded_x=False, quantized=True)
     np.testing.assert_array_equal(rounded_out, formats.q8(out, 128))
     with pytest.raises(ContractError, match="3 groups"):
-        run(project, out=out, x=x, weight=weight, scales=None, groups=3, quantized=False)
+        run(project, out=out, x=x, weight=weight, scales=None, groups=3, rounded_x=False, quantized=False)

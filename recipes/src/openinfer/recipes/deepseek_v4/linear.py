@@ -4,20 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from openinfer.kernels import Command, ContractError, Launch, Scratch, Target, launch
 from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
 from openinfer.kernels.products import matmul
 from openinfer.kernels.tuning import choose, depth, rule, shared_bytes
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.linear"
 
-FEW, FEW_PACKED, FEW_IN_GROUPS = 64, 128, 512
+FEW, FEW_PACKED, FEW_IN_GROUPS, FEW_CODED = 64, 128, 512, 512
 """Up to so many tokens reading the weights is all there is; packed weights, and groups of them, are read several times
 before making them bf16, or a product for each group, pays."""
 
 ROWS, WARPS = 64, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of float8 weights and tokens at a time, and how many programs share the columns."""
+
+    rows: int
+    bm: int
+    split: int
+    warps: int
+    stages: int
+
+
+def takes_codes(target: Target) -> bool:
+    """Whether products of values that q8 gave are of float8 codes: on Hopper, whose tensor cores multiply them at twice
+    the rate of bf16, without anything to unpack."""
+    return target.arch == 90 and not target.batch_invariant
+
+
+def tile(target: Target, tokens: int, n: int, k: int) -> Tile:
+    """The tile for a float8 weight [n, k], as measured on an H200 for V4-Flash's: programs share the columns as long as
+    each has eight blocks of them and they fill the GPU a few times, or four and less than that."""
+    bm = min(64, max(16, power_of_two(tokens)))
+    rows = 2 * ROWS if n >= 2 * ROWS * target.num_sms or tokens > 256 else ROWS
+    programs, blocks, split = -(-n // rows) * -(-tokens // bm), k // 128, 1
+    few, many = (2.0, 4.0) if bm == 16 else (1.5, 2.0)
+    while blocks >= 8 * split:
+        if programs * split * 2 > (many if blocks >= 16 * split else few) * target.num_sms:
+            break
+        split *= 2
+    return Tile(rows, bm, split, WARPS, 3 if rows > ROWS else 4)
 
 
 def expect_bf16(x: Tensor) -> None:
@@ -40,10 +72,21 @@ def projection(
     scales: Tensor | None,
     *,
     groups: int = 1,
+    rounded: bool = False,
 ) -> Iterator[Command]:
     """out [T, N] = x @ weight^T in `groups` (ops.project.project); with groups `out` is a tensor."""
     expect_bf16(x)
     tokens, (n, k) = x.shape[0], weight.shape
+    if (
+        scales is not None
+        and rounded
+        and groups == 1
+        and tokens <= FEW_CODED
+        and takes_codes(target)
+        and k % 128 == 0
+    ):
+        yield from _coded(target, out, x, weight, scales, tile(target, tokens, n, k))
+        return
     few = FEW_IN_GROUPS if groups > 1 else FEW if scales is None else FEW_PACKED
     if tokens <= few or target.arch < 90 or target.batch_invariant:
         if scales is not None and k % 64:
@@ -117,6 +160,45 @@ def _few(
     stages = min(5 if bm <= 32 else 4, (shared_bytes(target.arch) - 1024) // turn)
     grid = (columns, split, tiles)
     return launch(_DEVICE, "project_few", grid, args, constants, num_warps=WARPS, num_stages=stages)
+
+
+def _coded(
+    target: Target, out: Tensor | Scratch, x: Tensor, weight: Tensor, scales: Tensor, tile: Tile
+) -> Iterator[Launch]:
+    """out [T, N] = x @ weight^T, of float8 codes: x is what q8 gave."""
+    (tokens, n), k = out.shape, weight.shape[1]
+    padded = -(-tokens // tile.bm) * tile.bm
+    codes, x_scales = Scratch((tokens, k), float8_e4m3fn), Scratch((k // 128, padded), float32)
+    blocks = min(8, power_of_two(k // 128))
+    args: dict[str, Arg] = {
+        "codes": codes,
+        "scales": x_scales,
+        "x": x,
+        "width": Aligned(k),
+        "x_stride": aligned(x.strides[0]),
+        "TOKENS": Aligned(padded),
+    }
+    yield launch(_DEVICE, "code_rows", (tokens, -(-k // (128 * blocks))), args, {"BLOCKS": blocks})
+    columns, tiles, split = -(-n // tile.rows), -(-tokens // tile.bm), tile.split
+    args = {
+        "out": out,
+        "x": codes,
+        "x_scales": x_scales,
+        "weight": weight,
+        "scales": scales,
+        "partial": Scratch((split, tokens, n) if split > 1 else (1,), float32),
+        "counter": Scratch((columns * tiles if split > 1 else 1,), int32, zeroed=True),
+        "M": tokens,
+        "N": Aligned(n),
+        "K": Aligned(k),
+        "K_BLOCKS": k // 128,
+        "TOKENS": Aligned(padded),
+    }
+    constants = {"BM": tile.bm, "ROWS": tile.rows, "SPLIT": split}
+    grid = (columns, split, tiles)
+    yield launch(
+        _DEVICE, "project_codes", grid, args, constants, num_warps=tile.warps, num_stages=tile.stages
+    )
 
 
 def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, first: int) -> Launch:

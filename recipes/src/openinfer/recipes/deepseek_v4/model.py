@@ -155,6 +155,7 @@ class Model:
             weight=out_a.weight,
             scales=out_a.scales,
             groups=c.local_groups,
+            rounded_x=False,
             quantized=self.quantized,
         )
         self._project(pack, b.y[:t], groups, out_b)
@@ -260,7 +261,12 @@ class Model:
         )
 
     def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear) -> None:
-        project(pack, out=out, x=x, weight=linear.weight, scales=linear.scales, groups=1, quantized=False)
+        """Packed weights are for inputs that are rounded where the model rounds."""
+        rounded = self.quantized and linear.scales is not None
+        weight, scales = linear.weight, linear.scales
+        project(
+            pack, out=out, x=x, weight=weight, scales=scales, groups=1, rounded_x=rounded, quantized=False
+        )
 
     def head(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
         """local_logits = of the streams in `last`."""

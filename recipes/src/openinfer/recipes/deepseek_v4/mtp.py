@@ -65,4 +65,9 @@ class Further:
         norm_rows(pack, out=out, x=x, norm_weight=weight, eps=eps, quantized=quantized)
 
     def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear) -> None:
-        project(pack, out=out, x=x, weight=linear.weight, scales=linear.scales, groups=1, quantized=False)
+        """Packed weights are for inputs that are rounded where the model rounds."""
+        rounded = self.model.quantized and linear.scales is not None
+        weight, scales = linear.weight, linear.scales
+        project(
+            pack, out=out, x=x, weight=weight, scales=scales, groups=1, rounded_x=rounded, quantized=False
+        )

@@ -13,31 +13,56 @@ import triton.language as tl
 
 from openinfer.kernels.device.experts import sort_expert, tile_of
 from openinfer.recipes.deepseek_v4.device.formats import (
+    code_order,
+    e8m0,
     float8_operand,
+    fp4_codes,
     fp4_operand,
     operand_row,
     packed_order,
     q8,
+    q8_codes,
 )
 
 BF16 = tl.constexpr(0)
 FLOAT8 = tl.constexpr(1)
 FP4 = tl.constexpr(2)
+FP4_SHIFT = tl.constexpr(2.0**-12)
+"""By how much fp4_codes is too large."""
+
+
+@triton.jit
+def arrange(out, scales, number, value, numbers, K_BLOCKS, STRIDE, KIND: tl.constexpr, CODES: tl.constexpr):
+    """Write values [B, 128], of which the first is the number-th of `numbers`, as the products read them. CODES: as
+    e4m3 codes with a scale for each 128, scales [K_BLOCKS, STRIDE], in the order of code_order for FP4; else in the
+    order of packed_column, but for BF16."""
+    row = tl.arange(0, value.shape[0])
+    place = number + row[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if CODES:
+        value, scale = q8_codes(value.to(tl.float32))
+        if KIND == FP4:
+            value = code_order(value)
+        block = (number // 128 + row)[:, None]
+        of_scales = scales + block % K_BLOCKS * STRIDE + block // K_BLOCKS
+        tl.store(of_scales, scale, mask=block * 128 < numbers)
+    elif KIND != BF16:
+        value = packed_order(value, KIND == FP4)
+    tl.store(out + place, value, mask=place < numbers)
 
 
 @triton.jit
 def sort_pairs(
-    order, starts, arranged, expert_ids, x, pairs, numbers, EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
-    COPY: tl.constexpr, KIND: tl.constexpr,
+    order, starts, arranged, scales, expert_ids, x, pairs, numbers, K_BLOCKS, STRIDE, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr, COPY: tl.constexpr, KIND: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Programs 0 to EXPERTS: sort_expert. The programs after these write x, COPY of its `numbers` each, to `arranged`,
-    with the columns of each 128 in the order of packed_column."""
+    """Programs 0 to EXPERTS: sort_expert. The programs after these write x, COPY of its `numbers` each, to `arranged`
+    and `scales`, as `arrange` does."""
     expert = tl.program_id(0)
     if expert > EXPERTS:
-        row = tl.arange(0, COPY // 128)[:, None]
-        number = (expert - EXPERTS - 1).to(tl.int64) * COPY + row * 128 + tl.arange(0, 128)[None, :]
+        first = (expert - EXPERTS - 1).to(tl.int64) * COPY
+        number = first + tl.arange(0, COPY // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
         value = tl.load(x + number, mask=number < numbers, other=0.0)
-        tl.store(arranged + number, packed_order(value, KIND == FP4), mask=number < numbers)
+        arrange(arranged, scales, first, value, numbers, K_BLOCKS, STRIDE, KIND, CODES)
     else:
         sort_expert(order, starts, expert_ids, expert, EXPERTS, pairs, BLOCK)
 
@@ -108,30 +133,121 @@ def experts_product(
 
 
 @triton.jit
+def _add_fp4(
+    acc, of_x, of_x_scales, used, of_words, of_scales, K_BLOCKS, STRIDE, TURN: tl.constexpr, PAIRS: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """acc + the products of coded_product with FP4. Scales of x are read a turn ahead: they do not come by the queue of
+    copies, and would be waited for."""
+    ROWS: tl.constexpr = acc.shape[0]
+    scale = tl.load(of_x_scales)
+    scale_after = tl.load(of_x_scales + (TURN - 1) * STRIDE)
+    for k in range(0, K_BLOCKS, TURN):
+        ahead = tl.minimum(k + TURN, K_BLOCKS - TURN)
+        next_scale = tl.load(of_x_scales + ahead * STRIDE)
+        exponents = tl.load(of_scales + k * 4)
+        words = tl.load(of_words + k * 16)
+        value = tl.load(of_x + k * 128, mask=used, other=0.0)
+        if TURN == 1:
+            acc += tl.dot(fp4_codes(words, exponents, PAIRS, WARPS), value) * scale[None, :]
+        else:
+            next_after = tl.load(of_x_scales + (ahead + 1) * STRIDE)
+            exponents, after = tl.split(tl.permute(tl.reshape(exponents, (ROWS, 2, 4)), (0, 2, 1)))
+            words_after = tl.load(of_words + k * 16 + 16)
+            value_after = tl.load(of_x + k * 128 + 128, mask=used, other=0.0)
+            acc += tl.dot(fp4_codes(words, exponents, PAIRS, WARPS), value) * scale[None, :]
+            acc += tl.dot(fp4_codes(words_after, after, PAIRS, WARPS), value_after) * scale_after[None, :]
+            scale_after = next_after
+        scale = next_scale
+    return acc * FP4_SHIFT
+
+
+@triton.jit
+def _add_float8(acc, of_x, of_x_scales, used, of_weight, of_blocks, K_BLOCKS, STRIDE):
+    """acc + the products of coded_product with float8 weights; scales as in _add_fp4."""
+    scale = tl.load(of_x_scales) * e8m0(tl.load(of_blocks))
+    for k in range(K_BLOCKS):
+        ahead = tl.minimum(k + 1, K_BLOCKS - 1)
+        next_scale = tl.load(of_x_scales + ahead * STRIDE)
+        next_block = tl.load(of_blocks + ahead)
+        value = tl.load(of_x + k * 128, mask=used, other=0.0)
+        acc += tl.dot(tl.load(of_weight + k * 128), value) * scale[None, :]
+        scale = next_scale * e8m0(next_block)
+    return acc
+
+
+@triton.jit
+def coded_product(
+    out, x, x_scales, weight, scales, order, starts, N, K, K_WORDS, K_BLOCKS, STRIDE,
+    CHOSEN: tl.constexpr, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
+    WARPS: tl.constexpr, KIND: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr, FEW: tl.constexpr,
+    TURN: tl.constexpr,
+):  # fmt: skip
+    """experts_product of float8 codes: x e4m3 with x_scales float32 [K_BLOCKS, STRIDE], a scale for each 128 columns
+    of a token or place; what is after the last place is read, but not used.
+
+    FLOAT8 weights are e4m3 [EXPERTS, N, K], FP4 scales uint8 [EXPERTS, N, 4 K_BLOCKS] (a block below 2^-25 counts as
+    zero, fp4_codes). TURN: 1, or of FP4 2 blocks of 128 columns at a time, then K_BLOCKS is even. The tensor cores
+    add up float8 products with some 14 bits, so each block of 128 columns is a sum of its own, scaled and added in
+    float32.
+    """
+    expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
+    if begin >= end:
+        return
+    on = tl.program_id(0) * ROWS
+    place = begin + tl.arange(0, BM)
+    inside = place < end
+    pair = tl.load(order + place, mask=inside, other=0)
+    source = tl.where(inside, place, begin)
+    of_x_scales = x_scales + place
+    if FIRST:
+        source = pair // CHOSEN
+        of_x_scales = x_scales + source
+    of_x = x + source.to(tl.int64)[None, :] * K + tl.arange(0, 128)[:, None]
+    used = inside[None, :]
+    acc = tl.zeros((ROWS, BM), tl.float32)
+    if KIND == FP4:
+        row = expert.to(tl.int64) * N + on + operand_row(tl.arange(0, ROWS), WARPS)
+        of_words = weight + row[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
+        of_scales = scales + row[:, None] * (K_BLOCKS * 4) + tl.arange(0, 4 * TURN)[None, :]
+        acc = _add_fp4(
+            acc, of_x, of_x_scales, used, of_words, of_scales, K_BLOCKS, STRIDE, TURN, PAIRS, WARPS
+        )
+    else:
+        row = expert.to(tl.int64) * N + on + tl.arange(0, ROWS)
+        of_weight = weight + row[:, None] * K + tl.arange(0, 128)[None, :]
+        of_blocks = scales + (expert * (N // 128) + on // 128) * K_BLOCKS
+        acc = _add_float8(acc, of_x, of_x_scales, used, of_weight, of_blocks, K_BLOCKS, STRIDE)
+    target = place
+    if not FIRST:
+        target = pair
+    to = out + target.to(tl.int64)[None, :] * N + (on + tl.arange(0, ROWS))[:, None]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[None, :])
+
+
+@triton.jit
 def activate(
-    hidden, both, order, starts, expert_weights, limit, width,
+    hidden, scales, both, order, starts, expert_weights, limit, width, STRIDE,
     EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, QUANTIZED: tl.constexpr,
+    CODES: tl.constexpr,
 ):  # fmt: skip
     """hidden[place] = silu(min(g, limit)) * clamp(u, -limit, limit) * the pair's weight, with both[place] = [g, u] of
-    `width` columns each, BLOCKS * 128 columns a program, in the order of packed_column, but for BF16.
+    `width` columns each, BLOCKS * 128 columns a program, written as `arrange` does.
     Grid (pairs, cdiv(width, BLOCKS * 128))."""
     place = tl.program_id(0)
     if place >= tl.load(starts + EXPERTS):
         return
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    first = tl.program_id(1) * BLOCKS * 128
+    column = first + tl.arange(0, BLOCKS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < width
     row = place.to(tl.int64) * width
     gate = tl.load(both + 2 * row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + 2 * row + width + column, mask=inside, other=0.0).to(tl.float32)
     value = clamped_product(gate, up, limit) * tl.load(expert_weights + tl.load(order + place))
-    dtype = hidden.dtype.element_ty
-    value = value.to(dtype)
-    if QUANTIZED:
-        value = q8(value.to(tl.float32)).to(dtype)
-    if KIND != BF16:
-        value = packed_order(value, KIND == FP4)
-    tl.store(hidden + row + column, value, mask=inside)
+    value = value.to(both.dtype.element_ty)
+    if QUANTIZED and not CODES:
+        value = q8(value.to(tl.float32)).to(both.dtype.element_ty)
+    arrange(hidden, scales, row + first, value, row + width, width // 128, STRIDE, KIND, CODES)
 
 
 @triton.jit
@@ -145,8 +261,8 @@ def clamped_product(gate, up, limit):
 
 @triton.jit
 def add_chosen(out, shared, results, expert_ids, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    """out[t] = the sum of a token's results [pairs, width], in the order of its choices, and shared[t]; results of no
-    expert are not read. Grid (T, cdiv(width, BLOCK))."""
+    """out[t] = the sum of a token's results [pairs, width], in the order of its choices, and
+    shared[t]; results of no expert are not read. Grid (T, cdiv(width, BLOCK))."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

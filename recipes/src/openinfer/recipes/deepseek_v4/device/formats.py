@@ -39,13 +39,89 @@ def e8m0(byte):
 
 
 @triton.jit
-def q8(value):
-    """Float32 [..., 128] rounded to e4m3, a row with one scale of 2^ceil(log2(max / 448)); 448 = 1.75 * 2^8."""
+def q8_codes(value):
+    """Float32 [..., 128] as e4m3 codes, a row with one scale [..., 1] of 2^ceil(log2(max / 448)); 448 = 1.75 * 2^8."""
     largest = tl.maximum(tl.max(tl.abs(value), len(value.shape) - 1, keep_dims=True), 1e-4)
     exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
     shrink = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scale = (exponent << 23).to(tl.float32, bitcast=True)
-    return (value * shrink).to(tl.float8e4nv).to(tl.float32) * scale
+    return (value * shrink).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def q8(value):
+    """Float32 [..., 128] rounded by q8_codes."""
+    codes, scale = q8_codes(value)
+    return codes.to(tl.float32) * scale
+
+
+CODES = tl.constexpr("""{
+.reg .b32 a;
+prmt.b32 a, $1, $5, $9; lop3.b32 $0, a, $13, 0x80808080, 0xF8;
+}""")
+"""Four bytes, chosen from the eight of two words by four numbers of three bits, with the signs of four more."""
+
+
+@triton.jit
+def code_order(value):
+    """value [B, 128] with its columns in the order of fp4_codes: place 32j + 16h + 4c + i is column 32c + 8j + 4h + i,
+    nibble 4h + i of word 4c + j."""
+    count: tl.constexpr = value.shape[0]
+    value = tl.permute(tl.reshape(value, [count, 4, 4, 2, 4]), [0, 2, 3, 1, 4])
+    return tl.reshape(value, [count, 128])
+
+
+@triton.jit
+def _chosen(low, high, select, sign, PAIRS: tl.constexpr):
+    """Float8 [R, 16, 4] from int32 [R, 16] each: as CODES."""
+    shape: tl.constexpr = (low.shape[0], 16, 4)
+    low, high = tl.broadcast_to(low[:, :, None], shape), tl.broadcast_to(high[:, :, None], shape)
+    select, sign = tl.broadcast_to(select[:, :, None], shape), tl.broadcast_to(sign[:, :, None], shape)
+    byte = tl.broadcast_to(tl.arange(0, 4)[None, None, :], shape)
+    if PAIRS:  # `byte` is not read: it keeps the compiler from doing this before the broadcast
+        return tl.inline_asm_elementwise(
+            CODES, "=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", [low, high, select, sign, byte],
+            dtype=tl.float8e5, is_pure=True, pack=4,
+        )  # fmt: skip
+    place = (select >> (4 * byte)) & 7
+    code = (tl.where(place < 4, low, high) >> (8 * (place & 3))) & 127
+    return (code | ((sign >> (8 * byte)) & 128)).to(tl.uint8).to(tl.float8e5, bitcast=True)
+
+
+@triton.jit
+def _bytes(a, b, ORDER: tl.constexpr, PAIRS: tl.constexpr):
+    """Of int32 words the bytes a0 b0 a1 b1 (ORDER 0x5140) or a2 b2 a3 b3 (0x7362)."""
+    if PAIRS:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", [a, b, ORDER], dtype=tl.int32, is_pure=True, pack=1
+        )
+    if ORDER == 0x7362:
+        a, b = a >> 16, b >> 16
+    return (a & 255) | ((b & 255) << 8) | ((a & 0xFF00) << 8) | ((b & 0xFF00) << 16)
+
+
+@triton.jit
+def fp4_codes(words, exponents, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """128 columns of FP4 as a left operand [ROWS, 128] of e5m2, in the order of code_order; times 2^12 (FP4_SHIFT).
+
+    words int32 [ROWS, 16], of rows in the order of operand_row; exponents uint8 [ROWS, 4]: E8M0 bytes up to 128; a
+    block whose byte is below 102 counts as zero. A number without its sign is one of eight bytes, which are those of
+    scale 2^-12 with the exponent added: no byte overflows, and all are normal numbers.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    scale = exponents.to(tl.int32)
+    used = scale >= 102
+    low = tl.where(used, scale * 0x04040400 + 0x706E6C00, 0)  # 0, 0.5, 1, 1.5
+    high = tl.where(used, scale * 0x04040404 + 0x78767474, 0)  # 2, 3, 4, 6
+    low = tl.reshape(tl.broadcast_to(low[:, :, None], (ROWS, 4, 4)), (ROWS, 16))
+    high = tl.reshape(tl.broadcast_to(high[:, :, None], (ROWS, 4, 4)), (ROWS, 16))
+    select, left = words & 0x77777777, words << 4
+    x = tl.join(
+        _chosen(low, high, select, _bytes(left, words, 0x5140, PAIRS), PAIRS),
+        _chosen(low, high, select >> 16, _bytes(left, words, 0x7362, PAIRS), PAIRS),
+    )  # [row, word, i, h]
+    x = tl.reshape(x, [ROWS // (16 * WARPS), 2, WARPS, 8, 4, 4, 4, 2])
+    return tl.reshape(tl.permute(x, [0, 2, 1, 3, 5, 7, 4, 6]), [ROWS, 128])
 
 
 @triton.jit

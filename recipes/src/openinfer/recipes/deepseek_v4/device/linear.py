@@ -11,6 +11,7 @@ from openinfer.recipes.deepseek_v4.device.formats import (
     operand_row,
     packed_column,
     q8,
+    q8_codes,
 )
 
 
@@ -68,22 +69,76 @@ def project_few(
         for k in range(first, last):
             value = tl.load(of_x + k * BK, mask=used, other=0.0)
             acc = tl.dot(tl.load(of_weight + k * BK), value, acc)
+    _sum(out, partial, counter, acc, on, token, n, M, N, GROUP_ROWS, ROWS, SPLIT)
+
+
+@triton.jit
+def _sum(out, partial, counter, acc, on, token, n, M, N, GROUP_ROWS, ROWS: tl.constexpr, SPLIT: tl.constexpr):
+    """Store acc [ROWS, tokens], of a group's rows `on` and up; or this program's part of it, which the last of SPLIT
+    programs adds up. partial, counter and grid as in project_few."""
     row = on + tl.arange(0, ROWS)
     if SPLIT == 1:
         _finish(out, acc, row, token, n, M, N, GROUP_ROWS)
     else:
         size = M.to(tl.int64) * N
-        inside = (row < GROUP_ROWS)[:, None] & used
+        inside = (row < GROUP_ROWS)[:, None] & (token < M)[None, :]
         place = partial + token.to(tl.int64)[None, :] * N + (n + row)[:, None]
-        tl.store(place + part * size, acc, mask=inside)
+        tl.store(place + tl.program_id(1) * size, acc, mask=inside)
         tl.debug_barrier()  # every thread's part is written before one of them says so
         ours = counter + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(ours, 1, sem="acq_rel") == SPLIT - 1:
-            acc = tl.zeros((ROWS, BM), tl.float32)
+            acc = tl.zeros(acc.shape, tl.float32)
             for s in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
                 acc += tl.load(place + s * size, mask=inside, other=0.0, cache_modifier=".cg")
             _finish(out, acc, row, token, n, M, N, GROUP_ROWS)
             tl.store(ours, 0)
+
+
+@triton.jit
+def project_codes(
+    out, x, x_scales, weight, scales, partial, counter, M, N, K, K_BLOCKS, TOKENS,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = x @ weight^T of e4m3 codes: x [M, K] with float32 x_scales [K_BLOCKS, TOKENS], weight [N, K] with
+    uint8 scales [cdiv(N, 128), K_BLOCKS] (E8M0); K = 128 K_BLOCKS, TOKENS is M rounded up to a multiple of BM, and
+    ROWS divides 128. The tensor cores add up float8 products with some 14 bits, so each block of 128 columns is a sum
+    of its own, scaled and added in float32. Otherwise as project_few. Grid (cdiv(N, ROWS), SPLIT, cdiv(M, BM))."""
+    token = tl.program_id(2) * BM + tl.arange(0, BM)
+    on = tl.program_id(0) * ROWS
+    used = (token < M)[None, :]
+    column = tl.arange(0, 128)
+    of_x = x + token.to(tl.int64)[None, :] * K + column[:, None]
+    of_x_scales = x_scales + token
+    row = tl.minimum(on + tl.arange(0, ROWS), N - 1)
+    of_weight = weight + row.to(tl.int64)[:, None] * K + column[None, :]
+    of_blocks = scales + on // 128 * K_BLOCKS
+    steps = tl.cdiv(K_BLOCKS, SPLIT)
+    first = tl.program_id(1) * steps
+    acc = tl.zeros((ROWS, BM), tl.float32)
+    last = tl.minimum(first + steps, K_BLOCKS)
+    scale = tl.load(of_x_scales + tl.minimum(first, K_BLOCKS - 1) * TOKENS)
+    scale *= e8m0(tl.load(of_blocks + tl.minimum(first, K_BLOCKS - 1)))
+    for k in range(first, last):
+        ahead = tl.minimum(k + 1, last - 1)
+        next_scale, next_block = tl.load(of_x_scales + ahead * TOKENS), tl.load(of_blocks + ahead)
+        value = tl.load(of_x + k * 128, mask=used, other=0.0)
+        acc += tl.dot(tl.load(of_weight + k * 128), value) * scale[None, :]
+        scale = next_scale * e8m0(next_block)
+    _sum(out, partial, counter, acc, on, token, 0, M, N, N, ROWS, SPLIT)
+
+
+@triton.jit
+def code_rows(codes, scales, x, width, x_stride, TOKENS, BLOCKS: tl.constexpr):
+    """codes [T, width] e4m3 and scales float32 [width / 128, TOKENS] of x, whose rows are x_stride apart, BLOCKS * 128
+    columns a program. Grid (T, cdiv(width, BLOCKS * 128))."""
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = column < width
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    code, scale = q8_codes(value)
+    tl.store(codes + row * width + column, code, mask=inside)
+    tl.store(scales + block[:, None] * TOKENS + row, scale, mask=block[:, None] * 128 < width)
 
 
 @triton.jit

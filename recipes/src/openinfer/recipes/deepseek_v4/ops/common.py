@@ -67,8 +67,8 @@ def expect_packed(
     - uint8 [..., N, K / 2], scales uint8 [..., N, K / 32]: FP4 pairs, column 2i in the low nibble of byte i.
 
     Scales are the exponents of E8M0: byte b is 2^(b - 127), at most 134 for float8 and 128 for FP4; codes are numbers,
-    no NaN. `parts`: projections stacked in N; float8 blocks begin anew
-    at each.
+    no NaN. Products of float8 codes take an FP4 block whose byte is below 102 for zero: it holds less than 2^-22.
+    `parts`: projections stacked in N; float8 blocks begin anew at each.
     """
     if scales is None:
         expect(name, weight, shape, dtype)

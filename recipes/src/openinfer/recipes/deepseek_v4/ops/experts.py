@@ -38,7 +38,7 @@ def _contract(
     -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up [E, 2 I, D] (the gate's rows, then
     the up projection's) and down [E, D, I], both of x's dtype, or both packed FP4 or float8 (ops.common.expect_packed;
     gate_up with parts=2). g and u are rounded as outputs of a linear layer; the product, w in it, is in float32 and
-    rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8; rounding x is its maker's); each
+    rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8), as x must have by its maker; each
     expert's output is rounded; their sum and shared are added in float32 and rounded once. D and I are multiples of
     128. How many tokens an expert gets is data: an implementation sorts them on the device.
     """
@@ -108,7 +108,8 @@ def _launches(
         f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
     )
     call = mixture.Call(x=x, gate_up=gate_up, expert_ids=expert_ids, quantized=quantized, **rest)
-    found = mixture.tile(target, pairs, gate_up.shape[0])
+    kind = mixture.kind_of(gate_up)
+    found = mixture.tile(target, pairs, gate_up.shape[0], kind, quantized)
     yield from mixture.launches(target, call, found)
 
 

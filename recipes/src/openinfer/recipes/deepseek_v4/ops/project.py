@@ -16,14 +16,22 @@ from openinfer.tensor import Tensor, bfloat16, float32
 
 
 def _project_contract(
-    *, out: Tensor, x: Tensor, weight: Tensor, scales: Tensor | None, groups: int, quantized: bool
+    *,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    groups: int,
+    rounded_x: bool,
+    quantized: bool,
 ) -> None:
     """out = x @ weight^T; in `groups`, each with an equal part of the columns of x and of the rows of weight.
 
     x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (ops.common.expect_packed);
     out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
     in float32 and rounded once; with `quantized` what is rounded goes through q8 in blocks of 128 columns of out
-    (formats.q8; N is then a multiple of 128). N / G and K are multiples of 16.
+    (formats.q8; N is then a multiple of 128). N / G and K are multiples of 16. `rounded_x`: x is what q8 gave, in
+    blocks of 128 of its columns, which is for its maker to see to; products with float8 weights may then be of codes.
     """
     expect_columns("x", x, (-1, -1), *FLOATS)
     tokens, width = x.shape
@@ -42,7 +50,14 @@ def _project_contract(
 
 
 def _project_reference(
-    *, out: Array, x: Array, weight: Array, scales: Array | None, groups: int, quantized: bool
+    *,
+    out: Array,
+    x: Array,
+    weight: Array,
+    scales: Array | None,
+    groups: int,
+    rounded_x: bool,
+    quantized: bool,
 ) -> None:
     wide, (n, k) = dequantized(weight, scales), weight.shape
     each = n // groups
@@ -62,10 +77,11 @@ def _project_launches(
     weight: Tensor,
     scales: Tensor | None,
     groups: int,
+    rounded_x: bool,
     quantized: bool,
 ) -> Iterator[Command]:
     linear.expect_q8(target, quantized)
-    yield from linear.projection(target, out, x, weight, scales, groups=groups)
+    yield from linear.projection(target, out, x, weight, scales, groups=groups, rounded=rounded_x)
     if quantized:
         yield linear.q8_rows(out)
 
@@ -100,8 +116,8 @@ def _gate_contract(
 
     x [T, K], weight [2 I, K] (the gate's rows, then the up projection's) of x's dtype, or packed float8 with parts=2
     (ops.common.expect_packed), out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer; the product
-    is in float32, rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8). K is a multiple of 16,
-    I of 128.
+    is in float32, rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8), as x has (`rounded_x` of
+    project). K is a multiple of 16, I of 128.
     """
     expect("x", x, (-1, -1), *FLOATS)
     expect("out", out, (x.shape[0], -1), x.dtype)
@@ -135,7 +151,7 @@ def _gate_launches(
 ) -> Iterator[Command]:
     linear.expect_q8(target, quantized)
     both = Scratch((x.shape[0], weight.shape[0]), bfloat16)
-    yield from linear.projection(target, both, x, weight, scales)
+    yield from linear.projection(target, both, x, weight, scales, rounded=quantized)
     yield linear.clamped_gate(out, both, limit, quantized)
 
 
