@@ -121,6 +121,14 @@ def test_a_graph_has_the_edges_that_are_meant_and_no_others(captured):
     assert fake.after[MAIN] == {"end"}
 
 
+def test_branches_after_branches_start_after_all_of_them(captured):
+    fake, pack = captured()
+    branches = [*beside(kernels("a"), kernels("b")), *beside(kernels("c"), kernels("d"))]
+    pack.submit("call", [*branches, *kernels("last")])
+    assert fake.before("c") == fake.before("d") == {"a", "b"}
+    assert fake.before("last") == {"a", "b", "c", "d"}
+
+
 def test_commands_that_are_no_branches_are_a_chain(captured):
     fake, pack = captured()
     pack.submit("call", kernels("first", "a1", "a2", "b", "last"))

@@ -92,9 +92,11 @@ class LaunchPack:
         at = 0
         try:
             for command in commands:
-                if command.branch != at:
-                    at = command.branch
-                    self.driver.branch(at)
+                if command.branch < at:  # after all branches, be it the first of another beside()
+                    self.driver.branch(0)
+                if command.branch not in (0, at):
+                    self.driver.branch(command.branch)
+                at = command.branch
                 self._run(command, address)
         finally:
             if at:
