@@ -101,6 +101,13 @@ def test_layers_that_are_traced_once_count_for_all_that_are_like_them(arena):
     assert len(pack.calls) == 10
 
 
+def test_calls_after_a_pass_that_ended_early_count_once():
+    pack = NullPack(H200)
+    for _, layer in zip("a", Repeated(pack, [("full", 8), ("linear", 24)]), strict=False):
+        assert (layer, pack.times) == ("full", 8)
+    assert pack.times == 1
+
+
 def test_steps_have_predictions_where_the_speed_is_known():
     steps = {(256, 4, 256): calls(Arena(Device("null"), None))}
     (found,) = predictions(steps, H200).values()

@@ -80,10 +80,12 @@ class Repeated(tuple[T, ...]):
         return made
 
     def __iter__(self) -> Iterator[T]:
-        for layer, times in zip(super().__iter__(), self._times, strict=True):
-            self._pack.times = times
-            yield layer
-        self._pack.times = 1
+        try:
+            for layer, times in zip(super().__iter__(), self._times, strict=True):
+                self._pack.times = times
+                yield layer
+        finally:  # also after a pass that ends early
+            self._pack.times = 1
 
     _pack: NullPack
     _times: tuple[int, ...]
