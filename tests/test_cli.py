@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from openinfer import cli
+
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 
 
@@ -53,6 +55,15 @@ def test_a_reader_who_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 1
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_a_worker(argv: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setitem(cli.COMMANDS, "serve", ("", lose_a_worker))
+    with pytest.raises(BrokenPipeError):
+        cli.main(["serve"])
 
 
 def test_help_names_every_command() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -27,9 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(argv)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever read it has seen enough: `openinfer serve --help | head`
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+
+
+def _reader_left() -> bool:
+    """Whether whoever read our output has seen enough: `openinfer serve --help | head`."""
+    output = select.poll()
+    output.register(1, 0)
+    return any(events & select.POLLERR for _, events in output.poll(0))
 
 
 def _run(argv: Sequence[str] | None) -> int:
