@@ -364,6 +364,7 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["--ledger", __file__], "error"),
         (["--decode", "900,20"], "a step has at most 256"),
         (["--ranks", "2"], "run on one GPU"),
+        (["--ranks", "0"], "at least one GPU"),
     ],
 )
 def test_explain_says_what_is_wrong(

@@ -90,7 +90,9 @@ def _part(ranks: int, segments: ModuleType) -> dict[str, int]:
     """What an Outline is told of ranks: of one, nothing."""
     if ranks == 1:
         return {}
-    if ranks < 1 or "ranks" not in inspect.signature(segments.Outline).parameters:
+    if ranks < 1:
+        raise bench_recipe.BadFlags(f"--ranks {ranks}: a model is on at least one GPU")
+    if "ranks" not in inspect.signature(segments.Outline).parameters:
         raise bench_recipe.BadFlags(f"--ranks {ranks}: models of this recipe run on one GPU")
     return {"ranks": ranks}
 
