@@ -103,7 +103,7 @@ def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
                 arena = Arena(device, plan.fixed_bytes + cache_bytes + (1 << 20))
                 stream = Stream(device)
                 model = lay_out(config, form, sizes, arena, stream, room)
-            weights = worker.submit(_load, checkpoint, model, device)  # nothing before the end looks at one
+            weights = worker.submit(_load, checkpoint, model, device)  # until the end any bytes will do
             pace = worker.submit(_pace, plan, target)
             store = Store(target.arch) if target else None
             pack = _pack(device, target, stream, store, arena, plan)
