@@ -9,6 +9,7 @@ from typing import Literal
 from openinfer.kernels import Command, Launch, Scratch, Target, launch
 from openinfer.kernels.launch import Aligned, Arg, power_of_two
 from openinfer.kernels.tuning import depth, shared_bytes
+from openinfer.recipes.deepseek_v4.linear import takes_codes
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.experts"
@@ -75,7 +76,7 @@ def tile(target: Target, pairs: int, experts: int, kind: int, quantized: bool) -
     if target.arch < 90 or shared_bytes(target.arch) < 128 << 10 or target.batch_invariant:
         return Tile(64, 16, 4, 2)
     few = max(16, power_of_two(mean))
-    if quantized and kind != BF16 and target.arch == 90 and not 24 < mean <= 48:
+    if quantized and kind != BF16 and takes_codes(target) and not 24 < mean <= 48:
         if kind == FLOAT8:
             return (
                 Tile(64, few, 4, 4, "coded_product") if mean <= 24 else Tile(64, 128, 4, 3, "coded_product")
