@@ -151,6 +151,7 @@ def _score(weight, sinks, positions, token_slots, qbuf, squares, pbuf, factors, 
             block < of_entries, seen - block * BN, position + 1 - low - (block - of_entries) * BN
         )
         mbarrier.wait(full.index(stage), (j // STAGES) & 1)
+        fence_async_shared()  # copied by threads, read by the tensor cores
         zero = gl.zeros([HEADS, BN], gl.float32, S_LAYOUT)
         score = warpgroup_mma(query.index(0), buffers.index(stage * 2).permute((1, 0)), zero, use_acc=False,
                               is_async=True)  # fmt: skip
@@ -226,6 +227,7 @@ def _weigh(out, q, partial, cos_sin, positions, token_slots, qbuf, squares, pbuf
     for j in range(count):
         stage = j % STAGES
         mbarrier.wait(given.index(j % 2), (j // 2) & 1)
+        fence_async_shared()
         acc = acc * factors.index(j % 2).load(ROW)[:, None]
         acc = warpgroup_mma(pbuf.index(j % 2), buffers.index(stage * 2 + SIDE), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
