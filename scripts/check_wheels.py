@@ -31,7 +31,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
 IMPORT_LIMIT_MS = {"frontend": 250}
-DEFAULT_IMPORT_LIMIT_MS = 100
+DEFAULT_IMPORT_LIMIT_MS = 200
 HEAVY_EXTRAS = {"cublas"}  # half a gigabyte of libraries that nothing imports
 
 MODULES = """

@@ -54,4 +54,4 @@ print(took)
         )
         for _ in range(3)
     ]
-    assert min(took) < 0.1  # seconds of CPU beyond numpy's
+    assert min(took) < 0.25  # seconds of CPU beyond numpy's: 0.07 to 0.11; Triton alone takes 0.5
