@@ -48,10 +48,16 @@ linear_add(pack, x=x, h=h, weight=weight)
 assert pack.specs()[0].function == "gemm_small"
 print(took)
 """
-    took = [
-        float(
-            subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    asyncio = "import time; start = time.thread_time(); import asyncio; print(time.thread_time() - start)"
+    took, unit = (
+        min(
+            float(
+                subprocess.run(
+                    [sys.executable, "-c", code], check=True, capture_output=True, text=True
+                ).stdout
+            )
+            for _ in range(3)
         )
-        for _ in range(3)
-    ]
-    assert min(took) < 0.25  # seconds of CPU beyond numpy's: 0.07 to 0.11; Triton alone takes 0.5
+        for code in (program, asyncio)
+    )
+    assert took < 3 * unit  # CPU time beyond numpy's; a slow or busy machine takes longer for both
