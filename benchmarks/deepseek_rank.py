@@ -25,7 +25,7 @@ import numpy as np
 from openinfer.cli.bench_ledger import Machine
 from openinfer.cli.bench_ops import measured as entries_of
 from openinfer.graph import Readback, StepGraphs
-from openinfer.kernels import CpuPack, CublasLt, CudaDriver, LaunchPack, Pack, Store, Target, cublas_available
+from openinfer.kernels import Store, Target, cublas_available
 from openinfer.recipes.deepseek_v4.buckets import Buckets
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.forced import Forced
@@ -36,8 +36,8 @@ from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.deepseek_v4.runner import Runner, readback_bytes
 from openinfer.recipes.deepseek_v4.segments import step_segments
 from openinfer.recipes.deepseek_v4.sizes import Options, Room, decide_sizes
-from openinfer.recipes.deepseek_v4.startup import Plan, lay_out, make_plan
-from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32, uint8
+from openinfer.recipes.deepseek_v4.startup import lay_out, make_pack, make_plan
+from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32
 
 ALL_REDUCE_US = {
     "bytes": (8 << 10, 128 << 10, 2 << 20, 8 << 20, 64 << 20),
@@ -103,21 +103,9 @@ def runner_of(config: Config, device: Device, rows: int, tokens: int, context: i
     arena, stream = Arena(device, plan.fixed_bytes + pages * page_bytes + (1 << 20)), Stream(device)
     model = lay_out(config, form, sizes, arena, stream, Room(pages, pages))
     fill(model, config.num_experts, stream, np.random.default_rng(0))
-    pack = _pack(device, target, plan, arena, stream)
+    pack = make_pack(device, target, stream, Store(target.arch) if target else None, arena, plan)
     readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), 2)
     return Runner(model, pack, stream, StepGraphs(device, stream, capture=True), buckets, readback)
-
-
-def _pack(device: Device, target: Target | None, plan: Plan, arena: Arena, stream: Stream) -> Pack:
-    if target is None:
-        return CpuPack()
-    store = Store(target.arch)
-    store.prepare(plan.specs)
-    scratch = arena.alloc((max(1, plan.scratch_bytes),), uint8, "scratch")
-    zeroed = arena.alloc((max(1, plan.zeroed_bytes),), uint8, "semaphores")
-    zeroed.zero_(stream)
-    driver = CudaDriver(device, stream, store, CublasLt() if target.cublas else None)
-    return LaunchPack(target, driver, scratch, zeroed)
 
 
 def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.Generator) -> tuple[int, ...]:

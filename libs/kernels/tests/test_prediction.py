@@ -108,9 +108,13 @@ def test_calls_after_a_pass_that_ended_early_count_once():
     assert pack.times == 1
 
 
-def test_steps_have_predictions_where_the_speed_is_known():
+def test_steps_have_predictions_where_the_speed_is_known(caplog):
+    caplog.set_level("INFO", "openinfer.kernels")
     steps = {(256, 4, 256): calls(Arena(Device("null"), None))}
     (found,) = predictions(steps, H200).values()
     assert found == Prediction.of(steps[256, 4, 256], 256, 4, SPEEDS[H200.gpu])
+    assert predictions(steps, None) == {}
+    assert not caplog.messages
     assert predictions(steps, Target(90, 132, gpu="Unknown")) == {}
+    assert caplog.messages[-1].endswith("no speed is known of these kernels on Unknown")
     assert predictions(steps, dataclasses.replace(H200, batch_invariant=True)) == {}

@@ -9,6 +9,7 @@ memory; a page of 128 tokens is seven times as large in it, as in DeepSeek-V4, a
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import sys
@@ -53,12 +54,12 @@ def chats_and_a_scan(rng: random.Random, turns: int) -> Iterator[Request]:
             yield _fresh(rng, 4000), 3980, 0
 
 
-def documents(rng: random.Random, turns: int) -> Iterator[Request]:
-    """One question each about one of 200 documents (Zipf), which are 3,000 tokens long."""
-    texts = [_fresh(rng, 3000) for _ in range(200)]
-    weights = _zipf(200)
+def documents(rng: random.Random, turns: int, count: int = 200, length: int = 3000) -> Iterator[Request]:
+    """One question each about one of `count` documents (Zipf) of `length` tokens."""
+    texts = [_fresh(rng, length) for _ in range(count)]
+    weights = _zipf(count)
     for _ in range(turns):
-        yield [*rng.choices(texts, weights)[0], *_fresh(rng, 140)], 3040, 0
+        yield [*rng.choices(texts, weights)[0], *_fresh(rng, 140)], length + 40, 0
 
 
 def loop(rng: random.Random, turns: int) -> Iterator[Request]:
@@ -66,14 +67,6 @@ def loop(rng: random.Random, turns: int) -> Iterator[Request]:
     texts = [_fresh(rng, 3000) for _ in range(60)]
     for turn in range(turns):
         yield [*texts[turn % 60], *_fresh(rng, 140)], 3040, 0
-
-
-def long_documents(rng: random.Random, turns: int) -> Iterator[Request]:
-    """One question each about one of 40 documents (Zipf), which are 30,000 tokens long."""
-    texts = [_fresh(rng, 30_000) for _ in range(40)]
-    weights = _zipf(40)
-    for _ in range(turns):
-        yield [*rng.choices(texts, weights)[0], *_fresh(rng, 140)], 30_040, 0
 
 
 def agents(rng: random.Random, turns: int) -> Iterator[Request]:
@@ -131,7 +124,7 @@ def hit_rate(
 WINDOW_TRACES: dict[str, tuple[Callable[[random.Random, int], Iterator[Request]], int, int]] = {
     "chats": (chats, 1500, 5700),
     "documents": (documents, 1000, 5700),
-    "long documents": (long_documents, 300, 11_400),
+    "long documents": (functools.partial(documents, count=40, length=30_000), 300, 11_400),
     "agents": (agents, 800, 11_400),
 }
 """Trace, number of turns, memory as pages of the group that keeps all."""

@@ -7,12 +7,15 @@ The three speeds are fitted to measured steps, so they are what our kernels reac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
 from openinfer.kernels.target import Target
+
+log = logging.getLogger("openinfer.kernels")
 
 _FAR = 1 << 20  # tokens and pairs, for the slope of a cost
 _TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on the line to be taken for one
@@ -87,12 +90,17 @@ class Prediction(NamedTuple):
 
 
 def predictions(
-    steps: Mapping[tuple[int, int, int], Sequence[Call]], target: Target
+    steps: Mapping[tuple[int, int, int], Sequence[Call]], target: Target | None
 ) -> dict[tuple[int, int, int], Prediction]:
     """Of steps by their shapes (tokens, rows, longest row), each with the calls of all its segments; none where nobody
-    has fitted speeds: to that GPU, or to batch-invariant kernels."""
+    has fitted speeds, to that GPU or to batch-invariant kernels, which the log says; nor without a target (a CPU)."""
+    if target is None:
+        return {}
     speed = SPEEDS.get(target.gpu)
     if speed is None or target.batch_invariant:
+        log.info(
+            "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
+        )
         return {}
     return {shape: Prediction.of(calls, *shape[:2], speed) for shape, calls in steps.items()}
 

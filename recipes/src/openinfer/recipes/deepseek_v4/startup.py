@@ -104,12 +104,13 @@ def build(model_dir: str, **flags: Any) -> DeepseekV4Engine:
                 stream = Stream(device)
                 model = lay_out(config, form, sizes, arena, stream, room)
             weights = worker.submit(_load, checkpoint, model, device)  # until the end any bytes will do
-            pace = worker.submit(_pace, plan, target)
+            predicted = worker.submit(predictions, plan.steps, target)
             store = Store(target.arch) if target else None
-            pack = _pack(device, target, stream, store, arena, plan)
+            pack = make_pack(device, target, stream, store, arena, plan)
             graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
             readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
-            runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
+            pace = StepPace(predicted.result())
+            runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace)
             with _phase("steps"):
                 record(runner)
             with _phase("rest of the weights"):
@@ -193,16 +194,6 @@ def _kind(layer: Layer) -> tuple[type, bool]:
     return type(layer.attention.entries), layer.mixture.table is None
 
 
-def _pace(plan: Plan, target: Target | None) -> StepPace:
-    """Predictions for every recorded step, where the speed of the GPU with these kernels is known."""
-    found = predictions(plan.steps, target) if target is not None else {}
-    if target is not None and not found:
-        log.info(
-            "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
-        )
-    return StepPace(found)
-
-
 def _load(checkpoint: Checkpoint, model: Model, device: Device) -> tuple[float, float]:
     """Load the weights, on a stream of their own (the engine's is being captured): GB, and GB/s."""
     with Stream(device) as stream:
@@ -231,9 +222,10 @@ def record(runner: Runner) -> None:
     runner.stream.synchronize()
 
 
-def _pack(
+def make_pack(
     device: Device, target: Target | None, stream: Stream, store: Store | None, arena: Arena, plan: Plan
 ) -> Pack:
+    """What ops run on, with the kernels and the workspace of the plan (from `arena`): the CPU's without a target."""
     if target is None or store is None:
         return CpuPack()
     with _phase("kernels"):

@@ -150,12 +150,13 @@ def build(model_dir: str, **flags: Any) -> Qwen3Engine:
                 stream = Stream(device)
                 model = lay_out(config, sizes, arena, stream, num_pages)
             weights = worker.submit(_load, checkpoint, model, device)  # until the end any bytes will do
-            pace = worker.submit(_pace, plan, target)
+            predicted = worker.submit(predictions, plan.steps, target)
             store = Store(target.arch) if target else None
             pack = _pack(device, target, stream, store, arena, plan)
             graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
             readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), STEPS_IN_FLIGHT)
-            runner = Runner(model, pack, stream, graphs, buckets, readback, pace.result(), trace)
+            pace = StepPace(predicted.result())
+            runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace)
             with _phase("steps"):
                 record(runner)
             with _phase("rest of the weights"):
@@ -235,16 +236,6 @@ def make_plan(config: Config, sizes: Sizes, buckets: Buckets, target: Target | N
         short.score(pack, offset)
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     return Plan(arena.used - page + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, steps)
-
-
-def _pace(plan: Plan, target: Target | None) -> StepPace:
-    """Predictions for every recorded step, where the speed of the GPU with these kernels is known."""
-    found = predictions(plan.steps, target) if target is not None else {}
-    if target is not None and not found:
-        log.info(
-            "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
-        )
-    return StepPace(found)
 
 
 def _load(checkpoint: Checkpoint, model: Model, device: Device) -> tuple[float, float]:
