@@ -15,7 +15,8 @@ from .policies import (
     make_policy,
 )
 from .policy import Decision, Policy, View
-from .protocols import BlockWrite, Lease, Pool, Row, Runner, Step, StepResult
+from .pool import Lease, Pool
+from .runner import BlockWrite, Row, Runner, Step, StepResult
 from .sequence import FinishReason, Seq, SeqState
 from .stats import Stats
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import Rejected, RejectReason
-from .protocols import BlockWrite
-from .sequence import Seq
+from .runner import BlockWrite
+from .sequence import Owner, Seq
 
 if TYPE_CHECKING:
     from .loop import StepLoop
-    from .protocols import Lease, Pool
+    from .pool import Lease, Pool
 
 
-def refusal(loop: StepLoop, seq: Seq) -> Rejected | None:
+def refusal(loop: StepLoop[Any, Any], seq: Seq[Any]) -> Rejected | None:
     """What submit() raises for a sequence that the loop cannot take, or None."""
     if seq.id in loop._live or seq._clock is not None:
         return Rejected(
@@ -70,7 +70,7 @@ class Headroom:
         self.level -= self.level / 32
 
 
-def num_cached(pool: Pool, seq: Seq) -> int:
+def num_cached(pool: Pool, seq: Seq[Any]) -> int:
     """Tokens of a waiting sequence that the pool has cached."""
     lease = pool.acquire(seq.tokens, seq.salt, seq.hashes)
     found = lease.num_cached
@@ -78,7 +78,7 @@ def num_cached(pool: Pool, seq: Seq) -> int:
     return found
 
 
-def lease_for(seq: Seq, pool: Pool, num_tokens: int, leave: float) -> Lease | None:
+def lease_for(seq: Seq[Any], pool: Pool, num_tokens: int, leave: float) -> Lease | None:
     """A lease with room for all that the sequence has in groups that keep all; in windows for a chunk of num_tokens
     tokens, or fewer where they have less room. None: no room. leave: the part of the pool that is to stay free."""
     lease = pool.acquire(seq.tokens, seq.salt, seq.hashes)
@@ -89,7 +89,7 @@ def lease_for(seq: Seq, pool: Pool, num_tokens: int, leave: float) -> Lease | No
     return None
 
 
-def room_for(seq: Seq, end: int, writes: list[BlockWrite]) -> int:
+def room_for(seq: Seq[Owner], end: int, writes: list[BlockWrite[Owner]]) -> int:
     """Make room for the tokens of a prefilling sequence up to `end`, or as far as windows have room. Returns how far
     that is; what its tables get is appended to `writes`."""
     lease = seq.lease

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .sequence import Seq, SeqState
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .loop import StepLoop
 
 
-def problems(loop: StepLoop) -> Iterator[str]:
+def problems(loop: StepLoop[Any, Any]) -> Iterator[str]:
     """Every contradiction, in words. O(rows + waiting)."""
     launched, collected = loop._clock.launched, loop._clock.collected
     if [step.index for step in loop._in_flight] != list(range(collected + 1, launched + 1)):
@@ -25,8 +25,8 @@ def problems(loop: StepLoop) -> Iterator[str]:
             yield f"request {seq.id} ({seq.state.name}, slot {seq.slot}): {complaint}"
 
 
-def _membership_problems(loop: StepLoop) -> Iterator[str]:
-    by_state: dict[SeqState, set[Seq]] = {state: set() for state in SeqState}
+def _membership_problems(loop: StepLoop[Any, Any]) -> Iterator[str]:
+    by_state: dict[SeqState, set[Seq[Any]]] = {state: set() for state in SeqState}
     for seq in loop._live.values():
         by_state[seq.state].add(seq)
     if by_state[SeqState.FINISHED]:
@@ -43,7 +43,7 @@ def _membership_problems(loop: StepLoop) -> Iterator[str]:
         yield "a waiting sequence holds a lease"
 
 
-def _slot_problems(loop: StepLoop) -> Iterator[str]:
+def _slot_problems(loop: StepLoop[Any, Any]) -> Iterator[str]:
     held = {slot for slot, seq in enumerate(loop._slots) if seq is not None}
     if sorted([*held, *loop._free_slots]) != list(range(1, loop.max_rows + 1)):
         yield f"slots held {sorted(held)} and free {sorted(loop._free_slots)} are not 1..{loop.max_rows}"
@@ -55,7 +55,7 @@ def _slot_problems(loop: StepLoop) -> Iterator[str]:
         yield f"fences {sorted(loop._fences)} are not in flight"
 
 
-def _row_problems(loop: StepLoop, seq: Seq) -> Iterator[str]:
+def _row_problems(loop: StepLoop[Any, Any], seq: Seq[Any]) -> Iterator[str]:
     if seq.lease is None or loop._slots[seq.slot] is not seq:
         yield "runs without a lease or a slot"
         return

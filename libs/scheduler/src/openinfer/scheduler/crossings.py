@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .protocols import BlockWrite, Lease
+from .pool import Lease
+from .runner import BlockWrite
 from .sequence import Seq
 
 if TYPE_CHECKING:
@@ -20,9 +21,9 @@ class Crossings:
     them. Entries of rows that left, or fell behind, are recognized as stale when they are due."""
 
     def __init__(self) -> None:
-        self.by_step: dict[int, list[Seq]] = {}
+        self.by_step: dict[int, list[Seq[Any]]] = {}
 
-    def schedule(self, seq: Seq) -> None:
+    def schedule(self, seq: Seq[Any]) -> None:
         """Note the first step for which the row's blocks do not suffice, if it can live to see it."""
         room = seq.lease.num_tokens if seq.lease else 0
         seq._crossing = 0
@@ -33,7 +34,7 @@ class Crossings:
             else:
                 self.by_step[step] = [seq]
 
-    def due(self, step: int) -> tuple[Seq, Lease] | None:
+    def due(self, step: int) -> tuple[Seq[Any], Lease] | None:
         """Somebody who needs a block for this step, until schedule() moves it on; None: nobody is left."""
         seqs = self.by_step.get(step)
         while seqs:
@@ -46,7 +47,7 @@ class Crossings:
         return None
 
 
-def grow(loop: StepLoop, index: int) -> bool:
+def grow(loop: StepLoop[Any, Any], index: int) -> bool:
     """Blocks for the decode rows that step `index` takes over a boundary. False: dry, drain first."""
     ahead = -1
     while (due := loop._crossings.due(index)) is not None:

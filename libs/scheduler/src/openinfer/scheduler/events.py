@@ -4,35 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeAlias
 
-from .protocols import Row
-from .sequence import FinishReason, Seq
+from .runner import Row
+from .sequence import FinishReason, Owner, Payload, Seq
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(Generic[Owner]):
     """A sequence runs for the first time (not again after a preemption)."""
 
-    seq: Seq
+    seq: Seq[Owner]
     num_cached: int
     """Prompt tokens found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class Tokens(Generic[Owner, Payload]):
     """A step that emitted was read. Columnar: one event a step, however many rows."""
 
     step: int
-    rows: Sequence[Row]
+    rows: Sequence[Row[Owner]]
     """The step's rows in batch order, as launched; `payload` is laid out by the runner along them."""
-    dead: Set[Seq]
+    dead: Set[Seq[Owner]]
     """Rows to skip: they ended or were aborted before this step counted. Empty nearly always."""
-    payload: object
+    payload: Payload
     advanced: Mapping[int, int] | None = None
     """As in StepResult: slots that advanced by less than their q_len."""
 
-    def emitting(self) -> Iterator[tuple[int, Seq]]:
+    def emitting(self) -> Iterator[tuple[int, Seq[Owner]]]:
         """(position in rows, sequence) of each row that has a token here."""
         if not self.dead and not self.advanced:
             yield from ((position, row.seq) for position, row in enumerate(self.rows) if row.emits)
@@ -44,11 +44,12 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Generic[Owner]):
     """The one terminal event of a sequence. Its tokens have all been reported."""
 
-    seq: Seq
+    seq: Seq[Owner]
     reason: FinishReason
 
 
-Event: TypeAlias = Scheduled | Tokens | Finished
+Event: TypeAlias = Scheduled[Owner] | Tokens[Owner, Payload] | Finished[Owner]
+"""What step() and drain() return a list of."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, Generic
 
 from .admission import Headroom, lease_for, num_cached, refusal, room_for
 from .audit import problems
@@ -21,14 +22,15 @@ from .crossings import Crossings, grow
 from .errors import ContractError, IntegrityError, InvalidSetup
 from .events import Event, Finished, Scheduled, Tokens
 from .policy import Decision, Policy, View
-from .protocols import BlockWrite, Pool, Row, Runner, Step, StepResult
-from .sequence import Clock, FinishReason, Seq, SeqState
+from .pool import Pool
+from .runner import BlockWrite, Row, Runner, Step, StepResult
+from .sequence import Clock, FinishReason, Owner, Payload, Seq, SeqState
 from .stats import Stats
 
-_NOBODY: frozenset[Seq] = frozenset()
+_NOBODY: frozenset[Seq[Any]] = frozenset()
 
 
-class StepLoop:
+class StepLoop(Generic[Owner, Payload]):
     """Drives a runner: who runs, with which blocks, and what came of it.
 
     Single-threaded; the owner calls submit, abort and step. max_rows: slots of the batch. max_model_len: tokens a
@@ -40,7 +42,7 @@ class StepLoop:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner[Owner, Payload],
         pool: Pool,
         policy: Policy,
         *,
@@ -64,29 +66,31 @@ class StepLoop:
         self._look_up = partial(num_cached, pool)
         self._headroom = Headroom(max_headroom)
         self._collected_at = 0.0  # when the last result was read
-        self._live: dict[int, Seq] = {}  # by request id, until Finished
-        self._running: dict[Seq, None] = {}  # in order of admission
-        self._prefilling: dict[Seq, None] = {}
-        self._decoding: dict[Seq, Row] = {}
-        self._rows: list[Row] | None = []  # the decode rows as a list; None: to be rebuilt
+        self._live: dict[int, Seq[Owner]] = {}  # by request id, until Finished
+        self._running: dict[Seq[Owner], None] = {}  # in order of admission
+        self._prefilling: dict[Seq[Owner], None] = {}
+        self._decoding: dict[Seq[Owner], Row[Owner]] = {}
+        self._rows: list[Row[Owner]] | None = []  # the decode rows as a list; None: to be rebuilt
         self._horizon = 0  # by this step all of them have ended
-        self._last_rows: Sequence[Row] = ()
-        self._slots: list[Seq | None] = [None] * (max_rows + 1)
+        self._last_rows: Sequence[Row[Owner]] = ()
+        self._slots: list[Seq[Owner] | None] = [None] * (max_rows + 1)
         self._free_slots = list(range(max_rows, 0, -1))
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[Step[Owner]] = deque()
         self._crossings = Crossings()
-        self._fences: dict[int, list[Seq]] = {}  # step -> ended sequences to let go once it is collected
-        self._leaving: set[Seq] = set()  # all in _fences
+        self._fences: dict[
+            int, list[Seq[Owner]]
+        ] = {}  # step -> ended sequences to let go once it is collected
+        self._leaving: set[Seq[Owner]] = set()  # all in _fences
         self._left: list[int] = []  # for the next step
-        self._blocks: list[BlockWrite] = []  # likewise
-        self._events: list[Event] = []  # for the next step() to return
+        self._blocks: list[BlockWrite[Owner]] = []  # likewise
+        self._events: list[Event[Owner, Payload]] = []  # for the next step() to return
         self._changed = False  # something happened that the policy has not been asked about
         self._failure: Exception | None = None  # what ended the loop
         self._blocked = False  # no room for who is next; looked up again only after something happened
 
     # -- the owner's side --
 
-    def submit(self, seq: Seq) -> None:
+    def submit(self, seq: Seq[Owner]) -> None:
         """Queue a new sequence. Raises Rejected, and then the sequence is the caller's again."""
         problem = refusal(self, seq)
         if problem is not None:
@@ -119,11 +123,11 @@ class StepLoop:
         return bool(self._live or self._in_flight or self._events)
 
     @property
-    def live(self) -> Sequence[Seq]:
+    def live(self) -> Sequence[Seq[Owner]]:
         """All sequences without a terminal event so far."""
         return list(self._live.values())
 
-    def step(self, wait_s: float | None = 0.0) -> list[Event]:
+    def step(self, wait_s: float | None = 0.0) -> list[Event[Owner, Payload]]:
         """One turn: launch a step if there is one to launch, then read what is ready.
 
         Waits for a result, up to wait_s seconds (None: as long as it takes), only when there is nothing to
@@ -144,7 +148,7 @@ class StepLoop:
         self.stats.in_flight = len(self._in_flight)
         return events
 
-    def _turn(self, wait_s: float | None, events: list[Event]) -> None:
+    def _turn(self, wait_s: float | None, events: list[Event[Owner, Payload]]) -> None:
         launched = len(self._in_flight) < self.depth and self._launch(events)
         full = len(self._in_flight) >= self.depth
         wait = wait_s if not events and (full or not launched) else 0.0
@@ -155,7 +159,7 @@ class StepLoop:
             self._reconcile(result, events)
             wait = 0.0
 
-    def drain(self) -> list[Event]:
+    def drain(self) -> list[Event[Owner, Payload]]:
         """Launch nothing more, wait for all that is in flight, and report it."""
         events, self._events = self._events, []
         while self._in_flight:
@@ -167,14 +171,14 @@ class StepLoop:
 
     # -- launching --
 
-    def _launch(self, events: list[Event]) -> bool:
+    def _launch(self, events: list[Event[Owner, Payload]]) -> bool:
         index = self._clock.launched + 1
         preemptions = self.stats.preemptions
         if not grow(self, index):
             self.stats.dry += 1
             return False
-        chunks: list[Row] = []
-        joined: list[Seq] = []
+        chunks: list[Row[Owner]] = []
+        joined: list[Seq[Owner]] = []
         short = False  # a chunk is smaller than the policy wants, for want of blocks
         # The step that preempts for want of blocks admits nobody: they were taken for those who run.
         stuck = self.stats.waiting > 0 and not self._running
@@ -220,11 +224,17 @@ class StepLoop:
             self._prefilling, self._running, self._look_up,
         )  # fmt: skip
 
-    def _chunk(self, seq: Seq, num_tokens: int) -> Row:
+    def _chunk(self, seq: Seq[Owner], num_tokens: int) -> Row[Owner]:
         end = room_for(seq, min(seq._bound + num_tokens, seq.target), self._blocks)
         return Row(seq, end - seq._bound, end == seq.target, seq._bound)
 
-    def _admit(self, decision: Decision, chunks: list[Row], joined: list[Seq], events: list[Event]) -> None:
+    def _admit(
+        self,
+        decision: Decision,
+        chunks: list[Row[Owner]],
+        joined: list[Seq[Owner]],
+        events: list[Event[Owner, Payload]],
+    ) -> None:
         budget = decision.admit_tokens
         for seq in decision.admit:
             if budget <= 0 or not self._free_slots or self._blocked:
@@ -253,7 +263,7 @@ class StepLoop:
             if not seq.num_preemptions:
                 events.append(Scheduled(seq, lease.num_cached))
 
-    def _advance_prefill(self, row: Row, index: int) -> None:
+    def _advance_prefill(self, row: Row[Owner], index: int) -> None:
         """A chunk was launched; if it was the last, the row decodes from the next step on."""
         seq = row.seq
         seq._bound += row.num_tokens
@@ -269,7 +279,7 @@ class StepLoop:
 
     # -- reconciling --
 
-    def _reconcile(self, result: StepResult, events: list[Event]) -> None:
+    def _reconcile(self, result: StepResult[Payload], events: list[Event[Owner, Payload]]) -> None:
         step = self._in_flight.popleft()
         if result.index != step.index:
             raise ContractError(
@@ -306,26 +316,26 @@ class StepLoop:
             self._leaving.discard(seq)
             self._let_go(seq)
 
-    def _seq_at(self, slot: int, index: int) -> Seq:
+    def _seq_at(self, slot: int, index: int) -> Seq[Owner]:
         seq = self._slots[slot] if 0 < slot <= self.max_rows else None
         if seq is None:
             raise ContractError(f"the result of step {index} names slot {slot}, which no sequence holds")
         return seq
 
-    def _commit(self, seq: Seq) -> None:
+    def _commit(self, seq: Seq[Owner]) -> None:
         # The owner may not have appended the newest tokens yet; they are committed next time.
         if seq.lease is not None:
             seq._committed = min(seq.confirmed, len(seq.tokens))
             seq.lease.commit(seq.tokens, seq._committed)
 
-    def _gives_back(self, seqs: Iterable[Seq]) -> bool:
+    def _gives_back(self, seqs: Iterable[Seq[Owner]]) -> bool:
         """Commit what is confirmed of them: whether blocks come back, because windows have moved on."""
         free = self._pool.num_free
         for seq in seqs:
             self._commit(seq)
         return self._pool.num_free > free
 
-    def _end(self, seq: Seq, reason: FinishReason, events: list[Event]) -> None:
+    def _end(self, seq: Seq[Owner], reason: FinishReason, events: list[Event[Owner, Payload]]) -> None:
         """The one terminal of a sequence. Slot and lease stay until no launched step uses them."""
         if reason is not FinishReason.ERROR:
             self._commit(seq)
@@ -345,7 +355,7 @@ class StepLoop:
         else:
             self._let_go(seq)
 
-    def _stop(self, seq: Seq, state: SeqState) -> None:
+    def _stop(self, seq: Seq[Owner], state: SeqState) -> None:
         """Take a sequence out of everything that is launched from now on."""
         seq._confirmed, seq._bound, seq._crossing = seq.confirmed, seq.bound, 0
         self._changed = True
@@ -359,7 +369,7 @@ class StepLoop:
                 self._blocks = [write for write in self._blocks if write.seq is not seq]
         seq.state = state
 
-    def _let_go(self, seq: Seq) -> None:
+    def _let_go(self, seq: Seq[Owner]) -> None:
         if seq.lease is not None:
             seq.lease.release()
             seq.lease = None
@@ -367,7 +377,7 @@ class StepLoop:
             self._free_slots.append(seq.slot)
             self._changed = True
 
-    def _preempt(self, seq: Seq) -> None:
+    def _preempt(self, seq: Seq[Owner]) -> None:
         """Back to waiting, to be recomputed. Nothing is in flight, so the owner knows all its tokens."""
         if seq not in self._running:
             raise ContractError(f"the policy preempts request {seq.id}, which is not running")

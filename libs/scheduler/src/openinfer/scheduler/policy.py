@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from .protocols import Step
+from .runner import Step
 from .sequence import Seq
 
 
@@ -23,10 +23,10 @@ class View:
     num_free_blocks: int
     num_decode: int
     """Decode rows: they run in every step, one token each."""
-    prefilling: dict[Seq, None]
-    running: dict[Seq, None]
+    prefilling: dict[Seq[Any], None]
+    running: dict[Seq[Any], None]
     """All that hold a slot, prefilling ones included."""
-    look_up: Callable[[Seq], int]
+    look_up: Callable[[Seq[Any]], int]
     """Tokens of a waiting sequence that are cached now. Costs what the pool's acquire() costs: ask of few."""
 
 
@@ -34,15 +34,15 @@ class View:
 class Decision:
     """A policy's answer, as deltas: whom it does not name goes on as before."""
 
-    chunks: Mapping[Seq, int] = field(default_factory=dict)
+    chunks: Mapping[Seq[Any], int] = field(default_factory=dict)
     """Tokens of this step for prefilling sequences, at most (fewer when fewer remain). Unnamed ones pause. An
     admitted one may be named too, as a cap on its first chunk."""
-    admit: Sequence[Seq] = ()
+    admit: Sequence[Seq[Any]] = ()
     """Waiting sequences to admit, in this order, until slots, blocks or admit_tokens run out."""
     admit_tokens: int = 0
     """Tokens of this step that the admitted ones share, in order. (How many each needs depends on its cached
     prefix.)"""
-    preempt: Sequence[Seq] = ()
+    preempt: Sequence[Seq[Any]] = ()
     """Running sequences to send back to waiting. They are drained first: plan() is asked again until nothing
     is in flight, and only the last answer counts."""
 
@@ -53,24 +53,24 @@ class Policy(Protocol):
     uses_priority: bool
     """Whether Seq.priority counts. Where it does not, an engine should refuse a request that sets it."""
 
-    def on_submit(self, seq: Seq) -> None:
+    def on_submit(self, seq: Seq[Any]) -> None:
         """A new sequence waits."""
 
-    def on_admit(self, seq: Seq) -> None:
+    def on_admit(self, seq: Seq[Any]) -> None:
         """A waiting sequence that the policy named got its slot and blocks, and runs."""
 
-    def on_preempt(self, seq: Seq) -> None:
+    def on_preempt(self, seq: Seq[Any]) -> None:
         """A running sequence waits again; what it has computed counts as its prompt now."""
 
-    def on_finish(self, seq: Seq) -> None:
+    def on_finish(self, seq: Seq[Any]) -> None:
         """A sequence ended, running or waiting (aborted)."""
 
-    def on_step(self, step: Step, seconds: float) -> None:
+    def on_step(self, step: Step[Any], seconds: float) -> None:
         """A step was read; `seconds` it took. Called for every step: do little."""
 
     def plan(self, view: View) -> Decision:
         """What changes with the next step. Called only after something happened or while a prefill is
         unfinished. May be called again for the same step: it must not count on its answer being used."""
 
-    def victim(self, view: View) -> Seq:
+    def victim(self, view: View) -> Seq[Any]:
         """Whom of view.running to preempt, now that the pool is dry and nothing is in flight."""

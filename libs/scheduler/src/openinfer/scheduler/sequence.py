@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Any, Generic, TypeVar, cast
 
-if TYPE_CHECKING:
-    from .protocols import Lease, Row
+from .pool import Lease
+
+Owner = TypeVar("Owner")
+"""What an engine keeps with each of its sequences: `Seq.owner`."""
+Payload = TypeVar("Payload")
+"""What an engine's runner returns of a step for the engine alone: `StepResult.payload`."""
 
 
 class SeqState(Enum):
@@ -44,18 +48,19 @@ class Clock:
 
 
 @dataclass(slots=True, eq=False)
-class Seq:
+class Seq(Generic[Owner]):
     """One request. The owner makes it, submits it and appends to `tokens`; the rest is the loop's (read only).
 
     id: unique among live sequences. tokens: prompt, then confirmed output; the owner appends what Tokens
     events bring, before it calls step() again. max_tokens: output tokens at most, >= 1. priority (lower
     first), tenant, arrival (seconds, of the loop's clock) and the objectives ttft_s and tpot_s (seconds; None:
-    the policy's) are for policies. salt and hashes are handed to the pool's acquire(). owner: anything, unused
-    here. Compared and hashed by identity.
+    the policy's) are for policies. salt and hashes are handed to the pool's acquire(). owner: what the
+    engine keeps with the sequence; the loop does not use it. Without an owner the type is Seq[None]. Compared and
+    hashed by identity.
     """
 
     id: int
-    tokens: Sequence[int] = field(repr=False)
+    tokens: list[int] = field(repr=False)
     max_tokens: int
     priority: int = 0
     tenant: str = ""
@@ -64,7 +69,7 @@ class Seq:
     tpot_s: float | None = None
     salt: bytes = field(default=b"", repr=False)
     hashes: Sequence[bytes] | None = field(default=None, repr=False)
-    owner: object = field(default=None, repr=False)
+    owner: Owner = field(default=cast(Any, None), repr=False)
 
     prompt_len: int = field(init=False)
     """Tokens at submission."""
@@ -89,7 +94,6 @@ class Seq:
     _confirmed: int = field(init=False, default=0, repr=False)
     _bound: int = field(init=False, default=0, repr=False)
     _committed: int = field(init=False, default=0, repr=False)
-    _row: Row | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)

@@ -69,22 +69,22 @@ class Batch(NamedTuple):
     """Who gets a token in a step, kept while the batch does not change: a steady step has no work a row but `appends`,
     which put the tokens where the scheduler finds them."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Row[Sampling]]
     positions: list[int]
     ids: list[int]
     appends: list[Callable[[int], None]]
     wants_logprobs: bool
 
     @classmethod
-    def of(cls, event: Tokens) -> Batch:
+    def of(cls, event: Tokens[Sampling, Payload]) -> Batch:
         emitting = list(event.emitting())
         seqs = [seq for _, seq in emitting]
         return cls(
             event.rows,
             [position for position, _ in emitting],
             [seq.id for seq in seqs],
-            [seq.tokens.append for seq in seqs],  # type: ignore[attr-defined]
-            any(seq.owner.params.logprobs is not None for seq in seqs),  # type: ignore[attr-defined]
+            [seq.tokens.append for seq in seqs],
+            any(seq.owner.params.logprobs is not None for seq in seqs),
         )
 
 
@@ -113,10 +113,10 @@ class Qwen3Engine:
         self._loop = StepLoop(
             runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued
         )
-        self._seqs: dict[int, Seq] = {}
+        self._seqs: dict[int, Seq[Sampling]] = {}
         self._max_rows, self._max_queued = max_rows, max_queued
         self._table: TokenTable | None = None
-        self._grammars: PendingGrammars[Seq] | None = None
+        self._grammars: PendingGrammars[Seq[Sampling]] | None = None
         self._updates: list[Update] = []
         self._stats = EngineStats()
         self._batch = NOBODY
@@ -175,7 +175,7 @@ class Qwen3Engine:
         else:
             self._enqueue(seq)
 
-    def _enqueue(self, seq: Seq) -> None:
+    def _enqueue(self, seq: Seq[Sampling]) -> None:
         try:
             self._loop.submit(seq)
         except SeqRejected as e:
@@ -303,7 +303,7 @@ class Qwen3Engine:
                 entries = map(TokenLogprobs, logprobs, top_ids, top_logprobs, ranks)
                 outputs.prompt_logprobs.append(PromptLogprobs(seq.id, list(entries)))
 
-    def _tokens(self, event: Tokens, outputs: StepOutputs) -> None:
+    def _tokens(self, event: Tokens[Sampling, Payload], outputs: StepOutputs) -> None:
         payload = event.payload
         if not isinstance(payload, Payload):
             raise TypeError(f"a step's payload is {type(payload).__name__}")
@@ -324,7 +324,7 @@ class Qwen3Engine:
         elif outputs.logprobs is not None:
             outputs.logprobs += [None] * len(token_ids)
 
-    def _logprobs(self, event: Tokens, payload: Payload, outputs: StepOutputs) -> None:
+    def _logprobs(self, event: Tokens[Sampling, Payload], payload: Payload, outputs: StepOutputs) -> None:
         """One entry a token where a request of the step asked; None for those that did not."""
         entries: list[TokenLogprobs | None] = []
         for position, seq in event.emitting():
@@ -340,7 +340,7 @@ class Qwen3Engine:
             entries.append(TokenLogprobs(float(payload.logprobs[position]), ids, values))
         outputs.logprobs = (outputs.logprobs or [None] * (len(outputs.token_ids) - len(entries))) + entries
 
-    def _finished(self, seq: Seq, reason: FinishReason) -> Finished | Failed:
+    def _finished(self, seq: Seq[Sampling], reason: FinishReason) -> Finished | Failed:
         del self._seqs[seq.id]
         match reason:
             case FinishReason.STOP:
@@ -384,7 +384,7 @@ class Qwen3Engine:
         self.runner.close()
 
 
-def _params(seq: Seq) -> Sampling:
+def _params(seq: Seq[Sampling]) -> Sampling:
     if not isinstance(seq.owner, Sampling):
         raise TypeError(f"sequence {seq.id} has no sampling state")
     return seq.owner

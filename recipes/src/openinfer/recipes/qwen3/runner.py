@@ -36,7 +36,7 @@ class Sampling:
     score: PromptScore | None = None
 
 
-Constrained = Sequence[tuple[int, Seq, Constraint]]
+Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
 """The rows of a step that get a token under a grammar: position in the step, sequence, constraint."""
 
 
@@ -53,7 +53,7 @@ class Payload(NamedTuple):
 class Launched(NamedTuple):
     """A step under way, and what it was asked for."""
 
-    step: Step
+    step: Step[Sampling]
     constrained: Constrained
     wants_logprobs: bool
     shares: Sequence[Share]
@@ -169,7 +169,7 @@ class Runner:
     def _score(self, offset: int) -> Any:
         return lambda: self.model.score(self.pack, offset)
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step[Sampling]) -> None:
         """Write what changed, then put both segments and the read-back on the stream.
 
         Rows with a constraint need a mask that depends on their last token: while that is under way only `forward` is
@@ -236,7 +236,7 @@ class Runner:
             if ends:
                 rows.set("min_lens", seq.slot, 0)  # a complete output ends, however short it is
 
-    def collect(self, wait_s: float | None) -> StepResult | None:
+    def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
         trace = self.trace
         if trace is not None:
@@ -284,7 +284,7 @@ class Runner:
                 case RowStatus.STOP | RowStatus.LENGTH | RowStatus.FAILED:
                     constraint.ended = True
 
-    def _join(self, seq: Seq) -> None:
+    def _join(self, seq: Seq[Sampling]) -> None:
         """The state of a sequence that got a slot."""
         rows, slot, sampling = self.model.rows, seq.slot, seq.owner
         if not isinstance(sampling, Sampling) or seq.lease is None:
@@ -318,7 +318,7 @@ class Runner:
         for name, array in values.items():
             rows.write(name, slot, array)
 
-    def _write_batch(self, step: Step) -> None:
+    def _write_batch(self, step: Step[Sampling]) -> None:
         """The step's rows and its prompt chunks, and the segment that it runs in."""
         count, decoding = len(step.rows), step.num_decode  # decode rows have one token each, and emit
         chunks = step.rows[decoding:]
@@ -371,11 +371,11 @@ class Runner:
         self.model.rows.close()
 
 
-def _constraint(seq: Seq) -> Constraint | None:
+def _constraint(seq: Seq[Sampling]) -> Constraint | None:
     return seq.owner.constraint if isinstance(seq.owner, Sampling) else None
 
 
-def _wish(seq: Seq) -> PromptScore | None:
+def _wish(seq: Seq[Sampling]) -> PromptScore | None:
     return seq.owner.score if isinstance(seq.owner, Sampling) else None
 
 

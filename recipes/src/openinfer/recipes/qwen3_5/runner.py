@@ -39,7 +39,7 @@ class Sampling:
     score: PromptScore | None = None
 
 
-Constrained = Sequence[tuple[int, Seq, Constraint]]
+Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
 """The rows of a step that get a token under a grammar: position in the step, sequence, constraint."""
 
 
@@ -56,7 +56,7 @@ class Payload(NamedTuple):
 class Launched(NamedTuple):
     """A step under way, and what it was asked for."""
 
-    step: Step
+    step: Step[Sampling]
     constrained: Constrained
     wants_logprobs: bool
     shares: Sequence[Share]
@@ -124,7 +124,7 @@ class Runner:
     def _score(self, offset: int) -> Any:
         return lambda: self.model.score(self.pack, offset)
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step[Sampling]) -> None:
         """Write what changed, then put both segments and the read-back on the stream.
 
         Rows with a constraint need a mask that depends on their last token: while that is under way only `forward` is
@@ -193,7 +193,7 @@ class Runner:
             if ends:
                 rows.set("min_lens", seq.slot, 0)  # a complete output ends, however short it is
 
-    def collect(self, wait_s: float | None) -> StepResult | None:
+    def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
         trace = self.trace
         if trace is not None:
@@ -241,7 +241,7 @@ class Runner:
                 case RowStatus.STOP | RowStatus.LENGTH | RowStatus.FAILED:
                     constraint.ended = True
 
-    def _join(self, seq: Seq) -> int:
+    def _join(self, seq: Seq[Sampling]) -> int:
         """Write the state of a sequence that got a slot; returns the block of its recurrent state."""
         rows, slot, sampling = self.model.rows, seq.slot, seq.owner
         if not isinstance(sampling, Sampling):
@@ -280,7 +280,7 @@ class Runner:
             rows.write(name, slot, array)
         return live
 
-    def _write_batch(self, step: Step) -> None:
+    def _write_batch(self, step: Step[Sampling]) -> None:
         """The step's rows and its prompt chunks, and the segment that it runs in."""
         count, decoding = len(step.rows), step.num_decode  # decode rows have one token each, and emit
         chunks = step.rows[decoding:]
@@ -323,7 +323,7 @@ class Runner:
         rows.write("q_starts", 0, q_starts)
         rows.write("prompt", 0, prompt)
 
-    def _write_snapshots(self, step: Step) -> None:
+    def _write_snapshots(self, step: Step[Sampling]) -> None:
         """Where the step's chunks are to leave their state, as far as the pool has room. The lease's commit makes
         these snapshots findable."""
         wanted = np.zeros((2, self._shape[1], self.model.max_snapshots), np.int32)
@@ -348,18 +348,18 @@ class Runner:
         self.model.rows.close()
 
 
-def _lease(seq: Seq) -> Lease:
+def _lease(seq: Seq[Sampling]) -> Lease:
     """Its lease, as the pool makes it: the scheduler's protocol knows no copies and no snapshots."""
     if not isinstance(seq.lease, Lease):
         raise TypeError(f"sequence {seq.id} has no lease of the pool")
     return seq.lease
 
 
-def _constraint(seq: Seq) -> Constraint | None:
+def _constraint(seq: Seq[Sampling]) -> Constraint | None:
     return seq.owner.constraint if isinstance(seq.owner, Sampling) else None
 
 
-def _wish(seq: Seq) -> PromptScore | None:
+def _wish(seq: Seq[Sampling]) -> PromptScore | None:
     return seq.owner.score if isinstance(seq.owner, Sampling) else None
 
 

@@ -32,7 +32,7 @@ class PromptScore:
 class Share(NamedTuple):
     """`size` scores of a step belong to `seq`, each with `tops` alternatives."""
 
-    seq: Seq
+    seq: Seq[Any]
     size: int
     tops: int
 
@@ -41,7 +41,7 @@ class Scores(NamedTuple):
     """Of consecutive prompt tokens of `seq`: logprobs float32 [n], ranks int32 [n], and the alternatives, top_ids int32
     and top_logprobs float32 [n, tops]."""
 
-    seq: Seq
+    seq: Seq[Any]
     logprobs: Array
     ranks: Array
     top_ids: Array
@@ -65,7 +65,9 @@ def score_fields(max_rows: int, max_tokens: int) -> list[Field]:
     ]
 
 
-def write_scores(rows: Rows, slice_rows: int, asked: Iterable[tuple[Row, int, PromptScore]]) -> list[Share]:
+def write_scores(
+    rows: Rows, slice_rows: int, asked: Iterable[tuple[Row[Any], int, PromptScore]]
+) -> list[Share]:
     """Write what a step scores: of each chunk its row, the index of its first token in the step, and the wish."""
     shares: list[Share] = []
     after: list[int] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any
 
 from ..errors import InvalidSetup
 from ..policy import Decision, View
-from ..protocols import Step
+from ..runner import Step
 from ..sequence import Seq
 from .pace import Pace
 from .queues import ArrivalQueue, SortedQueue
@@ -33,7 +34,7 @@ class Batching:
         max_chunk_tokens: int | None = None,
         *,
         tpot_s: float | None = None,
-        rank: Callable[[Seq], float] | None = None,
+        rank: Callable[[Seq[Any]], float] | None = None,
     ) -> None:
         if max_batched_tokens < 1 or (max_chunk_tokens is not None and max_chunk_tokens < 1):
             raise InvalidSetup(
@@ -46,28 +47,28 @@ class Batching:
         self._rank = rank
         self.waiting = ArrivalQueue() if rank is None else SortedQueue(rank)
 
-    def on_submit(self, seq: Seq) -> None:
+    def on_submit(self, seq: Seq[Any]) -> None:
         """Queue it."""
         self.waiting.push(seq)
 
-    def on_admit(self, seq: Seq) -> None:
+    def on_admit(self, seq: Seq[Any]) -> None:
         """It waits no longer."""
         self.waiting.discard(seq)
 
-    def on_preempt(self, seq: Seq) -> None:
+    def on_preempt(self, seq: Seq[Any]) -> None:
         """Queue it again."""
         self.waiting.push(seq)
 
-    def on_finish(self, seq: Seq) -> None:
+    def on_finish(self, seq: Seq[Any]) -> None:
         """Forget it."""
         self.waiting.discard(seq)
 
-    def on_step(self, step: Step, seconds: float) -> None:
+    def on_step(self, step: Step[Any], seconds: float) -> None:
         """Learn how long steps take, if there is an objective."""
         if self.pace is not None:
             self.pace.observe(step, seconds)
 
-    def candidates(self, view: View) -> Iterable[Seq]:
+    def candidates(self, view: View) -> Iterable[Seq[Any]]:
         """The waiting sequences, who should go first first. Read as far as there is room."""
         return self.waiting
 
@@ -91,16 +92,16 @@ class Batching:
         chunks.update((seq, self.max_chunk_tokens) for seq in admit)
         return Decision(chunks, admit, budget)
 
-    def _chunks(self, view: View, budget: int, admit: list[Seq]) -> dict[Seq, int]:
+    def _chunks(self, view: View, budget: int, admit: list[Seq[Any]]) -> dict[Seq[Any], int]:
         """Shares of those that prefill already. By rank, where there is one: newcomers that rank before all of them
         are left what they need, but never more than three quarters."""
-        prefilling: Iterable[Seq] = view.prefilling
+        prefilling: Iterable[Seq[Any]] = view.prefilling
         if self._rank is not None and view.prefilling:
             prefilling = sorted(view.prefilling, key=self._rank)
             first = self._rank(prefilling[0])
             urgent = sum(len(seq.tokens) for seq in admit if self._rank(seq) < first)
             budget -= min(urgent, budget * 3 // 4)
-        chunks: dict[Seq, int] = {}
+        chunks: dict[Seq[Any], int] = {}
         for seq in prefilling:
             if budget <= 0:
                 break
@@ -108,7 +109,7 @@ class Batching:
             budget -= chunks[seq]
         return chunks
 
-    def victim(self, view: View) -> Seq:
+    def victim(self, view: View) -> Seq[Any]:
         """The lowest in rank; among equals, the latest admitted. The first always gets on, so everything ends."""
         latest_first = reversed(view.running)
         return next(latest_first) if self._rank is None else max(latest_first, key=self._rank)

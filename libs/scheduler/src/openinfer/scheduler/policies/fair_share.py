@@ -6,9 +6,10 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..policy import View
-from ..protocols import Step
+from ..runner import Step
 from ..sequence import Seq
 from .batching import Batching
 from .queues import ArrivalQueue
@@ -52,11 +53,11 @@ class FairShare(Batching):
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s)
         self._active: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()  # counters, least recently active first
-        self._since: dict[Seq, int] = {}  # step of admission, of who runs
+        self._since: dict[Seq[Any], int] = {}  # step of admission, of who runs
         self._step = 0
         self._level = 0.0  # the counter of whoever was active last
 
-    def on_submit(self, seq: Seq) -> None:
+    def on_submit(self, seq: Seq[Any]) -> None:
         """Queue it; a tenant that was idle is brought up to the others."""
         tenant = self._active.get(seq.tenant)
         if tenant is None:
@@ -64,7 +65,7 @@ class FairShare(Batching):
             tenant = self._active[seq.tenant] = _Tenant(max(least, self._idle.pop(seq.tenant, 0.0)))
         tenant.waiting.push(seq)
 
-    def on_admit(self, seq: Seq) -> None:
+    def on_admit(self, seq: Seq[Any]) -> None:
         """Charge what is computed of its prompt. What a preemption makes it compute again is not the tenant's fault."""
         tenant = self._active[seq.tenant]
         tenant.waiting.discard(seq)
@@ -74,12 +75,12 @@ class FairShare(Batching):
         if not seq.num_preemptions:
             tenant.served += seq.remaining
 
-    def on_preempt(self, seq: Seq) -> None:
+    def on_preempt(self, seq: Seq[Any]) -> None:
         """Queue it at the head of its tenant's."""
         self._stop(seq)
         self._active[seq.tenant].waiting.push(seq)
 
-    def on_finish(self, seq: Seq) -> None:
+    def on_finish(self, seq: Seq[Any]) -> None:
         """Settle its account."""
         tenant = self._active[seq.tenant]
         if seq in self._since:
@@ -91,18 +92,18 @@ class FairShare(Batching):
             if len(self._idle) > MAX_IDLE:
                 self._idle.popitem(last=False)
 
-    def _stop(self, seq: Seq) -> None:
+    def _stop(self, seq: Seq[Any]) -> None:
         tenant, since = self._active[seq.tenant], self._since.pop(seq)
         tenant.running -= 1
         tenant.admitted_at -= since
         tenant.served += OUTPUT_WEIGHT * max(0, self._step - since)
 
-    def on_step(self, step: Step, seconds: float) -> None:
+    def on_step(self, step: Step[Any], seconds: float) -> None:
         """Time goes on."""
         self._step = step.index
         super().on_step(step, seconds)
 
-    def candidates(self, view: View) -> Iterator[Seq]:
+    def candidates(self, view: View) -> Iterator[Seq[Any]]:
         """From the tenant served least, each as if its prompt were computed already."""
         heap = [
             (tenant.counter(self._step), name, iter(tenant.waiting))
@@ -119,6 +120,6 @@ class FairShare(Batching):
             heapq.heapreplace(heap, (counter + len(seq.tokens), name, waiting))
             yield seq
 
-    def victim(self, view: View) -> Seq:
+    def victim(self, view: View) -> Seq[Any]:
         """The latest admitted of the tenant that was served most."""
         return max(reversed(view.running), key=lambda seq: self._active[seq.tenant].counter(self._step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
 from ..policy import View
 from ..sequence import Seq
@@ -31,21 +32,21 @@ class LongestPrefix(Batching):
         tpot_s: float | None = None,
     ) -> None:
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s)
-        self._cached: dict[Seq, int] = {}  # the longest since asked about first
+        self._cached: dict[Seq[Any], int] = {}  # the longest since asked about first
         self._overtaken = 0
 
-    def on_admit(self, seq: Seq) -> None:
+    def on_admit(self, seq: Seq[Any]) -> None:
         """Count who overtakes the head of the queue."""
         self._overtaken = 0 if next(iter(self.waiting)) is seq else self._overtaken + 1
         super().on_admit(seq)
         self._cached.pop(seq, None)
 
-    def on_finish(self, seq: Seq) -> None:
+    def on_finish(self, seq: Seq[Any]) -> None:
         """Forget it."""
         super().on_finish(seq)
         self._cached.pop(seq, None)
 
-    def candidates(self, view: View) -> list[Seq]:
+    def candidates(self, view: View) -> list[Seq[Any]]:
         """The window by cached prefix, then the rest."""
         window = list(islice(self.waiting, max(WINDOW, view.free_slots)))
         compared = window[:WINDOW]
@@ -55,7 +56,7 @@ class LongestPrefix(Batching):
         by_prefix = sorted(compared, key=lambda seq: -self._cached.get(seq, 0))
         return by_prefix + window[WINDOW:]
 
-    def _refresh(self, view: View, window: list[Seq]) -> None:
+    def _refresh(self, view: View, window: list[Seq[Any]]) -> None:
         """Ask about the next four: those never asked about, then those asked about longest ago."""
         inside = dict.fromkeys(window)
         turns = [seq for seq in window if seq not in self._cached] + [s for s in self._cached if s in inside]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..errors import InvalidSetup
-from ..protocols import Step
+from ..runner import Step
 
 FLOOR = 64
 """Prompt tokens that a step may always carry: prompts must get on even if decoding alone misses the objective."""
@@ -26,7 +28,7 @@ class Pace:
         self._floor = min(FLOOR, max_tokens)
         self.prompt_tokens = min(START, max_tokens)
 
-    def observe(self, step: Step, seconds: float) -> None:
+    def observe(self, step: Step[Any], seconds: float) -> None:
         """A step was read."""
         if not 0 < step.num_decode < len(step.rows):
             return

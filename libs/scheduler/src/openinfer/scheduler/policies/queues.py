@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ..sequence import Seq
 
@@ -13,19 +14,19 @@ class ArrivalQueue:
     """In order of arrival; who was preempted goes to the head. O(1)."""
 
     def __init__(self) -> None:
-        self._seqs: OrderedDict[Seq, None] = OrderedDict()
+        self._seqs: OrderedDict[Seq[Any], None] = OrderedDict()
 
-    def push(self, seq: Seq) -> None:
+    def push(self, seq: Seq[Any]) -> None:
         """Add one."""
         self._seqs[seq] = None
         if seq.num_preemptions:
             self._seqs.move_to_end(seq, last=False)
 
-    def discard(self, seq: Seq) -> None:
+    def discard(self, seq: Seq[Any]) -> None:
         """Remove one, if it is here."""
         self._seqs.pop(seq, None)
 
-    def __iter__(self) -> Iterator[Seq]:
+    def __iter__(self) -> Iterator[Seq[Any]]:
         return iter(self._seqs)
 
     def __len__(self) -> int:
@@ -36,33 +37,33 @@ class SortedQueue:
     """By rank, the lowest first; equals in the order in which they were pushed. The rank is taken when a sequence is
     pushed. O(log n) comparisons, and a shift of a list."""
 
-    def __init__(self, rank: Callable[[Seq], float]) -> None:
+    def __init__(self, rank: Callable[[Seq[Any]], float]) -> None:
         self._rank = rank
-        self._entries: list[tuple[float, int, Seq]] = []
-        self._keys: dict[Seq, tuple[float, int]] = {}
+        self._entries: list[tuple[float, int, Seq[Any]]] = []
+        self._keys: dict[Seq[Any], tuple[float, int]] = {}
         self._pushed = 0
 
-    def push(self, seq: Seq) -> None:
+    def push(self, seq: Seq[Any]) -> None:
         """Add one."""
         self._pushed += 1
         key = self._keys[seq] = (self._rank(seq), self._pushed)
         insort(self._entries, (*key, seq))
 
-    def discard(self, seq: Seq) -> None:
+    def discard(self, seq: Seq[Any]) -> None:
         """Remove one, if it is here."""
         key = self._keys.pop(seq, None)
         if key is not None:
             del self._entries[bisect_left(self._entries, key)]
 
-    def before(self, rank: float) -> Iterator[Seq]:
+    def before(self, rank: float) -> Iterator[Seq[Any]]:
         """Those whose rank is lower."""
         return (self._entries[i][2] for i in range(bisect_left(self._entries, (rank,))))
 
-    def since(self, rank: float) -> Iterator[Seq]:
+    def since(self, rank: float) -> Iterator[Seq[Any]]:
         """The others."""
         return (self._entries[i][2] for i in range(bisect_left(self._entries, (rank,)), len(self._entries)))
 
-    def __iter__(self) -> Iterator[Seq]:
+    def __iter__(self) -> Iterator[Seq[Any]]:
         return (seq for _, _, seq in self._entries)
 
     def __len__(self) -> int:

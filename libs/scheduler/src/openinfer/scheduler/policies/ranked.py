@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import chain, count, dropwhile, takewhile
+from typing import Any
 
 from ..errors import InvalidSetup
 from ..policy import View
-from ..protocols import Step
+from ..runner import Step
 from ..sequence import Seq
 from .batching import Batching
 from .queues import SortedQueue
@@ -36,7 +37,7 @@ class Priority(Batching):
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s, rank=self._aged)
         self._ageing_s = ageing_s
 
-    def _aged(self, seq: Seq) -> float:
+    def _aged(self, seq: Seq[Any]) -> float:
         if math.isinf(self._ageing_s):
             return seq.priority
         return seq.priority * self._ageing_s + seq.arrival
@@ -71,34 +72,34 @@ class Deadline(Batching):
             0.0  # recent means over steps with prompts: of a step, of a prompt token
         )
 
-    def _deadline(self, seq: Seq) -> float:
+    def _deadline(self, seq: Seq[Any]) -> float:
         """When prefill must start. Preempted ones are in the middle of their answer: before all others."""
         if seq.num_output:
             return -math.inf
         ttft_s = self._ttft_s if seq.ttft_s is None else seq.ttft_s
         return seq.arrival + ttft_s - len(seq.tokens) * self._token_s
 
-    def _objective(self, seq: Seq) -> float:
+    def _objective(self, seq: Seq[Any]) -> float:
         return math.inf if seq.tpot_s is None else seq.tpot_s
 
-    def on_admit(self, seq: Seq) -> None:
+    def on_admit(self, seq: Seq[Any]) -> None:
         """Count it; heed its objective."""
         super().on_admit(seq)
         self._admitted += 1
         if seq.tpot_s is not None:
             self._objectives.push(seq)
 
-    def on_preempt(self, seq: Seq) -> None:
+    def on_preempt(self, seq: Seq[Any]) -> None:
         """Its objective rests."""
         super().on_preempt(seq)
         self._objectives.discard(seq)
 
-    def on_finish(self, seq: Seq) -> None:
+    def on_finish(self, seq: Seq[Any]) -> None:
         """Forget it."""
         super().on_finish(seq)
         self._objectives.discard(seq)
 
-    def on_step(self, step: Step, seconds: float) -> None:
+    def on_step(self, step: Step[Any], seconds: float) -> None:
         """Learn how long prompts take; pace by the tightest objective."""
         tokens = sum([row.num_tokens for row in step.rows[step.num_decode :]])
         if tokens:
@@ -111,7 +112,7 @@ class Deadline(Batching):
                 self.pace.objective_s = min(self._tpot_s, self._objective(tightest))
         super().on_step(step, seconds)
 
-    def candidates(self, view: View) -> Iterator[Seq]:
+    def candidates(self, view: View) -> Iterator[Seq[Any]]:
         """Resumed ones, then those in time, with every fourth place for one who is late."""
         # Two steps are launched already, and a prompt shares its own with others: some slack pays.
         start = view.now + 4 * self._step_s
@@ -119,7 +120,7 @@ class Deadline(Batching):
         late = dropwhile(lambda seq: seq.num_output, self._deadlines.before(start))
         return chain(resumed, self._interleaved(self._deadlines.since(start), late))
 
-    def _interleaved(self, in_time: Iterator[Seq], late: Iterator[Seq]) -> Iterator[Seq]:
+    def _interleaved(self, in_time: Iterator[Seq[Any]], late: Iterator[Seq[Any]]) -> Iterator[Seq[Any]]:
         for place in count(self._admitted):
             first, second = (late, in_time) if place % 4 == 3 else (in_time, late)
             seq = next(first, None) or next(second, None)

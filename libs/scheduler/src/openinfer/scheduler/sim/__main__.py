@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ..errors import SchedulerError
 from ..policies import POLICIES, make_policy
-from ..protocols import Pool
+from ..pool import Pool
 from .cost import LinearCost
 from .pool import SimPool
 from .report import Report

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 
-from ..protocols import Step, StepResult
+from ..runner import Step, StepResult
 from ..sequence import FinishReason, Seq
 from .cost import CostModel, StepWork
-from .workloads import Request
+from .report import Record
 
 
 class SimRunner:
     """A Runner in virtual time. Steps run one after the other, each as long as the cost model says; rows end when they
-    have said what their request's output is (Seq.owner.request).
+    have said what their request's output is (Seq.owner is a Record).
 
     now: seconds. Time passes while somebody waits for a result, and when its owner sets it.
     """
@@ -22,11 +22,13 @@ class SimRunner:
         self.busy_s = 0.0
         self._cost = cost
         self._free_at = 0.0  # when the device is done with all that was launched
-        self._running: deque[tuple[float, StepResult]] = deque()
-        self._endings: dict[int, list[tuple[Seq, int]]] = {}  # by step, with num_preemptions at the time
+        self._running: deque[tuple[float, StepResult[None]]] = deque()
+        self._endings: dict[
+            int, list[tuple[Seq[Record], int]]
+        ] = {}  # by step, with num_preemptions at the time
         self._context = 0
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step[Record]) -> None:
         """Queue it on the device."""
         work = self._work(step)
         for row in step.rows[step.num_decode :]:
@@ -42,7 +44,7 @@ class SimRunner:
         self._free_at = max(self._free_at, self.now) + seconds
         self._running.append((self._free_at, StepResult(step.index, finished, seconds=seconds)))
 
-    def _work(self, step: Step) -> StepWork:
+    def _work(self, step: Step[Record]) -> StepWork:
         if step.changed:
             self._context = sum([row.seq.bound for row in step.rows[: step.num_decode]])
         else:
@@ -53,21 +55,20 @@ class SimRunner:
             context += num_tokens * (start or 0) + num_tokens * (num_tokens + 1) // 2
         return StepWork(step.num_decode, self._context, tokens, context)
 
-    def _schedule_ending(self, seq: Seq, index: int) -> None:
+    def _schedule_ending(self, seq: Seq[Record], index: int) -> None:
         """The row yields a token in this step and in each one after it."""
         said = seq.target - seq.prompt_len
         last = index + self._length(seq) - said - 1
         self._endings.setdefault(last, []).append((seq, seq.num_preemptions))
 
-    def _length(self, seq: Seq) -> int:
-        request: Request = seq.owner.request  # type: ignore[attr-defined]
-        return min(len(request.output), seq.max_len - seq.prompt_len)
+    def _length(self, seq: Seq[Record]) -> int:
+        return min(len(seq.owner.request.output), seq.max_len - seq.prompt_len)
 
-    def _reason(self, seq: Seq) -> FinishReason:
+    def _reason(self, seq: Seq[Record]) -> FinishReason:
         at_limit = self._length(seq) == seq.max_len - seq.prompt_len
         return FinishReason.LENGTH if at_limit else FinishReason.STOP
 
-    def collect(self, wait_s: float | None) -> StepResult | None:
+    def collect(self, wait_s: float | None) -> StepResult[None] | None:
         """The oldest result, if it comes within wait_s seconds, which pass."""
         done_at, result = self._running[0]
         if wait_s is not None and done_at > self.now + wait_s:

@@ -7,10 +7,10 @@ from array import array
 from collections.abc import Sequence
 
 from ..errors import Rejected, SchedulerError
-from ..events import Finished, Scheduled, Tokens
+from ..events import Event, Finished, Scheduled, Tokens
 from ..loop import StepLoop
 from ..policy import Policy
-from ..protocols import Pool
+from ..pool import Pool
 from ..sequence import Seq
 from .cost import CostModel
 from .report import Record, Report
@@ -118,16 +118,16 @@ class _Simulation:
             record.rejected = True
             self._follow(number)
 
-    def _note(self, event: object) -> None:
+    def _note(self, event: Event[Record, None]) -> None:
         """What an engine does with an event."""
         now = self.runner.now
         match event:
             case Tokens():
                 gaps = self.gaps
                 for _, seq in event.emitting():
-                    record: Record = seq.owner  # type: ignore[assignment]
+                    record = seq.owner
                     number = record.num_output
-                    seq.tokens.append(record.request.output[number])  # type: ignore[attr-defined]
+                    seq.tokens.append(record.request.output[number])
                     record.num_output = number + 1
                     if number:
                         gaps.append(now - record.last_token)
@@ -135,9 +135,9 @@ class _Simulation:
                         record.first_token = now
                     record.last_token = now
             case Scheduled(seq, num_cached):
-                seq.owner.num_cached = num_cached  # type: ignore[attr-defined]
+                seq.owner.num_cached = num_cached
             case Finished(seq):
-                seq.owner.num_preemptions = seq.num_preemptions  # type: ignore[attr-defined]
+                seq.owner.num_preemptions = seq.num_preemptions
                 self._follow(seq.id)
 
     def _follow(self, number: int) -> None:

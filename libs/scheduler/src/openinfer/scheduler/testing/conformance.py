@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import SchedulerError
 from ..events import Finished, Scheduled, Tokens
 from ..loop import StepLoop
 from ..policy import Policy
-from ..protocols import Step
+from ..runner import Step
 from ..sequence import Seq
 from .fake_runner import DeviceFault, FakeRunner
 from .model import VOCABULARY
@@ -25,7 +26,7 @@ class _Recorder(FakeRunner):
         self.max_tokens = max_tokens
         self.shapes: list[list[tuple[int, int]]] = []
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step[Any]) -> None:
         self.shapes.append([(row.seq.id, row.num_tokens) for row in step.rows])
         tokens = sum(row.num_tokens for row in step.rows)
         if tokens > self.max_tokens:
@@ -50,7 +51,7 @@ class PolicyConformance:
     """Generated workloads that test_schedules plays."""
     patience = 1500
     """Turns, each a second of the clock and 1 to 3 admissions, in which everybody must have got his turn."""
-    loop_type: type[StepLoop] = StepLoop
+    loop_type: type[StepLoop[Any, Any]] = StepLoop
 
     def make_policy(self, max_batched_tokens: int) -> Policy:
         """A new policy for steps of at most so many tokens (>= the loop's max_rows)."""
@@ -129,21 +130,21 @@ class _Play:
         )
         self.num_submitted = 0
 
-    def submit_probe(self, length: int, tenant: str, priority: int) -> Seq:
+    def submit_probe(self, length: int, tenant: str, priority: int) -> Seq[None]:
         tokens = [self.random.randrange(VOCABULARY) for _ in range(length)]
         self.num_submitted += 1
-        seq = Seq(self.num_submitted, tokens, 2, priority=priority, tenant=tenant, arrival=self.clock)
+        seq = Seq[None](self.num_submitted, tokens, 2, priority=priority, tenant=tenant, arrival=self.clock)
         self.loop.submit(seq)
         return seq
 
-    def turn(self) -> list[Seq]:
+    def turn(self) -> list[Seq[None]]:
         """One turn of the loop, a second long. Returns who was admitted."""
         admitted = []
         for event in self.loop.step(1.0):
             match event:
                 case Tokens():
                     for position, seq in event.emitting():
-                        seq.tokens.append(event.payload[position])  # type: ignore[attr-defined, index]
+                        seq.tokens.append(event.payload[position])
                 case Scheduled(seq):
                     admitted.append(seq)
                 case Finished():
@@ -163,7 +164,7 @@ class _Play:
         self.finish()
         return self.runner.shapes
 
-    def crowd(self, until: Seq, turns: int) -> None:
+    def crowd(self, until: Seq[None], turns: int) -> None:
         """Keep 12 others waiting, of the kind that policies like, until one particular sequence was admitted."""
         prefix = [self.random.randrange(VOCABULARY) for _ in range(8)]
         for _ in range(turns):

@@ -12,10 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from ..protocols import Row, Step, StepResult
+from ..runner import Row, Step, StepResult
 from ..sequence import FinishReason, Seq
 from .model import EOS, cell, next_token
+
+Sampled: TypeAlias = list[int | None]
+"""What FakeRunner returns of a step, along its rows: the token, or None."""
 
 
 class DeviceFault(RuntimeError):
@@ -64,17 +68,17 @@ class FakeRunner:
         windows: Sequence[int | None] = (),
         depth: int = 2,
         delay: Callable[[int], int] = lambda index: 0,
-        stall: Callable[[int, Seq], bool] = lambda index, seq: False,
+        stall: Callable[[int, Seq[Any]], bool] = lambda index, seq: False,
     ) -> None:
         self.num_launched = self.num_collected = 0
         self._depth, self._delay, self._stall = depth, delay, stall
         self._groups = list(map(_Paged, block_sizes, windows or [None] * len(block_sizes)))
         self._rows: dict[int, _DeviceRow] = {}
-        self._last_rows: Sequence[Row] = ()
-        self._results: deque[StepResult] = deque()
+        self._last_rows: Sequence[Row[Any]] = ()
+        self._results: deque[StepResult[Sampled]] = deque()
         self._polls = 0
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step[Any]) -> None:
         """Apply the step's changes, compute its rows, keep the result for later."""
         self.num_launched += 1
         self._check_shape(step)
@@ -87,7 +91,7 @@ class FakeRunner:
             self._write_table(self._rows[seq.slot], group, first, blocks)
         for state in self._rows.values():
             state.before = state.length
-        result = StepResult(step.index, [], [], {})
+        result: StepResult[Sampled] = StepResult(step.index, [], [], {})
         self._results.append(result)
         tokens = [self._run(row, result) for row in step.rows]
         result.payload = tokens
@@ -95,7 +99,7 @@ class FakeRunner:
         if len(self._results) == 1:
             self._polls = self._delay(step.index)
 
-    def collect(self, wait_s: float | None) -> StepResult | None:
+    def collect(self, wait_s: float | None) -> StepResult[Sampled] | None:
         """The oldest result, once it has been asked for often enough."""
         if not self._results:
             return None
@@ -110,7 +114,7 @@ class FakeRunner:
             self._polls = self._delay(self._results[0].index)
         return result
 
-    def _check_shape(self, step: Step) -> None:
+    def _check_shape(self, step: Step[Any]) -> None:
         if step.index != self.num_launched:
             raise DeviceFault(f"step {step.index} is launched as number {self.num_launched}")
         if len(self._results) >= self._depth:
@@ -127,7 +131,7 @@ class FakeRunner:
     def _fenced(self, row: _DeviceRow) -> bool:
         return row.ended and row.last_step <= self.num_collected
 
-    def _join(self, seq: Seq) -> None:
+    def _join(self, seq: Seq[Any]) -> None:
         old = self._rows.get(seq.slot)
         if old is not None and not self._fenced(old):
             raise DeviceFault(f"slot {seq.slot} is given to request {seq.id} while its row is in use")
@@ -145,7 +149,7 @@ class FakeRunner:
         for block in blocks:
             self._groups[group].holders.setdefault(block, set()).add(row)
 
-    def _run(self, row: Row, result: StepResult) -> int | None:
+    def _run(self, row: Row[Any], result: StepResult[Sampled]) -> int | None:
         """One row of a step. A dead row does nothing."""
         state = self._rows[row.seq.slot]
         state.last_step = result.index
@@ -225,7 +229,7 @@ class FakeRunner:
             raise DeviceFault(f"slot {row.slot}: the groups hold different tokens")
         return read[0]
 
-    def _sample(self, row: _DeviceRow, result: StepResult) -> int:
+    def _sample(self, row: _DeviceRow, result: StepResult[Sampled]) -> int:
         token = row.last_token = next_token(self._attend(row))
         reason = FinishReason.STOP if token == EOS else None
         if reason is None and row.length + 1 == row.max_len:

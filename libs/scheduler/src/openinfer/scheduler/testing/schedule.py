@@ -5,19 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from ..errors import Rejected
 from ..events import Event, Finished, Scheduled, Tokens
 from ..loop import StepLoop
 from ..policies import FirstCome
 from ..policy import Policy
-from ..protocols import Pool
+from ..pool import Pool
 from ..sequence import FinishReason, Seq
-from .fake_runner import FakeRunner
+from .fake_runner import FakeRunner, Sampled
 from .model import VOCABULARY, generate
 from .simple_pool import Shape, SimplePool
 
 MakePool = Callable[[Sequence[Shape]], Pool]
+Loop: TypeAlias = StepLoop[Any, Sampled]
 
 
 class Mismatch(AssertionError):
@@ -106,9 +108,9 @@ class Schedule:
         make_pool: MakePool = SimplePool,
         *,
         make_policy: Callable[[Schedule], Policy] | None = None,
-        loop_type: type[StepLoop] = StepLoop,
-        after_step: Callable[[StepLoop], object] = StepLoop.check,
-    ) -> StepLoop:
+        loop_type: type[Loop] = StepLoop,
+        after_step: Callable[[Loop], object] = StepLoop.check,
+    ) -> Loop:
         """Run it to the end, `after_step` after each turn. Returns the loop. Raises Mismatch, DeviceFault, or
         whatever the parts under test raise."""
         rng = random.Random(self.seed)
@@ -165,21 +167,20 @@ def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
     return groups
 
 
-def _observe(events: Sequence[Event]) -> None:
+def _observe(events: Sequence[Event[_Request, Sampled]]) -> None:
     """Hand events to the requests as an engine does."""
     for event in events:
         if isinstance(event, Tokens):
-            assert isinstance(event.payload, list)
             for position, seq in event.emitting():
-                _Request.of(seq).on_token(event.payload[position])
+                seq.owner.on_token(event.payload[position])
         else:
-            _Request.of(event.seq).on_event(event)
+            event.seq.owner.on_event(event)
 
 
 class _Request:
     """A client: submits, aborts, stops, and records what it is told."""
 
-    def __init__(self, loop: StepLoop, number: int, arrival: Arrival) -> None:
+    def __init__(self, loop: Loop, number: int, arrival: Arrival) -> None:
         self.arrival = arrival
         self.seq = Seq(
             number, list(arrival.prompt), arrival.max_tokens, arrival=float(arrival.turn), owner=self
@@ -190,11 +191,6 @@ class _Request:
         self._aborted = False
         self._rejected = False
         self._reasons: list[FinishReason] = []
-
-    @staticmethod
-    def of(seq: Seq) -> _Request:
-        assert isinstance(seq.owner, _Request)
-        return seq.owner
 
     def act(self, turn: int) -> None:
         if turn == self.arrival.turn:
@@ -211,10 +207,9 @@ class _Request:
         if token is None or not self._scheduled or self._reasons or self._aborted:
             raise Mismatch(f"request {self.seq.id} is told {token} out of place")
         self._output.append(token)
-        assert isinstance(self.seq.tokens, list)
         self.seq.tokens.append(token)
 
-    def on_event(self, event: Scheduled | Finished) -> None:
+    def on_event(self, event: Scheduled[_Request] | Finished[_Request]) -> None:
         if self._reasons or (isinstance(event, Scheduled) and self._scheduled):
             raise Mismatch(f"request {self.seq.id} is told {event} out of place")
         if isinstance(event, Scheduled):

@@ -1,4 +1,4 @@
-"""What the loop drives: a Runner and a Pool; and what it hands to the runner: Steps.
+"""Runner: what runs steps on a device; and what the loop hands to it: Steps.
 
 The device holds the batch in fixed slots 1..max_rows; slot 0 is padding. What a row's next token is, the
 device knows (it feeds tokens back by itself), and it ends rows by itself: EOS, stop ids and length clear the
@@ -9,13 +9,13 @@ launched before the last is read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, cast
 
-from .sequence import FinishReason, Seq
+from .sequence import FinishReason, Owner, Payload, Seq
 
 
-class Row(NamedTuple):
+class Row(NamedTuple, Generic[Owner]):
     """One row of a step.
 
     A decode row (start None) has q_len 1: it feeds the token that the device sampled last, at the position
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     num_tokens], and emits only if it reaches the end (seq.target).
     """
 
-    seq: Seq
+    seq: Seq[Owner]
     num_tokens: int
     """q_len."""
     emits: bool
@@ -32,17 +32,17 @@ class Row(NamedTuple):
     """Position of the chunk's first token; None for a decode row."""
 
 
-class BlockWrite(NamedTuple):
+class BlockWrite(NamedTuple, Generic[Owner]):
     """An update of a row's block table: table[first : first + len(blocks)] = blocks."""
 
-    seq: Seq
+    seq: Seq[Owner]
     group: int
     first: int
     blocks: Sequence[int]
 
 
 @dataclass(slots=True)
-class Step:
+class Step(Generic[Owner]):
     """What a runner launches. Only changes are listed: `left`, `joined` and `blocks` are mostly empty.
 
     Apply in this order: left, joined, blocks; then run the rows. The runner may keep the step: the loop does
@@ -51,7 +51,7 @@ class Step:
 
     index: int
     """1, 2, 3, ... in order of launch."""
-    rows: Sequence[Row]
+    rows: Sequence[Row[Owner]]
     """Batch order: decode rows, then chunks. The very same object as last time while nothing changed."""
     changed: bool
     """Whether `rows` differs from the step before."""
@@ -60,17 +60,17 @@ class Step:
     left: Sequence[int]
     """Slots whose rows must be dead from this step on: aborted or preempted. (Rows that the device ended
     itself are dead already and are not listed.)"""
-    joined: Sequence[Seq]
+    joined: Sequence[Seq[Owner]]
     """Newly given a slot: write its row (alive, sequence length seq.lease.num_cached, sampling state,
     limits). Their tokens come with their chunks, their whole block tables with `blocks`."""
-    blocks: Sequence[BlockWrite]
+    blocks: Sequence[BlockWrite[Owner]]
     """Block-table writes."""
     launched_at: float = 0.0
     """By the loop's clock."""
 
 
 @dataclass(slots=True)
-class StepResult:
+class StepResult(Generic[Payload]):
     """What became of a step."""
 
     index: int
@@ -78,7 +78,7 @@ class StepResult:
     """Rows (slots) that ended in this step. The token of this step is their last and counts, unless the reason is
     ERROR. Each row
     once."""
-    payload: object = None
+    payload: Payload = field(default=cast(Any, None))
     """Tokens, logprobs, ...: opaque here, passed on in the Tokens event."""
     advanced: Mapping[int, int] | None = None
     """None: every live row advanced by its q_len. Else, for the slots listed, decode rows that advanced by
@@ -88,66 +88,11 @@ class StepResult:
     came later, to the reading of this one."""
 
 
-class Runner(Protocol):
+class Runner(Protocol[Owner, Payload]):
     """Runs steps, in order. It raises only when all is lost; one failed row is a FinishReason.ERROR."""
 
-    def launch(self, step: Step) -> None:
+    def launch(self, step: Step[Owner]) -> None:
         """Start a step without waiting for it. At most the loop's `depth` steps are in flight."""
 
-    def collect(self, wait_s: float | None) -> StepResult | None:
+    def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest launched step's result; None if it is not ready within wait_s seconds (None: no limit)."""
-
-
-class Lease(Protocol):
-    """One sequence's blocks."""
-
-    @property
-    def num_cached(self) -> int:
-        """Tokens found computed, < the tokens acquired for."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that fit the blocks held."""
-
-    def block_table(self, group: int = 0) -> Sequence[int]:
-        """Block ids of a group."""
-
-    def reserve(
-        self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
-    ) -> list[tuple[int, int, list[int]]] | None:
-        """Grow to num_tokens in all: (group, first new index, new ids) by group; None if dry: nothing changed.
-        Groups that keep all of a sequence grow to kept_tokens, if that is more: windows need not have room for a
-        prompt that only passes through them. leave: the part of a group's blocks, 0..1, that has to stay free."""
-
-    def reach(self, leave: float = 0.0) -> int:
-        """The most num_tokens for which reserve(num_tokens, leave=leave) has room now."""
-
-    def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """The first num_confirmed of tokens are computed for certain. Blocks that a window has left behind are given
-        back."""
-
-    def release(self) -> None:
-        """Give everything back."""
-
-
-class Pool(Protocol):
-    """Where leases come from. openinfer.kvpool.Pool is one; the loop knows only this much."""
-
-    @property
-    def num_groups(self) -> int:
-        """Groups 0..num_groups-1, each with a block table."""
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that could be handed out now."""
-
-    @property
-    def capacity_tokens(self) -> int:
-        """The longest sequence that a lease can hold when it is alone, reserved token by token with commits between.
-        sys.maxsize: no end."""
-
-    def acquire(
-        self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
-    ) -> Lease:
-        """A lease holding what is cached of tokens, at least one token short of all. `hashes` may name fewer
-        blocks than tokens have."""
