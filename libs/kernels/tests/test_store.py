@@ -1,11 +1,13 @@
 """The cubin store, with real compiles of one small kernel (Triton needs no GPU to compile)."""
 
 import json
+import os
+import threading
 
 import numpy as np
 import pytest
 
-from openinfer.kernels import CompileError, KernelMissing, Store, embed, launch, store
+from openinfer.kernels import CompileError, KernelMissing, Store, UntrustedCache, embed, launch, store
 from openinfer.tensor import Device, Tensor, bfloat16
 
 ROWS = "openinfer.kernels.device.rows"
@@ -70,6 +72,70 @@ def test_a_damaged_cubin_is_compiled_again(cubins, tmp_path, spec):
     path.write_bytes(good[:-1] + b"x")
     assert Store(90, tmp_path, folders=[]).prepare([spec]) == (1, 1)
     assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize("damage", ['"shared": 0', '"shared": 10000000'])
+def test_the_digest_covers_what_a_launch_reads(tmp_path, spec, damage):
+    Store(90, tmp_path, folders=[]).prepare([spec])
+    (path,) = tmp_path.rglob("*.json")
+    good = path.read_text()
+    changed = json.loads(good) | json.loads(f"{{{damage}}}") | {"num_warps": 8}
+    path.write_text(json.dumps(changed))
+    assert Store(90, tmp_path, folders=[]).prepare([spec]) == (1, 1)
+    assert path.read_text() == good
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"x"'])
+def test_an_index_entry_that_is_none_is_compiled_again(tmp_path, spec, text):
+    Store(90, tmp_path, folders=[]).prepare([spec])
+    (path,) = tmp_path.rglob("*.json")
+    path.write_text(text)
+    assert Store(90, tmp_path, folders=[]).prepare([spec]) == (1, 1)
+
+
+def test_the_cache_is_made_private(tmp_path, spec):
+    Store(90, tmp_path / "a/cubin", folders=[]).prepare([spec])
+    assert (tmp_path / "a/cubin").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_cache_that_others_can_write_to_is_refused(tmp_path, spec, mode):
+    Store(90, tmp_path, folders=[]).prepare([spec])
+    tmp_path.chmod(mode)
+    with pytest.raises(UntrustedCache, match=f"mode 0{mode:o}.*run as code.*OPENINFER_CACHE"):
+        Store(90, tmp_path, folders=[]).prepare([spec])
+    tmp_path.chmod(0o700)
+
+
+def test_a_cache_of_another_user_is_refused(tmp_path, spec, monkeypatch):
+    Store(90, tmp_path, folders=[]).prepare([spec])
+    me = os.geteuid()
+    if me == 0:
+        os.chown(tmp_path, 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(UntrustedCache, match=r"belongs to user .* OPENINFER_CACHE"):
+        Store(90, tmp_path, folders=[]).prepare([spec])
+    os.chown(tmp_path, me, -1)
+
+
+def test_two_processes_fill_one_cache_at_once(tmp_path, spec):
+    both = threading.Barrier(2)
+    results = []
+
+    def fill():
+        one = Store(90, tmp_path, folders=[])
+        both.wait()
+        results.append(one.prepare([spec]))
+
+    threads = [threading.Thread(target=fill) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [(1, 1), (1, 1)]
+    assert not list(tmp_path.rglob("*.part"))
+    assert Store(90, tmp_path, folders=[]).prepare([spec]) == (1, 0)
 
 
 def test_every_failure_is_told(tmp_path, spec):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from openinfer.kernels import H200, Target, tuning
+from openinfer.kernels import H200, LaunchError, Target, UntrustedCache, tuning
 from openinfer.kernels.tuning import Choice, choose
 
 PLAIN = Target(90, 132)
@@ -63,7 +63,7 @@ def test_the_tables_of_the_package_are_choices():
     files = list(tuning.TABLES.glob("*.json"))
     assert files
     for file in files:
-        for op, shapes in json.loads(file.read_text()).items():
+        for op, shapes in tuning.load(file).items():
             assert op in ("norm_linear", "logits", "linear_add", "gate_up_silu")
             for shape, by_m in shapes.items():
                 _, k = map(int, shape.split("x"))
@@ -72,3 +72,35 @@ def test_the_tables_of_the_package_are_choices():
                     assert k % choice.bk == 0
                     assert choice.kind != "small" or int(m) <= choice.bm
                     assert choice.kind != "gemv" or m == "1"
+
+
+TABLE = {"linear_add": {"64x128": {"16": {"kind": "gemv"}}}}
+
+
+def test_a_table_comes_back_and_a_changed_one_is_refused(tmp_path):
+    file = tmp_path / "gpu.json"
+    tuning.save(file, TABLE)
+    assert tuning.load(file) == TABLE
+    file.write_text(file.read_text().replace("gemv", "small"))
+    with pytest.raises(LaunchError, match=r"digest does not match.*tune again or delete it"):
+        tuning.load(file)
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_table_without_a_digest_is_refused(tmp_path):
+    (tmp_path / "gpu.json").write_text(json.dumps(TABLE))
+    with pytest.raises(LaunchError, match="digest"):
+        tuning.load(tmp_path / "gpu.json")
+
+
+def test_the_folder_of_tables_is_private_and_an_open_one_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENINFER_CACHE", str(tmp_path / "cache"))
+    tuning._table.cache_clear()
+    tuning.save(tuning.table_file(tuning.user_tables(), "a gpu"), TABLE)
+    assert tuning.user_tables().stat().st_mode & 0o777 == 0o700
+    assert tuning._table("a gpu") == TABLE
+    tuning.user_tables().chmod(0o770)
+    tuning._table.cache_clear()
+    with pytest.raises(UntrustedCache, match="mode 0770"):
+        tuning._table("a gpu")
+    tuning._table.cache_clear()

@@ -9,6 +9,7 @@ from openinfer.kernels.errors import (
     KernelsError,
     LaunchError,
     MissingExtra,
+    UntrustedCache,
 )
 from openinfer.kernels.launch import (
     Aligned,
@@ -75,6 +76,7 @@ __all__ = [
     "Store",
     "Target",
     "TensorMap",
+    "UntrustedCache",
     "Workload",
     "apply_writes",
     "attend",

@@ -1,18 +1,18 @@
 """`python -m openinfer.kernels.compile_worker`: compiles kernels named on standard input, a JSON line each.
 
 A process of its own, because Triton decides at import whether it compiles or interprets, and because a failed pass
-prints whole modules on the error stream. Needs no GPU. In: {"key", "spec", "arch", "path"}; out: {"key", "meta"} with
-the cubin written to path, or {"key", "error"}.
+prints whole modules on the error stream. Needs no GPU. In: {"key", "spec", "arch"}; out: {"key", "meta", "cubin"} with
+the cubin in base64, or {"key", "error"}.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib
 import json
 import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 
@@ -74,7 +74,7 @@ def main() -> None:
             answer: dict[str, Any] = {"key": job["key"]}
             try:
                 cubin, answer["meta"] = compile_spec(job["spec"], job["arch"])
-                Path(job["path"]).write_bytes(cubin)
+                answer["cubin"] = base64.b64encode(cubin).decode()
             except Exception as e:
                 answer["error"] = f"{type(e).__name__}: {e}"[:2000]
             reply.write(json.dumps(answer) + "\n")

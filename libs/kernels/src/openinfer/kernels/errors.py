@@ -5,6 +5,7 @@ KernelsError
  ├── CompileError (RuntimeError)      the compiler refused a kernel
  ├── KernelMissing (LookupError)      no cubin for a kernel, and none may or can be compiled
  ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
+ ├── UntrustedCache (PermissionError) other users could have written what would be run as code
  └── MissingExtra (ImportError)       an optional dependency is needed; the message has the install command
 """
 
@@ -27,6 +28,10 @@ class KernelMissing(KernelsError, LookupError):
 
 class LaunchError(KernelsError, RuntimeError):
     """A launch record does not fit this device (shared memory, scratch, an unbound workspace)."""
+
+
+class UntrustedCache(KernelsError, PermissionError):
+    """A folder of compiled kernels or of tables belongs to another user, or others can write to it."""
 
 
 class MissingExtra(KernelsError, ImportError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import hashlib
@@ -18,10 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from openinfer.kernels.cache_folder import check_owner, digest, make_private, unfinished
 from openinfer.kernels.errors import CompileError, KernelMissing
 from openinfer.kernels.launch import KernelSpec
 
 Progress = Callable[[int, int], None]
+
+DAMAGE = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
+"""What reading a cached kernel raises that is absent, cut short or something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,9 @@ class Store:
     A kernel is looked for in `folders` (wheels), then in `cache`, each laid out as <triton version>/sm_<arch>/<key>:
     under the installed Triton's version, or under any if no Triton is installed. `prepare` compiles what is missing;
     after `seal` a miss raises KernelMissing and counts in `misses_after_seal`.
+
+    The cache is made with mode 0700. One that other users can write to raises UntrustedCache (a PermissionError). A
+    file that does not match its digest is compiled again.
     """
 
     def __init__(self, arch: int, cache: Path | None = None, folders: Sequence[Path] | None = None) -> None:
@@ -148,6 +156,7 @@ class Store:
     def _prepare(self, specs: Iterable[KernelSpec], progress: Progress | None) -> Prepared:
         wanted = [s for s in dict.fromkeys(specs) if s not in self._kernels]
         missing = []
+        check_owner(self.cache)
         for spec in wanted:
             found = self._load(spec)
             if found is None:
@@ -177,58 +186,56 @@ class Store:
     def _load(self, spec: KernelSpec) -> Compiled | None:
         key = spec_key(spec, self.arch)
         for place in self._places():
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(*DAMAGE):
                 meta = json.loads((place / f"{key}.json").read_text())
                 cubin = (place / f"{key}.cubin").read_bytes()
-                if hashlib.sha256(cubin).hexdigest() == meta["sha256"]:
-                    return Compiled(
-                        cubin,
-                        meta["name"],
-                        meta["shared"],
-                        meta["num_warps"],
-                        meta["num_ctas"],
-                        tuple(meta["tensor_maps"]),
-                    )
+                if digest(meta, cubin) == meta["sha256"]:
+                    return _compiled(meta, cubin)
         return None
 
     def _compile(self, specs: list[KernelSpec], folder: Path, progress: Progress | None) -> None:
+        make_private(self.cache)
         folder.mkdir(parents=True, exist_ok=True)
         keys = {spec_key(s, self.arch): s for s in specs}
         errors: list[str] = []
         done = 0
-        for answer in _run_workers(keys, self.arch, folder):
+        for answer in _run_workers(keys, self.arch):
             done += 1
             if progress is not None:
                 progress(done, len(keys))
-            key = answer["key"]
-            part = folder / f"{key}.{os.getpid()}.part"
+            spec = keys[answer["key"]]
             if "error" in answer:
-                errors.append(f"{keys[key]} for sm_{self.arch}: {answer['error']}")
+                errors.append(f"{spec} for sm_{self.arch}: {answer['error']}")
                 continue
-            meta = {
-                **answer["meta"],
-                "spec": keys[key].as_json(),
-                "sha256": hashlib.sha256(part.read_bytes()).hexdigest(),
-            }
-            part.rename(folder / f"{key}.cubin")
-            part.write_text(json.dumps(meta))
-            part.rename(folder / f"{key}.json")  # last: the index entry makes the kernel exist
-            found = self._load(keys[key])
-            if found is None:
-                raise CompileError(f"{folder / key}.cubin was written and cannot be read back")
-            self._kernels[keys[key]] = found
+            cubin = base64.b64decode(answer["cubin"])
+            meta = {**answer["meta"], "spec": spec.as_json()}
+            self._kernels[spec] = _compiled(meta, cubin)
+            _write(folder / f"{answer['key']}.cubin", cubin)
+            # Last: the index entry makes the kernel exist.
+            text = json.dumps({**meta, "sha256": digest(meta, cubin)})
+            _write(folder / f"{answer['key']}.json", text.encode())
         if errors:
             raise CompileError("\n".join(errors))
 
 
-def _run_workers(keys: dict[str, KernelSpec], arch: int, folder: Path) -> Iterator[dict[str, Any]]:
+def _compiled(meta: dict[str, Any], cubin: bytes) -> Compiled:
+    maps = tuple(meta["tensor_maps"])
+    return Compiled(cubin, meta["name"], meta["shared"], meta["num_warps"], meta["num_ctas"], maps)
+
+
+def _write(file: Path, data: bytes) -> None:
+    """In one piece: another process sees the whole file or none."""
+    part = unfinished(file)
+    try:
+        part.write_bytes(data)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _run_workers(keys: dict[str, KernelSpec], arch: int) -> Iterator[dict[str, Any]]:
     """Compile in worker processes; yields their answers as they come."""
-    jobs = [
-        json.dumps(
-            {"key": k, "spec": s.as_json(), "arch": arch, "path": str(folder / f"{k}.{os.getpid()}.part")}
-        )
-        for k, s in keys.items()
-    ]
+    jobs = [json.dumps({"key": k, "spec": s.as_json(), "arch": arch}) for k, s in keys.items()]
     count = min(len(jobs), os.cpu_count() or 1, 16)
     env = {**os.environ, "TRITON_DISABLE_LINE_INFO": "1"}
     env.pop("TRITON_INTERPRET", None)

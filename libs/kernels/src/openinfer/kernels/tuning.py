@@ -3,10 +3,11 @@
 A table is a file `tables/<gpu name>.json` of this package (lower case, _ for what is not a letter or digit), written by
 `openinfer tune`, which keeps tables of its own beside the compiled kernels:
 
-    {"norm_linear": {"6144x2560": {"1": {"kind": "gemv", "bn": 8, "bk": 512}, "16": {...}}}}
+    {"sha256": "...", "norm_linear": {"6144x2560": {"1": {"kind": "gemv", "bn": 8, "bk": 512}, "16": {...}}}}
 
 by op ("logits" is norm_linear into float32), by N x K of the weight, by M: the entry of the smallest M that is not
-less than the product's.
+less than the product's. "sha256" is the digest of the rest. A table is as powerful as code, since it chooses kernels
+and their tiles.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from openinfer.kernels.cache_folder import check_owner, digest, make_private, unfinished
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
@@ -130,7 +132,8 @@ def depth(k: int, most: int) -> int:
 
 @functools.cache
 def _table(gpu: str) -> Table:
-    """What the package knows of a GPU, and over it what was measured on this machine."""
+    """What the package knows of a GPU, and over it what was measured on this machine. Raises UntrustedCache."""
+    check_owner(user_tables())
     shipped, own = load(table_file(TABLES, gpu)), load(table_file(user_tables(), gpu))
     return merged(shipped, own)
 
@@ -150,7 +153,10 @@ def load(file: Path) -> Table:
     if not file.is_file():
         return {}
     try:
-        table: Table = json.loads(file.read_text())
+        table: dict[str, Any] = json.loads(file.read_text())
+        found = table.pop("sha256", None)
+        if found != digest(table):
+            raise ValueError("its digest does not match")
         for shapes in table.values():
             for by_m in shapes.values():
                 for m, entry in by_m.items():
@@ -172,10 +178,12 @@ def merged(table: Table, over: Table) -> Table:
 
 
 def save(file: Path, table: Table) -> None:
-    """Write a table, an entry a line, in one piece."""
-    text = json.dumps(table, indent=2)
+    """Write a table with its digest, an entry a line, in one piece."""
+    text = json.dumps({"sha256": digest(table), **table}, indent=2)
     text = re.sub(r"\{\s+(\"kind\"[^{}]*?)\s+\}", lambda m: "{" + re.sub(r"\s+", " ", m[1]) + "}", text)
+    if file.parent == user_tables():
+        make_private(file.parent)
     file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(".new")
+    fresh = unfinished(file)
     fresh.write_text(text + "\n")
     fresh.replace(file)

@@ -1,0 +1,55 @@
+"""Folders on disk whose files are run as code: who may have written them, and whether they are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openinfer.kernels.errors import UntrustedCache
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder for its owner alone (mode 0700), or check one that exists.
+
+    Raises UntrustedCache, or OSError where it cannot be made.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(folder)
+
+
+def check_owner(folder: Path) -> None:
+    """A folder that exists must belong to this user or root, and no other user may write to it.
+
+    Raises UntrustedCache.
+    """
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return
+    if found.st_uid not in (os.geteuid(), 0):
+        raise UntrustedCache(
+            f"{folder} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}: its files would "
+            "be run as code. Remove the folder, or name another one in OPENINFER_CACHE"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UntrustedCache(
+            f"{folder} has mode {stat.S_IMODE(found.st_mode):04o}, so other users can write to it, and its files would "
+            "be run as code. Remove the folder, or name another one in OPENINFER_CACHE"
+        )
+
+
+def digest(fields: Mapping[str, Any], data: bytes = b"") -> str:
+    """SHA-256 of JSON fields (all but "sha256") and of what lies beside them."""
+    text = json.dumps({name: value for name, value in fields.items() if name != "sha256"}, sort_keys=True)
+    return hashlib.sha256(text.encode() + b"\0" + data).hexdigest()
+
+
+def unfinished(file: Path) -> Path:
+    """A new name beside `file`, to write to before a rename. Other processes and other hosts choose other names."""
+    return file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
