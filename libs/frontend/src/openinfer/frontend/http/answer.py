@@ -75,8 +75,10 @@ class Answer(Response):
         if error is not None:
             raise error
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+        told = generation.choices
         while True:
-            events = b"".join([shape.events(choice) for choice in generation.choices])
+            events = b"".join([shape.events(choice) for choice in told])
+            told = [choice for choice in told if not choice.done]  # an end is told once
             error = generation.error()
             if error is not None or generation.done:
                 end = shape.broken(error) if error else shape.end(generation.choices, generation.usage())

@@ -2,7 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ __all__ = [
     "error_body",
     "event",
     "has_news",
+    "likeliest",
     "named_event",
     "prompt_logprobs",
     "stream_end",
@@ -162,10 +164,17 @@ class CompletionShape:
         count = self._plan.sampling.logprobs
         if not count:
             return None
-        tops = zip(entry.top_token_ids[:count], entry.top_logprobs[:count], strict=True)
-        top = {token_text(self._tokenizer, top_id): value for top_id, value in tops}
+        top = likeliest(entry, count, partial(token_text, self._tokenizer))
         top.setdefault(token, entry.logprob)
         return top
+
+
+def likeliest(entry: TokenLogprobs, count: int, text: Callable[[int], str]) -> dict[str, float]:
+    """The `count` likeliest tokens by their text; of two tokens with one text the likelier."""
+    found: dict[str, float] = {}
+    for token_id, value in zip(entry.top_token_ids[:count], entry.top_logprobs[:count], strict=True):
+        found.setdefault(text(token_id), value)
+    return found
 
 
 def error_body(error: APIError) -> bytes:
