@@ -9,6 +9,7 @@ from openinfer.frontend import (
     EngineStats,
     Failed,
     Finished,
+    InvalidRequest,
     Rejected,
     Request,
     ResetPrefixCache,
@@ -94,3 +95,11 @@ def test_the_fake_engine_keeps_the_contract() -> None:
     assert all(len(found) == 1 for found in terminals.values())
     assert [type(terminals[request_id][0]) for request_id in (3, 4, 5)] == [Rejected] * 3
     assert engine.stats().kv_used_tokens == 0
+
+
+@pytest.mark.parametrize("field", ["id", "max_tokens", "priority", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [2**63, 2**64, -(2**63) - 1, 10**400])
+def test_integers_beyond_64_bits_are_no_request(field: str, value: int) -> None:
+    fields = {"id": 1, "prompt_token_ids": [1], "sampling": SamplingParams(), "max_tokens": 1, "arrival": 0.0}
+    with pytest.raises(InvalidRequest, match=field):
+        Request(**(fields | {field: value}))

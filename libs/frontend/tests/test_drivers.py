@@ -109,6 +109,22 @@ def test_tokens_logprobs_and_one_terminal(kind: str) -> None:
     run(make(kind), use)
 
 
+def test_what_cannot_be_sent_leaves_no_sink_and_no_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(driver: Driver) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "_send", lambda message: msgspec.msgpack.encode(2**64))
+            with pytest.raises(OverflowError):
+                send(driver, [10])
+            with pytest.raises(OverflowError):
+                await driver.control(ResetPrefixCache())
+        assert not driver._sinks
+        assert not driver._controls
+        await asyncio.sleep(0.05)
+        assert driver.health().ok
+
+    run(make("process", hang_timeout_s=0.01), use)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_abort_of_running_waiting_and_ended(kind: str) -> None:
     async def use(driver: Driver) -> None:

@@ -258,3 +258,42 @@ def test_small_answers_are_not_delayed(start: Any) -> None:
         live.post("/v1/completions", prompt=[5], max_tokens=1)
         seconds.append(time.monotonic() - began)
     assert sorted(seconds)[10] < 0.035  # Nagle and delayed acknowledgements cost 0.04 each
+
+
+NUMBERS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "priority", "logprobs", "prompt_logprobs")
+ENDPOINTS = {
+    "/v1/completions": {"prompt": [300], **dict.fromkeys((*NUMBERS, "temperature", "top_p", "min_p"))},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "x"}],
+        **dict.fromkeys((*NUMBERS, "max_completion_tokens", "top_logprobs", "temperature")),
+    },
+    "/v1/responses": {
+        "input": "x",
+        **dict.fromkeys(("max_output_tokens", "top_logprobs", "temperature", "top_p")),
+    },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": "x"}],
+        "model": "fake",
+        **dict.fromkeys(("max_tokens", "top_k", "temperature", "top_p")),
+    },
+}
+
+
+def test_numbers_that_no_message_can_carry(start: Any) -> None:
+    live = start({"features": ["prompt_logprobs"]}, process=True, hang_timeout_s=0.2)
+    for path, body in ENDPOINTS.items():
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in body.keys() - given.keys():
+            for value in (2**31, 2**63, 2**64, -(2**63) - 1, 10**30, 10**400):
+                answer = live.post(path, **({"max_tokens": 1} | given | {name: value}))
+                assert answer.status_code < 500, (path, name, value, answer.text)
+        for name, value in (
+            ("stop_token_ids", [2**64]),
+            ("logit_bias", {str(2**64): 1}),
+            ("allowed_token_ids", [2**64]),
+        ):
+            answer = live.post(path, **({"max_tokens": 1} | given | {name: value}))
+            assert answer.status_code < 500, (path, name, answer.text)
+    assert not live.driver._sinks
+    time.sleep(0.3)
+    assert live.http.get("/health").status_code == 200

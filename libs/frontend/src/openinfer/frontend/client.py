@@ -88,7 +88,7 @@ class EngineClient(Protocol):
     def submit(self, request: Request, sink: Sink) -> None:
         """Start a request. The sink sees exactly one terminal, even if the engine dies.
 
-        Raises EngineDeadError when it is dead already (then the sink is not called).
+        Raises EngineDeadError when it is dead already. Whatever this raises, the sink is not called.
         """
 
     def abort(self, request_id: int) -> None:
@@ -180,7 +180,11 @@ class Driver(ABC):
         if not self._sinks and not self._live:
             self._last_sign = time.monotonic()
         self._sinks[request.id] = sink
-        self._send(Submit(request))
+        try:
+            self._send(Submit(request))
+        except BaseException:  # the engine has not heard of it and would never end it
+            del self._sinks[request.id]
+            raise
 
     def abort(self, request_id: int) -> None:
         if request_id in self._sinks:
@@ -190,9 +194,12 @@ class Driver(ABC):
         if self._dead is not None or self._closing:
             raise EngineDeadError(self._dead or "the engine was shut down")
         serial = next(self._serials)
-        self._controls[serial] = asyncio.get_running_loop().create_future()
-        self._send(Control(serial, command))
-        await self._controls[serial]
+        answer = self._controls[serial] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Control(serial, command))
+            await answer
+        finally:
+            self._controls.pop(serial, None)
 
     def stats(self) -> EngineStats:
         return self._stats

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from openinfer.frontend.errors import EngineSpecError
+from openinfer.frontend.errors import EngineSpecError, InvalidRequest
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.grammar import Grammar
 
@@ -47,6 +47,8 @@ __all__ = [
 
 CONTRACT_VERSION = 1
 """Raised when a message changes meaning; both sides of a process driver must agree on it."""
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+"""What an integer of a message may be: msgpack has no larger ones."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -75,6 +77,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens: None for none, 0 for theirs alone, n for the n most likely
     alternatives' as well. Needs the feature "prompt_logprobs"."""
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest for an integer that no engine can be sent."""
+        for name in ("id", "max_tokens", "priority", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not INT64_MIN <= value <= INT64_MAX:
+                raise InvalidRequest(f"{name} is {value}, allowed is an integer of 64 bits with a sign")
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -2,6 +2,7 @@
 
 FrontendError(Exception)
 ├── EngineSpecError(ValueError)       an EngineSpec that names nothing callable
+├── InvalidRequest(ValueError)        a Request with a number that cannot be sent
 ├── ModelFilesError(ValueError)       tokenizer, template or config files that are missing or wrong
 ├── EngineDeadError(RuntimeError)     the engine is lost; nothing more will come from it
 ├── EngineStartError(RuntimeError)    the engine did not come up; the message is one line for the user
@@ -16,6 +17,7 @@ __all__ = [
     "EngineSpecError",
     "EngineStartError",
     "FrontendError",
+    "InvalidRequest",
     "MissingExtraError",
     "ModelFilesError",
     "Unsupported",
@@ -31,6 +33,10 @@ class FrontendError(Exception):
 
 class EngineSpecError(FrontendError, ValueError):
     """An EngineSpec that names nothing callable."""
+
+
+class InvalidRequest(FrontendError, ValueError):
+    """A Request with a number that cannot be sent to an engine."""
 
 
 class ModelFilesError(FrontendError, ValueError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from openinfer.frontend.contract import EngineInfo
+from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.body import ChatBody, CommonBody
 from openinfer.frontend.http.structured import grammar_of
@@ -43,7 +43,6 @@ MAX_POOLS = 16
 MAX_SALT_CHARS = 128
 MAX_BAD_WORDS = 64
 _BAD_SALT = re.compile(r"[@/\\\0]")
-_INT64 = 2**63
 _SAMPLING = (
     *("seed", "min_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
@@ -130,8 +129,11 @@ def make_plan(
     """
     n = 1 if body.n is None else body.n
     _check(1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
-    if body.seed is not None:
-        _check(-_INT64 <= body.seed < _INT64, "seed", body.seed, "an integer of 64 bits")
+    for name in ("seed", "priority"):
+        value = getattr(body, name)
+        _check(
+            value is None or INT64_MIN <= value <= INT64_MAX, name, value, "an integer of 64 bits with a sign"
+        )
     options = body.stream_options
     if options is not None and not body.stream:
         raise APIError("stream_options needs stream: true", param="stream_options")
@@ -391,7 +393,7 @@ def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     """The parameters of the index-th of n choices: seed + index, within 64 bits."""
     if sampling.seed is None or index == 0:
         return sampling
-    seed = (sampling.seed + index + _INT64) % (2 * _INT64) - _INT64
+    seed = (sampling.seed + index - INT64_MIN) % (INT64_MAX - INT64_MIN + 1) + INT64_MIN
     return dataclasses.replace(sampling, seed=seed)
 
 
