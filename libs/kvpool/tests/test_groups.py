@@ -307,3 +307,48 @@ def test_compressed_pages_combine_with_pages_of_16_and_a_window():
     lease.release()
     pool.check_integrity()
     assert pool.num_free == pool.num_total
+
+
+def reported(pool):
+    """What the engines report of the groups "kv" (all other groups are not counted), and of all groups of pages."""
+    [kv] = [index for index, group in enumerate(pool.groups) if group.name == "kv"]
+    of_pages = pool.num_used(kv) * pool.groups[kv].block_size
+    part = max(
+        pool.num_used(n) / (group.num_blocks - 1)
+        for n, group in enumerate(pool.groups)
+        if not group.snapshots
+    )
+    return of_pages, round(part * pool.capacity_tokens)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4, 8, 50, 1001, 77_773])
+def test_used_tokens_of_one_group_are_its_used_blocks(num_blocks):
+    pool = Pool([Group("kv", 16, num_blocks)])
+    assert pool.used_tokens == 0
+    for tokens in {1, num_blocks * 16 // 3, (num_blocks - 1) * 16}:
+        with pool.acquire([1]) as lease:
+            lease.reserve(tokens)
+            assert pool.used_tokens == reported(pool)[0] == -(-tokens // 16) * 16
+
+
+def test_used_tokens_beside_snapshots_are_those_of_the_pages():
+    pool = Pool([Group("kv", 4, 20), Group("state", 8, 3, snapshots=True)])
+    with pool.acquire([1]) as lease:
+        lease.reserve(9)
+        assert pool.num_used(1) / 2 > pool.num_used(0) / 19  # the fuller one, which does not count
+        assert pool.used_tokens == reported(pool)[0] == 12
+
+
+def test_used_tokens_beside_a_window_are_those_of_the_fuller_group():
+    pool = Pool([Group("window", 4, 5, window=4), Group("kv", 4, 101)])
+    with pool.acquire([1]) as lease:
+        lease.reserve(12)
+        assert pool.used_tokens == reported(pool)[1] == 300  # three of the four pages for windows
+        lease.commit([1] * 12, 9)
+        lease.reserve(12, 348)
+        assert pool.used_tokens == reported(pool)[1] == 348
+    assert pool.used_tokens == 0
+    pool = Pool([Group("kv", 4, 5, window=4)])  # any length fits, so the capacity has no end
+    with pool.acquire([1]) as lease:
+        lease.reserve(16)
+        assert pool.used_tokens == pool.capacity_tokens == sys.maxsize

@@ -109,6 +109,17 @@ class Pool:
         commits between (windows need no more than themselves then); sys.maxsize where no group sets an end."""
         return min(group.capacity_tokens for group in self.groups)
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that leases and holds occupy: the used part of the fullest group of pages, times `capacity_tokens`.
+
+        In a pool of one group without a window this is used blocks times block size. Groups of snapshots do not
+        count: a snapshot occupies the same room whatever the length of its sequence. O(groups).
+        """
+        pages = [ledger for ledger in self._ledgers if not ledger.group.snapshots]
+        part = max((ledger.num_in_use / (ledger.group.num_blocks - 1) for ledger in pages), default=0.0)
+        return min(round(part * self.capacity_tokens), self.capacity_tokens)
+
     def acquire(
         self,
         tokens: Sequence[int],
