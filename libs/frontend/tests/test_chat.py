@@ -19,7 +19,7 @@ def test_whole_answer(live: Any) -> None:
     assert body["id"].startswith("chatcmpl-")
     assert body["object"] == "chat.completion"
     (choice,) = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": "four it is"}
+    assert choice["message"] == {"role": "assistant", "content": "four it is", "refusal": None}
     assert (choice["finish_reason"], choice["stop_reason"], choice["logprobs"]) == ("stop", None, None)
     assert body["prompt_token_ids"][:4] == [1, 92, 90, 266]
     assert body["usage"]["prompt_tokens"] == 24
@@ -34,7 +34,7 @@ def test_streamed_answer(live: Any) -> None:
     *chunks, last = [json.loads(line) for line in lines]
     assert all(chunk["object"] == "chat.completion.chunk" for chunk in [*chunks, last])
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
     assert "".join(delta.get("content", "") for delta in deltas) == "four it is"
     assert all("role" not in delta for delta in deltas[1:])
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "stop"
@@ -110,7 +110,6 @@ def test_logprobs_shape(live: Any) -> None:
         ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages", "tool_calls"),
         ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "function"),
         ({"messages": HELLO, "tools": TOOLS}, "tools", "--tool-call-parser"),
-        ({"messages": HELLO, "reasoning_effort": "high"}, "reasoning_effort", "means nothing"),
         ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"messages": HELLO, "chat_template": "{{ x }}"}, "chat_template", "not supported"),
         ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),

@@ -52,6 +52,7 @@ def test_whole_answer(live: Any, tokenizer: Any) -> None:
         "completion_tokens": 5,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

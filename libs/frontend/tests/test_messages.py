@@ -77,7 +77,7 @@ def test_why_it_ended(speak: Any) -> None:
     live = speak("four it is")
     assert live.post("/v1/messages", **ASK).json()["stop_reason"] == "end_turn"
     assert live.post("/v1/messages", **{**ASK, "max_tokens": 2}).json()["stop_reason"] == "max_tokens"
-    for bad in (["a"] * 5, [""], ["a" * 1025]):
+    for bad in (["a"] * 33, [""], ["a" * 1025]):
         refused = live.post("/v1/messages", **ASK, stop_sequences=bad)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith("stop_sequences")

@@ -120,7 +120,7 @@ def test_a_chats_prompt_has_them_too(live: Any) -> None:
         ("live", {"prompt_logprobs": -1}, "prompt_logprobs", "-1"),
         ("live", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
         ("live", {"prompt_logprobs": True}, "prompt_logprobs", "expected int"),
-        ("live", {"echo": 1}, "echo", "expected bool"),
+        ("live", {"echo": 3}, "echo", "expected bool"),
         ("live", {"max_tokens": 0}, "max_tokens", "at least 1"),
         ("live", {"prompt": [5] * 4000, "n": 128, "prompt_logprobs": 20}, "prompt_logprobs", "8388608"),
         ("live", {"prompt": [5] * 4000, "n": 128, "echo": True, "logprobs": 20}, "echo", "8388608"),

@@ -82,6 +82,8 @@ class OutputParser:
         self._tools = tools
         self._schemas = schemas or {}
         self._calls_left = max_calls
+        self.thought = reasoning and in_reasoning
+        """Whether what came so far has thoughts, or goes on with those of the prompt."""
         self._held = ""
         self._parts: list[Part] = []
         self._begun = False  # something was said in the reasoning
@@ -116,6 +118,7 @@ class OutputParser:
         if text.startswith(THINK):
             self._held = text[len(THINK) :]
             self._state = self._think
+            self.thought = True
             return True
         if THINK.startswith(text) and not final:
             return False

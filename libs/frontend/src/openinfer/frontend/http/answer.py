@@ -1,7 +1,8 @@
 """Sending what a Generation yields, whole or as server-sent events, and ending it when the client leaves."""
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,6 +18,9 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+MAX_WARNING_CHARS = 300
 
 
 class Answer(Response):
@@ -64,6 +68,7 @@ class Answer(Response):
             raise error
         body = self._shape.whole(generation.choices, generation.usage())
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += _warnings(generation.plan.warnings)
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
@@ -74,8 +79,9 @@ class Answer(Response):
         error = generation.error()
         if error is not None:
             raise error
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         told = generation.choices
+        headers = [*_STREAM_HEADERS, *_warnings(generation.plan.warnings)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         while True:
             events = b"".join([shape.events(choice) for choice in told])
             told = [choice for choice in told if not choice.done]  # an end is told once
@@ -93,6 +99,12 @@ class Answer(Response):
         while (await receive())["type"] != "http.disconnect":
             pass
         self._generation.cancel("the client has left")
+
+
+def _warnings(warnings: Iterable[str]) -> list[tuple[bytes, bytes]]:
+    """A header `Warning: 299 openinfer "..."` each, in printable ASCII."""
+    texts = (re.sub(r'[^ -~]|["\\]', "'", text[:MAX_WARNING_CHARS]) for text in warnings)
+    return [(b"warning", f'299 openinfer "{text}"'.encode()) for text in texts]
 
 
 def error_response(error: APIError, body: bytes | None = None) -> Response:

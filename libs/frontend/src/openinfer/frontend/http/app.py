@@ -24,7 +24,8 @@ from openinfer.frontend.http.messages_shape import messages_error
 from openinfer.frontend.http.openapi import document, endpoints
 from openinfer.frontend.http.page import Page
 from openinfer.frontend.http.params import SamplingDefaults
-from openinfer.frontend.http.service import Service, package_version
+from openinfer.frontend.http.service import Service
+from openinfer.frontend.http.shapes import package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -128,7 +128,11 @@ class ChatBody(CommonBody, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    """SGLang's: false leaves the thoughts in the content."""
     reasoning_effort: str | None = None
+    verbosity: str | None = None
+    """Ignored: no template has such a thing."""
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -156,7 +160,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "chat_template": _NOTHING,
     "thinking_token_budget": _NOTHING,
-    "separate_reasoning": (None, False),
     "modalities": (None, ["text"]),
     "audio": _NOTHING,
     "web_search_options": _NOTHING,
@@ -186,7 +189,7 @@ def decode_body(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, 
                 raise APIError(
                     f"{name} is not supported by this server; leave it out", param=name, code="unsupported"
                 )
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, kind, strict=False)  # "5" and 5.0 are 5, as many clients write
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

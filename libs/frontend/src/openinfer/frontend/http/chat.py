@@ -25,6 +25,7 @@ MAX_MESSAGES = 4096
 INLINE_SIZE = 16384
 """Chats that are larger, in characters and items, are rendered in a thread."""
 RENDER_TIMEOUT_S = 10.0
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,11 @@ class Chat:
     continue_final: bool = False
     """The answer goes on where the last message, the assistant's, ends."""
     effort: str | None = None
-    """reasoning_effort, where the template heeds it."""
+    """reasoning_effort."""
+    separate: bool = True
+    """Thoughts are told apart from the content."""
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    """Filled with what of the request changes nothing here."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -88,13 +93,14 @@ class ChatFormat:
     def parser(self, chat: Chat, prompt: str) -> ParserFactory | None:
         """Makes the parsers for what follows `prompt`; None when all of it is content."""
         tools = self.tools if self._tools_on_offer(chat) else None
-        if tools is None and not self.reasoning:
+        reasoning = self.reasoning and chat.separate
+        if tools is None and not reasoning:
             return None
         schemas = _schemas(chat)
 
         def new() -> OutputParser:
             return OutputParser(
-                reasoning=self.reasoning,
+                reasoning=reasoning,
                 tools=tools,
                 schemas=schemas,
                 in_reasoning=_thinking(prompt, chat) == "within",
@@ -171,13 +177,11 @@ class ChatFormat:
             return options
         if "reasoning_effort" in renderer.variables:
             options.setdefault("reasoning_effort", chat.effort)
-        elif chat.effort == "none" and "enable_thinking" in renderer.variables:
-            options.setdefault("enable_thinking", False)
+        elif "enable_thinking" in renderer.variables and chat.effort in EFFORTS:
+            options.setdefault("enable_thinking", chat.effort != "none")
         else:
-            raise APIError(
-                f"reasoning_effort {chat.effort!r} means nothing to this model's chat template; leave it out",
-                param="reasoning_effort",
-                code="unsupported",
+            chat.warnings.append(
+                f"reasoning effort {chat.effort} is ignored: this model's chat template has no such thing"
             )
         return options
 
@@ -236,8 +240,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise APIError(f"{where}.tool_calls must be a list", param="messages")
         checked["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     content = message.get("content")
-    if content is None and role == "assistant" and (calls or message.get("reasoning")):
-        content = ""
+    if content is None and role in ("assistant", "tool"):
+        content = ""  # as clients write a turn that had calls only, was cut short, or gave no result
     checked["content"] = text_of(content, f"{where}.content")
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if reasoning is not None:

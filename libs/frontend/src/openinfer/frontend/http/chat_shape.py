@@ -20,12 +20,14 @@ from openinfer.frontend.http.shapes import (
     encode,
     error_body,
     event,
+    fingerprint,
     has_news,
     prompt_logprobs,
     stream_end,
     stream_error,
     token_text,
     usage_body,
+    usage_so_far,
 )
 from openinfer.frontend.http.tokenizer import Tokenizer
 
@@ -48,7 +50,9 @@ class _Message(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[_Call] | UnsetType = UNSET
+    refusal: UnsetType | None = UNSET
 
 
 class _Choice(msgspec.Struct):
@@ -72,6 +76,7 @@ class ChatResponse(msgspec.Struct):
     usage: UsageBody | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
+    system_fingerprint: str = msgspec.field(default_factory=fingerprint)
 
 
 class ChatShape:
@@ -88,7 +93,7 @@ class ChatShape:
         self._head = (f"chatcmpl-{uuid.uuid4().hex}", "chat.completion.chunk", int(time.time()), model)
         self._plan = plan
         self._tokenizer = tokenizer
-        self._reader = Reader(new_parser)
+        self._reader = Reader(new_parser, tokenizer)
         self._show_reasoning = show_reasoning
         self._begun: set[int] = set()
         self._calls: dict[int, int] = {}
@@ -100,14 +105,14 @@ class ChatShape:
         first = b""
         if choice.index not in self._begun:
             self._begun.add(choice.index)
-            role = _Choice(choice.index, delta=_Message("assistant", ""))
+            role = _Choice(choice.index, delta=_Message("assistant", "", refusal=None))
             prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
             first = event(ChatResponse(*self._head, [role], prompt_token_ids=prompt))
         delta = self._message(choice.index, parts)
         if not parts and not logprobs and not self._plan.return_token_ids and choice.finish_reason is None:
             return first  # all of it is held back until it is clear what it becomes
         body = self._choice(choice, UNSET, delta, token_ids, logprobs)
-        return first + event(ChatResponse(*self._head, [body]))
+        return first + event(ChatResponse(*self._head, [body], usage_so_far(choice, self._plan)))
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         last = ChatResponse(*self._head, [], usage_body(usage))
@@ -124,7 +129,7 @@ class ChatShape:
         for choice in choices:
             parts, token_ids, logprobs = self._reader.take(choice)
             message = self._message(choice.index, parts)
-            message.role = "assistant"
+            message.role, message.refusal = "assistant", None
             if message.content is UNSET:
                 message.content = "" if message.tool_calls is UNSET else None
             for call in message.tool_calls or ():
@@ -144,7 +149,8 @@ class ChatShape:
             return _Message()
         message = _Message(content=said(parts, Content) or UNSET)
         if self._show_reasoning:
-            message.reasoning = said(parts, Reasoning) or UNSET
+            # Clients know the thoughts by either name.
+            message.reasoning = message.reasoning_content = said(parts, Reasoning) or UNSET
         calls = []
         for part in parts:
             if isinstance(part, ToolCall):
@@ -185,7 +191,7 @@ class ChatShape:
                 self._token(token_id, entry.logprob)
                 | {"top_logprobs": [self._token(top_id, value) for top_id, value in tops]}
             )
-        return {"content": content}
+        return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = list(self._tokenizer.token_bytes(token_id)) if self._tokenizer else None

@@ -1,6 +1,7 @@
 """The checkpoint's own chat template, rendered in a sandbox as model authors expect it."""
 
 import datetime
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,16 @@ _REFUSALS = (
     *(AttributeError, OverflowError, MemoryError),
 )
 """What a template may raise over messages or options that it was not written for."""
+_SYSTEMS = [
+    {"role": role, "content": "x", "reasoning": "", "reasoning_content": ""}
+    for role in ("system", "system", "user", "assistant", "system", "user")
+]
+"""What some templates refuse: a system message that is not the first message."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt. A Renderer.
+    """Turns messages into the text of a prompt. A Renderer. `source` is what it was made of.
 
     source: Jinja source; ModelFilesError if it does not compile.
     special_tokens: names and texts that the template may mention (bos_token, eos_token, ...).
@@ -42,8 +48,18 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"the chat template does not compile: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) - _OURS
+        self._systems_anywhere = self._takes(_SYSTEMS)
+
+    def _takes(self, messages: Sequence[Message]) -> bool:
+        try:
+            self._template.render(self._special_tokens, messages=messages, tools=None)
+        except _REFUSALS:
+            return False
+        return True
 
     def render(
         self,
@@ -55,6 +71,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt. kwargs are the request's chat_template_kwargs, such as enable_thinking.
 
+        A developer message is a system message where the template has no such role. Where the template takes one system
+        message, the first, those behind the first join it, and later ones are turns of the user.
         Raises APIError (400) when the template refuses the messages or kwargs name what is not theirs.
         """
         reserved = sorted(_OURS.intersection(kwargs or ()))
@@ -63,12 +81,25 @@ class ChatTemplate:
                 f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs"
             )
         variables = {**self._special_tokens, **(kwargs or {})}
+        if not self._knows_developer:
+            messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        if not self._systems_anywhere:
+            messages = _one_system(messages)
         try:
             return self._template.render(
                 variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
         except _REFUSALS as error:
             raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def _one_system(messages: Sequence[Message]) -> list[Message]:
+    """The system messages at the front as one; each later one as a turn of the user, in its place."""
+    leading = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    later = [{**m, "role": "user"} if m["role"] == "system" else m for m in messages[len(leading) :]]
+    if not leading:
+        return later
+    return [{**leading[0], "content": "\n\n".join(m["content"] for m in leading)}, *later]
 
 
 def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:

@@ -12,6 +12,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http import messages_body, responses_body
 from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, decode_body
 from openinfer.frontend.http.chat import Chat, chat_messages
+from openinfer.frontend.http.chat_template import ChatTemplate
 from openinfer.frontend.http.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.messages_shape import MessagesShape
 from openinfer.frontend.http.params import max_tokens_for, prompt_ids
@@ -62,7 +63,7 @@ class Dialects:
         limit = max_tokens_for(
             len(ids), body.max_output_tokens, None, plan, service.client.info, "max_output_tokens"
         )
-        shape = ResponsesShape(model, body, plan, self._tokenizer(), new_parser)
+        shape = ResponsesShape(model, body, plan, service.tokenizer, new_parser)
         return service.answer(request, plan, [ids], [limit], arrival, shape)
 
     async def messages(self, request: Request) -> Response:
@@ -75,7 +76,7 @@ class Dialects:
         chat = messages_chat(body, service.template_variables)
         ids, plan, new_parser = await service.prepare_chat(chat, plan, "messages")
         limit = max_tokens_for(len(ids), body.max_tokens, None, plan, service.client.info, "max_tokens")
-        shape = MessagesShape(model, new_parser)
+        shape = MessagesShape(model, new_parser, service.tokenizer)
         return service.answer(request, plan, [ids], [limit], arrival, shape)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -118,6 +119,13 @@ class Dialects:
                 )
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
         return json_response(answer)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """GET /tokenizer_info: tokenizer_config.json, its special tokens as text, and the template in use."""
+        renderer = self._service.chat_format.renderer
+        template = renderer.source if isinstance(renderer, ChatTemplate) else None
+        tokenizer = self._tokenizer()
+        return json_response({**tokenizer.config, **tokenizer.special_tokens, "chat_template": template})
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""

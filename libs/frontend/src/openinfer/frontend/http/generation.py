@@ -30,7 +30,8 @@ class Choice:
 
     The response takes text, token_ids and logprobs (parallel to token_ids, if asked for), and reads finish_reason,
     stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens, cached_tokens, and, complete with
-    the first token, prompt_logprobs (of prompt_token_ids[1:], if asked for).
+    the first token, prompt_logprobs (of prompt_token_ids[1:], if asked for). The reader of the text sets
+    reasoning_tokens, how many of num_tokens were thoughts.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Choice:
         "logprobs",
         "num_tokens",
         "prompt_logprobs",
+        "reasoning_tokens",
         "request",
         "started",
         "stop_reason",
@@ -91,6 +93,7 @@ class Choice:
         self.error: Rejected | Failed | None = None
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.reasoning_tokens = 0
         self.started = False
 
     @property
@@ -235,6 +238,12 @@ class Usage:
         self.prompt_tokens = sum(len(choice.request.prompt_token_ids) for choice in first_of_prompt)
         self.cached_tokens = sum(choice.cached_tokens for choice in first_of_prompt)
         self.completion_tokens = sum(choice.num_tokens for choice in choices)
+        self._choices = choices
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of completion_tokens; complete once the text of the choices has been read."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
 
 
 class Generation:

@@ -11,6 +11,7 @@ from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.reader import Reader
 from openinfer.frontend.http.shapes import encode, named_event
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["MessagesShape", "messages_error"]
 
@@ -30,10 +31,10 @@ _KINDS = {
 class MessagesShape:
     """A Shape, for one choice."""
 
-    def __init__(self, model: str, new_parser: ParserFactory | None) -> None:
+    def __init__(self, model: str, new_parser: ParserFactory | None, tokenizer: Tokenizer | None) -> None:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._model = model
-        self._reader = Reader(new_parser)
+        self._reader = Reader(new_parser, tokenizer)
         self._open: type[Part] | None = None
         self._count = 0  # blocks begun
         self._called = False

@@ -78,6 +78,9 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         ),
         Endpoint("/tokenize", dialects.tokenize, "Text or chat to token ids", TokenizeBody),
         Endpoint("/detokenize", dialects.detokenize, "Token ids to text", DetokenizeBody),
+        Endpoint(
+            "/tokenizer_info", dialects.tokenizer_info, "The tokenizer's settings and the chat template"
+        ),
         Endpoint("/v1/models", service.models, "The model's names"),
         Endpoint("/v1/models/{name:path}", service.model, "One of the model's names"),
         Endpoint("/health", service.health, "503 when the engine is dead or hangs"),

@@ -33,7 +33,7 @@ MAX_N = 128
 MAX_SEQUENCES = 1024
 """Prompts times n of one HTTP request."""
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_USER_CHARS = 1024
 MAX_LOGPROB_ENTRIES = 8 << 20
@@ -107,6 +107,10 @@ class Plan(msgspec.Struct, frozen=True):
     """The answer's text begins with the prompt, and its logprobs with the prompt's."""
     only_echo: bool = False
     """... and ends with it: the one token that is generated all the same is not shown."""
+    continuous_usage: bool = False
+    """Every event of the stream has the counts so far."""
+    warnings: tuple[str, ...] = ()
+    """What of the request changes nothing here, in words for the answer's headers."""
 
     @property
     def wanted_of_prompt(self) -> int | None:
@@ -135,14 +139,6 @@ def make_plan(
             value is None or INT64_MIN <= value <= INT64_MAX, name, value, "an integer of 64 bits with a sign"
         )
     options = body.stream_options
-    if options is not None and not body.stream:
-        raise APIError("stream_options needs stream: true", param="stream_options")
-    if options is not None and options.continuous_usage_stats:
-        raise APIError(
-            "stream_options.continuous_usage_stats is not supported; leave it out",
-            param="stream_options",
-            code="unsupported",
-        )
     salt = body.cache_salt or ""
     if len(salt) > MAX_SALT_CHARS or _BAD_SALT.search(salt):
         raise APIError(
@@ -165,12 +161,15 @@ def make_plan(
         return_token_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
         priority=body.priority or 0,
         tenant=body.user or "",
         cache_salt=salt,
         grammar=grammar,
         grammar_field=field,
         prompt_logprobs=_prompt_logprobs(body, info),
+        warnings=("stream_options is ignored without stream: true",)
+        * (options is not None and not body.stream),
     )
 
 

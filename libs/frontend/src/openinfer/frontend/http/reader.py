@@ -4,19 +4,25 @@ import uuid
 from collections.abc import Iterable
 
 from openinfer.frontend.chat import Content, OutputParser, Part, Reasoning
+from openinfer.frontend.chat.output import END_THINK
 from openinfer.frontend.contract import TokenLogprobs
 from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice
+from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["Reader", "new_call_id", "said"]
 
 
 class Reader:
-    """Takes from choices. new_parser: None makes all text content."""
+    """Takes from choices. new_parser: None makes all text content. tokenizer: needed where there is a parser."""
 
-    def __init__(self, new_parser: ParserFactory | None) -> None:
+    def __init__(self, new_parser: ParserFactory | None, tokenizer: Tokenizer | None) -> None:
         self._new_parser = new_parser
+        self._tokenizer = tokenizer
+        self._end_think = tokenizer.token_id(END_THINK) if tokenizer else None
         self._parsers: dict[int, OutputParser] = {}
+        self._counts: dict[int, int] = {}
+        self._closed: set[int] = set()
 
     def take(self, choice: Choice) -> tuple[list[Part], list[int], list[TokenLogprobs | None]]:
         """parts, token_ids and logprobs since the last call; with the end of a finished choice."""
@@ -29,7 +35,25 @@ class Reader:
         parts = parser.push(text) if text else []
         if choice.done:
             parts += parser.flush()
+        self._count(choice, parser, parts, token_ids)
         return parts, token_ids, logprobs
+
+    def _count(self, choice: Choice, parser: OutputParser, parts: list[Part], token_ids: list[int]) -> None:
+        """Tokens of thoughts, with the marker that ends them."""
+        if self._end_think is None:  # the marker is no token of its own: thoughts are counted in their text
+            thought = said(parts, Reasoning)
+            if thought and self._tokenizer is not None:
+                choice.reasoning_tokens += len(self._tokenizer.encode_short(thought))
+            return
+        if choice.index in self._closed:
+            return
+        count = len(token_ids)
+        if self._end_think in token_ids:
+            count = token_ids.index(self._end_think) + 1
+            self._closed.add(choice.index)
+        self._counts[choice.index] = self._counts.get(choice.index, 0) + count
+        if parser.thought:
+            choice.reasoning_tokens = self._counts[choice.index]
 
 
 def said(parts: Iterable[Part], kind: type[Content] | type[Reasoning]) -> str:

@@ -7,7 +7,7 @@ import msgspec
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
 from openinfer.frontend.http.chat import Chat, chat_messages, text_of
-from openinfer.frontend.http.service import tool_object
+from openinfer.frontend.http.service import tool_object, verbosity_warnings
 from openinfer.frontend.http.structured import JsonObjectFormat, JsonSchemaFormat, JsonSchemaSpec, TextFormat
 
 __all__ = ["ResponsesBody", "responses_chat", "responses_common"]
@@ -42,10 +42,10 @@ class NamedSchema(JsonSchemaSpec, tag_field="type", tag="json_schema"):
 
 
 class TextOptions(msgspec.Struct):
-    """text: what the answer has to be. Only the usual verbosity can be had."""
+    """text: what the answer has to be. A verbosity is ignored."""
 
     format: TextFormat | JsonObjectFormat | NamedSchema | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
@@ -63,6 +63,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     reasoning: Effort | None = None
     text: TextOptions | None = None
     stream: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """Nothing is left out of an input that is too long: it is refused."""
     store: bool | None = None
     """Taken, and not done: the answer says store: false."""
     include: Annotated[list[str], msgspec.Meta(max_length=MAX_INCLUDED)] | None = None
@@ -80,7 +82,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "conversation": (None,),
     "prompt": (None,),
     "background": (None, False),
-    "truncation": (None, "disabled"),
     "top_logprobs": (None, 0),
     "max_tool_calls": (None,),
 }
@@ -122,19 +123,27 @@ def responses_chat(body: ResponsesBody) -> Chat:
         parallel_calls=body.parallel_tool_calls is not False,
         effort=body.reasoning.effort if body.reasoning else None,
         options=body.chat_template_kwargs or {},
+        warnings=_ignored(body),
     )
+
+
+def _ignored(body: ResponsesBody) -> list[str]:
+    warnings = verbosity_warnings(body.text.verbosity if body.text else None)
+    if body.truncation == "auto":
+        warnings.append("truncation auto is ignored: an input that is too long is refused")
+    return warnings
 
 
 def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
     """Items of one turn (reasoning, text, calls) become one message of the assistant."""
     match item.get("type", "message"):
         case "message":
-            text = text_of(item.get("content"), f"{where}.content", _TEXT_KINDS)
-            role = item.get("role")
+            role, content = item.get("role"), item.get("content")
             if role == "assistant":
-                turn = _assistant_turn(messages)
-                turn["content"] += text
+                text = "" if content is None else text_of(content, f"{where}.content", _TEXT_KINDS)
+                _assistant_turn(messages)["content"] += text
             else:
+                text = text_of(content, f"{where}.content", _TEXT_KINDS)
                 messages.append({"role": "system" if role == "developer" else role, "content": text})
         case "reasoning":
             content = item.get("content")

@@ -26,7 +26,7 @@ class ResponsesShape:
         model: str,
         body: ResponsesBody,
         plan: Plan,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         new_parser: ParserFactory | None,
     ) -> None:
         self._id = f"resp_{uuid.uuid4().hex}"
@@ -34,8 +34,7 @@ class ResponsesShape:
         self._model = model
         self._body = body
         self._plan = plan
-        self._tokenizer = tokenizer
-        self._reader = Reader(new_parser)
+        self._reader = Reader(new_parser, tokenizer)
         self._items: list[dict[str, Any]] = []
         self._open: type[Part] | None = None
         self._text: list[str] = []
@@ -162,21 +161,17 @@ class ResponsesShape:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": sampling.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": self._usage(usage) if usage else None,
             "user": body.user,
         }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        thoughts = [item["content"][0]["text"] for item in self._items if item["type"] == "reasoning"]
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            # Counted in the text: the model may have cut it into tokens otherwise.
-            "output_tokens_details": {
-                "reasoning_tokens": sum(len(self._tokenizer.encode_short(text)) for text in thoughts)
-            },
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

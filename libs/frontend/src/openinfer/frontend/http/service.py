@@ -1,7 +1,6 @@
 """The endpoints: read, check, generate, answer."""
 
 import asyncio
-import importlib.metadata
 import logging
 import time
 from collections.abc import Sequence
@@ -43,13 +42,13 @@ from openinfer.frontend.http.params import (
     top_logprobs,
     with_echo,
 )
-from openinfer.frontend.http.shapes import CompletionShape, Shape
+from openinfer.frontend.http.shapes import CompletionShape, Shape, package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.tracing import Tracing
 
-__all__ = ["Service", "json_response", "package_version", "read_body", "tool_object"]
+__all__ = ["Service", "json_response", "read_body", "tool_object", "verbosity_warnings"]
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
@@ -128,6 +127,8 @@ class Service:
             add_generation_prompt=_generation_prompt(body),
             continue_final=bool(body.continue_final_message),
             effort=body.reasoning_effort,
+            separate=body.separate_reasoning is not False,
+            warnings=verbosity_warnings(body.verbosity),
             options=body.chat_template_kwargs or {},
         )
         ids, plan, new_parser = await self.prepare_chat(chat, plan, "messages")
@@ -151,7 +152,7 @@ class Service:
         new_parser = self.chat_format.parser(chat, text)
         if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
             plan = msgspec.structs.replace(plan, skip_special_tokens=False)
-        return ids, plan, new_parser
+        return ids, msgspec.structs.replace(plan, warnings=(*plan.warnings, *chat.warnings)), new_parser
 
     async def prepare(self) -> None:
         """Tell the engine what it needs for grammars. The client must have been started."""
@@ -321,14 +322,6 @@ def _trace_parent(request: Request) -> str | None:
     return given if given is not None and len(given) <= MAX_TRACE_PARENT_CHARS else None
 
 
-def package_version() -> str:
-    """Of this library."""
-    try:
-        return importlib.metadata.version("openinfer-frontend")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed, run from a source tree"
-
-
 def tool_object(function: FunctionSpec) -> dict[str, Any]:
     """A tool as templates know it: OpenAI's object, with nothing in it that is for the server."""
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
@@ -336,6 +329,13 @@ def tool_object(function: FunctionSpec) -> dict[str, Any]:
         "type": "function",
         "function": {name: value for name, value in fields.items() if value is not None},
     }
+
+
+def verbosity_warnings(verbosity: str | None) -> list[str]:
+    """As Chat has them."""
+    if verbosity in (None, "medium"):
+        return []
+    return [f"verbosity {verbosity} is ignored: this model's chat template has no such thing"]
 
 
 def tool_choice(body: ChatBody) -> str:

@@ -1,5 +1,7 @@
 """What answers have in common, and /v1/completions as OpenAI words it. Pure: choices in, bytes out."""
 
+import functools
+import importlib.metadata
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,22 +25,44 @@ __all__ = [
     "encode",
     "error_body",
     "event",
+    "fingerprint",
     "has_news",
     "likeliest",
     "named_event",
+    "package_version",
     "prompt_logprobs",
     "stream_end",
     "stream_error",
     "token_text",
     "usage_body",
+    "usage_so_far",
 ]
 
 DONE_EVENT = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 
+@functools.cache
+def package_version() -> str:
+    """Of this library."""
+    try:
+        return importlib.metadata.version("openinfer-frontend")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, run from a source tree"
+
+
+@functools.cache
+def fingerprint() -> str:
+    """system_fingerprint: what may change an answer to the same request with the same seed."""
+    return f"openinfer-{package_version()}"
+
+
 class PromptDetails(msgspec.Struct):
     cached_tokens: int
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
 
 
 class UsageBody(msgspec.Struct):
@@ -46,6 +70,7 @@ class UsageBody(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class _Completion(msgspec.Struct):
@@ -67,6 +92,7 @@ class CompletionResponse(msgspec.Struct):
     choices: Sequence[_Completion]
     usage: UsageBody | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    system_fingerprint: str = msgspec.field(default_factory=fingerprint)
 
 
 class Shape(Protocol):
@@ -105,7 +131,8 @@ class CompletionShape:
     def events(self, choice: Choice) -> bytes:
         if not has_news(choice, self._plan):
             return b""
-        return event(CompletionResponse(*self._head, [self._choice(choice)]))
+        body = self._choice(choice)
+        return event(CompletionResponse(*self._head, [body], usage_so_far(choice, self._plan)))
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         last = CompletionResponse(*self._head, [], usage_body(usage))
@@ -234,4 +261,15 @@ def event(response: msgspec.Struct) -> bytes:
 
 def usage_body(usage: Usage) -> UsageBody:
     total = usage.prompt_tokens + usage.completion_tokens
-    return UsageBody(usage.prompt_tokens, usage.completion_tokens, total, PromptDetails(usage.cached_tokens))
+    return UsageBody(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        total,
+        PromptDetails(usage.cached_tokens),
+        CompletionDetails(usage.reasoning_tokens),
+    )
+
+
+def usage_so_far(choice: Choice, plan: Plan) -> UsageBody | UnsetType:
+    """What an event of a choice says about its counts, where the request wants to know."""
+    return usage_body(Usage([choice], 1)) if plan.continuous_usage else UNSET

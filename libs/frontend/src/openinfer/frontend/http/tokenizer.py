@@ -64,6 +64,10 @@ class Tokenizer:
                 found[name] = content
         return found
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that is this text; None where there is none."""
+        return self._core.token_to_id(text)
+
     def has_special_in(self, text: str) -> bool:
         """Whether one of the special tokens, which decoding usually skips, is written in text."""
         return any(content in text for content in self._special_texts)
