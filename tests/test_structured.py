@@ -7,6 +7,8 @@ import datetime
 import importlib.util
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -237,6 +239,61 @@ def test_a_keyword_that_cannot_be_kept_is_a_400_with_its_name(url: str, keyword:
         assert keyword in error["message"]
         assert (error["param"], error["code"]) == (next(iter(extra)), "invalid_grammar")
         assert error["message"].startswith("json_schema: " if "tools" not in extra else "lark: ")
+
+
+# -- grammars that cost too much --
+
+AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | "a" | "a" "a" | "a" "a" "a"'
+
+
+def post_grammar(url: str, stream: bool = False, max_tokens: int = 2, **wanted: str) -> httpx.Response:
+    body = {"prompt": "Say", "max_tokens": max_tokens, "structured_outputs": wanted, "stream": stream}
+    return httpx.post(
+        f"{url}/v1/completions", json=body | {"temperature": 1, "min_tokens": max_tokens // 2}, timeout=120
+    )
+
+
+def test_expressions_that_explode_stall_no_other_request(url: str) -> None:
+    answers: list[int] = []
+    threads = [
+        threading.Thread(
+            target=lambda i=i: answers.append(
+                post_grammar(url, regex=f"(a{{1000}}){{{999 + i}}}").status_code
+            )
+        )
+        for i in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    began = time.monotonic()
+    assert post_grammar(url, choice=["x"]).status_code == 200
+    assert time.monotonic() - began < 6
+    for thread in threads:
+        thread.join()
+    assert set(answers) <= {200, 400}
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_cannot_be_followed_is_a_400(url: str, stream: bool) -> None:
+    answer = post_grammar(url, stream, grammar="start: start | start start")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_grammar")
+    assert error["message"] == "lark: no output fits the grammar"
+
+
+def test_a_grammar_that_becomes_too_costly_ends_its_own_request_only(url: str) -> None:
+    answer = post_grammar(url, max_tokens=400, grammar=AMBIGUOUS)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "invalid_grammar")
+    assert "CPU time a token" in error["message"]
+    begun = post_grammar(url, True, max_tokens=400, grammar=AMBIGUOUS)
+    assert begun.status_code == 200
+    *chunks, last, done = [line for line in begun.text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    assert json.loads(last[6:])["error"]["code"] == "invalid_grammar"
+    assert len(chunks) > 20
+    assert httpx.get(f"{url}/health").status_code == 200
 
 
 # -- schemas of every kind --

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from openinfer.sampler import InvalidGrammar
-from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
+from openinfer.sampler.constraint import BURST_S, Constraint, Masks, PendingGrammars
 from openinfer.sampler.grammar import Compiler, Grammar
 from openinfer.sampler.lark import Lark
 
@@ -140,8 +140,8 @@ def bits(mask):
 
 def test_masks_of_many_are_those_of_each(compiler):
     grammars = [Grammar("regex", "[a-c]+"), Grammar("json_object"), Grammar("choice", '["x", "yy"]')]
-    masks = Masks(5, V)
-    for count in (1, 3, 5):
+    masks = Masks(40, V)
+    for count in (1, 3, 5, 40):
         matchers = [compiler.compile(grammars[i % 3]) for i in range(count)]
         filled, complete = masks.fill([Constraint(matcher, (), V) for matcher in matchers])
         assert [bits(mask) for mask in filled] == [np.flatnonzero(m.allowed()).tolist() for m in matchers]
@@ -178,6 +178,87 @@ def test_a_dead_end_or_a_wrong_token_leaves_nothing_and_says_why(compiler, besid
         assert bits(filled[-1]) == []
         assert reason in one.problem
         assert not sound or bits(filled[0]) == [1 + ord("a"), TOKENS.index(b"abc")][:1]
+
+
+# -- grammars that cost too much --
+
+BOMB = "(a{1000}){1000}"
+AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | "a" | "a" "a" | "a" "a" "a" |'
+
+
+def cpu_s(work):
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [
+        (Grammar("regex", BOMB), "too many expressions"),
+        (Grammar("regex", "xyz" + BOMB), "too many expressions"),
+        (Grammar("lark", f'start: "xyz" BIG\nBIG: /{BOMB}/'), "too many expressions"),
+        (Grammar("lark", "start: start | start start"), "no output fits"),
+        (Grammar("choice", json.dumps([f"option {i}" for i in range(3000)])), "3001 items"),
+    ],
+    ids=lambda value: value.text[:20] if isinstance(value, Grammar) else "",
+)
+def test_what_fails_at_the_first_mask_is_refused_like_what_does_not_compile(grammar, reason):
+    words = [bytes([i, j]) * 2 for i in range(97, 123) for j in range(97, 123)]
+    compiler = Compiler([*TOKENS, *words], [EOS], [EOS])
+
+    def refused():
+        with pytest.raises(InvalidGrammar, match=reason):
+            compiler.compile(grammar)
+
+    assert cpu_s(refused) < 1.0
+    assert cpu_s(refused) < 0.05  # what was refused is not compiled again
+    compiler.close()
+
+
+def test_a_sequence_that_costs_too_much_ends_and_the_others_go_on(compiler):
+    masks = Masks(5, V)
+    bad = [Constraint(compiler.compile(Grammar("lark", AMBIGUOUS)), (), V) for _ in range(4)]
+    good = Constraint(compiler.compile(Grammar("regex", "[ab]{1,300}")), (), V)
+
+    def run():
+        for _ in range(250):
+            filled, _ = masks.fill([*bad, good])
+            assert filled[-1].any()
+            for one in [*bad, good]:
+                one.accept(1 + ord("a"))
+
+    # Without a budget each of the four takes 11 s.
+    assert cpu_s(run) < 4 * 4 * BURST_S  # what they get back for 70 tokens is in it
+    assert {one.problem for one in bad} == {
+        "the grammar takes more than 5 ms of CPU time a token; make it smaller or simpler"
+    }
+    assert not good.problem
+
+
+def test_grammars_in_use_are_within_the_limits(compiler):
+    strings = {f"k{i}": {"type": "string", "pattern": rf"^[A-Z][\w ]{{1,{i + 20}}}$"} for i in range(60)}
+    for grammar in (
+        Grammar.of_schema({"type": "object", "properties": strings}),
+        Grammar.of_schema({"enum": [f"value number {i} of many" for i in range(1900)]}),
+        Grammar("regex", r"\w{1,500} \p{L}{3,20}( \w+){0,50}"),
+        Grammar("regex", r"(.|\n){1,4000}"),
+        Grammar("regex", r"[\w.+-]+@[\w-]+\.[\w.-]+"),
+    ):
+        assert compiler.compile(grammar).allowed().any()
+
+
+def test_a_matcher_that_panics_takes_nothing_along(compiler, monkeypatch):
+    masks = Masks(2, V)
+    broken, sound = (Constraint(compiler.compile(Grammar("regex", "ab")), (), V) for _ in range(2))
+
+    def panic(mask):
+        raise BaseException("a panic")
+
+    monkeypatch.setattr(broken._matcher, "fill", panic)
+    filled, _ = masks.fill([broken, sound])
+    assert (bits(filled[0]), broken.problem) == ([], "the grammar's matcher fails: a panic")
+    assert bits(filled[1])
 
 
 # -- waiting for a grammar --

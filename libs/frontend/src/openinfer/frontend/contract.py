@@ -138,10 +138,12 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="x"):
-    """Terminal: the engine could not finish the request through no fault of the request."""
+    """Terminal: the engine could not finish the request."""
 
     id: int
     message: str
+    code: Literal["engine", "grammar"] = "engine"
+    """engine: through no fault of the request. grammar: its grammar cannot be followed any further."""
 
 
 Terminal = Finished | Rejected | Failed

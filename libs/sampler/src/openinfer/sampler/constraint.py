@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,17 +17,28 @@ from openinfer.sampler.grammar import Compilation, Compiler, Grammar, Matcher
 T = TypeVar("T")
 
 
+BURST_S, TOKEN_S = 0.25, 0.005
+"""CPU time of a sequence's masks: what it may take at once, and what it gets back for each token."""
+SLOW_S = 0.001
+"""A sequence whose last mask took longer gets another thread for the next. Most take less than 0.2 ms, and handing them
+over would take as long."""
+
+
 class Constraint:
     """What a running sequence may say next: its grammar and, as a mask, the ids that it may have at all.
 
-    Nothing here raises: a grammar that fails leaves no token to choose, and `problem` says why. `ended` is for the
-    engine to set when the sequence is over.
+    Nothing here raises: a grammar that fails, or that takes more CPU time than BURST_S and TOKEN_S allow, leaves no
+    token to choose, and `problem` says why. `ended` is for the engine to set when the sequence is over.
 
     matcher: this sequence's own, past the output so far. allowed_ids: empty for all ids below `vocabulary`.
     """
 
     def __init__(self, matcher: Matcher, allowed_ids: Sequence[int], vocabulary: int) -> None:
-        self.problem, self.ended, self.matcher = "", False, matcher
+        self.problem, self.ended = "", False
+        self._matcher = matcher
+        self._tokens: list[int] = []  # drawn, and not yet matched
+        self._credit_s = BURST_S
+        self.slow = False  # the last mask was
         self._allowed: NDArray[np.int32] | None = None
         if allowed_ids:
             bits = np.zeros(-(-vocabulary // 32) * 32, np.bool_)
@@ -32,45 +46,67 @@ class Constraint:
             self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
 
     def accept(self, token: int) -> None:
-        """Go on by a token that was drawn under the mask."""
-        try:
-            self.matcher.accept(token)
-        except GrammarFailed as error:
-            self.problem = self.problem or str(error)
+        """Go on by a token that was drawn under the mask. Takes no time: the token is matched with the next mask."""
+        self._tokens.append(token)
 
-    def restrict(self, mask: NDArray[np.int32]) -> bool:
-        """Finish a mask that the matcher has written: take away what is not allowed, all of it after a failure. True
-        where the output is complete and nothing but EOS may come."""
-        failure = self.matcher.failure
-        if failure:
+    def fill(self, mask: NDArray[np.int32]) -> bool:
+        """Write the mask of the next token as `Matcher.fill` does, all zeros where nothing can follow. True where the
+        output is complete and nothing but EOS may come. Any thread may call it, one at a time."""
+        if self.problem:
             mask[:] = 0
-        elif self._allowed is not None:
-            mask &= self._allowed
-        if not mask.any():
-            self.problem = self.problem or failure or "no token that may be drawn fits the grammar"
             return False
-        return self.matcher.must_end
+        began = time.thread_time()
+        try:
+            for token in self._tokens:
+                self._matcher.accept(token)
+            self._matcher.fill(mask)
+        except GrammarFailed as error:
+            self.problem = str(error)
+        # A bug in the matcher, and a panic is no Exception: one request's grammar must not take an engine along.
+        except BaseException as error:
+            self.problem = f"the grammar's matcher fails: {error}"
+        self._credit_s = min(self._credit_s + TOKEN_S * len(self._tokens), BURST_S)
+        seconds = time.thread_time() - began
+        self._credit_s -= seconds
+        self.slow = seconds > SLOW_S
+        self._tokens.clear()
+        if self._credit_s < 0:
+            self.problem = self.problem or (
+                f"the grammar takes more than {TOKEN_S * 1e3:g} ms of CPU time a token; make it smaller or simpler"
+            )
+        if self._allowed is not None:
+            mask &= self._allowed
+        if not self.problem and not mask.any():
+            self.problem = "no token that may be drawn fits the grammar"
+        if self.problem:
+            mask[:] = 0
+            return False
+        return self._matcher.must_end
 
 
 class Masks:
-    """Makes the masks of a step's sequences, one after the other: they are some microseconds of work each, and a GPU is
-    busy with the step's forward pass meanwhile.
+    """Makes the masks of a step's sequences. They are some microseconds of work each, and a GPU is busy with the step's
+    forward pass meanwhile. Slow ones are made in threads of their own: matching does not hold the GIL. `Constraint`
+    bounds what a sequence may take.
 
     rows: sequences at most; vocabulary: the model's.
     """
 
     def __init__(self, rows: int, vocabulary: int) -> None:
         self._masks = np.zeros((rows, -(-vocabulary // 32)), np.int32)
-        self._addresses = [mask.ctypes.data for mask in self._masks]
-        self._nbytes = self._masks[0].nbytes
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="masks")
 
     def fill(self, constraints: Sequence[Constraint]) -> tuple[NDArray[np.int32], list[bool]]:
         """int32[n, (V + 31) // 32], bits as in `Matcher.fill`, valid until the next call, all zeros where nothing can
         follow; and for each whether nothing but EOS may come."""
-        for one, address in zip(constraints, self._addresses, strict=False):
-            one.matcher.inner.unsafe_compute_mask_ptr(address, self._nbytes)
         masks = self._masks[: len(constraints)]
-        return masks, [one.restrict(mask) for one, mask in zip(constraints, masks, strict=True)]
+        slow = {
+            row: self._threads.submit(one.fill, masks[row]) for row, one in enumerate(constraints) if one.slow
+        }
+        done = [row in slow or one.fill(masks[row]) for row, one in enumerate(constraints)]
+        for row, future in slow.items():
+            done[row] = future.result()
+        return masks, done
 
 
 class Ready(NamedTuple, Generic[T]):

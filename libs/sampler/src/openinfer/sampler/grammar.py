@@ -28,6 +28,9 @@ MAX_GRAMMAR_CHARS = 1 << 16
 MAX_NESTING = 64
 MAX_STATES = 50_000
 """Of a matcher's lexer, at 1 to 2 KB each."""
+LEXER_FUEL = 200_000
+"""Bounds the work on a grammar's expressions for its first mask: with llguidance's default of a million a short
+expression takes a second of CPU time and 200 MB."""
 
 # Whitespace in JSON is optional and bounded: a model that likes it could go on forever.
 JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n]{1,24}", "lenient": False}
@@ -219,7 +222,9 @@ class Compiler:
             llguidance.TokenizerWrapper(vocabulary_of), eos_token=list(eos_ids)
         )
         vocabulary_of.cut = self._tokenizer.greedy_tokenize
-        self._limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=MAX_STATES)
+        self._limits = llguidance.LLParserLimits(
+            verbose_errors=False, max_lexer_states=MAX_STATES, initial_lexer_fuel=LEXER_FUEL
+        )
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._deadline_s, self._cached = deadline_s, cached
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
@@ -227,7 +232,7 @@ class Compiler:
     def start(self, grammar: Grammar) -> Compilation:
         """Have a worker compile the grammar, or find it compiled. Never blocks."""
         future = self._compiled.get(grammar)
-        if future is None or (future.done() and future.exception() is not None):
+        if future is None:
             future = self._compiled[grammar] = self._workers.submit(self._compile, grammar)
             if len(self._compiled) > self._cached:
                 self._compiled.popitem(last=False)
@@ -255,9 +260,16 @@ class Compiler:
         matcher = self._ll.LLMatcher(
             self._tokenizer, self._translated(grammar), log_level=0, limits=self._limits
         )
-        if matcher.is_error():
+        probe = matcher.deep_copy()
+        if not probe.is_error():
+            # Most of the work on expressions is done for the first token, and most of what can fail fails with it.
+            mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, bitorder="little").nonzero()[0]
+            if allowed.size:
+                probe.consume_token(int(allowed[-1]))
+        if probe.is_error():
             kind = (grammar.content or grammar).kind  # what is around a content is not the user's own
-            raise InvalidGrammar(f"{kind}: {_without_source(matcher.get_error())}")
+            raise InvalidGrammar(f"{kind}: {_problem(probe.get_error())}")
         return matcher
 
     def _translated(self, grammar: Grammar) -> str:
@@ -320,11 +332,12 @@ def _lark_of_gbnf(text: str) -> str:
         raise InvalidGrammar(f"gbnf: {error}") from error
 
 
-def _without_source(text: str) -> str:
+def _problem(text: str) -> str:
     """An error without the lines of the grammar that it quotes: a Lark text is often not the user's own."""
-    lines = [line for line in text.strip().splitlines() if not re.match(r"\s*(\d+ \||\^\s*$)", line)]
-    return "\n".join(lines)
+    quoted = re.compile(r"\s*(\d+ \||\^\s*$|<non-verbose/>)")
+    lines = [line for line in text.strip().splitlines() if not quoted.match(line)]
+    return "no output fits the grammar" if lines == ["NoExtensionBias"] else "\n".join(lines)
 
 
 def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+    return _problem(text).partition("\n")[0]

@@ -353,7 +353,9 @@ class DeepseekV4Engine:
             case FinishReason.ERROR:
                 constraint = _params(seq).constraint
                 problem = constraint.problem if constraint is not None else ""
-                return Failed(seq.id, problem or "the model's output was not finite")
+                if problem:
+                    return Failed(seq.id, problem, "grammar")
+                return Failed(seq.id, "the model's output was not finite")
 
     def stats(self) -> EngineStats:
         """A snapshot of the counters."""

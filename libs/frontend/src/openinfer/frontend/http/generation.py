@@ -317,18 +317,18 @@ class Generation:
 
     def error(self) -> APIError | None:
         """The first choice's error, as what the client is told."""
-        for choice in self.choices:
-            if isinstance(choice.error, Rejected):
-                code = choice.error.code
-                return APIError(
-                    choice.error.reason,
-                    status=_STATUS.get(code, 400),
-                    code=_CODE.get(code, code),
-                    param=self.plan.grammar_field if code == "grammar" else None,
-                )
-            if isinstance(choice.error, Failed):
-                return APIError(choice.error.message, status=500, code="engine_error")
-        return None
+        error = next((choice.error for choice in self.choices if choice.error is not None), None)
+        if error is None:
+            return None
+        message = error.reason if isinstance(error, Rejected) else error.message
+        if error.code == "engine":
+            return APIError(message, status=500, code="engine_error")
+        return APIError(
+            message,
+            status=_STATUS.get(error.code, 400),
+            code=_CODE.get(error.code, error.code),
+            param=self.plan.grammar_field if error.code == "grammar" else None,
+        )
 
     def ended(self) -> None:
         """The answer is out, or given up."""
