@@ -54,8 +54,9 @@ def fault_rows() -> list[list[tuple[str, str]]]:
 
 
 def names_in(module: str) -> dict[str, bool]:
-    """Names of the tests in a module of the frontend or of this folder, and whether CI runs them."""
-    paths = [folder / f"{module}.py" for folder in (ROOT / "libs/frontend/tests", ROOT / "tests")]
+    """Names of the tests in all modules of that name, and whether CI runs them."""
+    folders = (ROOT / "tests", ROOT / "recipes/tests", *ROOT.glob("libs/*/tests"))
+    paths = [folder / f"{module}.py" for folder in folders]
     nodes = [node for path in paths if path.exists() for node in ast.parse(path.read_text()).body]
     functions = [
         node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
