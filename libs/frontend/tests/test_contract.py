@@ -21,6 +21,8 @@ from openinfer.frontend.contract import Engine
 from openinfer.frontend.testing import FakeEngine
 from openinfer.frontend.wire import Control, FromEngine, Gone, Hello, Stepped, Submit, ToEngine
 from openinfer.sampler import SamplingParams
+from openinfer.sampler.budget import Budget
+from openinfer.sampler.grammar import Grammar
 
 
 def test_messages_survive_msgpack() -> None:
@@ -34,6 +36,7 @@ def test_messages_survive_msgpack() -> None:
         tenant="a",
         cache_salt="b",
         trace_parent="c",
+        grammar=Grammar("any", budget=Budget(5, 639, 638)),
     )
     outputs = StepOutputs(
         [1, 1, 2],

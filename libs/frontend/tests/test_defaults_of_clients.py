@@ -189,3 +189,18 @@ def test_system_messages_that_a_template_has_no_place_for() -> None:
     assert strict.render(turns(("user", "a"), ("system", "b"))) == "[user]a[user]b"
     with pytest.raises(APIError, match="unknown role"):
         strict.render(turns(("narrator", "a")))
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_by_name_and_an_effort_served(live: Any) -> None:
+    for field in ("thinking_token_budget", "thinking_budget", "max_thinking_tokens"):
+        refused = live.post(CHAT, messages=HI, max_tokens=5, **{field: 3})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert "this engine has no grammars" in refused.json()["error"]["message"]
+    thinking = {"type": "enabled", "budget_tokens": 3}
+    for path in (CHAT, "/v1/messages"):
+        refused = live.post(path, messages=HI, max_tokens=5, thinking=thinking)
+        assert refused.status_code == 400
+        assert "thinking is not supported" in refused.json()["error"]["message"]
+    off = live.post(CHAT, messages=HI, max_tokens=5, thinking={"type": "disabled", "budget_tokens": 3})
+    assert off.status_code == 200
+    assert live.post(CHAT, messages=HI, max_tokens=5, reasoning_effort="low").status_code == 200

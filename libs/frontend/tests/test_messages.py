@@ -124,7 +124,7 @@ def test_thinking_can_be_switched_off(speak: Any) -> None:
         for extra in (
             {},
             {"thinking": {"type": "disabled"}},
-            {"thinking": {"type": "enabled", "budget_tokens": 99}},
+            {"thinking": {"type": "adaptive"}},
         )
     ]
     assert counts[0] == counts[2] < counts[1]

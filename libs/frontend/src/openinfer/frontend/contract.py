@@ -73,7 +73,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     trace_parent: str | None = None
     """W3C traceparent of the caller, passed through for tracing."""
     grammar: Grammar | None = None
-    """What the output has to be; EOS is drawn only where it may end. Needs the feature "grammar" and a TokenTable."""
+    """What the output has to be, and how long the thought at its start; EOS is drawn only where it may end. Needs the
+    feature "grammar" and a TokenTable."""
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens: None for none, 0 for theirs alone, n for the n most likely
     alternatives' as well. Needs the feature "prompt_logprobs"."""

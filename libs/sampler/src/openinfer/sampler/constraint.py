@@ -74,7 +74,7 @@ class Constraint:
             self.problem = self.problem or (
                 f"the grammar takes more than {TOKEN_S * 1e3:g} ms of CPU time a token; make it smaller or simpler"
             )
-        if self._allowed is not None:
+        if self._allowed is not None and not self._matcher.forces:
             mask &= self._allowed
         if not self.problem and not mask.any():
             self.problem = "no token that may be drawn fits the grammar"

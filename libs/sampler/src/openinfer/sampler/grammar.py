@@ -12,18 +12,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from openinfer.sampler.budget import Budget, Spending
 from openinfer.sampler.errors import GrammarFailed, GrammarTimeout, InvalidGrammar, MissingExtra
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
+Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "any"]
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_NESTING = 64
 MAX_STATES = 50_000
@@ -42,10 +43,12 @@ class Grammar:
 
     Attributes:
         kind: "json_schema", "json_object" (any JSON object), "regex" (Rust's syntax, for the whole output), "choice"
-            (one of some strings), "lark" (llguidance's dialect) or "gbnf" (llama.cpp's, as in `root ::= "a" | "b"`).
+            (one of some strings), "lark" (llguidance's dialect), "gbnf" (llama.cpp's, as in `root ::= "a" | "b"`) or
+            "any" (what the model likes, where there is only a budget to keep).
         text: the schema as JSON, nothing, the expression, the strings as a JSON list, the grammar. At most 65,536
             characters, JSON at most 64 levels deep.
         content: a grammar that a Lark text calls as `@content`, so that one grammar can be set into another.
+        budget: of the thought that the output begins with. What `text` says includes the thought and its markers.
 
     Raises:
         InvalidGrammar: a ValueError. What only a compiler can see, it says later.
@@ -54,6 +57,7 @@ class Grammar:
     kind: Kind
     text: str = ""
     content: Grammar | None = None
+    budget: Budget | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -64,7 +68,7 @@ class Grammar:
             raise InvalidGrammar(
                 f"a grammar is a text of at most {MAX_GRAMMAR_CHARS} characters, none of them NUL"
             )
-        if bool(self.text.strip()) != (self.kind != "json_object"):
+        if bool(self.text.strip()) != (self.kind not in ("json_object", "any")):
             raise InvalidGrammar(f"{self.kind} {'takes no text' if self.text.strip() else 'is empty'}")
         if self.kind == "lark" and self.text.lstrip().startswith("{"):
             raise InvalidGrammar("a lark grammar begins with a rule, not with a brace")
@@ -110,10 +114,15 @@ def _depth(value: Any) -> int:
 
 
 class Matcher:
-    """The state of one sequence's grammar. Belongs to one thread at a time. `inner` is llguidance's, for `Masks`."""
+    """The state of one sequence's grammar. Belongs to one thread at a time.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
-        self.inner, self._vocabulary = matcher, vocabulary
+    matcher: llguidance's; None for a grammar of the kind "any". spending: of the grammar's budget.
+    """
+
+    def __init__(self, matcher: LLMatcher | None, vocabulary: int, spending: Spending | None = None) -> None:
+        self._inner, self._vocabulary, self._spending = matcher, vocabulary, spending
+        self.forces = False
+        """Whether the last mask has the token alone that closes a thought."""
 
     def fill(self, mask: NDArray[np.int32]) -> None:
         """Write which tokens may come next into int32[(V + 31) // 32], contiguous: bit t % 32 of word t // 32. The
@@ -124,8 +133,13 @@ class Matcher:
         words = -(-self._vocabulary // 32)
         if mask.dtype != np.int32 or mask.shape != (words,) or not mask.flags.c_contiguous:
             raise ValueError(f"mask is {mask.dtype}{list(mask.shape)}: it must be contiguous int32[{words}]")
-        self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._inner is None:
+            mask.fill(-1)
+        else:
+            self._inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
+        if self._spending is not None:
+            self.forces = self._spending.restrict(mask)
 
     def allowed(self) -> NDArray[np.bool_]:
         """The mask as new bool[V]; ``~allowed()`` is a row of `forbid` for ``sample_arrays``."""
@@ -138,23 +152,27 @@ class Matcher:
 
         Raises GrammarFailed if the grammar does not allow it; the matcher is of no use then.
         """
-        if not self.inner.consume_token(token):
+        if self._inner is not None and not self._inner.consume_token(token):
             self._check()
+        if self._spending is not None:
+            self._spending.accept(token)
 
     @property
     def may_end(self) -> bool:
         """Whether what came so far is a whole output."""
-        return bool(self.inner.is_accepting())
+        return self._inner is None or bool(self._inner.is_accepting())
 
     @property
     def must_end(self) -> bool:
         """Whether what came so far is a whole output that nothing but EOS can follow."""
-        return self.may_end and bool(self.inner.is_stopped())
+        return self._inner is not None and self.may_end and bool(self._inner.is_stopped())
 
     @property
     def failure(self) -> str:
         """Why the matcher is of no use any more; empty as long as it is."""
-        return _first_line(self.inner.get_error()) if self.inner.is_error() else ""
+        if self._inner is None or not self._inner.is_error():
+            return ""
+        return _first_line(self._inner.get_error())
 
     def _check(self) -> None:
         if failure := self.failure:
@@ -164,17 +182,21 @@ class Matcher:
 class Compilation:
     """A grammar that a worker compiles."""
 
-    def __init__(self, future: Future[LLMatcher], deadline: float, vocabulary: int) -> None:
-        self._future, self._deadline, self._vocabulary = future, deadline, vocabulary
+    def __init__(
+        self, future: Future[LLMatcher] | None, deadline: float, new: Callable[[LLMatcher | None], Matcher]
+    ) -> None:
+        self._future, self._deadline, self._new = future, deadline, new
 
     def poll(self, wait_s: float = 0.0) -> Matcher | None:
         """A new matcher, or None if the worker is still at it after `wait_s` seconds.
 
         Raises InvalidGrammar with the reason, or GrammarTimeout once the deadline has passed.
         """
+        if self._future is None:
+            return self._new(None)
         left = self._deadline - time.monotonic()
         try:
-            return Matcher(self._future.result(max(0.0, min(wait_s, left))).deep_copy(), self._vocabulary)
+            return self._new(self._future.result(max(0.0, min(wait_s, left))).deep_copy())
         except FutureTimeout:
             if wait_s < left:
                 return None
@@ -216,8 +238,9 @@ class Compiler:
             ) from error
         self._ll = llguidance
         self._vocabulary = len(tokens) if vocabulary is None else vocabulary
-        padded = [*tokens, *[b""] * (self._vocabulary - len(tokens))]  # a token of no bytes is never allowed
-        vocabulary_of = _Tokens(padded, special_ids, eos_ids[0])
+        # A token of no bytes is never allowed.
+        self._tokens = [*tokens, *[b""] * (self._vocabulary - len(tokens))]
+        vocabulary_of = _Tokens(self._tokens, special_ids, eos_ids[0])
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(vocabulary_of), eos_token=list(eos_ids)
         )
@@ -231,13 +254,22 @@ class Compiler:
 
     def start(self, grammar: Grammar) -> Compilation:
         """Have a worker compile the grammar, or find it compiled. Never blocks."""
+        future = None if grammar.kind == "any" else self._compiling(replace(grammar, budget=None))
+
+        def new(matcher: LLMatcher | None) -> Matcher:
+            spending = Spending(grammar.budget, self._tokens) if grammar.budget is not None else None
+            return Matcher(matcher, self._vocabulary, spending)
+
+        return Compilation(future, time.monotonic() + self._deadline_s, new)
+
+    def _compiling(self, grammar: Grammar) -> Future[LLMatcher]:
         future = self._compiled.get(grammar)
         if future is None:
             future = self._compiled[grammar] = self._workers.submit(self._compile, grammar)
             if len(self._compiled) > self._cached:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return Compilation(future, time.monotonic() + self._deadline_s, self._vocabulary)
+        return future
 
     def compile(self, grammar: Grammar) -> Matcher:
         """A new matcher for the grammar. Raises InvalidGrammar or GrammarTimeout."""
@@ -292,6 +324,8 @@ class Compiler:
                 return make.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
             case "regex":
                 return make.grammar_from_regex(grammar.text)
+            case "any":
+                return make.grammar_from_regex("(?s:.*)")
             case "choice":
                 texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
                 return make.grammar_from_lark("start: " + " | ".join(texts))

@@ -21,6 +21,7 @@ __all__ = [
     "CompletionBody",
     "FunctionSpec",
     "NamedChoice",
+    "Thinking",
     "ToolSpec",
     "decode_body",
 ]
@@ -30,6 +31,7 @@ MAX_TOOLS = 128
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
+Budget = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 BadWord = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -120,6 +122,13 @@ class NamedChoice(msgspec.Struct):
     function: FunctionName
 
 
+class Thinking(msgspec.Struct):
+    """thinking."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Budget | None = None
+
+
 class ChatBody(CommonBody, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -131,6 +140,11 @@ class ChatBody(CommonBody, kw_only=True):
     separate_reasoning: bool | None = None
     """SGLang's: false leaves the thoughts in the content."""
     reasoning_effort: str | None = None
+    thinking: Thinking | None = None
+    thinking_token_budget: Budget | None = None
+    thinking_budget: Budget | None = None
+    max_thinking_tokens: Budget | None = None
+    """The last three are one thing under the names of three servers: tokens that the thoughts may have."""
     verbosity: str | None = None
     """Ignored: no template has such a thing."""
     max_completion_tokens: int | None = None
@@ -159,7 +173,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "documents": (None, []),
     "chat_template": _NOTHING,
-    "thinking_token_budget": _NOTHING,
     "modalities": (None, ["text"]),
     "audio": _NOTHING,
     "web_search_options": _NOTHING,

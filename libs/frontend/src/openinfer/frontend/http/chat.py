@@ -5,12 +5,13 @@ import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from openinfer.frontend.chat import OutputParser, Renderer, ToolFormat
 from openinfer.frontend.chat.output import END_THINK, THINK, Schemas
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.deadline import in_thread, larger_than
+from openinfer.frontend.http.thoughts import Where, effort_options
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
 from openinfer.sampler.lark import Lark
@@ -25,7 +26,6 @@ MAX_MESSAGES = 4096
 INLINE_SIZE = 16384
 """Chats that are larger, in characters and items, are rendered in a thread."""
 RENDER_TIMEOUT_S = 10.0
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,9 @@ class Chat:
     """The answer goes on where the last message, the assistant's, ends."""
     effort: str | None = None
     """reasoning_effort."""
+    budget: int | None = None
+    """Tokens that the thoughts may have."""
+    budget_field: str = "thinking"
     separate: bool = True
     """Thoughts are told apart from the content."""
     warnings: list[str] = dataclasses.field(default_factory=list)
@@ -120,7 +123,7 @@ class ChatFormat:
             return None
         lark = Lark()
         try:
-            thoughts = self._thoughts(lark, _thinking(prompt, chat))
+            thoughts = self._thoughts(lark, self.where(chat, prompt))
             if not schemas and not thoughts:
                 return content
             return lark.grammar(f"{thoughts} {self._answer(lark, chat, schemas, content, forced)}")
@@ -140,14 +143,18 @@ class ChatFormat:
         calls = f"{lark.text(opening)} {self.tools.grammar(lark, schemas, many=chat.parallel_calls)}"
         return calls if forced or content is None else lark.any_of([calls, lark.content(content)])
 
-    def _thoughts(self, lark: Lark, thinking: str) -> str:
+    def _thoughts(self, lark: Lark, where: Where) -> str:
         """What the model may think first."""
-        if not self.reasoning or thinking == "over":
+        if where == "over":
             return ""
         rest = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
-        if thinking == "within":
+        if where == "within":
             return rest
         return f"{lark.rule(f'{lark.text(THINK)} {rest}')}?"
+
+    def where(self, chat: Chat, prompt: str) -> Where:
+        """Where the prompt leaves the model, if this server tells its thoughts apart; "over" otherwise."""
+        return _thinking(prompt, chat) if self.reasoning else "over"
 
     def markers(self) -> str:
         """All the markers a parser may look for: special tokens among them must not be skipped."""
@@ -175,15 +182,13 @@ class ChatFormat:
         options = dict(chat.options)
         if chat.effort is None:
             return options
-        if "reasoning_effort" in renderer.variables:
-            options.setdefault("reasoning_effort", chat.effort)
-        elif "enable_thinking" in renderer.variables and chat.effort in EFFORTS:
-            options.setdefault("enable_thinking", chat.effort != "none")
-        else:
+        found = effort_options(chat.effort, renderer.variables)
+        if found is None:
             chat.warnings.append(
                 f"reasoning effort {chat.effort} is ignored: this model's chat template has no such thing"
             )
-        return options
+            return options
+        return {**found, **options}
 
 
 def _schemas(chat: Chat) -> Schemas:
@@ -201,8 +206,7 @@ def _with_marker(messages: Sequence[Mapping[str, Any]], marker: str) -> list[Map
     return [*before, {**last, "content": last["content"] + marker}]
 
 
-def _thinking(prompt: str, chat: Chat) -> Literal["before", "within", "over"]:
-    """Where the prompt leaves the model: it may begin to think, is in the midst of it, or is through with it."""
+def _thinking(prompt: str, chat: Chat) -> Where:
     if chat.continue_final:
         return "within" if THINK in chat.messages[-1]["content"].rpartition(END_THINK)[2] else "over"
     text = prompt.rstrip()

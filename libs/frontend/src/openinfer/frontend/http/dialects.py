@@ -12,13 +12,14 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http import messages_body, responses_body
 from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, decode_body
 from openinfer.frontend.http.chat import Chat, chat_messages
+from openinfer.frontend.http.chat_body import tool_object
 from openinfer.frontend.http.chat_template import ChatTemplate
 from openinfer.frontend.http.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.messages_shape import MessagesShape
 from openinfer.frontend.http.params import max_tokens_for, prompt_ids
 from openinfer.frontend.http.responses_body import ResponsesBody, responses_chat, responses_common
 from openinfer.frontend.http.responses_shape import ResponsesShape
-from openinfer.frontend.http.service import Service, json_response, read_body, tool_object
+from openinfer.frontend.http.service import Service, json_response, read_body
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 __all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]

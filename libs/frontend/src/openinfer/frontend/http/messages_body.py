@@ -5,11 +5,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
+from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, Thinking, ToolName
 from openinfer.frontend.http.chat import Chat, chat_messages, text_of
+from openinfer.frontend.http.chat_body import tool_object
 from openinfer.frontend.http.params import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from openinfer.frontend.http.service import tool_object
 from openinfer.frontend.http.structured import JsonSchemaFormat, JsonSchemaSpec
+from openinfer.frontend.http.thoughts import thinking_options
 
 __all__ = ["MessagesBody", "messages_chat", "messages_common"]
 
@@ -34,13 +35,6 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(msgspec.Struct):
-    """thinking. A budget cannot be kept and is not: max_tokens bounds all of the answer."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-
-
 class OutputFormat(msgspec.Struct):
     """output_format: JSON after a schema."""
 
@@ -49,7 +43,7 @@ class OutputFormat(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """output_config, where newer clients have the format. An effort is a wish, and this model has none."""
+    """output_config, where newer clients have the format and an effort."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -113,7 +107,6 @@ def messages_chat(body: MessagesBody, variables: frozenset[str]) -> Chat:
         messages += _turn(message, f"messages[{index}]")
     choice = body.tool_choice
     kinds = {None: "auto", "auto": "auto", "none": "none", "any": "required"}
-    thinks = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
     return Chat(
         messages=chat_messages(messages),
         tools=[
@@ -126,7 +119,9 @@ def messages_chat(body: MessagesBody, variables: frozenset[str]) -> Chat:
         and messages[-1]["role"] == "assistant"
         and not messages[-1].get("tool_calls"),
         parallel_calls=not (choice and choice.disable_parallel_tool_use),
-        options=thinks if "enable_thinking" in variables else {},
+        options=thinking_options(body.thinking, variables),
+        budget=body.thinking.budget_tokens if body.thinking else None,
+        effort=body.output_config.effort if body.output_config else None,
     )
 
 

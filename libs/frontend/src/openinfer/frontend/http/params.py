@@ -10,13 +10,14 @@ import msgspec
 
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
-from openinfer.frontend.http.body import ChatBody, CommonBody
+from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.structured import grammar_of
 from openinfer.frontend.http.tokenizer import Tokenizer, read_json
 from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.grammar import Grammar
 
 __all__ = [
+    "MAX_LOGPROBS",
     "Plan",
     "SamplingDefaults",
     "check_grammars",
@@ -25,7 +26,6 @@ __all__ = [
     "make_plan",
     "max_tokens_for",
     "prompt_ids",
-    "top_logprobs",
     "with_echo",
 ]
 
@@ -375,17 +375,6 @@ def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[
             f"{param} holds token id {wrong}, the model has 0 to {info.vocab_size - 1}", param=param
         )
     return ids
-
-
-def top_logprobs(body: ChatBody) -> int | None:
-    """Chat's logprobs: bool and top_logprobs: int as the sampler's one number."""
-    if body.top_logprobs is not None:
-        if not body.logprobs:
-            raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
-        _check(
-            0 <= body.top_logprobs <= MAX_LOGPROBS, "top_logprobs", body.top_logprobs, f"0 to {MAX_LOGPROBS}"
-        )
-    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:

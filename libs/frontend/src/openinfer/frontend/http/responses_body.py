@@ -7,7 +7,7 @@ import msgspec
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
 from openinfer.frontend.http.chat import Chat, chat_messages, text_of
-from openinfer.frontend.http.service import tool_object, verbosity_warnings
+from openinfer.frontend.http.chat_body import tool_object, verbosity_warnings
 from openinfer.frontend.http.structured import JsonObjectFormat, JsonSchemaFormat, JsonSchemaSpec, TextFormat
 
 __all__ = ["ResponsesBody", "responses_chat", "responses_common"]

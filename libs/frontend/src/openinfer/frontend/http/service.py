@@ -22,11 +22,10 @@ from openinfer.frontend.http.body import (
     ChatBody,
     CommonBody,
     CompletionBody,
-    FunctionSpec,
-    NamedChoice,
     decode_body,
 )
-from openinfer.frontend.http.chat import Chat, ChatFormat, ParserFactory, chat_messages
+from openinfer.frontend.http.chat import Chat, ChatFormat, ParserFactory
+from openinfer.frontend.http.chat_body import chat_of, top_logprobs
 from openinfer.frontend.http.chat_shape import ChatShape
 from openinfer.frontend.http.generation import Generation
 from openinfer.frontend.http.metrics import Metrics
@@ -39,16 +38,16 @@ from openinfer.frontend.http.params import (
     make_plan,
     max_tokens_for,
     prompt_ids,
-    top_logprobs,
     with_echo,
 )
 from openinfer.frontend.http.shapes import CompletionShape, Shape, package_version
+from openinfer.frontend.http.thoughts import budgeted, without_idle_budget
 from openinfer.frontend.http.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.tracing import Tracing
 
-__all__ = ["Service", "json_response", "read_body", "tool_object", "verbosity_warnings"]
+__all__ = ["Service", "json_response", "read_body"]
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
@@ -118,19 +117,7 @@ class Service:
         arrival = time.monotonic()
         body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
         model, plan = self.check(body, top_logprobs(body))
-        chat = Chat(
-            messages=chat_messages(body.messages),
-            tools=[tool_object(tool.function) for tool in body.tools or ()],
-            tool_choice=tool_choice(body),
-            strict=[tool.function.name for tool in body.tools or () if tool.function.strict],
-            parallel_calls=body.parallel_tool_calls is not False,
-            add_generation_prompt=_generation_prompt(body),
-            continue_final=bool(body.continue_final_message),
-            effort=body.reasoning_effort,
-            separate=body.separate_reasoning is not False,
-            warnings=verbosity_warnings(body.verbosity),
-            options=body.chat_template_kwargs or {},
-        )
+        chat = chat_of(body, self.template_variables)
         ids, plan, new_parser = await self.prepare_chat(chat, plan, "messages")
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = max_tokens_for(len(ids), getattr(body, field), None, plan, self.client.info, field)
@@ -148,6 +135,9 @@ class Service:
             check_grammars("tool_choice", self.client.info, self.tokenizer)
         if "grammar" in self.client.info.features:  # elsewhere `strict` is a wish
             plan = msgspec.structs.replace(plan, grammar=self.chat_format.grammar(chat, text, plan.grammar))
+        where, variables = self.chat_format.where(chat, text), self.template_variables
+        grammar = budgeted(chat, where, plan.grammar, variables, self.client.info, self.tokenizer)
+        plan = msgspec.structs.replace(plan, grammar=grammar)
         ids = prompt_ids(await self.tokenizer.encode(text, False), self.client.info, field)
         new_parser = self.chat_format.parser(chat, text)
         if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
@@ -283,6 +273,7 @@ class Service:
         shape: Shape,
     ) -> Answer:
         check_size(prompts, limits, plan, self.client.info)
+        plan = without_idle_budget(plan, limits)
         self.metrics.n.observe(plan.n)
         generation = Generation(
             self.client,
@@ -320,38 +311,6 @@ class Service:
 def _trace_parent(request: Request) -> str | None:
     given = request.headers.get("traceparent")
     return given if given is not None and len(given) <= MAX_TRACE_PARENT_CHARS else None
-
-
-def tool_object(function: FunctionSpec) -> dict[str, Any]:
-    """A tool as templates know it: OpenAI's object, with nothing in it that is for the server."""
-    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {
-        "type": "function",
-        "function": {name: value for name, value in fields.items() if value is not None},
-    }
-
-
-def verbosity_warnings(verbosity: str | None) -> list[str]:
-    """As Chat has them."""
-    if verbosity in (None, "medium"):
-        return []
-    return [f"verbosity {verbosity} is ignored: this model's chat template has no such thing"]
-
-
-def tool_choice(body: ChatBody) -> str:
-    """As Chat has it."""
-    if isinstance(body.tool_choice, NamedChoice):
-        return f"tool {body.tool_choice.function.name}"
-    return body.tool_choice or "auto"
-
-
-def _generation_prompt(body: ChatBody) -> bool:
-    if body.continue_final_message and body.add_generation_prompt:
-        raise APIError(
-            "continue_final_message and add_generation_prompt exclude each other",
-            param="continue_final_message",
-        )
-    return body.add_generation_prompt is not False
 
 
 async def read_body(request: Request) -> bytes:

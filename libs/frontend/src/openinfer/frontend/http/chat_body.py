@@ -1,0 +1,84 @@
+"""The chat that a body of /v1/chat/completions stands for."""
+
+from typing import Any
+
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.body import ChatBody, FunctionSpec, NamedChoice
+from openinfer.frontend.http.chat import Chat, chat_messages
+from openinfer.frontend.http.params import MAX_LOGPROBS
+from openinfer.frontend.http.thoughts import thinking_options
+
+__all__ = ["chat_of", "tool_object", "top_logprobs", "verbosity_warnings"]
+
+_BUDGETS = ("thinking_token_budget", "max_thinking_tokens", "thinking_budget")
+
+
+def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:
+    """variables: options of the server's template. Raises APIError (400) naming the place."""
+    budget, field = _budget(body)
+    return Chat(
+        messages=chat_messages(body.messages),
+        tools=[tool_object(tool.function) for tool in body.tools or ()],
+        tool_choice=_tool_choice(body),
+        strict=[tool.function.name for tool in body.tools or () if tool.function.strict],
+        parallel_calls=body.parallel_tool_calls is not False,
+        add_generation_prompt=_generation_prompt(body),
+        continue_final=bool(body.continue_final_message),
+        effort=body.reasoning_effort,
+        budget=budget,
+        budget_field=field,
+        separate=body.separate_reasoning is not False,
+        warnings=verbosity_warnings(body.verbosity),
+        options={**thinking_options(body.thinking, variables), **(body.chat_template_kwargs or {})},
+    )
+
+
+def tool_object(function: FunctionSpec) -> dict[str, Any]:
+    """A tool as templates know it: OpenAI's object, with nothing in it that is for the server."""
+    fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in fields.items() if value is not None},
+    }
+
+
+def top_logprobs(body: ChatBody) -> int | None:
+    """Chat's logprobs: bool and top_logprobs: int as the sampler's one number."""
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise APIError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if not 0 <= body.top_logprobs <= MAX_LOGPROBS:
+            raise APIError(
+                f"top_logprobs is {body.top_logprobs}, allowed is 0 to {MAX_LOGPROBS}", param="top_logprobs"
+            )
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def verbosity_warnings(verbosity: str | None) -> list[str]:
+    """As Chat has them."""
+    if verbosity in (None, "medium"):
+        return []
+    return [f"verbosity {verbosity} is ignored: this model's chat template has no such thing"]
+
+
+def _budget(body: ChatBody) -> tuple[int | None, str]:
+    """Tokens that the thoughts may have, and the field that says so."""
+    for field in _BUDGETS:
+        if (tokens := getattr(body, field)) is not None:
+            return tokens, field
+    return body.thinking.budget_tokens if body.thinking else None, "thinking"
+
+
+def _tool_choice(body: ChatBody) -> str:
+    if isinstance(body.tool_choice, NamedChoice):
+        return f"tool {body.tool_choice.function.name}"
+    return body.tool_choice or "auto"
+
+
+def _generation_prompt(body: ChatBody) -> bool:
+    if body.continue_final_message and body.add_generation_prompt:
+        raise APIError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return body.add_generation_prompt is not False

@@ -1,0 +1,88 @@
+"""How much a model may think: the efforts, switches and budgets of requests, as templates and grammars know them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from openinfer.frontend.chat.output import END_THINK, THINK
+from openinfer.frontend.contract import EngineInfo
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.body import Thinking
+from openinfer.frontend.http.params import Plan, check_grammars
+from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.sampler.budget import Budget
+from openinfer.sampler.grammar import Grammar
+
+if TYPE_CHECKING:
+    from openinfer.frontend.http.chat import Chat
+
+__all__ = ["Where", "budgeted", "effort_options", "thinking_options", "without_idle_budget"]
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORT_BUDGETS = {"minimal": 512, "low": 2048}
+"""Tokens that the thoughts may have where the template knows no effort; higher efforts leave them to the model."""
+Where = Literal["before", "within", "over"]
+"""Where a prompt leaves the model: it may begin to think, is in the midst of it, or is through with it."""
+
+
+def thinking_options(thinking: Thinking | None, variables: frozenset[str]) -> dict[str, Any]:
+    """Options of the template for the field `thinking`; `variables` are those that it has."""
+    if thinking is None or "enable_thinking" not in variables:
+        return {}
+    return {"enable_thinking": thinking.type != "disabled"}
+
+
+def effort_options(effort: str, variables: frozenset[str]) -> dict[str, Any] | None:
+    """Options of the template for an effort; None where it has none that says so."""
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in variables and effort in EFFORTS:
+        return {"enable_thinking": effort != "none"}
+    return None
+
+
+def budgeted(
+    chat: Chat,
+    where: Where,
+    grammar: Grammar | None,
+    variables: frozenset[str],
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+) -> Grammar | None:
+    """`grammar` with a budget for the thoughts, if the chat sets one or its effort does.
+
+    Raises APIError (400) where a budget that the chat sets cannot be kept; that of an effort is left out.
+    """
+    tokens = chat.budget
+    if tokens is None and "reasoning_effort" not in variables:
+        tokens = EFFORT_BUDGETS.get(chat.effort or "")
+    if tokens is None or where == "over":
+        return grammar
+    try:
+        check_grammars(chat.budget_field, info, tokenizer)
+        closing, opening = (tokenizer.token_id(marker) for marker in (END_THINK, THINK))
+        if closing is None or opening is None:
+            raise APIError(
+                f"{chat.budget_field} is not supported: this model's thoughts are not marked by single tokens",
+                param=chat.budget_field,
+                code="unsupported",
+            )
+    except APIError:
+        if chat.budget is not None:
+            raise
+        return grammar
+    budget = Budget(tokens, closing, opening if where == "before" else None)
+    return dataclasses.replace(grammar or Grammar("any"), budget=budget)
+
+
+def without_idle_budget(plan: Plan, limits: Sequence[int]) -> Plan:
+    """The plan without a budget of thoughts that no answer of at most these numbers of tokens can go over."""
+    grammar = plan.grammar
+    if grammar is None or grammar.budget is None or grammar.budget.tokens < max(limits):
+        return plan
+    left = None if grammar.kind == "any" else dataclasses.replace(grammar, budget=None)
+    return msgspec.structs.replace(plan, grammar=left)

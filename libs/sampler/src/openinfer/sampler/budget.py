@@ -1,0 +1,81 @@
+"""A thought that ends when its budget is spent: from then on one token may come, the one that closes it."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from openinfer.sampler.errors import InvalidGrammar
+
+__all__ = ["Budget", "Spending"]
+
+MAX_LATE = 3
+"""Tokens that may end a character."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many tokens a thought at the start of an output may have.
+
+    Attributes:
+        tokens: at least 0, of the thought with its markers. A thought may go over it by the 3 tokens needed to
+            end a character, and by the marker that ends it where it is 0.
+        closing: the id of the token that ends a thought.
+        opening: the id of the token that begins one, perhaps after whitespace; None where the prompt has begun it.
+
+    Raises:
+        InvalidGrammar: a number below 0.
+    """
+
+    tokens: int
+    closing: int
+    opening: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.closing, self.opening or 0) < 0:
+            raise InvalidGrammar(f"a budget has a number of tokens and ids, none of them below 0: {self}")
+
+
+class Spending:
+    """What one sequence has spent of its Budget. `vocabulary`: the bytes of token 0, 1, ..."""
+
+    def __init__(self, budget: Budget, vocabulary: Sequence[bytes]) -> None:
+        self._budget, self._vocabulary = budget, vocabulary
+        self._spent = 0
+        self._open = budget.opening is None
+        self._over = False
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def accept(self, token: int) -> None:
+        """Count a token of the output."""
+        if self._over:
+            return
+        self._spent += 1
+        self._text.decode(self._vocabulary[token])
+        if token == self._budget.closing:
+            self._over = True
+        elif not self._open:
+            self._open = token == self._budget.opening
+            self._over = not self._open and not self._vocabulary[token].isspace()
+
+    def restrict(self, mask: NDArray[np.int32]) -> bool:
+        """Leave the closing token alone in a mask, if it is due and fits; whether it is. Bit t % 32 of word t // 32."""
+        token = self._budget.closing
+        word, bit = token // 32, np.uint32(1 << token % 32)
+        if not self._due or not mask.view(np.uint32)[word] & bit:
+            return False
+        mask[:] = 0
+        mask.view(np.uint32)[word] = bit
+        return True
+
+    @property
+    def _due(self) -> bool:
+        left = self._budget.tokens - self._spent - 1
+        if self._over or not self._open or left > 0:
+            return False
+        # In the middle of a character nothing can be closed, but bytes that are no text may go on for ever.
+        return not self._text.getstate()[0] or left <= -MAX_LATE
