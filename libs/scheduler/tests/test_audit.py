@@ -20,15 +20,15 @@ def loop():
 
 
 def decoding(loop):
-    return next(iter(loop._decoding))
+    return next(iter(loop._decode.rows))
 
 
 TAMPERINGS = {
     "steps in flight": lambda loop: loop._in_flight.pop(),
-    "list of decode rows": lambda loop: setattr(loop, "_rows", [None]),
+    "list of decode rows": lambda loop: setattr(loop._decode, "listed", [None]),
     "finished sequence": lambda loop: setattr(decoding(loop), "state", SeqState.FINISHED),
     "PREFILL": lambda loop: loop._prefilling.update({decoding(loop): None}),
-    "state DECODE": lambda loop: loop._decoding.clear(),
+    "state DECODE": lambda loop: loop._decode.rows.clear(),
     "prefill or decode": lambda loop: loop._running.popitem(),
     "stats count": lambda loop: setattr(loop.stats, "waiting", 77),
     "waiting sequence holds": lambda loop: setattr(loop.live[-1], "lease", 1),
@@ -37,9 +37,11 @@ TAMPERINGS = {
     "fences do not hold": lambda loop: loop._fences.clear(),
     "are not in flight": lambda loop: loop._fences.update({99: []}),
     "without a lease": lambda loop: setattr(decoding(loop), "lease", None),
-    "<= bound": lambda loop: setattr(decoding(loop), "_base", 999),
-    "was launched": lambda loop: setattr(decoding(loop), "_crossing", 1),
-    "calendar": lambda loop: loop._crossings.by_step.clear(),
+    "<= bound": lambda loop: setattr(decoding(loop), "base", 999),
+    "was launched": lambda loop: setattr(decoding(loop), "crossing", 1),
+    "a row of": lambda loop: setattr(loop._decode, "drafts", {decoding(loop): 2}),
+    "drafts in flight": lambda loop: setattr(decoding(loop), "ahead", 2),
+    "calendar": lambda loop: loop._decode.calendar.clear(),
 }
 
 

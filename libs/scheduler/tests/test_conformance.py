@@ -61,7 +61,7 @@ class Overspends(FirstCome):
     """Forgets that decode rows take part of the budget."""
 
     def plan(self, view):
-        view.num_decode = 0
+        view.decode_tokens = 0
         return super().plan(view)
 
 

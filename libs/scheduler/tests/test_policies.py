@@ -29,7 +29,16 @@ COST = LinearCost()
 
 def view(*, now=0.0, free_slots=8, num_decode=0, prefilling=(), running=(), look_up=len):
     return View(
-        1, now, 8, free_slots, 100, num_decode, dict.fromkeys(prefilling), dict.fromkeys(running), look_up
+        1,
+        now,
+        8,
+        free_slots,
+        100,
+        num_decode,
+        dict.fromkeys(range(num_decode)),
+        dict.fromkeys(prefilling),
+        dict.fromkeys(running),
+        look_up,
     )
 
 
@@ -45,7 +54,7 @@ def seq(number, length=5, **options):
 
 def prefilling(number, length, done, **options):
     one = seq(number, length, **options)
-    one.state, one.target, one._bound = SeqState.PREFILL, length, done
+    one.state, one.target, one.scheduled = SeqState.PREFILL, length, done
     return one
 
 

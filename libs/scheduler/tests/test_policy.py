@@ -7,7 +7,16 @@ from openinfer.scheduler import Decision, FirstCome, InvalidSetup, Seq, SeqState
 
 def view(*, max_rows=8, free_slots=8, num_decode=0, prefilling=(), running=()):
     return View(
-        1, 0.0, max_rows, free_slots, 100, num_decode, dict.fromkeys(prefilling), dict.fromkeys(running), len
+        1,
+        0.0,
+        max_rows,
+        free_slots,
+        100,
+        num_decode,
+        dict.fromkeys(range(num_decode)),
+        dict.fromkeys(prefilling),
+        dict.fromkeys(running),
+        len,
     )
 
 
@@ -20,7 +29,7 @@ def waiting(policy, *lengths):
 
 def prefilling(length, done):
     seq = Seq(99, [1] * length, 4)
-    seq.state, seq.target, seq._bound = SeqState.PREFILL, length, done
+    seq.state, seq.target, seq.scheduled = SeqState.PREFILL, length, done
     return seq
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 
 from openinfer.scheduler import Decision, FirstCome, Row, SeqState, StepLoop, Tokens
-from openinfer.scheduler.crossings import Crossings, grow
+from openinfer.scheduler.decoding import DecodeRows
 from openinfer.scheduler.testing import DeviceFault, Mismatch, Schedule, SimpleLease, SimplePool
 
 
@@ -42,7 +42,7 @@ def test_the_schedules_reach_chunks_that_are_cut_and_prompts_in_each_others_way(
             return chunk
 
         def _preempt(self, seq):
-            seen["prefilling"] += not self._decoding
+            seen["prefilling"] += not self._decode.rows
             super()._preempt(seq)
 
         def _gives_back(self, seqs):
@@ -55,6 +55,42 @@ def test_the_schedules_reach_chunks_that_are_cut_and_prompts_in_each_others_way(
         loop_type=Watched,
     )
     assert min(seen[what] for what in ("cut", "none", "prefilling", "given back")) > 25, seen
+
+
+def test_the_schedules_reach_drafts_that_are_kept_refused_and_taken_away():
+    seen = Counter()
+
+    class Watched(StepLoop):
+        def _launch(self, events):
+            launched = super()._launch(events)
+            if launched:
+                step = self._in_flight[-1]
+                seen["drafts"] += len(step.drafts)
+                seen["given up in flight"] += any(
+                    row.seq.ahead for row in step.rows[: step.num_decode] if row.num_tokens == 1
+                )
+            return launched
+
+        def _grow(self, index):
+            wanted, preemptions = self._decode.drafts, self.stats.preemptions
+            grown = super()._grow(index)
+            if self.stats.preemptions > preemptions:
+                seen["preempted"] += len(wanted)
+            else:
+                seen["no blocks"] += len(wanted) - len(self._decode.drafts)
+            return grown
+
+        def _reconcile(self, result, events):
+            step = self._in_flight[0]
+            for seq, count in step.drafts.items():
+                kept = (result.advanced or {}).get(seq.slot, 1 + count)
+                seen[("stood still", "none kept", "some kept")[min(kept, 2)]] += kept <= count
+                seen["all kept"] += kept > count
+            super()._reconcile(result, events)
+
+    play(range(300), loop_type=Watched)
+    assert len(seen) == 8
+    assert min(seen.values()) > 50, seen
 
 
 @pytest.mark.slow
@@ -106,7 +142,7 @@ def test_with_a_roomy_pool_rows_get_blocks_ahead_and_the_tokens_are_the_same():
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_commits_on_the_way_do_not_show(tokens, monkeypatch):
-    monkeypatch.setattr("openinfer.scheduler.crossings.COMMIT_EVERY", tokens)
+    monkeypatch.setattr("openinfer.scheduler.loop.COMMIT_EVERY", tokens)
     play(range(100))
 
 
@@ -133,15 +169,15 @@ class ChunksWithoutRoom(StepLoop):
     """Launches chunks for which the windows have no room."""
 
     def _chunk(self, seq, num_tokens):
-        end = min(seq._bound + num_tokens, seq.target)
-        return Row(seq, end - seq._bound, end == seq.target, seq._bound)
+        end = min(seq.scheduled + num_tokens, seq.target)
+        return Row(seq, end - seq.scheduled, end == seq.target, seq.scheduled)
 
 
 class GivesUpNobody(StepLoop):
     """Lets prompts wait for each other's blocks."""
 
     def _preempt(self, seq):
-        if self._decoding:
+        if self._decode.rows:
             super()._preempt(seq)
 
 
@@ -164,13 +200,49 @@ class ChunkOneShort(StepLoop):
         return row._replace(num_tokens=max(1, row.num_tokens - 1))
 
 
-class LateCrossings(Crossings):
+class ReservesForOneToken(DecodeRows):
+    """Looks for blocks as if rows had no drafts."""
+
+    def launched(self):
+        pass
+
+    def advance(self, step, advanced, gone):
+        for seq, count in step.drafts.items():
+            seq.base, seq.ahead = seq.base + count, seq.ahead + count
+        super().advance(step, advanced, gone)
+
+
+class BlocksForOneToken(StepLoop):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._decode = ReservesForOneToken()
+
+
+class TakesDraftsAsKept(StepLoop):
+    """Does not read how far rows with drafts advanced."""
+
+    def _reconcile(self, result, events):
+        drafted = {seq.slot for seq in self._in_flight[0].drafts}
+        advanced, result.advanced = result.advanced or {}, None
+        result.advanced = {slot: count for slot, count in advanced.items() if slot not in drafted}
+        super()._reconcile(result, events)
+
+
+class CommitsDrafts(StepLoop):
+    """Registers what may be refused."""
+
+    def _commit(self, seq):
+        if seq.lease:
+            seq.lease.commit([*seq.tokens, *[9] * seq.bound][: seq.bound], seq.bound)
+
+
+class LateCrossings(DecodeRows):
     def schedule(self, seq):
         super().schedule(seq)
-        if seq._crossing:
-            self.by_step[seq._crossing].remove(seq)
-            seq._crossing += 1
-            self.by_step.setdefault(seq._crossing, []).append(seq)
+        if seq.crossing:
+            self.calendar[seq.crossing].remove(seq)
+            seq.crossing += 1
+            self.calendar.setdefault(seq.crossing, []).append(seq)
 
 
 class BlocksOneStepLate(StepLoop):
@@ -178,21 +250,16 @@ class BlocksOneStepLate(StepLoop):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self._crossings = LateCrossings()
+        self._decode = LateCrossings()
 
 
 class PreemptsWithoutDraining(StepLoop):
     """Takes blocks away from rows in flight."""
 
-    def _launch(self, events):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("openinfer.scheduler.loop.grow", self._grow)
-            return super()._launch(events)
-
-    def _grow(self, loop, index):
+    def _grow(self, index):
         in_flight, self._in_flight = self._in_flight, []
         try:
-            return grow(self, index)
+            return super()._grow(index)
         finally:
             self._in_flight = in_flight
 
@@ -247,6 +314,9 @@ class ForgetsAPreempted(FirstCome):
         {"loop_type": GivesUpNobody},
         {"loop_type": BlocksOneStepLate},
         {"loop_type": PreemptsWithoutDraining},
+        {"loop_type": BlocksForOneToken},
+        {"loop_type": TakesDraftsAsKept},
+        {"loop_type": CommitsDrafts},
         {"make_pool": GivesABlockTwice},
         {"make_pool": AsksWindowsForAll},
         {"make_pool": ShortWindows},

@@ -8,7 +8,7 @@ def decoding(base: int, entered: int, clock: Clock) -> Seq:
     seq = Seq(1, [5] * base, 10)
     seq.max_len = base + 10
     seq.state = SeqState.DECODE
-    seq._clock, seq._base, seq._entered, seq._confirmed = clock, base, entered, base - 2
+    seq.clock, seq.base, seq.entered, seq.prefilled = clock, base, entered, base - 2
     return seq
 
 

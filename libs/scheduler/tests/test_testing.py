@@ -96,7 +96,7 @@ def test_the_device_yields_what_the_oracle_yields():
         decode(runner, seq, index=index)
     results = [runner.collect(None) for _ in range(7)]
     output, reason = generate([5, 6, 7], 8)
-    tokens = [token for result in results for token in result.payload if token is not None]
+    tokens = [token for result in results for row in result.payload for token in row]
     assert tokens == output
     assert [ended for result in results for ended in result.finished] == [(1, reason)]
 
@@ -171,7 +171,7 @@ def test_the_device_reads_what_a_window_reaches_and_nothing_else(tables, complai
     step = Step(1, [Row(seq, 5, True, 0)], True, 0, [], [seq], writes)
     if complaint is None:
         runner.launch(step)
-        assert runner.collect(None).payload == [generate(seq.tokens, 20)[0][0]]
+        assert runner.collect(None).payload == [[generate(seq.tokens, 20)[0][0]]]
     else:
         with pytest.raises(DeviceFault, match=complaint):
             runner.launch(step)

@@ -18,6 +18,7 @@ from .policy import Decision, Policy, View
 from .pool import Lease, Pool
 from .runner import BlockWrite, Row, Runner, Step, StepResult
 from .sequence import FinishReason, Seq, SeqState
+from .speculation import Speculation
 from .stats import Stats
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "SchedulerError",
     "Seq",
     "SeqState",
+    "Speculation",
     "Stats",
     "Step",
     "StepLoop",

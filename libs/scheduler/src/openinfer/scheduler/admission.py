@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .errors import Rejected, RejectReason
+from .pool import Lease, Pool
 from .runner import BlockWrite
 from .sequence import Owner, Seq
 
-if TYPE_CHECKING:
-    from .loop import StepLoop
-    from .pool import Lease, Pool
 
-
-def refusal(loop: StepLoop[Any, Any], seq: Seq[Any]) -> Rejected | None:
-    """What submit() raises for a sequence that the loop cannot take, or None."""
-    if seq.id in loop._live or seq._clock is not None:
-        return Rejected(
-            RejectReason.INVALID,
-            f"request {seq.id} was submitted before; make a new Seq, with an id of its own",
-        )
+def refusal(seq: Seq[Any], max_model_len: int, capacity_tokens: int) -> Rejected | None:
+    """What submit() raises for a sequence whose lengths the loop or the pool cannot serve, or None."""
     if not seq.prompt_len or seq.max_tokens < 1:
         return Rejected(
             RejectReason.INVALID,
             f"request {seq.id} has {seq.prompt_len} prompt tokens and max_tokens {seq.max_tokens}; "
             "both must be >= 1",
         )
-    if seq.prompt_len >= loop.max_model_len:
+    if seq.prompt_len >= max_model_len:
         return Rejected(
             RejectReason.TOO_LONG,
             f"request {seq.id} has {seq.prompt_len} prompt tokens; "
-            f"the model's length of {loop.max_model_len} allows {loop.max_model_len - 1} and one of output",
+            f"the model's length of {max_model_len} allows {max_model_len - 1} and one of output",
         )
-    needed, room = min(loop.max_model_len, seq.prompt_len + seq.max_tokens) - 1, loop._pool.capacity_tokens
-    if needed > room:
-        advice = "lower max_tokens" if seq.prompt_len <= room else "shorten the prompt"
+    needed = min(max_model_len, seq.prompt_len + seq.max_tokens) - 1
+    if needed > capacity_tokens:
+        advice = "lower max_tokens" if seq.prompt_len <= capacity_tokens else "shorten the prompt"
         return Rejected(
             RejectReason.POOL_TOO_SMALL,
             f"request {seq.id} may need {needed} tokens of cache, {seq.prompt_len} of them for its prompt; "
-            f"the pool holds {room} of one sequence; {advice} or give the pool more memory",
-        )
-    if loop.stats.waiting >= loop.max_queued:
-        return Rejected(
-            RejectReason.QUEUE_FULL,
-            f"{loop.stats.waiting} requests wait already (max_queued); try later",
+            f"the pool holds {capacity_tokens} of one sequence; {advice} or give the pool more memory",
         )
     return None
 

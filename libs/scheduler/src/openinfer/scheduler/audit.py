@@ -2,68 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from .sequence import Seq, SeqState
+from .decoding import DecodeRows
+from .runner import Step
+from .sequence import Clock, Seq, SeqState
+from .stats import Stats
 
-if TYPE_CHECKING:
-    from .loop import StepLoop
+
+@dataclass(slots=True)
+class Books:
+    """What a loop keeps, as its check() shows it."""
+
+    clock: Clock
+    stats: Stats
+    in_flight: Sequence[Step[Any]]
+    live: Mapping[int, Seq[Any]]
+    running: Mapping[Seq[Any], None]
+    prefilling: Mapping[Seq[Any], None]
+    decode: DecodeRows[Any]
+    slots: Sequence[Seq[Any] | None]
+    free_slots: Sequence[int]
+    fences: Mapping[int, Sequence[Seq[Any]]]
+    leaving: set[Seq[Any]]
 
 
-def problems(loop: StepLoop[Any, Any]) -> Iterator[str]:
+def problems(books: Books) -> Iterator[str]:
     """Every contradiction, in words. O(rows + waiting)."""
-    launched, collected = loop._clock.launched, loop._clock.collected
-    if [step.index for step in loop._in_flight] != list(range(collected + 1, launched + 1)):
+    launched, collected = books.clock.launched, books.clock.collected
+    if [step.index for step in books.in_flight] != list(range(collected + 1, launched + 1)):
         yield f"steps in flight are not {collected + 1}..{launched}"
-    if loop._rows is not None and loop._rows != list(loop._decoding.values()):
+    if books.decode.listed is not None and books.decode.listed != list(books.decode.rows.values()):
         yield "the list of decode rows is stale"
-    yield from _membership_problems(loop)
-    yield from _slot_problems(loop)
-    for seq in loop._running:
-        for complaint in _row_problems(loop, seq):
+    yield from _membership_problems(books)
+    yield from _slot_problems(books)
+    for seq in books.running:
+        for complaint in _row_problems(books, seq):
             yield f"request {seq.id} ({seq.state.name}, slot {seq.slot}): {complaint}"
 
 
-def _membership_problems(loop: StepLoop[Any, Any]) -> Iterator[str]:
+def _membership_problems(books: Books) -> Iterator[str]:
     by_state: dict[SeqState, set[Seq[Any]]] = {state: set() for state in SeqState}
-    for seq in loop._live.values():
+    for seq in books.live.values():
         by_state[seq.state].add(seq)
     if by_state[SeqState.FINISHED]:
         yield "a finished sequence is among the live ones"
-    if by_state[SeqState.PREFILL] != set(loop._prefilling):
+    if by_state[SeqState.PREFILL] != set(books.prefilling):
         yield "the prefilling sequences are not those in state PREFILL"
-    if by_state[SeqState.DECODE] != set(loop._decoding):
+    if by_state[SeqState.DECODE] != set(books.decode.rows):
         yield "the decode rows are not those in state DECODE"
-    if by_state[SeqState.PREFILL] | by_state[SeqState.DECODE] != set(loop._running):
+    if by_state[SeqState.PREFILL] | by_state[SeqState.DECODE] != set(books.running):
         yield "the running sequences are not those that prefill or decode"
-    if len(by_state[SeqState.WAITING]) != loop.stats.waiting or len(loop._running) != loop.stats.running:
-        yield f"stats count {loop.stats.waiting} waiting and {loop.stats.running} running"
+    if len(by_state[SeqState.WAITING]) != books.stats.waiting or len(books.running) != books.stats.running:
+        yield f"stats count {books.stats.waiting} waiting and {books.stats.running} running"
     if any(seq.lease is not None for seq in by_state[SeqState.WAITING]):
         yield "a waiting sequence holds a lease"
 
 
-def _slot_problems(loop: StepLoop[Any, Any]) -> Iterator[str]:
-    held = {slot for slot, seq in enumerate(loop._slots) if seq is not None}
-    if sorted([*held, *loop._free_slots]) != list(range(1, loop.max_rows + 1)):
-        yield f"slots held {sorted(held)} and free {sorted(loop._free_slots)} are not 1..{loop.max_rows}"
-    if {seq for seq in loop._slots if seq is not None} != loop._leaving | set(loop._running):
+def _slot_problems(books: Books) -> Iterator[str]:
+    held = {slot for slot, seq in enumerate(books.slots) if seq is not None}
+    if sorted([*held, *books.free_slots]) != list(range(1, len(books.slots))):
+        yield f"slots held {sorted(held)} and free {sorted(books.free_slots)} are not 1..{len(books.slots) - 1}"
+    if {seq for seq in books.slots if seq is not None} != books.leaving | set(books.running):
         yield "the slots' holders are not those that run or leave"
-    if {seq for fence in loop._fences.values() for seq in fence} != loop._leaving:
+    if {seq for fence in books.fences.values() for seq in fence} != books.leaving:
         yield "the fences do not hold exactly those that leave"
-    if any(not loop._clock.collected < fence <= loop._clock.launched for fence in loop._fences):
-        yield f"fences {sorted(loop._fences)} are not in flight"
+    if any(not books.clock.collected < fence <= books.clock.launched for fence in books.fences):
+        yield f"fences {sorted(books.fences)} are not in flight"
 
 
-def _row_problems(loop: StepLoop[Any, Any], seq: Seq[Any]) -> Iterator[str]:
-    if seq.lease is None or loop._slots[seq.slot] is not seq:
+def _row_problems(books: Books, seq: Seq[Any]) -> Iterator[str]:
+    if seq.lease is None or books.slots[seq.slot] is not seq:
         yield "runs without a lease or a slot"
         return
     room, most = seq.lease.num_tokens, seq.max_len - 1
     if not 0 <= seq.confirmed <= seq.bound <= min(room, most):
         yield f"confirmed {seq.confirmed} <= bound {seq.bound} <= room {room}, length {most} does not hold"
-    if seq.state is SeqState.DECODE and room < most:
-        if seq._crossing <= loop._clock.launched:
-            yield f"needed a block for step {seq._crossing}, which was launched"
-        if seq not in loop._crossings.by_step.get(seq._crossing, ()):
-            yield f"is not in the calendar for step {seq._crossing}"
+    if seq in books.decode.rows:
+        yield from _decode_problems(books, seq, room, most)
+
+
+def _decode_problems(books: Books, seq: Seq[Any], room: int, most: int) -> Iterator[str]:
+    row, drafts = books.decode.rows[seq], books.decode.drafts.get(seq, 0)
+    if row.num_tokens != 1 + drafts:
+        yield f"has {drafts} drafts, and a row of {row.num_tokens} tokens"
+    flying = sum(step.drafts.get(seq, 0) for step in books.in_flight)
+    if seq.ahead != flying:
+        yield f"has {flying} drafts in flight, and counts {seq.ahead}"
+    if room < most and not drafts:
+        if seq.crossing <= books.clock.launched:
+            yield f"needed a block for step {seq.crossing}, which was launched"
+        if seq not in books.decode.calendar.get(seq.crossing, ()):
+            yield f"is not in the calendar for step {seq.crossing}"

@@ -30,10 +30,10 @@ class Tokens(Generic[Owner, Payload]):
     """Rows to skip: they ended or were aborted before this step counted. Empty nearly always."""
     payload: Payload
     advanced: Mapping[int, int] | None = None
-    """As in StepResult: slots that advanced by less than their q_len."""
+    """As in StepResult: decode rows, by slot, that advanced by less than their q_len."""
 
     def emitting(self) -> Iterator[tuple[int, Seq[Owner]]]:
-        """(position in rows, sequence) of each row that has a token here."""
+        """(position in rows, sequence) of each row that has tokens here."""
         if not self.dead and not self.advanced:
             yield from ((position, row.seq) for position, row in enumerate(self.rows) if row.emits)
             return
@@ -41,6 +41,13 @@ class Tokens(Generic[Owner, Payload]):
         for position, row in enumerate(self.rows):
             if row.emits and row.seq not in self.dead and still.get(row.seq.slot) != 0:
                 yield position, row.seq
+
+    def num_tokens(self, position: int) -> int:
+        """Tokens that an emitting row has here: more than one only where drafts were kept."""
+        row = self.rows[position]
+        if row.start is not None:
+            return 1
+        return row.num_tokens if self.advanced is None else self.advanced.get(row.seq.slot, row.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

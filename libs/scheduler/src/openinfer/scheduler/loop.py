@@ -1,7 +1,8 @@
 """StepLoop: plans and launches one step ahead of what it has read, and reconciles what comes back.
 
 Host work is O(changes). Decode rows are in every step, so their counters follow from the step index (sequence.Clock),
-and a calendar keyed by step says which rows need a block when. A steady step touches no row.
+and a calendar keyed by step says which rows need a block when. A steady step touches no row, except rows with drafts:
+how far those advance is known only when a step was read.
 
 The hard cases are kept few. Rows that end on the device while a step is in flight stay in that step as dead rows; slot
 and lease go back when it is collected (the fence); a step of such rows alone is not launched where their length tells.
@@ -17,16 +18,20 @@ from functools import partial
 from typing import Any, Generic
 
 from .admission import Headroom, lease_for, num_cached, refusal, room_for
-from .audit import problems
-from .crossings import Crossings, grow
-from .errors import ContractError, IntegrityError, InvalidSetup
+from .audit import Books, problems
+from .decoding import DecodeRows
+from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason
 from .events import Event, Finished, Scheduled, Tokens
 from .policy import Decision, Policy, View
-from .pool import Pool
+from .pool import Lease, Pool
 from .runner import BlockWrite, Row, Runner, Step, StepResult
 from .sequence import Clock, FinishReason, Owner, Payload, Seq, SeqState
+from .speculation import Speculation
 from .stats import Stats
 
+LOOK_AHEAD = 48  # tokens of room beyond what a decode row needs: fewer requests to the pool,
+ROOMY = 16  # as long as the pool has more than so many free blocks a row
+COMMIT_EVERY = 256  # tokens of a decode row, in one go; the rest when it ends
 _NOBODY: frozenset[Seq[Any]] = frozenset()
 
 
@@ -36,8 +41,9 @@ class StepLoop(Generic[Owner, Payload]):
     Single-threaded; the owner calls submit, abort and step. max_rows: slots of the batch. max_model_len: tokens a
     sequence may have, prompt and output. max_queued: sequences that may wait. depth: steps in flight at most (2 keeps
     the device busy while the host reads). max_headroom: part of the pool that admissions may leave free after
-    preemptions, 0..1 (admission.Headroom). clock: seconds; the one that Seq.arrival is taken from, if the policy
-    compares the two. The loop owns the leases; pool, runner and policy stay the caller's. Raises InvalidSetup.
+    preemptions, 0..1 (admission.Headroom). speculation: chooses how many drafts decode rows verify; None: no row has
+    any. clock: seconds; the one that Seq.arrival is taken from, if the policy compares the two. The loop owns the
+    leases; pool, runner, policy and speculation stay the caller's. Raises InvalidSetup.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class StepLoop(Generic[Owner, Payload]):
         max_queued: int = 1024,
         depth: int = 2,
         max_headroom: float = 0.1,
+        speculation: Speculation[Owner] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if min(max_rows, max_queued, depth) < 1 or max_model_len < 2 or not 0 <= max_headroom <= 1:
@@ -62,6 +69,7 @@ class StepLoop(Generic[Owner, Payload]):
         self.max_queued, self.depth = max_queued, depth
         self.stats = Stats()
         self._runner, self._pool, self._policy = runner, pool, policy
+        self._speculation = speculation
         self._clock, self._now = Clock(), clock
         self._look_up = partial(num_cached, pool)
         self._headroom = Headroom(max_headroom)
@@ -69,17 +77,12 @@ class StepLoop(Generic[Owner, Payload]):
         self._live: dict[int, Seq[Owner]] = {}  # by request id, until Finished
         self._running: dict[Seq[Owner], None] = {}  # in order of admission
         self._prefilling: dict[Seq[Owner], None] = {}
-        self._decoding: dict[Seq[Owner], Row[Owner]] = {}
-        self._rows: list[Row[Owner]] | None = []  # the decode rows as a list; None: to be rebuilt
-        self._horizon = 0  # by this step all of them have ended
+        self._decode: DecodeRows[Owner] = DecodeRows()
         self._last_rows: Sequence[Row[Owner]] = ()
         self._slots: list[Seq[Owner] | None] = [None] * (max_rows + 1)
         self._free_slots = list(range(max_rows, 0, -1))
         self._in_flight: deque[Step[Owner]] = deque()
-        self._crossings = Crossings()
-        self._fences: dict[
-            int, list[Seq[Owner]]
-        ] = {}  # step -> ended sequences to let go once it is collected
+        self._fences: dict[int, list[Seq[Owner]]] = {}  # ended sequences, by the step that lets go of them
         self._leaving: set[Seq[Owner]] = set()  # all in _fences
         self._left: list[int] = []  # for the next step
         self._blocks: list[BlockWrite[Owner]] = []  # likewise
@@ -92,12 +95,22 @@ class StepLoop(Generic[Owner, Payload]):
 
     def submit(self, seq: Seq[Owner]) -> None:
         """Queue a new sequence. Raises Rejected, and then the sequence is the caller's again."""
-        problem = refusal(self, seq)
+        problem = refusal(seq, self.max_model_len, self._pool.capacity_tokens)
+        if seq.id in self._live or seq.clock is not None:
+            problem = Rejected(
+                RejectReason.INVALID,
+                f"request {seq.id} was submitted before; make a new Seq, with an id of its own",
+            )
+        elif problem is None and self.stats.waiting >= self.max_queued:
+            problem = Rejected(
+                RejectReason.QUEUE_FULL,
+                f"{self.stats.waiting} requests wait already (max_queued); try later",
+            )
         if problem is not None:
             self.stats.rejected[problem.reason] += 1
             raise problem
         seq.max_len = min(self.max_model_len, seq.prompt_len + seq.max_tokens)
-        seq._clock = self._clock
+        seq.clock = self._clock
         self._live[seq.id] = seq
         self.stats.submitted += 1
         self.stats.waiting += 1
@@ -174,7 +187,10 @@ class StepLoop(Generic[Owner, Payload]):
     def _launch(self, events: list[Event[Owner, Payload]]) -> bool:
         index = self._clock.launched + 1
         preemptions = self.stats.preemptions
-        if not grow(self, index):
+        decode = self._decode
+        if self._speculation is not None and decode.rows:
+            decode.draft(self._speculation.num_drafts(self._view(index)), index)
+        if (decode.drafts or index in decode.calendar) and not self._grow(index):
             self.stats.dry += 1
             return False
         chunks: list[Row[Owner]] = []
@@ -198,35 +214,78 @@ class StepLoop(Generic[Owner, Payload]):
                         chunks.append(chunk)
             if not short:  # who runs goes first
                 self._admit(decision, chunks, joined, events)
-        if self._rows is None:
-            self._rows = list(self._decoding.values())
-            self._horizon = max([seq._last_step for seq in self._decoding], default=0)
-        rows = self._rows + chunks if chunks else self._rows
+        decode_rows = decode.rebuild() if decode.listed is None else decode.listed
+        rows = decode_rows + chunks if chunks else decode_rows
         if short and not rows and not self._in_flight:
             self.stats.dry += 1
             self._preempt(self._policy.victim(self._view(index)))
-        if not rows or (self._in_flight and not chunks and index > self._horizon):
-            return False  # nobody runs, or only rows that end in the step under way
+        if not rows or (self._in_flight and not chunks and index > decode.horizon):
+            return False  # no row runs, or only rows that end in the step under way
         changed = rows is not self._last_rows
-        step = Step(index, rows, changed, len(self._rows), self._left, joined, self._blocks, self._now())
+        num_decode = len(decode_rows)
+        step = Step(
+            index, rows, changed, num_decode, self._left, joined, self._blocks, decode.drafts, self._now()
+        )
         self._left, self._blocks = [], []
         self._last_rows, self._clock.launched = rows, index
         self._in_flight.append(step)
         self.stats.steps += 1
+        if decode.drafts:
+            decode.launched()
         for row in chunks:
             self._advance_prefill(row, index)
         self._runner.launch(step)
         return True
 
+    def _grow(self, index: int) -> bool:
+        """Blocks for the decode rows that need some in step `index`. False: the pool is dry, drain first."""
+        decode = self._decode
+        ahead = LOOK_AHEAD if self._pool.num_free > ROOMY * self.max_rows else 0
+        for seq, count in decode.drafts.items():
+            lease, needed = seq.lease, min(seq.base + index - seq.entered + count, seq.max_len - 1)
+            if lease is None or needed <= lease.num_tokens:
+                continue
+            if not (self._reserve(seq, lease, needed, ahead) or self._reserve(seq, lease, needed, 0)):
+                decode.undraft(seq)  # no row is preempted for drafts
+        due = decode.calendar.pop(index, [])
+        while due:
+            seq, lease = due[-1], due[-1].lease
+            if seq.crossing != index or lease is None:
+                due.pop()  # stale
+            elif self._reserve(seq, lease, seq.base + index - seq.entered, ahead):
+                due.pop()
+                decode.schedule(seq)
+            elif ahead:
+                ahead = 0  # many blocks are free, but not of every group
+            elif self._gives_back((seq,) if self._in_flight else self._running):
+                pass
+            elif self._in_flight:
+                decode.calendar[index] = due
+                return False
+            else:
+                self._preempt(self._policy.victim(self._view(index)))
+        return True
+
+    def _reserve(self, seq: Seq[Owner], lease: Lease, num_tokens: int, ahead: int) -> bool:
+        """Room for the tokens of a decode row, and for so many more. False: there is none."""
+        if num_tokens - seq.committed >= COMMIT_EVERY:
+            self._commit(seq)  # first: its window may give back what it then takes
+        grown = lease.reserve(min(num_tokens + ahead, seq.max_len - 1))
+        if grown is None:
+            return False
+        for group, first, blocks in grown:
+            self._blocks.append(BlockWrite(seq, group, first, blocks))
+        return True
+
     def _view(self, index: int) -> View:
         return View(
-            index, self._now(), self.max_rows, len(self._free_slots), self._pool.num_free, len(self._decoding),
-            self._prefilling, self._running, self._look_up,
+            index, self._now(), self.max_rows, len(self._free_slots), self._pool.num_free, self._decode.num_tokens,
+            self._decode.rows, self._prefilling, self._running, self._look_up,
         )  # fmt: skip
 
     def _chunk(self, seq: Seq[Owner], num_tokens: int) -> Row[Owner]:
-        end = room_for(seq, min(seq._bound + num_tokens, seq.target), self._blocks)
-        return Row(seq, end - seq._bound, end == seq.target, seq._bound)
+        end = room_for(seq, min(seq.scheduled + num_tokens, seq.target), self._blocks)
+        return Row(seq, end - seq.scheduled, end == seq.target, seq.scheduled)
 
     def _admit(
         self,
@@ -248,7 +307,7 @@ class StepLoop(Generic[Owner, Payload]):
                 break
             seq.lease, seq.slot, seq.target = lease, self._free_slots.pop(), len(seq.tokens)
             seq.state = SeqState.PREFILL
-            seq._bound = seq._confirmed = lease.num_cached
+            seq.scheduled = seq.prefilled = lease.num_cached
             self._slots[seq.slot] = seq
             self._running[seq] = self._prefilling[seq] = None
             self.stats.running += 1
@@ -266,16 +325,13 @@ class StepLoop(Generic[Owner, Payload]):
     def _advance_prefill(self, row: Row[Owner], index: int) -> None:
         """A chunk was launched; if it was the last, the row decodes from the next step on."""
         seq = row.seq
-        seq._bound += row.num_tokens
+        seq.scheduled += row.num_tokens
         self.stats.prefill_tokens += row.num_tokens
         if row.emits:
             del self._prefilling[seq]
             self._changed = True  # its share of the next step's tokens is free
             seq.state = SeqState.DECODE
-            seq._base, seq._entered, seq._last_step = seq.target, index, index + seq.max_len - 1 - seq.target
-            self._decoding[seq] = Row(seq, 1, True, None)
-            self._rows = None
-            self._crossings.schedule(seq)
+            self._decode.enter(seq, index)
 
     # -- reconciling --
 
@@ -290,7 +346,10 @@ class StepLoop(Generic[Owner, Payload]):
         self._policy.on_step(step, self._collected_at - began if result.seconds is None else result.seconds)
         ended, gone, failed = [], _NOBODY, _NOBODY
         if self._leaving:
-            gone = frozenset(self._leaving)  # what they yield is nobody's
+            gone = frozenset(self._leaving)  # the tokens of these rows are dropped
+        if step.drafts or result.advanced:
+            advanced = {self._seq_at(slot, step.index): n for slot, n in (result.advanced or {}).items()}
+            self._decode.advance(step, advanced, gone)
         if result.finished:
             ended = [(self._seq_at(slot, step.index), reason) for slot, reason in result.finished]
             failed = frozenset(seq for seq, reason in ended if reason is FinishReason.ERROR)
@@ -298,15 +357,10 @@ class StepLoop(Generic[Owner, Payload]):
         for row in step.rows[step.num_decode :]:
             emits = emits or row.emits
             if row.seq not in gone and row.seq not in failed and row.start is not None:
-                row.seq._confirmed = row.start + row.num_tokens
+                row.seq.prefilled = row.start + row.num_tokens
                 computed.append(row.seq)
         if computed and self._gives_back(computed):
             self._blocked = False
-        for slot, count in (result.advanced or {}).items():
-            seq = self._seq_at(slot, step.index)
-            if seq not in gone:
-                seq._base, seq._last_step = seq._base - 1 + count, seq._last_step + 1 - count
-                self._horizon = max(self._horizon, seq._last_step)
         if emits:
             events.append(Tokens(step.index, step.rows, gone | failed, result.payload, result.advanced))
         for seq, reason in ended:
@@ -325,8 +379,8 @@ class StepLoop(Generic[Owner, Payload]):
     def _commit(self, seq: Seq[Owner]) -> None:
         # The owner may not have appended the newest tokens yet; they are committed next time.
         if seq.lease is not None:
-            seq._committed = min(seq.confirmed, len(seq.tokens))
-            seq.lease.commit(seq.tokens, seq._committed)
+            seq.committed = min(seq.confirmed, len(seq.tokens))
+            seq.lease.commit(seq.tokens, seq.committed)
 
     def _gives_back(self, seqs: Iterable[Seq[Owner]]) -> bool:
         """Commit what is confirmed of them: whether blocks come back, because windows have moved on."""
@@ -357,14 +411,13 @@ class StepLoop(Generic[Owner, Payload]):
 
     def _stop(self, seq: Seq[Owner], state: SeqState) -> None:
         """Take a sequence out of everything that is launched from now on."""
-        seq._confirmed, seq._bound, seq._crossing = seq.confirmed, seq.bound, 0
+        seq.prefilled, seq.scheduled = seq.confirmed, seq.bound
         self._changed = True
         if seq.state is not SeqState.WAITING:
             del self._running[seq]
             self._prefilling.pop(seq, None)
             self.stats.running -= 1
-            if self._decoding.pop(seq, None) is not None:
-                self._rows = None
+            self._decode.discard(seq)
             if self._blocks:
                 self._blocks = [write for write in self._blocks if write.seq is not seq]
         seq.state = state
@@ -390,7 +443,7 @@ class StepLoop(Generic[Owner, Payload]):
         self._stop(seq, SeqState.WAITING)
         self._left.append(seq.slot)
         self._let_go(seq)
-        seq._confirmed = seq._bound = 0
+        seq.prefilled = seq.scheduled = 0
         seq.num_preemptions += 1
         self.stats.waiting += 1
         self.stats.preemptions += 1
@@ -399,6 +452,10 @@ class StepLoop(Generic[Owner, Payload]):
 
     def check(self) -> None:
         """Compare the books with each other, O(rows). Raises IntegrityError."""
-        found = list(problems(self))
+        books = Books(
+            self._clock, self.stats, self._in_flight, self._live, self._running, self._prefilling, self._decode,
+            self._slots, self._free_slots, self._fences, self._leaving,
+        )  # fmt: skip
+        found = list(problems(books))
         if found:
             raise IntegrityError(found)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .runner import Step
+from .runner import Row, Step
 from .sequence import Seq
 
 
@@ -21,8 +21,9 @@ class View:
     max_rows: int
     free_slots: int
     num_free_blocks: int
-    num_decode: int
-    """Decode rows: they run in every step, one token each."""
+    decode_tokens: int
+    """Tokens of the decode rows, which run in every step: one a row, and its drafts."""
+    decoding: Mapping[Seq[Any], Row[Any]]
     prefilling: dict[Seq[Any], None]
     running: dict[Seq[Any], None]
     """All that hold a slot, prefilling ones included."""

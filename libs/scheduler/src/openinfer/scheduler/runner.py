@@ -18,16 +18,21 @@ from .sequence import FinishReason, Owner, Payload, Seq
 class Row(NamedTuple, Generic[Owner]):
     """One row of a step.
 
-    A decode row (start None) has q_len 1: it feeds the token that the device sampled last, at the position
-    that the device counts, and emits the next. A prefill chunk (start given) feeds seq.tokens[start : start +
-    num_tokens], and emits only if it reaches the end (seq.target).
+    A decode row (start None) feeds the token that the device sampled last, at the position that the device counts,
+    and emits the next token. With k drafts its q_len is 1 + k: it feeds the drafts after that token, keeps the prefix
+    of the drafts that are what it samples itself, and emits one token more than it keeps. So it advances by 1 to 1 + k
+    tokens (StepResult.advanced). What it wrote for the other drafts is overwritten later. Drafts for positions from
+    seq.max_len - 1 on are neither written nor kept: the row has no blocks for them.
+
+    A prefill chunk (start given) feeds seq.tokens[start : start + num_tokens], and emits only if it reaches the end
+    (seq.target).
     """
 
     seq: Seq[Owner]
     num_tokens: int
     """q_len."""
     emits: bool
-    """Whether a token is sampled."""
+    """Whether tokens are sampled: in a decode row and in the last chunk of a prompt."""
     start: int | None
     """Position of the chunk's first token; None for a decode row."""
 
@@ -65,6 +70,8 @@ class Step(Generic[Owner]):
     limits). Their tokens come with their chunks, their whole block tables with `blocks`."""
     blocks: Sequence[BlockWrite[Owner]]
     """Block-table writes."""
+    drafts: Mapping[Seq[Owner], int] = field(default_factory=dict)
+    """Decode rows with drafts, and how many: those of q_len above 1."""
     launched_at: float = 0.0
     """By the loop's clock."""
 
@@ -81,8 +88,9 @@ class StepResult(Generic[Payload]):
     payload: Payload = field(default=cast(Any, None))
     """Tokens, logprobs, ...: opaque here, passed on in the Tokens event."""
     advanced: Mapping[int, int] | None = None
-    """None: every live row advanced by its q_len. Else, for the slots listed, decode rows that advanced by
-    less (0: the row stood still and emitted nothing)."""
+    """Decode rows, by slot, that advanced by less than their q_len, and by how many tokens: 1 + the drafts kept, of
+    which the last token emitted was the last; 0: the row stood still and emitted nothing. Other live rows advanced by
+    their q_len. None: all did."""
     seconds: float | None = None
     """How long the device took. None: the loop takes the time from launch, or from the result before if that
     came later, to the reading of this one."""

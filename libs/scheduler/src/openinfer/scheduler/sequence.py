@@ -39,7 +39,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True)
 class Clock:
-    """The loop's two step counters, from which those of rows in decode follow: they advance by one a step."""
+    """The loop's two step counters, from which those of decode rows without drafts follow: one token a step."""
 
     launched: int = 0
     """Index of the last launched step; 0 before the first."""
@@ -85,15 +85,17 @@ class Seq(Generic[Owner]):
     num_preemptions: int = field(init=False, default=0)
     finish_reason: FinishReason | None = field(init=False, default=None)
 
-    # Loop's own. In decode, tokens = _base + steps since _entered.
-    _clock: Clock | None = field(init=False, default=None, repr=False)
-    _base: int = field(init=False, default=0, repr=False)
-    _entered: int = field(init=False, default=0, repr=False)
-    _last_step: int = field(init=False, default=0, repr=False)  # ends there at the latest, by its length
-    _crossing: int = field(init=False, default=0, repr=False)
-    _confirmed: int = field(init=False, default=0, repr=False)
-    _bound: int = field(init=False, default=0, repr=False)
-    _committed: int = field(init=False, default=0, repr=False)
+    # Counters of the loop: its modules write them, and nothing else reads them.
+    clock: Clock | None = field(init=False, default=None, repr=False)
+    prefilled: int = field(init=False, default=0, repr=False)  # confirmed, outside DECODE
+    scheduled: int = field(init=False, default=0, repr=False)  # bound, outside DECODE
+    committed: int = field(init=False, default=0, repr=False)  # of confirmed, told to the lease
+    # In DECODE: bound = base + steps launched since entered, confirmed = base - ahead + steps collected since entered.
+    base: int = field(init=False, default=0, repr=False)
+    entered: int = field(init=False, default=0, repr=False)
+    ahead: int = field(init=False, default=0, repr=False)  # drafts in flight: in base as if all were kept
+    last_step: int = field(init=False, default=0, repr=False)  # the row's length ends it there at the latest
+    crossing: int = field(init=False, default=0, repr=False)  # step for which blocks run out; 0: none
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
@@ -101,16 +103,17 @@ class Seq(Generic[Owner]):
     @property
     def confirmed(self) -> int:
         """Tokens whose KV is known to be computed. 0 while waiting."""
-        if self.state is SeqState.DECODE and self._clock and self._clock.collected >= self._entered:
-            return self._base + self._clock.collected - self._entered
-        return self._confirmed
+        if self.state is SeqState.DECODE and self.clock and self.clock.collected >= self.entered:
+            return self.base - self.ahead + self.clock.collected - self.entered
+        return self.prefilled
 
     @property
     def bound(self) -> int:
-        """Tokens whose KV may be computed when all launched steps are done: confirmed + scheduled, at most."""
-        if self.state is SeqState.DECODE and self._clock:
-            return min(self._base + self._clock.launched - self._entered, self.max_len - 1)
-        return self._bound
+        """The most tokens whose KV is computed when all launched steps are done: every draft counts as accepted. It
+        falls when a step is read whose drafts were not. Blocks are reserved for it."""
+        if self.state is SeqState.DECODE and self.clock:
+            return min(self.base + self.clock.launched - self.entered, self.max_len - 1)
+        return self.scheduled
 
     @property
     def remaining(self) -> int:

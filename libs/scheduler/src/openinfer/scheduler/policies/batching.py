@@ -80,8 +80,8 @@ class Batching:
                 f"it must be at least max_rows ({view.max_rows}): "
                 "with every row decoding nothing would be left for a prompt"
             )
-        budget = self.max_batched_tokens - view.num_decode
-        if self.pace is not None and view.num_decode:
+        budget = self.max_batched_tokens - view.decode_tokens
+        if self.pace is not None and view.decoding:
             budget = min(budget, self.pace.prompt_tokens)
         room = min(view.free_slots, budget)  # each takes one token at least
         admit = list(islice(self.candidates(view), room)) if room > 0 else []

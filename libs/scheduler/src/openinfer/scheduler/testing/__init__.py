@@ -2,6 +2,7 @@
 that every policy must keep."""
 
 from .conformance import PolicyConformance
+from .drafts import RandomDrafts
 from .fake_runner import DeviceFault, FakeRunner
 from .model import EOS, VOCABULARY, generate
 from .schedule import Mismatch, Schedule
@@ -14,6 +15,7 @@ __all__ = [
     "FakeRunner",
     "Mismatch",
     "PolicyConformance",
+    "RandomDrafts",
     "Schedule",
     "Shape",
     "SimpleLease",

@@ -12,6 +12,7 @@ from ..loop import StepLoop
 from ..policy import Policy
 from ..runner import Step
 from ..sequence import Seq
+from .drafts import RandomDrafts
 from .fake_runner import DeviceFault, FakeRunner
 from .model import VOCABULARY
 from .schedule import Mismatch, Schedule
@@ -71,9 +72,10 @@ class PolicyConformance:
                 raise
 
     def test_budget(self) -> None:
-        """No step has more tokens than max_batched_tokens."""
+        """No step has more tokens than max_batched_tokens, drafts included."""
         for budget in (6, 7, 24):
-            _Play(self, budget, seed=budget).run()
+            for drafts in (0, 3):
+                _Play(self, budget, seed=budget, drafts=drafts).run()
 
     def test_determinism(self) -> None:
         """The same arrivals give the same steps."""
@@ -114,7 +116,7 @@ class PolicyConformance:
 class _Play:
     """A small machine with a policy on it, and a clock of one second a turn."""
 
-    def __init__(self, suite: PolicyConformance, budget: int, *, seed: int) -> None:
+    def __init__(self, suite: PolicyConformance, budget: int, *, seed: int, drafts: int = 0) -> None:
         self.random = random.Random(seed)
         self.clock = 0.0
         self.pool = SimplePool([(4, 33)])
@@ -126,6 +128,7 @@ class _Play:
             suite.make_policy(budget),
             max_rows=4,
             max_model_len=32,
+            speculation=RandomDrafts(seed, drafts, budget) if drafts else None,
             clock=lambda: self.clock,
         )
         self.num_submitted = 0
@@ -144,7 +147,7 @@ class _Play:
             match event:
                 case Tokens():
                     for position, seq in event.emitting():
-                        seq.tokens.append(event.payload[position])
+                        seq.tokens.extend(event.payload[position])
                 case Scheduled(seq):
                     admitted.append(seq)
                 case Finished():

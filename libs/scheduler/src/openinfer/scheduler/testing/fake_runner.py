@@ -18,8 +18,8 @@ from ..runner import Row, Step, StepResult
 from ..sequence import FinishReason, Seq
 from .model import EOS, cell, next_token
 
-Sampled: TypeAlias = list[int | None]
-"""What FakeRunner returns of a step, along its rows: the token, or None."""
+Sampled: TypeAlias = list[list[int]]
+"""What FakeRunner returns of a step: the tokens of each row, along the rows; [] where a row has none."""
 
 
 class DeviceFault(RuntimeError):
@@ -56,9 +56,9 @@ class FakeRunner:
     (None, or none given: all).
 
     delay(index): how many calls of collect() find step `index` unfinished (waiting without limit finishes
-    it). stall(index, seq): whether a decode row stands still in a step (StepResult.advanced 0). depth:
-    launched and not collected, at most. The payload is a list along the step's rows: the token, or None.
-    Raises DeviceFault.
+    it). stall(index, seq): whether a decode row stands still in a step (StepResult.advanced 0). accept(index,
+    seq, k): how many of the k drafts of a row are right. depth: launched and not collected, at most. The payload is
+    `Sampled`. Raises DeviceFault.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class FakeRunner:
         depth: int = 2,
         delay: Callable[[int], int] = lambda index: 0,
         stall: Callable[[int, Seq[Any]], bool] = lambda index, seq: False,
+        accept: Callable[[int, Seq[Any], int], int] = lambda index, seq, drafts: drafts,
     ) -> None:
         self.num_launched = self.num_collected = 0
-        self._depth, self._delay, self._stall = depth, delay, stall
+        self._depth, self._delay, self._stall, self._accept = depth, delay, stall, accept
         self._groups = list(map(_Paged, block_sizes, windows or [None] * len(block_sizes)))
         self._rows: dict[int, _DeviceRow] = {}
         self._last_rows: Sequence[Row[Any]] = ()
@@ -127,6 +128,13 @@ class FakeRunner:
             raise DeviceFault(f"step {step.index} has the slots {slots}")
         if [row.start is None for row in step.rows] != [i < step.num_decode for i in range(len(slots))]:
             raise DeviceFault(f"step {step.index}: the first {step.num_decode} rows are not the decode rows")
+        drafts = {
+            row.seq: row.num_tokens - 1 for row in step.rows if row.start is None and row.num_tokens != 1
+        }
+        if drafts != step.drafts:
+            raise DeviceFault(
+                f"step {step.index} names {len(step.drafts)} rows with drafts, it has {len(drafts)}"
+            )
 
     def _fenced(self, row: _DeviceRow) -> bool:
         return row.ended and row.last_step <= self.num_collected
@@ -149,39 +157,54 @@ class FakeRunner:
         for block in blocks:
             self._groups[group].holders.setdefault(block, set()).add(row)
 
-    def _run(self, row: Row[Any], result: StepResult[Sampled]) -> int | None:
+    def _run(self, row: Row[Any], result: StepResult[Sampled]) -> list[int]:
         """One row of a step. A dead row does nothing."""
         state = self._rows[row.seq.slot]
         state.last_step = result.index
         if not state.alive:
-            return None
+            return []
         if row.start is None:
-            if self._stall(result.index, row.seq):
-                result.advanced = {**(result.advanced or {}), state.slot: 0}
-                return None
-            if state.last_token is None:
-                raise DeviceFault(f"slot {state.slot} decodes before its prompt is complete")
-            fed: Sequence[int] = [state.last_token]
-        else:
-            if row.start != state.length:
-                raise DeviceFault(
-                    f"slot {state.slot} has {state.length} tokens, its chunk starts at {row.start}"
-                )
-            fed = row.seq.tokens[row.start : row.start + row.num_tokens]
+            return self._decode(row, state, result)
+        if row.start != state.length:
+            raise DeviceFault(f"slot {state.slot} has {state.length} tokens, its chunk starts at {row.start}")
+        fed = row.seq.tokens[row.start : row.start + row.num_tokens]
         if not len(fed) == row.num_tokens > 0:
             raise DeviceFault(f"slot {state.slot} is fed {len(fed)} tokens with q_len {row.num_tokens}")
         for token in fed:
             self._store(state, token)
-        return self._sample(state, result) if row.emits else None
+        return [self._sample(state, result)] if row.emits else []
+
+    def _decode(self, row: Row[Any], state: _DeviceRow, result: StepResult[Sampled]) -> list[int]:
+        """The last token and the drafts after it: the right ones are fed on, the others are written and forgotten."""
+        if state.last_token is None:
+            raise DeviceFault(f"slot {state.slot} decodes before its prompt is complete")
+        drafts, tokens = row.num_tokens - 1, list[int]()
+        if not self._stall(result.index, row.seq):
+            right = self._accept(result.index, row.seq, drafts) if drafts else 0
+            # Where all tokens fit, a draft may follow; a draft at the row's last position cannot be kept.
+            right = min(right, state.max_len - 2 - state.length)
+            while state.alive and len(tokens) <= right:
+                self._store(state, state.last_token)
+                tokens.append(self._sample(state, result))
+            wrong = range(state.length, min(state.length + row.num_tokens - len(tokens), state.max_len - 1))
+            for position in wrong:
+                self._write(state, position, -1)
+        if len(tokens) < row.num_tokens:
+            result.advanced = {**(result.advanced or {}), state.slot: len(tokens)}
+        return tokens
 
     def _store(self, row: _DeviceRow, token: int) -> None:
         previous = self._load(row, 0, row.length - 1) if row.length else 0
+        self._write(row, row.length, cell(previous, token))
+        row.length += 1
+        if any(memory.window is not None for memory in self._groups):
+            self._attend(row)  # each token, for what its window reaches is soon given away
+
+    def _write(self, row: _DeviceRow, position: int, value: int) -> None:
         for group, memory in enumerate(self._groups):
-            index, offset = divmod(row.length, memory.block_size)
+            index, offset = divmod(position, memory.block_size)
             if index >= len(row.tables[group]):
-                raise DeviceFault(
-                    f"slot {row.slot} writes token {row.length} past its table in group {group}"
-                )
+                raise DeviceFault(f"slot {row.slot} writes token {position} past its table in group {group}")
             block = row.tables[group][index]
             others = [
                 other
@@ -193,10 +216,7 @@ class FakeRunner:
             memory.holders[block] = {row}
             if offset == 0:
                 memory.blocks[block] = [None] * memory.block_size
-            memory.blocks[block][offset] = (row.length, cell(previous, token))
-        row.length += 1
-        if any(memory.window is not None for memory in self._groups):
-            self._attend(row)  # each token, for what its window reaches is soon given away
+            memory.blocks[block][offset] = (position, value)
 
     def _reads(self, row: _DeviceRow, group: int, block: int) -> bool:
         """Whether a row may still read a block of its table: it is not through, and the window has not moved on."""

@@ -14,6 +14,7 @@ from ..policies import FirstCome
 from ..policy import Policy
 from ..pool import Pool
 from ..sequence import FinishReason, Seq
+from .drafts import RandomDrafts
 from .fake_runner import FakeRunner, Sampled
 from .model import VOCABULARY, generate
 from .simple_pool import Shape, SimplePool
@@ -53,6 +54,10 @@ class Schedule:
     slowness: int
     """Results come up to so many polls late."""
     stall_rate: float
+    drafts: int
+    """A decode row has up to so many."""
+    acceptance: float
+    """Part of the drafts that are right."""
     arrivals: list[Arrival]
 
     @classmethod
@@ -91,6 +96,7 @@ class Schedule:
             rng.choice([1, 2, 2, 2, 3]),
             rng.choice([0, 1, 4]),
             rng.choice([0.0, 0.0, 0.2]),
+            *_speculative(seed),
             [
                 Arrival(
                     rng.randint(0, 40),
@@ -120,6 +126,7 @@ class Schedule:
             depth=self.depth,
             delay=lambda index: rng.randint(0, self.slowness),
             stall=lambda index, seq: rng.random() < self.stall_rate,
+            accept=lambda index, seq, drafts: sum(rng.random() < self.acceptance for _ in range(drafts)),
         )
         pool = make_pool(self.groups)
         policy = (
@@ -133,6 +140,9 @@ class Schedule:
             max_model_len=self.max_model_len,
             max_queued=len(self.arrivals),
             depth=self.depth,
+            speculation=RandomDrafts(self.seed, self.drafts, self.max_batched_tokens)
+            if self.drafts
+            else None,
         )
         requests = [_Request(loop, number, arrival) for number, arrival in enumerate(self.arrivals)]
         num_free = pool.num_free
@@ -167,12 +177,22 @@ def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
     return groups
 
 
+def _speculative(seed: int) -> tuple[int, float]:
+    """In three of five schedules rows have drafts: how many, and which part of them is right."""
+    rng = random.Random(f"drafts {seed}")
+    return rng.choice([0, 0, 1, 2, 4]), rng.choice([0.0, 0.3, 0.6, 0.9, 1.0])
+
+
 def _observe(events: Sequence[Event[_Request, Sampled]]) -> None:
     """Hand events to the requests as an engine does."""
     for event in events:
         if isinstance(event, Tokens):
             for position, seq in event.emitting():
-                seq.owner.on_token(event.payload[position])
+                tokens = event.payload[position]
+                if len(tokens) != event.num_tokens(position):
+                    raise Mismatch(f"request {seq.id} has {tokens}, told are {event.num_tokens(position)}")
+                for token in tokens:
+                    seq.owner.on_token(token)
         else:
             event.seq.owner.on_event(event)
 
@@ -203,8 +223,8 @@ class _Request:
         if self.arrival.stop_after is not None and len(self._output) >= self.arrival.stop_after:
             self._aborted |= self._loop.abort(self.seq.id)
 
-    def on_token(self, token: int | None) -> None:
-        if token is None or not self._scheduled or self._reasons or self._aborted:
+    def on_token(self, token: int) -> None:
+        if not self._scheduled or self._reasons or self._aborted:
             raise Mismatch(f"request {self.seq.id} is told {token} out of place")
         self._output.append(token)
         self.seq.tokens.append(token)
