@@ -47,13 +47,13 @@ test-all: $(TESTING)
 clean:
 	rm -rf .venv .venv-test .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-$(RUNTIME): $(PROJECTS)
+$(RUNTIME): $(PROJECTS) constraints.txt
 	$(call make_venv,.venv)
 	@echo "Installing openinfer for a $(or $(GPU),cpu) machine into .venv (a minute or two) ..."
-	@.venv/bin/python $(PIP) --no-build-isolation $(LIBS:%=-e ./libs/%) -e ./recipes -e '.$(if $(GPU),[gpu])'
+	@.venv/bin/python $(PIP) --no-build-isolation -c constraints.txt $(LIBS:%=-e ./libs/%) -e ./recipes -e '.$(if $(GPU),[gpu])'
 	@touch $@
 
-$(TESTING): $(PROJECTS) .ci/constraints.txt
+$(TESTING): $(PROJECTS) .ci/constraints.txt constraints.txt
 	$(call make_venv,.venv-test)
 	@echo "Installing openinfer and what its tests need into .venv-test (a minute or two) ..."
 	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy \

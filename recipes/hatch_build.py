@@ -16,6 +16,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = "src/openinfer/recipes/cubins"
+SHIPPED = ("qwen3", "qwen3_5")
+"""Recipes whose kernels go into wheels."""
 
 
 class CubinHook(BuildHookInterface):
@@ -35,23 +37,22 @@ class CubinHook(BuildHookInterface):
             for target in (
                 Target(arch, 132, cublas, gpu) for gpu in ("", "NVIDIA H200") for cublas in (False, True)
             ):
-                specs |= dict.fromkeys(self.specs(target))
+                for recipe in SHIPPED:
+                    specs |= dict.fromkeys(published_specs(recipe, target))
             folder = Path(self.root, PACKAGE)
             prepared = Store(arch, cache=folder, folders=[]).prepare(specs)
             self.app.display_info(f"sm_{arch}: {prepared.kernels} kernels, {prepared.compiled} compiled now")
         build_data["artifacts"] += [f"{PACKAGE}/**/*.cubin", f"{PACKAGE}/**/*.json"]
 
-    def specs(self, target: Any) -> Iterator[Any]:
-        """The kernels of every published size of every recipe, on GPUs of the target's kind."""
-        from openinfer.recipes import qwen3, qwen3_5
 
-        for recipe in (qwen3.RECIPE, qwen3_5.RECIPE):
-            package = f"openinfer.recipes.{recipe.name}"
-            config, published, startup = (
-                importlib.import_module(f"{package}.{name}") for name in ("config", "published", "startup")
-            )
-            for size in published.SIZES:
-                yield from startup.specs_of(config.Config.parse(published.config_json(size), None), target)
-                if recipe is qwen3_5.RECIPE and target.arch >= 89:  # float8 is for sm_89 and up
-                    small = published.config_json(size, fp8=True)
-                    yield from startup.specs_of(config.Config.parse(small, None), target)
+def published_specs(recipe: str, target: Any) -> Iterator[Any]:
+    """The kernels of every published size of a recipe, on GPUs of the target's kind."""
+    config, published, startup = (
+        importlib.import_module(f"openinfer.recipes.{recipe}.{name}")
+        for name in ("config", "published", "startup")
+    )
+    for size in published.SIZES:
+        yield from startup.specs_of(config.Config.parse(published.config_json(size), None), target)
+        if recipe == "qwen3_5" and target.arch >= 89:  # float8 is for sm_89 and up
+            small = published.config_json(size, fp8=True)
+            yield from startup.specs_of(config.Config.parse(small, None), target)

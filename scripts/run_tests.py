@@ -28,9 +28,11 @@ PACKAGES = [
 # qwen3_reference wants torch, clients/* the clients; neither is here.
 TYPED_SCRIPTS = (
     "check_clients",
+    "check_ranges",
     "check_wheels",
     "clients/run",
     "clients/speaker",
+    "compile_kernels",
     "deepseek_v4_parallel",
     "run_tests",
 )

@@ -210,3 +210,20 @@ def test_the_source_hash_covers_a_module_and_its_siblings(tmp_path, monkeypatch)
     (package / "b.py").write_text("B = 2\n")
     store.source_hash.cache_clear()
     assert store.source_hash("kernels_of_a_test.a") != before
+
+
+def test_the_source_hash_covers_packages_that_are_imported(tmp_path, monkeypatch):
+    for name, source in (
+        ("first_of_a_test", "from second_of_a_test.b import B\n"),
+        ("second_of_a_test", "B = 1\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / ("a.py" if "first" in name else "b.py")).write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = store.source_hash("first_of_a_test.a")
+    (tmp_path / "second_of_a_test" / "b.py").write_text("B = 2\n")
+    store.source_hash.cache_clear()
+    assert store.source_hash("first_of_a_test.a") != before
+    with pytest.raises(KernelMissing, match="third_of_a_test, of which there is no source"):
+        store.source_hash("third_of_a_test.a")

@@ -25,6 +25,9 @@ from openinfer.kernels.launch import KernelSpec
 
 Progress = Callable[[int, int], None]
 
+_IMPORTED = re.compile(rb"^from (?!triton\b)([\w.]+)\.\w+ import", re.MULTILINE)
+"""The packages that a kernel module imports from, but for the compiler's own."""
+
 DAMAGE = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
 """What reading a cached kernel raises that is absent, cut short or something else."""
 
@@ -51,16 +54,27 @@ class Prepared(NamedTuple):
 
 @functools.cache
 def source_hash(module: str) -> str:
-    """A hash of a kernel module's source and of every module of its package that it may call (its siblings).
+    """A hash of all source that a kernel module may call: every module of its package, and of the packages that these
+    modules import from (by `from package.module import name`).
 
-    Computable without Triton: the files are read, not imported.
+    Computable without Triton: the files are read, not imported. Raises KernelMissing where a package has no source.
     """
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        raise KernelMissing(f"there is no module {module}")
     digest = hashlib.sha256()
-    for path in sorted(Path(spec.origin).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    packages = [module.rpartition(".")[0]]
+    for package in packages:
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):  # no such parent, or an empty name
+            spec = None
+        folders = (spec.submodule_search_locations or []) if spec is not None else []
+        files = sorted(path for folder in folders for path in Path(folder).glob("*.py"))
+        if not files:
+            raise KernelMissing(f"{module} is made of {package}, of which there is no source")
+        for path in files:
+            source = path.read_bytes()
+            digest.update(path.name.encode() + b"\0" + source + b"\0")
+            imported = sorted(name.decode() for name in set(_IMPORTED.findall(source)))
+            packages += [name for name in imported if name not in packages]
     return digest.hexdigest()
 
 

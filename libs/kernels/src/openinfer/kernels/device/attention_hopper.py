@@ -12,10 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from openinfer.kernels.device.gluon_names import load_tile, reinterpret
 
 LOW = gl.constexpr(-1.0e30)
 """The least maximum: finite, so that its distance to a hidden score is no NaN."""
@@ -104,15 +105,13 @@ def _produce(kv, kbuf, vbuf, kfull, kempty, vfull, vempty, slots, q_starts, seq_
                 for c in gl.static_range(CHUNKS):
                     for h in gl.static_range(HALVES):
                         to = kbuf.index((stage * HALVES + h) * CHUNKS + c)
-                        tma.async_copy_global_to_shared(kv, [pages[c] + key, h * 64], kfull.index(stage), to)
+                        load_tile(kv, [pages[c] + key, h * 64], kfull.index(stage), to)
                 mbarrier.wait(vempty.index(stage), phase)
                 mbarrier.expect(vfull.index(stage), BN * D * 2)
                 for c in gl.static_range(CHUNKS):
                     for h in gl.static_range(HALVES):
                         to = vbuf.index((stage * HALVES + h) * CHUNKS + c)
-                        tma.async_copy_global_to_shared(
-                            kv, [pages[c] + value, h * 64], vfull.index(stage), to
-                        )
+                        load_tile(kv, [pages[c] + value, h * 64], vfull.index(stage), to)
                 done += 1
 
 
@@ -212,8 +211,8 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
     SPREAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     CHUNKS: gl.constexpr = BN // vbuf.shape[1]
-    k = kbuf._reinterpret(gl.bfloat16, [STAGES, BN, D], SHARED)
-    v = vbuf._reinterpret(gl.bfloat16, [STAGES, BN, D], SHARED)
+    k = reinterpret(kbuf, gl.bfloat16, [STAGES, BN, D], SHARED)
+    v = reinterpret(vbuf, gl.bfloat16, [STAGES, BN, D], SHARED)
     query = qbuf.index(SIDE)
     heads = kv_heads * GROUP
     column = gl.arange(0, D, gl.SliceLayout(0, SPREAD))[None, :]

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from openinfer.kernels.device.gluon_names import load_elements
+
 SHIFT = gl.constexpr(2.0**-12)
 """FP4_SHIFT of experts.py."""
 
@@ -93,10 +95,10 @@ def _copy(
 ):
     """Ask for block k into stage `into`, if there is such a block."""
     if k < K_BLOCKS:
-        async_copy.async_copy_global_to_shared(words.index(into), of_words + k * 16)
-        async_copy.async_copy_global_to_shared(exponents.index(into), of_scales + k)
-        async_copy.async_copy_global_to_shared(values.index(into), of_x + k * 128, mask=used)
-        async_copy.async_copy_global_to_shared(value_scales.index(into), of_x_scales + k * STRIDE)
+        load_elements(words.index(into), of_words + k * 16)
+        load_elements(exponents.index(into), of_scales + k)
+        load_elements(values.index(into), of_x + k * 128, mask=used)
+        load_elements(value_scales.index(into), of_x_scales + k * STRIDE)
     async_copy.commit_group()
 
 

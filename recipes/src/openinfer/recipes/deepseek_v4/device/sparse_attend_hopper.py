@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from openinfer.kernels.device.gluon_names import load_elements, reinterpret
+
 LOW = gl.constexpr(-1.0e30)
 """The least maximum: finite, so that its distance to a hidden score is no NaN."""
 
@@ -91,7 +93,7 @@ def _copy(kv, entries, selected, positions, token_slots, kv_tables, entry_tables
         token, positions, token_slots, window, most, PAGE_BITS, ENTRY_BITS, BN, SPLITS
     )
     kv_table, entry_table = kv_tables + slot * kv_width, entry_tables + slot * entry_width
-    whole = buffers._reinterpret(gl.bfloat16, [STAGES, BN, D], SHARED)
+    whole = reinterpret(buffers, gl.bfloat16, [STAGES, BN, D], SHARED)
     for group in range((count + AHEAD - 1) // AHEAD):
         raw = block >= of_entries
         past = number - of_entries * BN
@@ -103,7 +105,7 @@ def _copy(kv, entries, selected, positions, token_slots, kv_tables, entry_tables
             table, bits = gl.where(raw, kv_table, entry_table), gl.where(raw, PAGE_BITS, ENTRY_BITS)
             stride = gl.where(raw, kv_stride // D, entry_stride // D)
         row = gl.load(table + (at >> bits), mask=live, other=0) * stride + (at & ((1 << bits) - 1))
-        rows._reinterpret(gl.int32, [AHEAD, BN], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(
+        reinterpret(rows, gl.int32, [AHEAD, BN], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).store(
             gl.where(live, row, -1)
         )
         block += AHEAD * SPLITS
@@ -120,7 +122,7 @@ def _copy(kv, entries, selected, positions, token_slots, kv_tables, entry_tables
             key = base + place.to(gl.int64) * D + column
             mbarrier.wait(empty.index(stage), ((j // STAGES) & 1) ^ 1)
             # Zeros where there is nothing: what was never written may be NaN.
-            async_copy.async_copy_global_to_shared(whole.index(stage), key, mask=place >= 0)
+            load_elements(whole.index(stage), key, mask=place >= 0)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
 
 
@@ -138,7 +140,7 @@ def _score(weight, sinks, positions, token_slots, qbuf, squares, pbuf, factors, 
     )
     head = gl.program_id(2) * HEADS + gl.arange(0, HEADS, ROW)
     sink = gl.load(sinks + head) * LOG2E
-    query = qbuf._reinterpret(gl.bfloat16, [2, HEADS, D // 2], SHARED)
+    query = reinterpret(qbuf, gl.bfloat16, [2, HEADS, D // 2], SHARED)
     mbarrier.wait(asked, 0)
     # The norm is a factor of a head's scores, so that the queries stay as they came.
     factor = gl.rsqrt((squares.index(0).load(ROW) + squares.index(1).load(ROW)) / D + eps) * scale
@@ -244,8 +246,8 @@ def _weigh(out, q, partial, cos_sin, positions, token_slots, qbuf, squares, pbuf
             to = out + (token * heads + head[:, None]) * D + column
         # The queries' memory, for they are not needed any more: rows of 16 bytes a thread come back.
         dtype: gl.constexpr = to.dtype.element_ty
-        qbuf._reinterpret(dtype, [2, HEADS, D // 2], SHARED).index(SIDE).store(acc.to(dtype))
-        slabs = qbuf._reinterpret(dtype, [2 * SLABS, HEADS, SLAB], SHARED)
+        reinterpret(qbuf, dtype, [2, HEADS, D // 2], SHARED).index(SIDE).store(acc.to(dtype))
+        slabs = reinterpret(qbuf, dtype, [2 * SLABS, HEADS, SLAB], SHARED)
         for slab in gl.static_range(SLABS):
             x = slabs.index(SIDE * SLABS + slab).load(SPREAD)
             if SPLITS == 1 and SIDE == 1 and slab == SLABS - 1:

@@ -1,0 +1,54 @@
+"""Compile every kernel of every recipe: `python scripts/compile_kernels.py [--arch 90]`. Needs no GPU.
+
+The kernels are those that engines of every published size run on an H200 with cuBLASLt. The script uses the installed
+Triton, starts with an empty cache, and fails with the compiler's words where a kernel does not compile or needs more
+shared memory than the architecture has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from openinfer.kernels import CompileError, Store, Target
+from openinfer.kernels.store import triton_version
+from openinfer.kernels.tuning import shared_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ("qwen3", "qwen3_5", "deepseek_v4")
+
+
+def main() -> int:
+    """Compile; 0 if every kernel did."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", type=int, default=90, help="compute capability as an int (90)")
+    arch = parser.parse_args().arch
+    sys.path.insert(0, str(ROOT / "recipes"))
+    published_specs = importlib.import_module("hatch_build").published_specs
+    target = Target(arch, 132, cublas=True, gpu="NVIDIA H200" if arch == 90 else "")
+    specs = list(dict.fromkeys(spec for recipe in RECIPES for spec in published_specs(recipe, target)))
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="openinfer-cubins-") as cache:
+        store = Store(arch, cache=Path(cache), folders=[])
+        try:
+            store.prepare(specs)
+        except CompileError as error:
+            print(error)
+            return 1
+        too_large = [spec for spec in specs if store.get(spec).shared > shared_bytes(arch)]
+    for spec in too_large:
+        print(f"{spec} needs more shared memory than sm_{arch} has")
+    print(
+        f"Triton {triton_version()}, sm_{arch}: {len(specs)} kernels compiled in {time.monotonic() - start:.0f} s"
+    )
+    return 1 if too_large else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
