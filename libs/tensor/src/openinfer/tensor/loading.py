@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from openinfer.tensor import dtypes
-from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
+from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.errors import CheckpointError, DeviceError, ShapeError
 from openinfer.tensor.memory import PinnedBuffer
+from openinfer.tensor.parts import Part
 from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
@@ -29,10 +30,21 @@ Progress = Callable[[int, int], None]
 
 
 class Load(NamedTuple):
-    """Tensor `name` of the checkpoint goes to `dst`: same shape, contiguous (part of a fused one is fine)."""
+    """Tensor `name` of the checkpoint, or its part `source`, goes to `dst`.
+
+    `dst` has the shape of what it gets and is contiguous; it may be part of a larger tensor. `source` has slices with
+    step 1 for the leading axes: `(slice(64, 128),)` is rows, `(slice(None), slice(0, 32))` columns. Only the part's
+    bytes are read, and short gaps between them.
+    """
 
     name: str
     dst: Tensor
+    source: tuple[slice, ...] = ()
+
+
+class _Task(NamedTuple):
+    part: Part
+    load: Load
 
 
 class LoadReport(NamedTuple):
@@ -44,9 +56,9 @@ class LoadReport(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Part of a tensor that is read in one go and lies at `at` in its buffer."""
+    """Bytes of a part that one thread reads and that lie at `at` in their buffer."""
 
-    name: str
+    part: Part
     start: int
     nbytes: int
     dst_ptr: int
@@ -63,11 +75,11 @@ def load_tensors(
     thread, in bytes. Raises CheckpointError (also for a shape or dtype that does not fit `dst`),
     DeviceError, ShapeError, OutOfMemory.
     """
-    todo = [(ckpt.info(load.name), load.dst) for load in loads]
-    for info, dst in todo:
-        _check(info, dst, stream)
-    todo.sort(key=lambda pair: (pair[0].file, pair[0].offset))  # disks like to be read in order
-    total = sum(info.nbytes for info, _ in todo)
+    todo = [_Task(Part.of(ckpt.info(load.name), load.source), load) for load in loads]
+    for part, load in todo:
+        _check(part, load.dst, stream)
+    todo.sort(key=lambda task: (task.part.info.file, task.part.first_byte))  # disks like to be read in order
+    total = sum(part.nbytes for part, _ in todo)
     if stream.device.kind == "null" or not total:
         return LoadReport(0, 0.0, 0.0)
     started = time.perf_counter()
@@ -79,33 +91,33 @@ def load_tensors(
     return LoadReport(total, seconds, total / seconds / 1e9)
 
 
-def _check(info: TensorInfo, dst: Tensor, stream: Stream) -> None:
+def _check(part: Part, dst: Tensor, stream: Stream) -> None:
+    info = part.info
     if dst.device != stream.device:
         raise DeviceError(
             f"{info.name} goes to {dst.device} and the stream is of {stream.device}; use one device"
         )
     if not dst.is_contiguous:
         raise ShapeError(f"{info.name} goes to {dst!r} with strides {dst.strides}; it must be contiguous")
-    if info.shape != dst.shape:
+    if part.shape != dst.shape:
+        what = "" if part.shape == info.shape else f", its part {list(part.shape)}"
         raise CheckpointError(
-            info.file, info.name, f"has shape {list(info.shape)}, its place {list(dst.shape)}"
+            info.file, info.name, f"has shape {list(info.shape)}{what}, its place {list(dst.shape)}"
         )
     converts = stream.device.kind != "cuda" and {info.dtype, dst.dtype} <= dtypes.FLOATS
     if info.dtype != dst.dtype and not converts:
         raise CheckpointError(info.file, info.name, f"has dtype {info.dtype}, its place {dst.dtype}")
 
 
-def _load_cpu(
-    ckpt: Checkpoint, todo: list[tuple[TensorInfo, Tensor]], total: int, progress: Progress | None
-) -> None:
-    def copy(pair: tuple[TensorInfo, Tensor]) -> int:
-        info, dst = pair
+def _load_cpu(ckpt: Checkpoint, todo: list[_Task], total: int, progress: Progress | None) -> None:
+    def copy(task: _Task) -> int:
+        part, (name, dst, source) = task
         out = dst.reshape(-1)
-        if info.dtype == dst.dtype:
-            ckpt.read_into(info.name, out.view_as("uint8").numpy())
+        if part.info.dtype == dst.dtype:
+            part.read_into(ckpt, out.view_as("uint8").numpy(), 0)
         else:
-            np.copyto(out.numpy(), ckpt.array(info.name).reshape(-1), casting="unsafe")
-        return info.nbytes
+            np.copyto(out.numpy(), ckpt.array(name)[source].reshape(-1), casting="unsafe")
+        return part.nbytes
 
     done = 0
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -117,7 +129,7 @@ def _load_cpu(
 
 def _load_cuda(
     ckpt: Checkpoint,
-    todo: list[tuple[TensorInfo, Tensor]],
+    todo: list[_Task],
     stream: Stream,
     total: int,
     progress: Progress | None,
@@ -144,10 +156,10 @@ def _load_cuda(
         for i, batch in enumerate(_batches(todo, size)):
             turn = i % _NUM_BUFFERS
             uploaded[turn].synchronize()
-            parts = [buffers[turn].array[p.at : p.at + p.nbytes] for p in batch]
+            rooms = [buffers[turn].array[p.at : p.at + p.nbytes] for p in batch]
             fills = [
-                pool.submit(ckpt.read_into, p.name, part, p.start)
-                for p, part in zip(batch, parts, strict=True)
+                pool.submit(p.part.read_into, ckpt, room, p.start)
+                for p, room in zip(batch, rooms, strict=True)
             ]
             filling.append((turn, batch, fills))
             if len(filling) == _NUM_FILLING:
@@ -156,18 +168,18 @@ def _load_cuda(
             upload_oldest()
 
 
-def _batches(todo: Iterable[tuple[TensorInfo, Tensor]], size: int) -> Iterator[list[_Piece]]:
+def _batches(todo: Iterable[_Task], size: int) -> Iterator[list[_Piece]]:
     """Cut the loads into pieces and pack these, in order, into buffers of `size` bytes."""
     batch: list[_Piece] = []
     used = 0
-    for info, dst in todo:
+    for part, load in todo:
         start = 0
-        while start < info.nbytes:
+        while start < part.nbytes:
             if used == size:
                 yield batch
                 batch, used = [], 0
-            nbytes = min(info.nbytes - start, size - used, _PIECE_BYTES)
-            batch.append(_Piece(info.name, start, nbytes, dst.ptr + start, used))
+            nbytes = min(part.nbytes - start, size - used, _PIECE_BYTES)
+            batch.append(_Piece(part, start, nbytes, load.dst.ptr + start, used))
             start += nbytes
             used += nbytes
     if batch:
