@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from openinfer.graph import Readback, StepTrace
 from openinfer.recipes.qwen3 import invariance
 from openinfer.recipes.qwen3.gate import Forced
 from openinfer.recipes.qwen3.recipe import RECIPE
-from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, Stream, Tensor, cuda
+from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, Stream, Tensor
+from openinfer.tensor.testing import FakeDriver, fake_driver
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 SMALL = ["--device", "cpu", "--max-num-seqs", "3", "--max-num-batched-tokens", "32",
@@ -160,18 +161,10 @@ def test_a_server_writes_its_trace_when_it_stops(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The driver that libs/tensor tests with, as the process's."""
-    path = Path(__file__).parents[1] / "libs/tensor/tests/fake_driver.py"
-    spec = importlib.util.spec_from_file_location("fake_driver_of_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    driver = module.FakeDriver()
-    monkeypatch.setattr(cuda, "_driver", driver)
-    monkeypatch.setattr(cuda, "_contexts", {})
-    return driver
+def fake() -> Iterator[FakeDriver]:
+    """A driver without a GPU, as the process's."""
+    with fake_driver() as driver:
+        yield driver
 
 
 RECIPES = bench_idle.recipes_that_can()

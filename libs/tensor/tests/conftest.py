@@ -1,21 +1,13 @@
-"""`fake` replaces the driver by fake_driver.FakeDriver; `gpu` is a real device, or the test is skipped."""
+"""`fake` replaces the driver; `gpu` is a real device, or the test is skipped."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from openinfer.tensor import CudaError, Device, DriverNotFound, cuda
-
-_path = Path(__file__).with_name("fake_driver.py")  # test folders are no packages: load it by its path
-_spec = importlib.util.spec_from_file_location("tensor_fake_driver", _path)
-assert _spec is not None
-assert _spec.loader is not None
-_fake_driver = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_fake_driver)
+from openinfer.tensor import CudaError, Device, DriverNotFound
+from openinfer.tensor.testing import FakeDriver, fake_driver
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,11 +15,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    driver = _fake_driver.FakeDriver()
-    monkeypatch.setattr(cuda, "_driver", driver)
-    monkeypatch.setattr(cuda, "_contexts", {})
-    return driver
+def fake() -> Iterator[FakeDriver]:
+    with fake_driver() as driver:
+        yield driver
 
 
 @pytest.fixture

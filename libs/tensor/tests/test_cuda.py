@@ -63,7 +63,7 @@ def test_missing_libcuda_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> Non
         Device("cuda").activate()
 
 
-def test_a_driver_without_a_device_is_an_error_of_cuInit(monkeypatch: pytest.MonkeyPatch, fake: Any) -> None:  # noqa: N802
+def test_a_driver_without_a_device_is_an_error_of_cuInit(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: N802
     no_device = fake.CUresult.CUDA_ERROR_INVALID_VALUE
     broken = SimpleNamespace(
         cuInit=lambda flags: (no_device,),
@@ -77,7 +77,7 @@ def test_a_driver_without_a_device_is_an_error_of_cuInit(monkeypatch: pytest.Mon
         driver()
 
 
-def test_driver_is_initialised_once(monkeypatch: pytest.MonkeyPatch, fake: Any) -> None:
+def test_driver_is_initialised_once(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     flags: list[int] = []
     module = SimpleNamespace(cuInit=lambda f: (flags.append(f), (0,))[1])
     _import_gives(monkeypatch, module)

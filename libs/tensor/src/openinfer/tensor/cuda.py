@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from openinfer.tensor.errors import CudaError, DriverNotFound
 
-# The driver is a process-wide thing and so are these. Tests (here and in libraries built on this one) replace
-# `_driver` by a fake and `_contexts` by {}.
+# The driver and its contexts are one a process. testing.fake_driver replaces both.
 _driver: Any = None
 _contexts: dict[int, Any] = {}
 _lock = threading.Lock()

@@ -1,21 +1,46 @@
 # ruff: noqa: N802
-"""A stand-in for cuda.bindings.driver over host memory: it records and checks calls, and is as late as it may.
+"""A CUDA driver for tests on machines without a GPU.
 
-Work on a stream runs only when something waits for it, the most adverse schedule a real device could choose.
-Device addresses must lie in a live allocation, streams and events must exist, and the calling thread must
-have made a context current; otherwise the fake answers with the error code that the driver would.
-`fail[name] = code` injects an error.
+    with fake_driver() as fake:
+        stream = Stream(Device("cuda"))
+
+The fake keeps device memory in host memory, records calls and checks their arguments. Work on a stream runs only when
+something waits for it, which is the most adverse schedule that a device could choose. Device addresses must lie in a
+live allocation, streams and events must exist, and the calling thread must have a current context; otherwise the fake
+answers with the error code that the driver would. The fake launches no kernels and captures no graphs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
+from openinfer.tensor import cuda
+
+__all__ = ["CUdevice_attribute", "CUresult", "FakeDriver", "Queue", "fake_driver"]
+
+
+@contextmanager
+def fake_driver() -> Iterator[FakeDriver]:
+    """Replace this process's CUDA driver by a fake for the length of the `with` block.
+
+    Objects on a "cuda" device belong to the driver that they were made with: make and drop them inside the block.
+    """
+    fake, before = FakeDriver(), (cuda._driver, cuda._contexts)
+    cuda._driver, cuda._contexts = fake, {}
+    try:
+        yield fake
+    finally:
+        cuda._driver, cuda._contexts = before
+
 
 class CUresult(IntEnum):
+    """The driver's status codes that the fake answers with."""
+
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
@@ -26,6 +51,8 @@ class CUresult(IntEnum):
 
 
 class CUdevice_attribute(IntEnum):  # noqa: N801
+    """The device attributes that the library asks for."""
+
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
@@ -65,7 +92,10 @@ class Refused(Exception):
 
 
 class FakeDriver:
-    """Use it as the module: `fake.cuMemAlloc(64)` answers `(CUresult.CUDA_SUCCESS, address)`."""
+    """A stand-in for the module `cuda.bindings.driver`: `cuMemAlloc(64)` answers `(CUresult.CUDA_SUCCESS, address)`.
+
+    `calls` has the name of every call so far. `fail[name] = code` makes a call fail. `total_memory` may be set.
+    """
 
     CUresult = CUresult
     CUdevice_attribute = CUdevice_attribute
@@ -82,6 +112,7 @@ class FakeDriver:
         self._thread = threading.local()
 
     def count(self, name: str) -> int:
+        """How often a driver function was called."""
         return self.calls.count(name)
 
     def live(self) -> tuple[int, int, int, int]:
