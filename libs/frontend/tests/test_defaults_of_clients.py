@@ -204,3 +204,17 @@ def test_a_budget_that_cannot_be_kept_is_refused_by_name_and_an_effort_served(li
     off = live.post(CHAT, messages=HI, max_tokens=5, thinking={"type": "disabled", "budget_tokens": 3})
     assert off.status_code == 200
     assert live.post(CHAT, messages=HI, max_tokens=5, reasoning_effort="low").status_code == 200
+
+
+def test_a_wish_of_a_schema_is_warned_of(start: Any) -> None:
+    live = start({"features": ["grammar"]}, {"tool_parser": "hermes"})
+    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    for fields, field in (
+        ({"response_format": wanted}, "response_format"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools"),
+    ):
+        answer = live.post(CHAT, messages=HI, max_tokens=3, **fields)
+        assert answer.status_code == 200, answer.text
+        assert [f"uniqueItems in {field}" in said for said in warnings(answer)] == [True]

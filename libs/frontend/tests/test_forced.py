@@ -61,7 +61,27 @@ PICK = {
     "$defs": {"kind": {"type": ["string", "null"]}},
     "additionalProperties": False,
 }
-SCHEMAS: dict[str, Any] = {"weather": WEATHER, "pick-1": PICK, "now": None}
+BOOK = {
+    "type": "object",
+    "properties": {
+        "day": {"type": "string", "format": "date"},
+        "until": {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "null"}], "default": None},
+        "code": {"type": "string", "pattern": "^[A-Z]\\d{2}/\\d$", "title": "Code"},
+        "seat": {"anyOf": [{"$ref": "#/$defs/seat"}, {"type": "integer", "minimum": 0, "maximum": 9}]},
+        "room": {
+            "anyOf": [
+                {"const": "a", "type": "string"},
+                {"type": "array", "items": {"const": 1}, "maxItems": 2},
+            ]
+        },
+        "path": {"type": "string", "format": "path", "maxLength": 3},
+    },
+    "required": ["day", "until", "code", "seat", "room", "path"],
+    "additionalProperties": False,
+    "$defs": {"seat": {"enum": ["aisle", "window"], "type": "string"}},
+}
+"""Dates, patterns and options as pydantic writes them."""
+SCHEMAS: dict[str, Any] = {"weather": WEATHER, "pick-1": PICK, "book": BOOK, "now": None}
 FORMATS = ["hermes", "qwen3_xml", "deepseek_v4"]
 
 
@@ -104,7 +124,9 @@ def read(form: ChatFormat, asked: Chat, prompt: str, text: str) -> list[Any]:
 
 def check(call: ToolCall) -> None:
     schema = SCHEMAS[call.name] or {"type": "object", "maxProperties": 0}
-    jsonschema.validate(json.loads(call.arguments), schema)
+    jsonschema.validate(json.loads(call.arguments), schema, format_checker=jsonschema.FormatChecker(["date"]))
+    if call.name == "book":
+        assert json.loads(call.arguments)["code"].isascii()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -214,13 +236,14 @@ def test_content_alone_is_itself_unless_there_are_thoughts_first(compiler: Compi
 @pytest.mark.parametrize(
     ("name", "parameter", "reason"),
     [
-        ("qwen3_xml", {"type": "string", "pattern": "a"}, "'pattern' of a text cannot be kept"),
-        ("deepseek_v4", {"type": "string", "format": "date"}, "'format' of a text"),
         (
-            "qwen3_xml",
-            {"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]},
-            "text or something else",
+            "hermes",
+            {"type": "string", "pattern": "^(?!a)b$"},
+            "tool 'f': pattern .* looks around with '\\(\\?!'",
         ),
+        ("qwen3_xml", {"type": "string", "pattern": "(?=a)b"}, "tool 'f': pattern .* looks around"),
+        ("deepseek_v4", {"type": "string", "pattern": "(?:^a)"}, "tool 'f': pattern .* within"),
+        ("qwen3_xml", {"type": "string", "minimum": 3}, "'minimum' of a text cannot be kept"),
         ("qwen3_xml", {"$ref": "#/$defs/nowhere"}, "'\\$ref' of a text"),
         ("deepseek_v4", {"allOf": [{"type": "string"}]}, "'allOf' of a text"),
         ("qwen3_xml", True, "cannot be written"),

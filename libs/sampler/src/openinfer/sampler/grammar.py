@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from openinfer.sampler.budget import Budget, Spending
 from openinfer.sampler.errors import GrammarFailed, GrammarTimeout, InvalidGrammar, MissingExtra
+from openinfer.sampler.schema import prepared
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -94,6 +95,8 @@ class Grammar:
             raise InvalidGrammar(f"{self.kind} is nested more than {MAX_NESTING} levels deep")
         if self.kind == "json_schema" and not isinstance(value, dict):
             raise InvalidGrammar("json_schema must be a JSON object")
+        if self.kind == "json_schema":
+            prepared(value)
         if self.kind == "choice" and not (
             isinstance(value, list) and value and all(isinstance(text, str) and text for text in value)
         ):
@@ -317,7 +320,7 @@ class Compiler:
         make = self._ll.LLMatcher
         match grammar.kind:
             case "json_schema":
-                schema = json.loads(grammar.text)
+                schema = prepared(json.loads(grammar.text))
                 schema.pop("x-guidance", None)  # options of the compiler are not the user's
                 return make.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
             case "json_object":

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from openinfer.sampler.grammar import JSON_OPTIONS, Grammar
+from openinfer.sampler.schema import prepared
 
 
 class Lark:
@@ -37,17 +38,26 @@ class Lark:
     def json(self, schema: Mapping[str, Any]) -> str:
         """JSON after a schema, references within it from its own root. Raises InvalidGrammar."""
         Grammar.of_schema(schema)
-        return self._name("r", "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS}))
+        return self._name("r", "%json " + json.dumps({**prepared(schema), "x-guidance": JSON_OPTIONS}))
 
     def until(
-        self, marker: str, *, before: str = "", least: int = 0, most: int | None = None, never: str = ""
+        self,
+        marker: str,
+        *,
+        before: str = "",
+        least: int = 0,
+        most: int | None = None,
+        never: str = "",
+        like: Iterable[str] = (),
     ) -> str:
         """Any text of `least` to `most` characters, `before`, and `marker`, which comes nowhere earlier; nor does
-        `never` come anywhere, if it is given."""
+        `never` come anywhere, if it is given. like: expressions for the text, as `schema.whole_pattern` makes them."""
         count = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
         end = _pattern(marker)
         # What goes on behind the marker is out: without this, the text could run past the first one.
         body = f"/(?s:.{count}){_pattern(before)}{end}/ & ~/(?s:.*){end}(?s:.+)/"
+        for expression in like:
+            body += f" & /(?:{expression}){_pattern(before)}{end}/"
         if never:
             body += f" & ~/(?s:.*){_pattern(never)}(?s:.*)/"
         return self._name("T", body)

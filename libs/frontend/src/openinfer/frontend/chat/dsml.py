@@ -49,7 +49,7 @@ class DsmlFormat:
             return f"{lark.any_of(values)} {newline}"
 
         calls = [
-            f"{lark.text(_INVOKE_LINE % name)} {each_argument(lark, schema, write)} "
+            f"{lark.text(_INVOKE_LINE % name)} {each_argument(lark, name, schema, write)} "
             f"{lark.text(_END_INVOKE_LINE)}"
             for name, schema in schemas.items()
         ]

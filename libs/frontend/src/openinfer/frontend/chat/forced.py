@@ -4,18 +4,23 @@ What such a format cannot promise is refused by the keyword's name (InvalidGramm
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from openinfer.frontend.chat.values import kinds, resolved
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.lark import Lark
+from openinfer.sampler.schema import FORMATS, whole_pattern
 
-__all__ = ["any_arguments", "bare_value", "checked", "each_argument"]
+__all__ = ["HELD", "any_arguments", "bare_value", "checked", "each_argument"]
 
 _ROOT = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _NOTES = {"description", "title", "default", "examples", "$schema", "$comment", "deprecated"}
-_BARE = {"type", "enum", "const", "minLength", "maxLength"}
+_BARE = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format"}
+_DEFINITIONS = {"$defs", "definitions"}
+HELD = (_BARE | {"anyOf", "oneOf"}) - {"type"}
+"""What holds a text to more than its type."""
 
 
 def checked(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -27,16 +32,36 @@ def checked(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return {"type": "object", **parameters}
 
 
-def any_arguments(lark: Lark, parameters: Mapping[str, Any] | None) -> str:
-    """All of the arguments as one JSON object."""
-    return lark.json(checked(parameters))
+@contextmanager
+def of_tool(name: str) -> Iterator[None]:
+    """What is refused within is refused with the tool's name."""
+    try:
+        yield
+    except InvalidGrammar as error:
+        raise InvalidGrammar(f"tool {name!r}: {error}") from error
+
+
+def any_arguments(lark: Lark, name: str, parameters: Mapping[str, Any] | None) -> str:
+    """All of the arguments of the tool as one JSON object."""
+    with of_tool(name):
+        return lark.json(checked(parameters))
 
 
 def each_argument(
+    lark: Lark,
+    tool: str,
+    parameters: Mapping[str, Any] | None,
+    write: Callable[[str, Mapping[str, Any]], str],
+) -> str:
+    """The tool's arguments in the order of the schema, those not required perhaps left out. `write` gives the
+    expression of one, from its name and its schema, which has no reference at its top."""
+    with of_tool(tool):
+        return _each(lark, parameters, write)
+
+
+def _each(
     lark: Lark, parameters: Mapping[str, Any] | None, write: Callable[[str, Mapping[str, Any]], str]
 ) -> str:
-    """The arguments in the order of the schema, those not required perhaps left out. `write` gives the expression of
-    one, from its name and its schema, which has no reference at its top."""
     schema = checked(parameters)
     _only(schema, _ROOT | _NOTES, "the parameters of a tool")
     properties, required = schema.get("properties") or {}, schema.get("required") or []
@@ -47,7 +72,7 @@ def each_argument(
     unknown = [name for name in required if name not in properties]
     if unknown:
         raise InvalidGrammar(f"the required parameter {unknown[0]!r} has no schema among the properties")
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     written = []
     for name, one in properties.items():
         if not isinstance(one, Mapping) or not name or any(char in name for char in '>"\n'):
@@ -62,45 +87,68 @@ def bare_value(
 ) -> tuple[str | None, str | None]:
     """Expressions of a value written as it is, where it can be a string, and as JSON, where it can be something else;
     each with `before` and `marker` at its end. A text never holds `closing`, which would end the call."""
-    end = lark.text(before + marker)
     allowed = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     if allowed is not None:
-        if not isinstance(allowed, list) or not allowed:
-            raise InvalidGrammar("enum must be a list of values")
-        if any(end in one for one in allowed if isinstance(one, str) for end in (marker, closing)):
-            raise InvalidGrammar(f"a value of enum or const holds {marker!r} or {closing!r}, which end it")
-        _only(schema, _BARE | _NOTES | {"$defs", "definitions"}, "a parameter with enum or const")
-        texts = [lark.text(one) for one in allowed if isinstance(one, str)]
-        rest = [lark.text(json.dumps(one)) for one in allowed if not isinstance(one, str)]
-        return (
-            f"{lark.any_of(texts)} {end}" if texts else None,
-            f"{lark.any_of(rest)} {end}" if rest else None,
-        )
-    types = kinds(schema)
+        return _one_of(lark, schema, allowed, marker, closing, before)
+    group = next((name for name in ("anyOf", "oneOf") if name in schema), None)
+    if group is not None and not schema.keys() & (_BARE - {"type"}) and isinstance(schema[group], list):
+        return _options(lark, schema, schema[group], marker, closing, before)
+    types, end = kinds(schema, schema), lark.text(before + marker)
     if types and "string" not in types:
         return None, f"{lark.json(schema)} {end}"
     others = types - {"string"}
-    _only(
-        schema,
-        _BARE | _NOTES | {"$defs", "definitions"} | ({"anyOf", "oneOf"} if others else set()),
-        "a text",
-    )
+    _only(schema, _BARE | _NOTES | _DEFINITIONS, "a text")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not isinstance(least, int) or not isinstance(most, int | None) or least < 0 or (most or least) < least:
         raise InvalidGrammar(f"minLength {least!r} and maxLength {most!r} are no lengths")
-    if others and (least or most is not None or not _plain(schema)):
-        raise InvalidGrammar(
-            "a parameter that is a text or something else cannot be held to more than its types"
-        )
-    text = lark.until(marker, before=before, least=least, most=most, never=closing)
+    text = lark.until(marker, before=before, least=least, most=most, never=closing, like=_likes(schema))
     return text, f"{lark.json({'type': sorted(others)})} {end}" if others else None
 
 
-def _plain(schema: Mapping[str, Any]) -> bool:
-    """Whether the options say nothing but their types."""
-    groups = [schema[name] for name in ("anyOf", "oneOf") if name in schema]
-    options = [option for group in groups for option in (group if isinstance(group, list) else [None])]
-    return all(isinstance(option, Mapping) and option.keys() <= {"type"} | _NOTES for option in options)
+def _one_of(
+    lark: Lark, schema: Mapping[str, Any], allowed: Any, marker: str, closing: str, before: str
+) -> tuple[str | None, str | None]:
+    end = lark.text(before + marker)
+    if not isinstance(allowed, list) or not allowed:
+        raise InvalidGrammar("enum must be a list of values")
+    if any(mark in one for one in allowed if isinstance(one, str) for mark in (marker, closing)):
+        raise InvalidGrammar(f"a value of enum or const holds {marker!r} or {closing!r}, which end it")
+    _only(schema, _BARE | _NOTES | _DEFINITIONS, "a parameter with enum or const")
+    texts = [lark.text(one) for one in allowed if isinstance(one, str)]
+    rest = [lark.text(json.dumps(one)) for one in allowed if not isinstance(one, str)]
+    return (
+        f"{lark.any_of(texts)} {end}" if texts else None,
+        f"{lark.any_of(rest)} {end}" if rest else None,
+    )
+
+
+def _options(
+    lark: Lark, schema: Mapping[str, Any], options: list[Any], marker: str, closing: str, before: str
+) -> tuple[str | None, str | None]:
+    """Of anyOf and oneOf: what any of the options allows."""
+    _only(schema, {"type", "anyOf", "oneOf"} | _NOTES | _DEFINITIONS, "a parameter with anyOf")
+    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    found: tuple[list[str], list[str]] = ([], [])
+    for option in options:
+        if not isinstance(option, Mapping):
+            raise InvalidGrammar("anyOf must hold schemas")
+        one = {**definitions, **resolved(option, schema)}
+        for written, expression in zip(
+            found, bare_value(lark, one, marker, closing, before=before), strict=True
+        ):
+            if expression is not None:
+                written.append(expression)
+    texts, others = (lark.any_of(written) if written else None for written in found)
+    return texts, others
+
+
+def _likes(schema: Mapping[str, Any]) -> list[str]:
+    """Expressions for a text, of its pattern and its format; one that is not known is an annotation."""
+    pattern, form = schema.get("pattern"), schema.get("format")
+    return [
+        *([whole_pattern(pattern)] if isinstance(pattern, str) else []),
+        *([whole_pattern(f"^(?:{FORMATS[form]})$")] if isinstance(form, str) and form in FORMATS else []),
+    ]
 
 
 def _only(schema: Mapping[str, Any], known: set[str], what: str) -> None:

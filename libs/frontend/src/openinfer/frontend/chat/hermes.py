@@ -33,7 +33,7 @@ class HermesFormat:
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
         end = lark.text("}\n" + self.closing)
         calls = [
-            f"{lark.text(head)} {any_arguments(lark, schema)} {end}"
+            f"{lark.text(head)} {any_arguments(lark, name, schema)} {end}"
             for name, schema in schemas.items()
             for head in ['\n{"name": ' + json.dumps(name) + ', "arguments": ']
         ]

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from openinfer.frontend.chat.forced import bare_value, each_argument
+from openinfer.frontend.chat.forced import HELD, bare_value, each_argument
 from openinfer.frontend.chat.output import Schemas, ToolCall, repeated
-from openinfer.frontend.chat.values import Malformed, encode, resolved, typed
+from openinfer.frontend.chat.values import Malformed, encode, typed
 from openinfer.sampler.lark import Lark
 
 __all__ = ["QwenXmlFormat"]
@@ -39,13 +39,13 @@ class QwenXmlFormat:
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
         def write(name: str, schema: Mapping[str, Any]) -> str:
             text, other = bare_value(lark, schema, _END_PARAMETER, self.closing, before="\n")
-            if text and other and "enum" in schema:
-                text = lark.any_of([text, other])
             # Free text may read as another type of the schema's, and then is that: it needs no expression of its own.
+            if text and other and schema.keys() & HELD:
+                text = lark.any_of([text, other])
             return f"{lark.text(f'<parameter={name}>' + NEWLINE)} {text or other} {lark.text(NEWLINE)}"
 
         functions = [
-            f"{lark.text(f'{NEWLINE}<function={name}>{NEWLINE}')} {each_argument(lark, schema, write)} "
+            f"{lark.text(f'{NEWLINE}<function={name}>{NEWLINE}')} {each_argument(lark, name, schema, write)} "
             f"{lark.text(f'</function>{NEWLINE}{self.closing}')}"
             for name, schema in schemas.items()
         ]
@@ -67,7 +67,7 @@ class QwenXmlFormat:
             value = body[parameter.end() : end].removeprefix("\n").removesuffix("\n")
             key = parameter[1].strip()
             schema = properties.get(key)
-            arguments[key] = typed(value, resolved(schema, parameters) if isinstance(schema, dict) else {})
+            arguments[key] = typed(value, schema if isinstance(schema, dict) else {}, parameters)
             position = end + len(_END_PARAMETER)
         closed = _END_FUNCTION.match(body, position)
         if closed is None or not name:

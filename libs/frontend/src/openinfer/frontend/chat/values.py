@@ -31,9 +31,10 @@ def encode(value: Any) -> str:
     return text
 
 
-def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """A value written as bare text, read as the schema's type; text where it is not of that type."""
-    wanted = kinds(schema)
+def typed(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """A value written as bare text, read as the schema's type; text where it is not of that type. root: what the
+    schema's references are resolved in."""
+    wanted = kinds(schema, root)
     if not wanted or wanted == {"string"}:
         return text
     word = text.strip()
@@ -66,8 +67,9 @@ def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
     return schema
 
 
-def kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types a schema allows; empty when it does not say."""
+def kinds(schema: Mapping[str, Any], root: Mapping[str, Any], hops: int = MAX_HOPS) -> set[str]:
+    """The JSON types a schema allows; empty when it does not say. root: as `typed` has it."""
+    schema = resolved(schema, root)
     values = (
         schema["enum"]
         if isinstance(schema.get("enum"), list)
@@ -83,9 +85,9 @@ def kinds(schema: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
     for name in ("anyOf", "oneOf"):
         options = schema.get(name)
-        for option in options if isinstance(options, list) else ():
-            if isinstance(option, Mapping) and isinstance(option.get("type"), str):
-                found.add(option["type"])
+        for option in options if isinstance(options, list) and hops else ():
+            if isinstance(option, Mapping):
+                found |= kinds(option, root, hops - 1)
     return found
 
 

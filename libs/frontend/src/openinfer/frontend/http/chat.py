@@ -11,6 +11,7 @@ from openinfer.frontend.chat import OutputParser, Renderer, ToolFormat
 from openinfer.frontend.chat.output import END_THINK, THINK, Schemas
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.deadline import in_thread, larger_than
+from openinfer.frontend.http.structured import unkept
 from openinfer.frontend.http.thoughts import Where, effort_options
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
@@ -121,6 +122,7 @@ class ChatFormat:
         forced = bool(schemas) and chat.tool_choice != "auto"
         if not forced and not chat.strict and content is None:
             return None
+        chat.warnings.extend(unkept("tools", schemas.values()))
         lark = Lark()
         try:
             thoughts = self._thoughts(lark, self.where(chat, prompt))

@@ -1,6 +1,7 @@
 """From a typed body to what the engine is asked: every bound is checked here, before anything is submitted."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import msgspec
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.body import CommonBody
-from openinfer.frontend.http.structured import grammar_of
+from openinfer.frontend.http.structured import grammar_of, unkept
 from openinfer.frontend.http.tokenizer import Tokenizer, read_json
 from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.grammar import Grammar
@@ -168,9 +169,14 @@ def make_plan(
         grammar=grammar,
         grammar_field=field,
         prompt_logprobs=_prompt_logprobs(body, info),
-        warnings=("stream_options is ignored without stream: true",)
-        * (options is not None and not body.stream),
+        warnings=_warnings(body, grammar, field),
     )
+
+
+def _warnings(body: CommonBody, grammar: Grammar | None, field: str) -> tuple[str, ...]:
+    schemas = [json.loads(grammar.text)] if grammar is not None and grammar.kind == "json_schema" else []
+    idle = body.stream_options is not None and not body.stream
+    return (*unkept(field, schemas), *["stream_options is ignored without stream: true"] * idle)
 
 
 def with_echo(plan: Plan, info: EngineInfo, tokenizer: Tokenizer | None, max_tokens: int | None) -> Plan:

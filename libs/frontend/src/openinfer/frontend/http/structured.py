@@ -1,7 +1,7 @@
 """What the output has to be: the fields that say so, under all their names, as one Grammar."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,6 +9,7 @@ import msgspec
 from openinfer.frontend.errors import APIError
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.schema import wishes
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.body import CommonBody
@@ -21,6 +22,7 @@ __all__ = [
     "StructuredOutputs",
     "TextFormat",
     "grammar_of",
+    "unkept",
 ]
 
 
@@ -83,6 +85,12 @@ def grammar_of(body: "CommonBody", format_field: str) -> tuple[str, Grammar] | N
             f"{' and '.join(found.values())} ask for different outputs: give one", param=[*found.values()][1]
         )
     return next(((field, grammar) for grammar, field in found.items()), None)
+
+
+def unkept(field: str, schemas: Iterable[Any]) -> tuple[str, ...]:
+    """Warnings of what the schemas ask for and no grammar keeps; `field` is where they came from."""
+    names = dict.fromkeys(name for schema in schemas for name in wishes(schema))
+    return tuple(f"{name} in {field} is not kept: an answer may go against it" for name in names)
 
 
 def _wishes(body: "CommonBody", format_field: str) -> Iterator[tuple[str, Any, Any]]:
