@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import CpuPack, Op, apply_writes
+from openinfer.kernels.formats import dequantized
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.formats import dequantized
 from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.mtp import Further
 from openinfer.recipes.deepseek_v4.places import Format

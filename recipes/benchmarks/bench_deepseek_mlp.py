@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.kernels import Command, Cost, KernelsError, Launch, Op, Target, Workload
+from openinfer.kernels import packed_experts as mixture
+from openinfer.kernels.formats import q8
+from openinfer.kernels.ops.experts import experts
+from openinfer.kernels.ops.project import gate_up_clamped, project
+from openinfer.kernels.ops.route import route
 from openinfer.kernels.tuner import DeviceMeter
-from openinfer.recipes.deepseek_v4 import mixture
-from openinfer.recipes.deepseek_v4.formats import q8
-from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre
-from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, project
-from openinfer.recipes.deepseek_v4.ops.route import route
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 BANDWIDTH, FLOPS = 4.59e12, 990e12

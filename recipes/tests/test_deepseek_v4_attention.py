@@ -375,7 +375,7 @@ def true_scores(args: Mapping[str, Any], t: int) -> Array:
 
 
 def index_query(args: Mapping[str, Any], t: int) -> Array:
-    from openinfer.recipes.deepseek_v4.formats import hadamard, q4
+    from openinfer.kernels.formats import hadamard, q4
     from openinfer.recipes.deepseek_v4.ops.common import rope
 
     one = slice(t, t + 1)

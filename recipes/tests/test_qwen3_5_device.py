@@ -29,7 +29,6 @@ from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
-from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
@@ -386,22 +385,6 @@ def test_sigmoid_gate(rng: np.random.Generator, columns: int) -> None:
     got, want = run_both(sigmoid_gate, {"out": out, "gate": wide[..., 64 : 64 + columns]})
     assert error(got["out"], want["out"]) < 1e-3
     assert error(out, want["out"]) > 0.1  # negative control
-
-
-@pytest.mark.parametrize(("experts", "chosen"), [(256, 8), (10, 3), (512, 10), (4, 4)])
-def test_route_topk(rng: np.random.Generator, experts: int, chosen: int) -> None:
-    logits = (rng.standard_normal((6, experts + 3)) * 3).astype(bfloat16)[:, :experts]
-    logits[1] = bfloat16.type(0)  # all alike
-    logits[2, : experts // 2] = bfloat16.type(20)
-    args = {
-        "expert_ids": np.full((6, chosen), 99, np.int32),
-        "expert_weights": np.full((6, chosen), np.nan, bfloat16),
-        "logits": logits,
-        "token_slots": np.array([1, 2, 3, 0, 5, 1], np.int32),
-    }
-    got, want = run_both(route_topk, args)
-    np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
-    assert error(got["expert_weights"], want["expert_weights"]) < 1e-3
 
 
 def null_step(tokens: int, rows: int, key_heads: int, heads: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import pytest
 
 from openinfer.kernels import ContractError, CpuPack
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK, gated_delta_net
-from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.tensor import Tensor, bfloat16
 
@@ -222,18 +221,3 @@ def test_sigmoid_gate(columns: int) -> None:
     np.testing.assert_allclose(got, out / (1 + np.exp(-gate.astype(np.float64))), rtol=1e-5)
     with pytest.raises(ContractError, match="gate has 2 columns"):
         run(sigmoid_gate, out=got, gate=both[..., :2])
-
-
-def test_route_topk() -> None:
-    logits = np.array([[1, 5, 5, 0], [9, -9, 2, 3], [0, 0, 0, 0]], np.float32)
-    ids, weights = np.full((3, 2), 7, np.int32), np.full((3, 2), 7, np.float32)
-    run(
-        route_topk,
-        expert_ids=ids,
-        expert_weights=weights,
-        logits=logits,
-        token_slots=np.array([4, 1, 0], np.int32),
-    )
-    assert ids.tolist() == [[1, 2], [0, 3], [-1, -1]]
-    second = np.exp(-6) / (1 + np.exp(-6))
-    np.testing.assert_allclose(weights, [[0.5, 0.5], [1 - second, second], [0, 0]], rtol=1e-6)

@@ -15,18 +15,16 @@ import pytest
 
 from openinfer.kernels import (
     H200,
-    CpuPack,
     CublasLt,
     CudaDriver,
-    InterpDriver,
-    LaunchPack,
     NullPack,
     Op,
     Store,
     Target,
     cublas_available,
 )
-from openinfer.tensor import Arena, Device, Stream, Tensor, TensorError, bfloat16
+from openinfer.kernels.testing import INTERPRETED, compare, run_interpreted, run_on_gpu, run_reference
+from openinfer.tensor import Arena, Device, Stream, TensorError, bfloat16
 
 Array = np.ndarray[Any, Any]
 CheckOp = Callable[..., dict[str, Array]]
@@ -50,75 +48,64 @@ def arena() -> Arena:
     return Arena(Device("null"), None)
 
 
-def _like(array: Array) -> Array:
-    """A copy with the strides kept (numpy's copy makes them dense). The gaps between elements stay gaps."""
-    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-    copy = np.lib.stride_tricks.as_strided(np.zeros(span, array.dtype), array.shape, array.strides)
-    copy[...] = array
-    return copy
-
-
-def _error(got: Array, want: Array) -> float:
-    """Relative Frobenius error; NaN if anything is NaN."""
-    g, w = got.astype(np.float64), want.astype(np.float64)
-    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
-
-
-Runner = Callable[[Op[Any], dict[str, Any], Target], dict[str, Array]]
-
-
-def _check(run: Runner, default: Target) -> CheckOp:
+def _check(run: Callable[[Op[Any], dict[str, Any], Target], dict[str, Array]], default: Target) -> CheckOp:
     def check(
         op: Op[Any], outputs: dict[str, float], *, target: Target = default, **args: Any
     ) -> dict[str, Array]:
-        """Run `op` on the reference and on kernels, and compare.
+        """Run `op` on the reference and on kernels, and compare. Returns the arrays as the kernels left them.
 
         `outputs`: names of arrays that are written, with the relative Frobenius error allowed (0 = bit-equal); give
-        pure outputs filled with NaN. All other arrays must come back untouched. Returns the arrays as the kernels left
-        them.
+        pure outputs filled with NaN. All other arrays must come back untouched.
         """
-        want = {k: _like(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
-        CpuPack().run(
-            op, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in want.items()}
-        )
         got = run(op, args, target)
-        for name, value in args.items():
-            if not isinstance(value, np.ndarray):
-                continue
-            limit = outputs.get(name, 0.0)
-            if limit == 0.0:
-                np.testing.assert_array_equal(got[name], want[name], err_msg=f"{op.name}: {name}")
-            else:
-                error = _error(got[name], want[name])
-                assert error <= limit, f"{op.name}: {name} is off by {error:.2e}, allowed {limit:.2e}"
+        compare(op, got, run_reference(op, args), outputs)
         return got
 
     return check
 
 
-def workspace(op: Op[Any], args: dict[str, Any], target: Target) -> tuple[int, int]:
-    """Bytes of ordinary and of zeroed scratch that the call needs."""
-    plan = NullPack(target)
-    plan.run(op, args)
-    return plan.workspace_bytes(zeroed=False), plan.workspace_bytes(zeroed=True)
+@pytest.fixture(params=["interp", pytest.param("gpu", marks=pytest.mark.gpu)])
+def run_both(request: pytest.FixtureRequest) -> Callable[..., tuple[dict[str, Array], dict[str, Array]]]:
+    """run_both(op, args, target): the arrays of a call as the kernels leave them, and as the reference does."""
+    device = request.getfixturevalue("gpu") if request.param == "gpu" else None
+
+    def both(
+        op: Op[Any], args: dict[str, Any], target: Target | None = None
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        want = run_reference(op, args)
+        if device is None:
+            return run_interpreted(op, args, target or INTERPRETED), want
+        if target is not None:
+            pytest.skip("a target of its own is for the interpreter")
+        own, driver, _, stream = device
+        return run_on_gpu(op, args, own, driver, stream), want
+
+    return both
 
 
-def _run_interp(op: Op[Any], args: dict[str, Any], target: Target) -> dict[str, Array]:
-    arrays = {k: _like(v) for k, v in args.items() if isinstance(v, np.ndarray)}
-    tensors = {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()}
-    plain, zeroed = workspace(op, tensors, target)
-    scratch, zeros = np.full(plain + 256, 0xFF, np.uint8), np.zeros(zeroed + 256, np.uint8)
-    pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
-    pack.run(op, tensors)
-    assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
-    assert (scratch[plain:] == 0xFF).all(), f"{op.name} wrote past its scratch"
-    return arrays
+@pytest.fixture
+def reference() -> Callable[[Op[Any], dict[str, Any]], dict[str, Array]]:
+    """reference(op, args): the arrays of a call as the reference leaves them."""
+    return run_reference
+
+
+@pytest.fixture
+def interpreted() -> Callable[[Op[Any], dict[str, Any]], dict[str, Array]]:
+    """interpreted(op, args): the arrays of a call as the interpreter leaves them."""
+    return run_interpreted
+
+
+@pytest.fixture
+def on_gpu(gpu: tuple[Target, CudaDriver, Device, Stream]) -> Callable[..., dict[str, Array]]:
+    """on_gpu(op, args): the arrays of a call as a GPU leaves them."""
+    target, driver, _, stream = gpu
+    return lambda op, args: run_on_gpu(op, args, target, driver, stream)
 
 
 @pytest.fixture
 def check_op() -> CheckOp:
     """Compare kernels in the interpreter with the reference; see `_check`. Target: sm_90 without cuBLASLt."""
-    return _check(_run_interp, Target(arch=90, num_sms=4, interpreted=True))
+    return _check(run_interpreted, INTERPRETED)
 
 
 @pytest.fixture
@@ -155,34 +142,8 @@ def gpu() -> Iterator[tuple[Target, CudaDriver, Device, Stream]]:
 @pytest.fixture
 def check_op_gpu(gpu: tuple[Target, CudaDriver, Device, Stream]) -> CheckOp:
     """Compare kernels on the GPU with the reference; see `_check`."""
-    target, driver, device, stream = gpu
-
-    def upload(array: Array) -> tuple[Tensor, Tensor]:
-        span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-        flat = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy()
-        memory = Tensor.empty((span,), array.dtype, device)
-        memory.copy_from(flat, stream)
-        stream.synchronize()
-        strides = tuple(s // array.itemsize for s in array.strides)
-        return memory, Tensor(memory.ptr, array.shape, memory.dtype, device, strides, memory)
-
-    def run(op: Op[Any], args: dict[str, Any], target: Target) -> dict[str, Array]:
-        sent = {k: upload(_like(v)) for k, v in args.items() if isinstance(v, np.ndarray)}
-        tensors = {k: sent[k][1] if k in sent else v for k, v in args.items()}
-        plain, zeroed = workspace(op, tensors, target)
-        scratch = Tensor.empty((plain + 256,), np.dtype(np.uint8), device)
-        zeros = Tensor.empty((zeroed + 256,), np.dtype(np.uint8), device)
-        scratch.copy_from(np.full(plain + 256, 0xFF, np.uint8), stream)
-        zeros.zero_(stream)
-        LaunchPack(target, driver, scratch, zeros).run(op, tensors)
-        stream.synchronize()
-        assert not zeros.numpy().any(), f"{op.name} left its zeroed scratch dirty"
-        return {
-            k: np.lib.stride_tricks.as_strided(memory.numpy(), args[k].shape, args[k].strides)
-            for k, (memory, _) in sent.items()
-        }
-
-    return _check(run, target)
+    own, driver, _, stream = gpu
+    return _check(lambda op, args, target: run_on_gpu(op, args, target, driver, stream), own)
 
 
 @pytest.fixture(scope="session")

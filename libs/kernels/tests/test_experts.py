@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, NullPack, Store, Target, experts, experts_add
-from openinfer.kernels.experts import Tile
+from openinfer.kernels import ContractError, NullPack, Store, Target, experts_add, plain_experts
+from openinfer.kernels.plain_experts import Tile
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import bfloat16, float32, int32
 
@@ -52,7 +52,7 @@ def test_any_sizes(check_op, rng, normal, tokens, count, chosen, hidden, inter, 
 @pytest.mark.parametrize("tile", [Tile(16, 64, 32, True), Tile(32, 32, 64, True), Tile(64, 64, 32, False)])
 def test_tiles_that_some_experts_overflow_and_others_leave_empty(check_op, rng, normal, tile, monkeypatch):
     monkeypatch.setattr("openinfer.kernels.ops.experts_add.tile", lambda *_, **__: tile)
-    monkeypatch.setattr(experts, "SORT_BLOCK", 32)
+    monkeypatch.setattr(plain_experts, "SORT_BLOCK", 32)
     args = mixture(rng, normal, 70, 9, 2, 64, 64, skewed=True)
     assert np.bincount(args["expert_ids"][args["expert_ids"] >= 0]).max() > 3 * 16
     check_op(experts_add, {"x": BF16}, **args)
@@ -69,9 +69,11 @@ def test_few_pairs_have_a_tile_each(check_op, rng, normal, plan, tokens, monkeyp
 
 def test_one_tile_for_any_number_of_tokens_if_batch_invariant():
     target = Target(90, 132, batch_invariant=True)
-    tiles = {experts.tile(target, tokens * 8, 256, 512, 2048, first=True) for tokens in (1, 64, 8192)}
+    tiles = {plain_experts.tile(target, tokens * 8, 256, 512, 2048, first=True) for tokens in (1, 64, 8192)}
     assert len(tiles) == 1
-    assert len({experts.tile(Target(90, 132), n * 8, 256, 512, 2048, first=True) for n in (1, 8192)}) == 2
+    assert (
+        len({plain_experts.tile(Target(90, 132), n * 8, 256, 512, 2048, first=True) for n in (1, 8192)}) == 2
+    )
 
 
 def test_no_expert_at_all_leaves_the_tokens_alone(check_op, rng, normal):

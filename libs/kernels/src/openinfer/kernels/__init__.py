@@ -27,12 +27,16 @@ from openinfer.kernels.ops.apply_writes import apply_writes
 from openinfer.kernels.ops.attend import attend
 from openinfer.kernels.ops.embed import embed
 from openinfer.kernels.ops.expand_rows import expand_rows
+from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
 from openinfer.kernels.ops.gate_up_silu import gate_up_silu
 from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import norm_linear
 from openinfer.kernels.ops.norm_rope_attend import norm_rope_attend
+from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
 from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
+from openinfer.kernels.ops.route import route
+from openinfer.kernels.ops.route_topk import route_topk
 from openinfer.kernels.ops.select_rows import select_rows
 from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
@@ -84,13 +88,19 @@ __all__ = [
     "cublas_available",
     "embed",
     "expand_rows",
+    "experts",
     "experts_add",
+    "gate_up_clamped",
     "gate_up_silu",
     "launch",
     "linear_add",
     "norm_linear",
     "norm_rope_attend",
+    "norm_rows",
     "predictions",
+    "project",
     "qk_norm_rope_write",
+    "route",
+    "route_topk",
     "select_rows",
 ]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.reference import SCALE_BLOCK
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32
+from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, uint8
 
 FLOATS = (bfloat16, float32)
 """Dtypes of activations and weights: bf16 on a GPU, either on a CPU."""
@@ -61,3 +61,37 @@ def expect_weight(
     n, k = weight.shape[-2:]
     blocks = (parts * -(-n // parts // SCALE_BLOCK), -(-k // SCALE_BLOCK))
     expect(f"scales of {name}", scales, (*weight.shape[:-2], *blocks), float32)
+
+
+def expect_columns(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> None:
+    """As `expect`, for columns of a wider tensor: rows may be at any stride, the elements of one lie together."""
+    expect(name, tensor, shape, *dtypes, dense=False)
+    if tensor.shape[0] > 1:
+        expect(f"{name}[0]", tensor[0], tensor.shape[1:])
+
+
+def expect_packed(
+    name: str, weight: Tensor, scales: Tensor | None, shape: tuple[int, ...], dtype: np.dtype[Any],
+    *, parts: int = 1,
+) -> None:  # fmt: skip
+    """Raise ContractError unless `weight` [..., N, K] has this shape (-1 = any) and is of one of these kinds:
+
+    - `dtype`, and no scales;
+    - float8_e4m3fn, scales uint8 [..., parts * ceil(N / parts / 128), ceil(K / 128)]: of blocks of 128 x 128;
+    - uint8 [..., N, K / 2], scales uint8 [..., N, K / 32]: FP4 pairs, column 2i in the low nibble of byte i.
+
+    Scales are the exponents of E8M0: byte b is 2^(b - 127), at most 134 for float8 and 128 for FP4; codes are numbers,
+    no NaN. Products of float8 codes take an FP4 block whose byte is below 102 for zero: it holds less than 2^-22.
+    `parts`: projections stacked in N; float8 blocks begin anew at each.
+    """
+    if scales is None:
+        expect(name, weight, shape, dtype)
+        return
+    if weight.dtype == uint8:
+        expect(name, weight, (*shape[:-1], shape[-1] // 2))
+        expect(f"scales of {name}", scales, (*weight.shape[:-1], shape[-1] // FP4_BLOCK), uint8)
+        return
+    expect(name, weight, shape, float8_e4m3fn)
+    n, k = weight.shape[-2:]
+    blocks = (parts * -(-n // parts // SCALE_BLOCK), -(-k // SCALE_BLOCK))
+    expect(f"scales of {name}", scales, (*weight.shape[:-2], *blocks), uint8)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats import SCALE_BLOCK
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
-from openinfer.kernels.reference import SCALE_BLOCK
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose, scaled_rule
 from openinfer.tensor import Tensor, bfloat16, int32

@@ -10,9 +10,6 @@ Array = np.ndarray[Any, Any]
 
 ROW_TILE = 8
 
-SCALE_BLOCK = 128
-"""Rows and columns of a weight that share one scale."""
-
 
 def f32(x: Array) -> Array:
     """`x` in float32 (itself if it is already)."""
@@ -49,28 +46,6 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     scale = np.float32(1.0) / np.sqrt(np.mean(wide * wide, axis=-1, keepdims=True) + np.float32(eps))
     unit = wide * scale if weight.dtype == np.float32 else rounded(wide * scale, x.dtype)
     return rounded(unit * f32(weight), x.dtype)
-
-
-def dequantized(weight: Array, scales: Array | None) -> Array:
-    """A weight [..., N, K] as float32: itself, or its values times the scales of their blocks
-    (contract.expect_weight)."""
-    if scales is None:
-        return f32(weight)
-    n, k = weight.shape[-2:]
-    wide = np.repeat(np.repeat(scales, SCALE_BLOCK, axis=-2), SCALE_BLOCK, axis=-1)
-    return np.asarray(f32(weight) * wide[..., :n, :k])
-
-
-def halves(weight: Array, scales: Array | None) -> tuple[Array, Array]:
-    """The gate's and the up projection's half of a weight [..., 2 I, H], each as float32 [..., I, H]."""
-    inter = weight.shape[-2] // 2
-    if scales is None:
-        return f32(weight[..., :inter, :]), f32(weight[..., inter:, :])
-    blocks = scales.shape[-2] // 2
-    return (
-        dequantized(weight[..., :inter, :], scales[..., :blocks, :]),
-        dequantized(weight[..., inter:, :], scales[..., blocks:, :]),
-    )
 
 
 def silu(x: Array) -> Array:

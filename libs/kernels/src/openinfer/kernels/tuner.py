@@ -160,9 +160,8 @@ class DeviceMeter:
         self.store = Store(self.device.arch)
         scratch, zeroed = (Tensor.empty((size,), "uint8", self.device) for size in (1 << 30, 1 << 20))
         zeroed.zero_(self.stream)
-        self.pack = LaunchPack(
-            self.target, CudaDriver(self.device, self.stream, self.store, lt), scratch, zeroed
-        )
+        self.driver = CudaDriver(self.device, self.stream, self.store, lt)
+        self.pack = LaunchPack(self.target, self.driver, scratch, zeroed)
 
     def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[Choice]], Measured]:
         """See Meter."""

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from openinfer.graph import Rows
 from openinfer.kernels import Pack, embed, expand_rows, norm_linear, select_rows
+from openinfer.kernels.ops.experts import experts
+from openinfer.kernels.ops.project import gate_up_clamped, project
+from openinfer.kernels.ops.route import route
 from openinfer.recipes.deepseek_v4.batch import Buffers
 from openinfer.recipes.deepseek_v4.cache import Cache
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
-from openinfer.recipes.deepseek_v4.ops.project import gate_up_clamped, project
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
-from openinfer.recipes.deepseek_v4.ops.route import route
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.places import Linear, Mixing
 from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Layer, Sparse, Weights

@@ -18,11 +18,11 @@ from openinfer.kernels import (
     norm_linear,
     select_rows,
 )
+from openinfer.kernels.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.batch import Buffers
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
-from openinfer.recipes.qwen3_5.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
 from openinfer.sampler.gpu import advance, sample, score, top_logprobs

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from openinfer.kernels import mixture
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
-from openinfer.kernels.experts import Call, launches, tile
+from openinfer.kernels.formats import dequantized, halves
 from openinfer.kernels.launch import Command, Scratch
+from openinfer.kernels.mixture import Pairs
 from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.plain_experts import PlainExperts, tile
 from openinfer.kernels.products import expect_float8, norm
-from openinfer.kernels.reference import Array, dequantized, f32, halves, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -64,16 +67,17 @@ def _reference(
     down_scales: Array | None = None,
 ) -> None:
     normed = rms_norm(x, norm_weight, eps)
-    results = np.zeros((*expert_ids.shape, x.shape[1]), np.float32)
-    for expert in np.unique(expert_ids[expert_ids >= 0]):
-        token, choice = np.nonzero(expert_ids == expert)
+
+    def mlp(expert: int, token: Array, _: Array) -> Array:
         scales = None if gate_up_scales is None else gate_up_scales[expert]
         gate, up = (
             rounded(matmul_nt(normed[token], half), x.dtype) for half in halves(gate_up[expert], scales)
         )
         hidden = rounded(rounded(silu(gate), x.dtype) * up, x.dtype)
         weight = dequantized(down[expert], None if down_scales is None else down_scales[expert])
-        results[token, choice] = rounded(matmul_nt(hidden, weight), x.dtype)
+        return rounded(matmul_nt(hidden, weight), x.dtype)
+
+    results = mixture.results(expert_ids, x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
     total = np.zeros(x.shape, np.float32)
     for j in range(expert_ids.shape[1]):
@@ -98,13 +102,15 @@ def _launches(
     expect_float8(target, gate_up_scales or down_scales)
     hidden = Scratch(x.shape, x.dtype)
     yield norm(hidden, x, norm_weight, eps)
-    (experts, width, inter), pairs = down.shape, expert_ids.shape[0] * expert_ids.shape[1]
-    tiles = (
-        tile(target, pairs, experts, inter, width, first=True),
-        tile(target, pairs, experts, width, inter, first=False),
-    )
-    call = Call(x, hidden, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales)
-    yield from launches(call, *tiles)
+    experts, width, inter = down.shape
+    pairs = Pairs.of(expert_ids, experts)
+    kernels = PlainExperts(
+        x, hidden, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales,
+        first=tile(target, pairs.count, experts, inter, width, first=True),
+        second=tile(target, pairs.count, experts, width, inter, first=False),
+        results=Scratch((pairs.count, width), x.dtype),
+    )  # fmt: skip
+    yield from mixture.launches(kernels, pairs)
 
 
 def _cost(
@@ -120,12 +126,9 @@ def _cost(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
 ) -> Cost:
-    """Expert weights count once for each expert that is hit, which are so many as evenly random routing hits."""
     experts, hidden, inter = down.shape
     tokens, chosen = workload.tokens, expert_ids.shape[1]
-    hit = experts * (1 - (1 - chosen / experts) ** tokens)
-    tensors = (gate_up, down, gate_up_scales, down_scales)
-    weights = int(sum(t.nbytes for t in tensors if t is not None) * hit / experts)
+    weights = mixture.weight_bytes(tokens, chosen, experts, gate_up, down, gate_up_scales, down_scales)
     activations = tokens * (2 * hidden * x.itemsize + chosen * (x.itemsize + 4))
     return Cost(weights + norm_weight.nbytes + activations, 6 * tokens * chosen * hidden * inter)
 

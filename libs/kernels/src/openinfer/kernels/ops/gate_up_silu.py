@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
+from openinfer.kernels.formats import halves
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import normed_product
-from openinfer.kernels.reference import Array, halves, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.reference import Array, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
+from openinfer.kernels.formats import dequantized
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import product
-from openinfer.kernels.reference import Array, dequantized, f32, matmul_nt, rounded
+from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
 

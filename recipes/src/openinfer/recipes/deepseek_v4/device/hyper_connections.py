@@ -8,7 +8,7 @@ product with the matrix in three bf16 parts (24 bits of mantissa) on the tensor 
 import triton
 import triton.language as tl
 
-from openinfer.recipes.deepseek_v4.device.formats import q8
+from openinfer.kernels.device.formats import q8
 
 
 @triton.jit

@@ -9,7 +9,7 @@ chooses among their choices.
 import triton
 import triton.language as tl
 
-from openinfer.recipes.deepseek_v4.device.rounding import hadamard, q4, rotated
+from openinfer.kernels.device.rounding import hadamard, q4, rotated
 
 
 @triton.jit

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from openinfer.recipes.deepseek_v4.device.rounding import q8_blocks, q8_plain, rotated
+from openinfer.kernels.device.rounding import q8_blocks, q8_plain, rotated
 
 
 @triton.jit

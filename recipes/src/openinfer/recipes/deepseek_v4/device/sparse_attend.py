@@ -10,7 +10,7 @@ and few addresses.
 import triton
 import triton.language as tl
 
-from openinfer.recipes.deepseek_v4.device.rounding import rotated
+from openinfer.kernels.device.rounding import rotated
 
 LOW = tl.constexpr(-1.0e30)
 """A score that nothing sees: exp2 of its distance to a real one is 0, to itself is 1 and not NaN."""

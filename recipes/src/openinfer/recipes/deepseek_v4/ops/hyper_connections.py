@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels import Command, Cost, Launch, Op, Scratch, Target, Workload, launch
+from openinfer.kernels import packed_products as linear
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.formats import SCALE_BLOCK, q8
 from openinfer.kernels.launch import Aligned, aligned, power_of_two
 from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded
 from openinfer.kernels.tuning import depth
-from openinfer.recipes.deepseek_v4 import linear
-from openinfer.recipes.deepseek_v4.formats import q8
-from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK
 from openinfer.tensor import Tensor, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"

@@ -8,16 +8,10 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels import Command, Cost, Op, Target, Workload
-from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.contract import FLOATS, expect, expect_columns, require
+from openinfer.kernels.formats import hadamard, q4
 from openinfer.kernels.reference import Array, f32, rounded
-from openinfer.recipes.deepseek_v4.formats import hadamard, q4
-from openinfer.recipes.deepseek_v4.ops.common import (
-    PAGE,
-    expect_columns,
-    expect_cos_sin,
-    rope,
-    seen,
-)
+from openinfer.recipes.deepseek_v4.ops.common import PAGE, expect_cos_sin, rope, seen
 from openinfer.recipes.deepseek_v4.sparse import Index
 from openinfer.tensor import Tensor, float32, int32
 

@@ -17,6 +17,12 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 
 _E8M0_VALUES = np.append(2.0 ** np.arange(-127.0, 128), np.nan).astype(np.float32)
 
+SCALE_BLOCK = 128
+"""Rows and columns of a float8 weight that share one scale."""
+
+FP4_BLOCK = 32
+"""Columns of an FP4 weight that share one scale."""
+
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 Q8_LEAST, Q4_LEAST = 1e-4, 6 * 2.0**-126
 """Below these a block's largest magnitude counts as so large."""
@@ -33,22 +39,29 @@ def unpack_fp4(packed: Array) -> Array:
     return np.asarray(FP4_VALUES[both.reshape(*packed.shape[:-1], -1)])
 
 
-def dequantized(weight: Array, scales: Array | None, *, block: int = 128, parts: int = 1) -> Array:
-    """A weight [..., N, K] (FP4: [..., N, K / 2]) as float32, exactly (ops.common.expect_packed)."""
+def dequantized(weight: Array, scales: Array | None, *, parts: int = 1) -> Array:
+    """A weight [..., N, K] (FP4: [..., N, K / 2]) as float32, exactly: contract.expect_weight where scales are float32,
+    contract.expect_packed where they are bytes. `parts`: projections stacked in N."""
     if scales is None:
         return weight.astype(np.float32, copy=False)
-    wide = e8m0(scales)
+    wide = scales if scales.dtype == np.float32 else e8m0(scales)
     if weight.dtype == np.uint8:
         values = unpack_fp4(weight)
         return np.asarray(values * np.repeat(wide, values.shape[-1] // scales.shape[-1], axis=-1))
     n, k = weight.shape[-2:]
-    columns = np.repeat(wide, block, axis=-1)[..., :k]
+    columns = np.repeat(wide, SCALE_BLOCK, axis=-1)[..., :k]
     each, rows = scales.shape[-2] // parts, n // parts
     stacked = [
-        np.repeat(columns[..., part * each : (part + 1) * each, :], block, axis=-2)[..., :rows, :]
+        np.repeat(columns[..., part * each : (part + 1) * each, :], SCALE_BLOCK, axis=-2)[..., :rows, :]
         for part in range(parts)
     ]
     return np.asarray(weight.astype(np.float32) * np.concatenate(stacked, axis=-2))
+
+
+def halves(weight: Array, scales: Array | None) -> tuple[Array, Array]:
+    """The gate's and the up projection's half of a weight [..., 2 I, H], each as float32 [..., I, H]."""
+    wide, inter = dequantized(weight, scales, parts=2), weight.shape[-2] // 2
+    return wide[..., :inter, :], wide[..., inter:, :]
 
 
 def _scale(x: Array, least: float, most: float) -> Array:

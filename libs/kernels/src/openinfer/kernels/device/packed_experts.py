@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.experts import sort_expert, tile_of
-from openinfer.recipes.deepseek_v4.device.formats import (
+from openinfer.kernels.device.formats import (
     code_order,
     e8m0,
     float8_operand,

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from openinfer.recipes.deepseek_v4.device.formats import q8
+from openinfer.kernels.device.formats import q8
 
 
 @triton.jit

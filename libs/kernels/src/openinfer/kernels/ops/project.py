@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Scratch, Target, Workload
-from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels import packed_products as linear
+from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_packed, require
+from openinfer.kernels.formats import SCALE_BLOCK, dequantized, q8
+from openinfer.kernels.launch import Command, Scratch
+from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
-from openinfer.recipes.deepseek_v4 import linear
-from openinfer.recipes.deepseek_v4.formats import dequantized, q8
-from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK, expect_columns, expect_packed
+from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32
 
 
@@ -27,7 +28,7 @@ def _project_contract(
 ) -> None:
     """out = x @ weight^T; in `groups`, each with an equal part of the columns of x and of the rows of weight.
 
-    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (ops.common.expect_packed);
+    x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (contract.expect_packed);
     out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
     in float32 and rounded once; with `quantized` what is rounded goes through q8 in blocks of 128 columns of out
     (formats.q8; N is then a multiple of 128). N / G and K are multiples of 16. `rounded_x`: x is what q8 gave, in
@@ -115,7 +116,7 @@ def _gate_contract(
     """out = silu(min(g, limit)) * clamp(u, -limit, limit) with [g, u] = x @ weight^T.
 
     x [T, K], weight [2 I, K] (the gate's rows, then the up projection's) of x's dtype, or packed float8 with parts=2
-    (ops.common.expect_packed), out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer; the product
+    (contract.expect_packed), out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer; the product
     is in float32, rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8), as x has (`rounded_x` of
     project). K is a multiple of 16, I of 128.
     """

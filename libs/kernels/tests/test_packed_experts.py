@@ -1,11 +1,6 @@
-"""The kernels of DeepSeek-V4's experts, in Triton's interpreter, against the
-references."""
+"""The kernels of `experts`, in Triton's interpreter and on a GPU, against the reference."""
 
 from __future__ import annotations
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +10,11 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, NullPack, Store, Target
+from openinfer.kernels import packed_experts as mixture
+from openinfer.kernels.formats import q8
+from openinfer.kernels.ops.experts import experts
+from openinfer.kernels.testing import error
 from openinfer.kernels.tuning import shared_bytes
-from openinfer.recipes.deepseek_v4 import mixture
-from openinfer.recipes.deepseek_v4.formats import q8
-from openinfer.recipes.deepseek_v4.ops.experts import experts
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 Array = np.ndarray[Any, Any]
@@ -27,12 +23,6 @@ Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
 Run = Callable[..., dict[str, Array]]
 LIMIT = 1.5
 """Of the gated product: small enough that many values are cut off."""
-
-
-def error(got: Array, want: Array) -> float:
-    """Relative Frobenius error; infinite where something is not finite."""
-    g, w = got.astype(np.float64), want.astype(np.float64)
-    return float(np.linalg.norm(g - w) / np.linalg.norm(w)) if np.isfinite(g).all() else float("inf")
 
 
 def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: int) -> tuple[Array, Array | None]:

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openinfer.kernels import Command, ContractError, Launch, Scratch, Target, launch
-from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
+from openinfer.kernels.errors import ContractError
+from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.products import matmul
+from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import choose, depth, rule, shared_bytes
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
-_DEVICE = "openinfer.recipes.deepseek_v4.device.linear"
+_DEVICE = "openinfer.kernels.device.packed_linear"
 
 FEW, FEW_PACKED, FEW_IN_GROUPS, FEW_CODED = 64, 128, 512, 512
 """Up to so many tokens reading the weights is all there is; packed weights, and groups of them, are read several times

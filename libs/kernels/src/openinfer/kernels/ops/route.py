@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
-from openinfer.kernels.contract import expect, require
-from openinfer.kernels.launch import aligned, power_of_two
+from openinfer.kernels.contract import expect, expect_columns, require
+from openinfer.kernels.launch import Command, aligned, launch, power_of_two
+from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
-from openinfer.recipes.deepseek_v4.ops.common import expect_columns
+from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
 
@@ -98,7 +98,7 @@ def _launches(
 ) -> Iterator[Command]:
     (tokens, experts), chosen = logits.shape, expert_ids.shape[1]
     yield launch(
-        "openinfer.recipes.deepseek_v4.device.route",
+        "openinfer.kernels.device.route",
         "route",
         (tokens,),
         {

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
 from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import aligned, power_of_two
+from openinfer.kernels.launch import Command, aligned, launch, power_of_two
+from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32
+from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, int32
 
 
@@ -44,7 +45,7 @@ def _launches(
 ) -> Iterator[Command]:
     (tokens, experts), chosen = logits.shape, expert_ids.shape[1]
     yield launch(
-        "openinfer.recipes.qwen3_5.device.route",
+        "openinfer.kernels.device.route",
         "route_topk",
         (tokens,),
         {

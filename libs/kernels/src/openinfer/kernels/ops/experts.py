@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from openinfer.kernels import Command, Cost, Op, Target, Workload
-from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels import mixture
+from openinfer.kernels.contract import FLOATS, expect, expect_packed, require
+from openinfer.kernels.formats import SCALE_BLOCK, dequantized, halves, q8
+from openinfer.kernels.launch import Command
+from openinfer.kernels.mixture import Pairs
+from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.ops.project import clamped_product
+from openinfer.kernels.packed_experts import PackedExperts, kind_of, tile
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
-from openinfer.recipes.deepseek_v4 import mixture
-from openinfer.recipes.deepseek_v4.formats import dequantized, q8
-from openinfer.recipes.deepseek_v4.ops.common import SCALE_BLOCK, expect_packed
-from openinfer.recipes.deepseek_v4.ops.project import clamped_product
+from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 
@@ -36,7 +37,7 @@ def _contract(
 
     x, shared, out [T, D] of one float dtype. expert_ids int32 [T, K], each in [-1, E), no expert twice in a row but
     -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up [E, 2 I, D] (the gate's rows, then
-    the up projection's) and down [E, D, I], both of x's dtype, or both packed FP4 or float8 (ops.common.expect_packed;
+    the up projection's) and down [E, D, I], both of x's dtype, or both packed FP4 or float8 (contract.expect_packed;
     gate_up with parts=2). g and u are rounded as outputs of a linear layer; the product, w in it, is in float32 and
     rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8), as x must have by its maker; each
     expert's output is rounded; their sum and shared are added in float32 and rounded once. D and I are multiples of
@@ -77,20 +78,17 @@ def _reference(
     limit: float,
     quantized: bool,
 ) -> None:
-    results = np.zeros((*expert_ids.shape, x.shape[1]), np.float32)
-    inter = gate_up.shape[1] // 2
-    for expert in np.unique(expert_ids[expert_ids >= 0]):
-        token, choice = np.nonzero(expert_ids == expert)
-        first = dequantized(
-            gate_up[expert], None if gate_up_scales is None else gate_up_scales[expert], parts=2
-        )
-        gate, up = (rounded(matmul_nt(x[token], half), x.dtype) for half in (first[:inter], first[inter:]))
+    def mlp(expert: int, token: Array, choice: Array) -> Array:
+        scales = None if gate_up_scales is None else gate_up_scales[expert]
+        gate, up = (rounded(matmul_nt(x[token], half), x.dtype) for half in halves(gate_up[expert], scales))
         hidden = clamped_product(gate, up, limit) * expert_weights[token, choice][:, None]
         hidden = rounded(hidden, x.dtype)
         if quantized:
             hidden = q8(hidden, SCALE_BLOCK)
         second = dequantized(down[expert], None if down_scales is None else down_scales[expert])
-        results[token, choice] = rounded(matmul_nt(hidden, second), x.dtype)
+        return rounded(matmul_nt(hidden, second), x.dtype)
+
+    results = mixture.results(expert_ids, x.shape[1], mlp)
     # One choice after the other: the sum must not depend on what numpy does with the other tokens.
     total = results[:, 0].copy()
     for j in range(1, expert_ids.shape[1]):
@@ -107,10 +105,12 @@ def _launches(
         target.arch >= 89 or not quantized,
         f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up",
     )
-    call = mixture.Call(x=x, gate_up=gate_up, expert_ids=expert_ids, quantized=quantized, **rest)
-    kind = mixture.kind_of(gate_up)
-    found = mixture.tile(target, pairs, gate_up.shape[0], kind, quantized)
-    yield from mixture.launches(target, call, found)
+    count = gate_up.shape[0]
+    found = tile(target, pairs, count, kind_of(gate_up), quantized)
+    kernels = PackedExperts.of(
+        target, found, x=x, gate_up=gate_up, expert_ids=expert_ids, quantized=quantized, **rest
+    )
+    yield from mixture.launches(kernels, Pairs.of(expert_ids, count))
 
 
 def _cost(
@@ -124,12 +124,9 @@ def _cost(
     down_scales: Tensor | None,
     **_: object,
 ) -> Cost:
-    """Expert weights count once for each expert that is hit, which are so many as evenly random routing hits."""
     count, width = gate_up.shape[0], x.shape[1]
     inter, tokens, chosen = gate_up.shape[1] // 2, workload.tokens, expert_ids.shape[1]
-    hit = count * (1 - (1 - min(1, chosen / count)) ** tokens)
-    tensors = (gate_up, gate_up_scales, down, down_scales)
-    weights = int(sum(t.nbytes for t in tensors if t is not None) * hit / count)
+    weights = mixture.weight_bytes(tokens, chosen, count, gate_up, gate_up_scales, down, down_scales)
     activations = tokens * (3 * width * x.itemsize + chosen * 8)
     return Cost(weights + activations, 6 * tokens * chosen * width * inter)
 

@@ -4,8 +4,7 @@
 import triton
 import triton.language as tl
 
-from openinfer.recipes.deepseek_v4.device.experts import clamped_product
-from openinfer.recipes.deepseek_v4.device.formats import (
+from openinfer.kernels.device.formats import (
     e8m0,
     float8_operand,
     operand_row,
@@ -13,6 +12,7 @@ from openinfer.recipes.deepseek_v4.device.formats import (
     q8,
     q8_codes,
 )
+from openinfer.kernels.device.packed_experts import clamped_product
 
 
 @triton.jit

@@ -1,0 +1,211 @@
+"""Tests for an op: its kernels beside its reference, and a suite that any op can run.
+
+    class TestScale(OpConformance):
+        op = scale
+        cases = (Case({"out": np.full(8, np.nan, bfloat16), "x": ...}, outputs={"out": 1e-2}),)
+
+The interpreter needs `TRITON_INTERPRET=1` in the environment before anything imports triton. Needs pytest only to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer.kernels.errors import ContractError
+from openinfer.kernels.op import Op, Workload
+from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.kernels.packs.cuda import LaunchPack
+from openinfer.kernels.packs.cuda_driver import CudaDriver
+from openinfer.kernels.packs.interp import InterpDriver
+from openinfer.kernels.packs.null import NullPack
+from openinfer.kernels.store import Store
+from openinfer.kernels.target import Target
+from openinfer.tensor import Stream, Tensor, uint8
+
+__all__ = [
+    "INTERPRETED",
+    "Array",
+    "Case",
+    "OpConformance",
+    "compare",
+    "error",
+    "run_interpreted",
+    "run_on_gpu",
+    "run_reference",
+    "workspace",
+]
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+Run = Callable[[Op[Any], Mapping[str, Any]], Arrays]
+
+INTERPRETED = Target(arch=90, num_sms=4, interpreted=True)
+"""A small GPU without cuBLASLt, for the interpreter."""
+
+_MARGIN = 256  # bytes behind the scratch, which kernels must not write
+
+
+def error(got: Array, want: Array) -> float:
+    """The relative Frobenius error; infinite where `got` has a value that is not finite."""
+    g, w = got.astype(np.float64), want.astype(np.float64)
+    size = max(float(np.linalg.norm(w)), 1e-30)
+    return float(np.linalg.norm(g - w)) / size if np.isfinite(g).all() else float("inf")
+
+
+def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int, int]:
+    """Bytes of ordinary and of zeroed scratch that a call needs."""
+    plan = NullPack(target)
+    plan.run(op, args)
+    return plan.workspace_bytes(zeroed=False), plan.workspace_bytes(zeroed=True)
+
+
+def run_reference(op: Op[Any], args: Mapping[str, Any]) -> Arrays:
+    """The arrays of a call as the reference leaves them. `args` has numpy arrays for tensors; they stay as they are."""
+    arrays, tensors = _copied(args)
+    CpuPack().run(op, tensors)
+    return arrays
+
+
+def run_interpreted(op: Op[Any], args: Mapping[str, Any], target: Target = INTERPRETED) -> Arrays:
+    """As run_reference, by the op's kernels in Triton's interpreter. Scratch begins as 0xFF bytes."""
+    arrays, tensors = _copied(args)
+    plain, zeroed = workspace(op, tensors, target)
+    scratch, zeros = np.full(plain + _MARGIN, 0xFF, np.uint8), np.zeros(zeroed + _MARGIN, np.uint8)
+    pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
+    pack.run(op, tensors)
+    _check_scratch(op, scratch[plain:], zeros)
+    return arrays
+
+
+def run_on_gpu(
+    op: Op[Any], args: Mapping[str, Any], target: Target, driver: CudaDriver, stream: Stream
+) -> Arrays:
+    """As run_reference, by the op's kernels on the GPU of `stream`, compiled first where `driver.store` lacks them."""
+    arrays, _ = _copied(args)
+    sent = {name: _upload(array, stream) for name, array in arrays.items()}
+    tensors = {name: sent[name][1] if name in sent else value for name, value in args.items()}
+    plan = NullPack(target)
+    plan.run(op, tensors)
+    driver.store.prepare(plan.specs())
+    plain, zeroed = (plan.workspace_bytes(zeroed=z) for z in (False, True))
+    scratch, zeros = (Tensor.empty((n + _MARGIN,), uint8, stream.device) for n in (plain, zeroed))
+    scratch.copy_from(np.full(plain + _MARGIN, 0xFF, np.uint8), stream)
+    zeros.zero_(stream)
+    LaunchPack(target, driver, scratch, zeros).run(op, tensors)
+    stream.synchronize()
+    _check_scratch(op, scratch.numpy()[plain:], zeros.numpy())
+    strided = np.lib.stride_tricks.as_strided
+    return {n: strided(flat.numpy(), args[n].shape, args[n].strides) for n, (flat, _) in sent.items()}
+
+
+def compare(op: Op[Any], got: Arrays, want: Arrays, outputs: Mapping[str, float]) -> None:
+    """Raise AssertionError unless `got` is `want`: outputs within the relative error given (0: bit for bit), all other
+    arrays bit for bit."""
+    for name, array in want.items():
+        limit = outputs.get(name, 0.0)
+        if limit == 0.0:
+            np.testing.assert_array_equal(got[name], array, err_msg=f"{op.name}: {name}")
+        else:
+            found = error(got[name], array)
+            assert found <= limit, f"{op.name}: {name} is off by {found:.2e}, allowed {limit:.2e}"
+
+
+def _like(array: Array) -> Array:
+    """A copy with the same strides. The gaps between elements are 7."""
+    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
+    copy = np.lib.stride_tricks.as_strided(np.full(span, 7, array.dtype), array.shape, array.strides)
+    copy[...] = array
+    return copy
+
+
+def _copied(args: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+    """Copies of the arrays of a call, and its arguments on these."""
+    arrays = {name: _like(value) for name, value in args.items() if isinstance(value, np.ndarray)}
+    return arrays, {
+        name: Tensor.from_numpy(arrays[name]) if name in arrays else v for name, v in args.items()
+    }
+
+
+def _upload(array: Array, stream: Stream) -> tuple[Tensor, Tensor]:
+    """Device memory that spans the array, and the tensor with the array's strides in it."""
+    strides = tuple(s // array.itemsize for s in array.strides)
+    span = 1 + sum((n - 1) * s for n, s in zip(array.shape, strides, strict=True))
+    flat = np.lib.stride_tricks.as_strided(array, (span,), (array.itemsize,)).copy()
+    memory = Tensor.empty((span,), array.dtype, stream.device)
+    memory.copy_from(flat, stream)
+    stream.synchronize()
+    return memory, Tensor(memory.ptr, array.shape, memory.dtype, stream.device, strides, memory)
+
+
+def _check_scratch(op: Op[Any], margin: Array, zeros: Array) -> None:
+    assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
+    assert (margin == 0xFF).all(), f"{op.name} wrote past its scratch"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call for OpConformance. `args`: arrays and values; fill pure outputs with NaN or -1. `outputs`: the arrays that
+    are written, each with the relative error allowed between kernels and reference (0: bit for bit)."""
+
+    args: Mapping[str, Any]
+    outputs: Mapping[str, float] = field(default_factory=dict)
+
+
+class OpConformance:
+    """What every op keeps. Subclass it in a test module with `op` and `cases`; pytest collects the methods."""
+
+    op: Op[Any]
+    cases: Sequence[Case]
+    arch = 90
+
+    def test_the_contract_refuses_other_dtypes_and_shapes(self) -> None:
+        """Each array of a call in turn, as int16 and with one more axis."""
+        for case in self.cases:
+            for name, array in case.args.items():
+                if not isinstance(array, np.ndarray):
+                    continue
+                for wrong in (np.zeros(array.shape, np.int16), np.zeros((*array.shape, 1), array.dtype)):
+                    _, tensors = _copied({**case.args, name: wrong})
+                    try:
+                        self.op.contract(**tensors)
+                    except ContractError:
+                        continue
+                    raise AssertionError(f"{self.op.name} takes {name} as {wrong.dtype} {wrong.shape}")
+
+    def test_the_reference_writes_its_outputs_alone_and_the_same_bits_each_time(self) -> None:
+        for case in self.cases:
+            first, second = run_reference(self.op, case.args), run_reference(self.op, case.args)
+            for name, array in first.items():
+                np.testing.assert_array_equal(array, second[name], err_msg=f"{self.op.name}: {name}")
+                if name not in case.outputs:
+                    np.testing.assert_array_equal(array, case.args[name], err_msg=f"{self.op.name}: {name}")
+
+    def test_kernels_in_the_interpreter_agree_with_the_reference(self) -> None:
+        for case in self.cases:
+            want = run_reference(self.op, case.args)
+            compare(self.op, run_interpreted(self.op, case.args), want, case.outputs)
+
+    def test_kernels_compile(self, tmp_path: Path) -> None:
+        """For sm_90 by default; needs no GPU."""
+        plan = NullPack(Target(self.arch, 132))
+        for case in self.cases:
+            plan.run(self.op, _copied(case.args)[1])
+        store = Store(self.arch, tmp_path, folders=[])
+        assert store.prepare(plan.specs()).compiled == len(plan.specs())
+
+    def test_costs_are_numbers_of_bytes_and_operations(self) -> None:
+        for case in self.cases:
+            _, tensors = _copied(case.args)
+            little, much = (self.op.cost(Workload(n, 1, n, n), **tensors) for n in (1, 64))
+            for cost in (little, much):
+                assert isinstance(cost.bytes, int)
+                assert isinstance(cost.flops, int)
+                assert cost.bytes > 0
+                assert cost.flops >= 0
+            assert much.bytes >= little.bytes
+            assert much.flops >= little.flops

@@ -1,0 +1,187 @@
+"""Products with packed weights, clamped gates and norms, in Triton's interpreter and on a GPU, against references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import Target
+from openinfer.kernels import packed_experts as mixture
+from openinfer.kernels.formats import q8
+from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
+from openinfer.kernels.testing import error
+from openinfer.tensor import bfloat16, float8_e4m3fn, float32
+
+Array = np.ndarray[Any, Any]
+Both = Callable[..., tuple[dict[str, Array], dict[str, Array]]]
+"""both(op, args, target): what the kernels and the reference leave (conftest.py)."""
+Run = Callable[..., dict[str, Array]]
+LIMIT = 1.5
+"""Of the gated product: small enough that many values are cut off."""
+
+
+def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: int) -> tuple[Array, Array | None]:
+    """A weight [..., N, K] of every number of its format, worth about K^-0.5, and its scales."""
+    *lead, n, k = shape
+    if kind == mixture.BF16:
+        return (rng.standard_normal(shape) * k**-0.5).astype(bfloat16), None
+    if kind == mixture.FP4:
+        weight = rng.integers(0, 256, (*lead, n, k // 2), np.uint8)
+        return weight, rng.integers(118, 124, (*lead, n, k // 32), np.uint8)
+    codes = rng.integers(0, 256, shape, np.uint8)
+    codes[codes & 127 == 127] = 0  # NaN
+    return codes.view(float8_e4m3fn), rng.integers(117, 120, (*lead, -(-n // 128), -(-k // 128)), np.uint8)
+
+
+KINDS = {"bf16": mixture.BF16, "float8": mixture.FLOAT8}
+
+
+def layer(
+    rng: np.random.Generator,
+    tokens: int,
+    n: int,
+    k: int,
+    kind: str,
+    groups: int = 1,
+    *,
+    rounded: bool = False,
+    quantized: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `project`; x is columns of something wider."""
+    weight, scales = packed(rng, (n, k), KINDS[kind])
+    wide = rng.standard_normal((tokens, groups * k + 64), np.float32)
+    if rounded:
+        wide[:, : groups * k] = q8(wide[:, : groups * k], 128)
+    return {
+        "out": np.full((tokens, n), np.nan, bfloat16),
+        "x": wide.astype(bfloat16)[:, : groups * k],
+        "weight": weight,
+        "scales": scales,
+        "groups": groups,
+        "rounded_x": rounded,
+        "quantized": quantized,
+    }
+
+
+@pytest.mark.parametrize("kind", ["float8", "bf16"])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "groups"),
+    [(1, 144, 512, 1), (3, 128, 192, 2), (40, 64, 128, 1), (70, 128, 128, 2), (1, 64, 2048, 1)],
+)
+def test_project(
+    reference: Run,
+    run_both: Both,
+    rng: np.random.Generator,
+    kind: str,
+    tokens: int,
+    n: int,
+    k: int,
+    groups: int,
+) -> None:
+    args = layer(rng, tokens, n, k, kind, groups)
+    got, want = run_both(project, args)
+    assert error(got["out"], want["out"]) < 3e-3
+    wide = args | {"out": np.full((tokens, n), np.nan, float32)}
+    got, want = run_both(project, wide)
+    assert error(got["out"], want["out"]) < 3e-6
+    if args["scales"] is not None:
+        other = reference(project, wide | {"scales": args["scales"] + np.uint8(1)})
+        assert error(other["out"], want["out"]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "k"), [(1, 144, 512), (20, 256, 128), (70, 128, 256), (3, 64, 4224), (600, 64, 128)]
+)
+def test_project_of_codes(
+    reference: Run, run_both: Both, rng: np.random.Generator, tokens: int, n: int, k: int
+) -> None:
+    """Columns are shared among programs as far as they go round; Hopper's sums of codes have some 14 bits."""
+    args = layer(rng, tokens, n, k, "float8", rounded=True) | {"out": np.full((tokens, n), np.nan, float32)}
+    got, want = run_both(project, args)
+    assert error(got["out"], want["out"]) < 3e-4
+    other = reference(project, args | {"scales": args["scales"] + np.uint8(1)})
+    assert error(other["out"], want["out"]) > 0.1
+
+
+@pytest.mark.parametrize("tokens", [2, 70])
+def test_project_rounds_its_output(
+    reference: Run, run_both: Both, rng: np.random.Generator, tokens: int
+) -> None:
+    args = layer(rng, tokens, 256, 128, "float8", 2, quantized=True)
+    got, want = run_both(project, args)
+    assert error(got["out"], want["out"]) < 4e-3
+    assert error(reference(project, args | {"quantized": False})["out"], want["out"]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        Target(arch=80, num_sms=4, interpreted=True),
+        Target(arch=90, num_sms=4, batch_invariant=True, interpreted=True),
+    ],
+)
+def test_project_elsewhere(run_both: Both, rng: np.random.Generator, target: Target) -> None:
+    for tokens in (3, 70):
+        got, want = run_both(project, layer(rng, tokens, 128, 192, "float8", 2), target)
+        assert error(got["out"], want["out"]) < 3e-3
+
+
+@pytest.mark.parametrize("kind", ["float8", "bf16"])
+@pytest.mark.parametrize(("tokens", "quantized"), [(1, True), (5, False), (70, True)])
+def test_gate_up_clamped(
+    reference: Run, run_both: Both, rng: np.random.Generator, kind: str, tokens: int, quantized: bool
+) -> None:
+    weight, scales = packed(rng, (256, 128), KINDS[kind])
+    x = rng.standard_normal((tokens, 128), np.float32)
+    args = {
+        "out": np.full((tokens, 128), np.nan, bfloat16),
+        "x": (q8(x, 128) if quantized else x).astype(bfloat16),
+        "weight": weight,
+        "scales": scales,
+        "limit": LIMIT,
+        "quantized": quantized,
+    }
+    got, want = run_both(gate_up_clamped, args)
+    assert error(got["out"], want["out"]) < 6e-3
+    assert error(reference(gate_up_clamped, args | {"limit": 1.2 * LIMIT})["out"], want["out"]) > 1e-2
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_norm_rows(reference: Run, run_both: Both, rng: np.random.Generator, quantized: bool) -> None:
+    gain = rng.uniform(0.5, 1.5, 384).astype(float32)
+    args = {
+        "out": np.full((3, 384), np.nan, bfloat16),
+        "x": rng.standard_normal((3, 384)).astype(bfloat16),
+        "norm_weight": gain,
+        "eps": 1e-6,
+        "quantized": quantized,
+    }
+    got, want = run_both(norm_rows, args)
+    assert error(got["out"], want["out"]) < 1e-3
+    assert (
+        error(reference(norm_rows, args | {"norm_weight": gain * np.float32(1.01)})["out"], want["out"])
+        > 5e-3
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "k", "groups"), [(1536, 4096, 1), (32768, 1024, 1), (8192, 4096, 8), (4096, 8192, 1)]
+)
+@pytest.mark.parametrize("tokens", [1, 33, 128, 600])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_projections_of_published_shape(
+    on_gpu: Run,
+    reference: Run,
+    rng: np.random.Generator,
+    tokens: int,
+    n: int,
+    k: int,
+    groups: int,
+    rounded: bool,
+) -> None:
+    args = layer(rng, tokens, n, k, "float8", groups, rounded=rounded)
+    assert error(on_gpu(project, args)["out"], reference(project, args)["out"]) < 3e-3
