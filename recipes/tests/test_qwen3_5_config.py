@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,14 +37,23 @@ def test_published_sizes_have_their_parameters(size: str) -> None:
     config = Config.parse(config_json(size), None)
     weights = weights_of(config)
     names = [*weights.loads, *weights.conversions]
-    count = sum(math.prod(place.dst.shape) for place in names if not place.name.startswith("mtp."))
+    count = sum(math.prod(place.dst.shape) for place in names)
     parameters, cache, states = PUBLISHED[size]
     assert count == parameters
     assert config.kv_bytes_per_token(2) == cache
     ring_row = config.num_linear * config.conv_size * 2  # ours has four, the published state three
     assert config.state_bytes(2) - ring_row == pytest.approx(states, rel=0.005)
     assert (weights.lm_head is weights.embed) == SIZES[size][-1]
+    assert weights.mtp is None
+
+
+def test_the_mtp_head_takes_no_memory_unless_it_is_asked_for() -> None:
+    config = Config.parse(config_json("4B"), None)
+    without, with_mtp = (Arena(Device("null"), None) for _ in range(2))
+    Weights.allocate(config, without, bfloat16, Format.published(config))
+    weights = Weights.allocate(config, with_mtp, bfloat16, replace(Format.published(config), mtp=True))
     assert weights.mtp is not None
+    assert with_mtp.used - without.used > 200 << 20
 
 
 @pytest.mark.parametrize("fp8", [False, True])

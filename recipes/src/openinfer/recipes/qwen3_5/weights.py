@@ -41,20 +41,21 @@ def _padded(rows: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Format:
     """How a checkpoint spells the weights: the prefix of the text model's names, the modules with scales (None: as
-    published for config.fp8), whether experts are tensors of their own, whether there is a head and MTP weights."""
+    published for config.fp8), whether experts are tensors of their own, whether there is a head; and what is made of
+    them: whether the MTP head is loaded."""
 
     prefix: str
     scaled: frozenset[str] | None
     unfused_experts: bool
     tied: bool
-    mtp: bool
+    mtp: bool = False
 
     @classmethod
     def published(cls, config: Config) -> Format:
         """As the publisher's checkpoints of such a config are."""
         prefix = "model." if config.text_only else "model.language_model."
         scaled = None if config.fp8 else frozenset[str]()
-        return cls(prefix, scaled, config.fp8, bool(config.tie_word_embeddings), config.mtp)
+        return cls(prefix, scaled, config.fp8, bool(config.tie_word_embeddings))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
@@ -67,7 +68,6 @@ class Format:
             scaled=frozenset(n.removesuffix(suffix) for n in checkpoint if n.endswith(suffix)),
             unfused_experts=any(".mlp.experts.0." in name for name in checkpoint),
             tied="lm_head.weight" not in checkpoint if tied is None else tied,
-            mtp=config.mtp and "mtp.fc.weight" in checkpoint,
         )
 
     def is_fp8(self, module: str) -> bool:
@@ -139,7 +139,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The head that predicts a further token: loaded, not run yet."""
+    """The MTP head, which predicts the token after next. Engines do not load it."""
 
     fc: Linear  # [H, 2 H]
     embed_norm: Tensor
@@ -201,7 +201,7 @@ class Weights:
 
 def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly these tensors in the dtypes that they may have. (Vision
-    weights, MTP weights that config.json does not name and a head that is tied are ignored.)"""
+    weights, MTP weights that are not loaded and a head that is tied are ignored.)"""
     expected: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
     for load in weights.loads:
         wanted = float8_e4m3fn if load.dst.dtype == float8_e4m3fn else bfloat16
