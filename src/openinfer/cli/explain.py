@@ -23,8 +23,8 @@ from openinfer.kernels import H200, NullPack, Target
 
 @dataclass(slots=True)
 class Line:
-    """All calls of one op and weight shape in a step: in sum bytes, FLOPs, kernels and microseconds. `us` is NaN as
-    soon as one of the calls was not measured."""
+    """All calls of one op and weight shape in a step: in sum bytes, FLOPs, kernels and microseconds, and bytes to other
+    ranks. `us` is NaN as soon as one of the calls was not measured."""
 
     name: str
     calls: int = 0
@@ -33,6 +33,7 @@ class Line:
     flops: int = 0
     floor_us: float = 0.0
     us: float = 0.0
+    link: int = 0
 
 
 def main(argv: list[str]) -> int:
@@ -118,6 +119,7 @@ def trace(steps: list[list[Any]], target: Target, limits: Machine, measured: dic
             line.kernels += len(call.commands)
             line.bytes += cost.bytes
             line.flops += cost.flops
+            line.link += cost.link
             line.floor_us += limits.floor_us(cost)
             line.us += measured.get(bench_ledger.key(call.op, call.args, segment.workload), math.nan)
     return list(lines.values())
@@ -129,14 +131,17 @@ def _name(call: OpCall) -> str:
 
 
 def table(lines: list[Line], with_measured: bool) -> str:
-    """As text, with the sum of all; of the measured times where every line has one."""
+    """As text, with the sum of all; of the measured times where every line has one. Link bytes: where there are any."""
     head = f"{'op':<28} {'calls':>6} {'kernels':>8} {'MB':>10} {'GFLOP':>10} {'floor us':>10}"
+    links = any(line.link for line in lines)
+    head += f" {'link MB':>9}" if links else ""
     rows = [head + (f" {'measured us':>12} {'of floor':>9}" if with_measured else "")]
     for line in [*lines, total(lines)]:
         text = (
             f"{line.name:<28} {line.calls:>6} {line.kernels:>8} {line.bytes / 1e6:>10.2f} "
             f"{line.flops / 1e9:>10.2f} {line.floor_us:>10.1f}"
         )
+        text += f" {line.link / 1e6:>9.3f}" if links else ""
         if with_measured:
             known = not math.isnan(line.us)
             text += f" {line.us:>12.1f} {line.floor_us / line.us:>9.0%}" if known else f" {'-':>12} {'-':>9}"
@@ -146,7 +151,7 @@ def table(lines: list[Line], with_measured: bool) -> str:
 
 def total(lines: list[Line]) -> Line:
     """The sum of lines."""
-    names = ("calls", "kernels", "bytes", "flops", "floor_us", "us")
+    names = ("calls", "kernels", "bytes", "flops", "floor_us", "us", "link")
     return Line("sum", *(sum(getattr(line, name) for line in lines) for name in names))
 
 

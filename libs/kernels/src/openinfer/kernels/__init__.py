@@ -1,6 +1,7 @@
 """LLM inference ops without PyTorch: each with a contract, a numpy reference, device code and a cost, and four ways to
 run them."""
 
+from openinfer.kernels.communicator import Communicator, SharedMemory
 from openinfer.kernels.cublas import CublasLt, cublas_available
 from openinfer.kernels.errors import (
     CompileError,
@@ -9,10 +10,12 @@ from openinfer.kernels.errors import (
     KernelsError,
     LaunchError,
     MissingExtra,
+    RankLost,
     UntrustedCache,
 )
 from openinfer.kernels.launch import (
     Aligned,
+    Collective,
     Command,
     KernelSpec,
     Launch,
@@ -25,6 +28,7 @@ from openinfer.kernels.launch import (
 from openinfer.kernels.op import Cost, Op, Pack, Workload
 from openinfer.kernels.ops.apply_writes import apply_writes
 from openinfer.kernels.ops.attend import attend
+from openinfer.kernels.ops.collectives import all_gather, all_reduce, reduce_scatter
 from openinfer.kernels.ops.embed import embed
 from openinfer.kernels.ops.expand_rows import expand_rows
 from openinfer.kernels.ops.experts import experts
@@ -52,7 +56,9 @@ __all__ = [
     "SPEEDS",
     "Aligned",
     "Call",
+    "Collective",
     "Command",
+    "Communicator",
     "CompileError",
     "Compiled",
     "ContractError",
@@ -74,14 +80,18 @@ __all__ = [
     "Pack",
     "Prediction",
     "Prepared",
+    "RankLost",
     "Repeated",
     "Scratch",
+    "SharedMemory",
     "Speed",
     "Store",
     "Target",
     "TensorMap",
     "UntrustedCache",
     "Workload",
+    "all_gather",
+    "all_reduce",
     "apply_writes",
     "attend",
     "beside",
@@ -100,6 +110,7 @@ __all__ = [
     "predictions",
     "project",
     "qk_norm_rope_write",
+    "reduce_scatter",
     "route",
     "route_topk",
     "select_rows",

@@ -5,6 +5,7 @@ KernelsError
  ├── CompileError (RuntimeError)      the compiler refused a kernel
  ├── KernelMissing (LookupError)      no cubin for a kernel, and none may or can be compiled
  ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
+ ├── RankLost (ConnectionError)       a rank did not come to a collective
  ├── UntrustedCache (PermissionError) other users could have written what would be run as code
  └── MissingExtra (ImportError)       an optional dependency is needed; the message has the install command
 """
@@ -32,6 +33,11 @@ class LaunchError(KernelsError, RuntimeError):
 
 class UntrustedCache(KernelsError, PermissionError):
     """A folder of compiled kernels or of tables belongs to another user, or others can write to it."""
+
+
+class RankLost(KernelsError, ConnectionError):
+    """A rank of a communicator did not come to a collective in time. The ranks' states have nothing to do with each
+    other any more: end all of them."""
 
 
 class MissingExtra(KernelsError, ImportError):

@@ -1,4 +1,4 @@
-"""What an op asks a device to do: kernel launches and cuBLASLt products, as plain records.
+"""What an op asks a device to do: kernel launches, cuBLASLt products and collectives, as plain records.
 
 A record holds no driver object, so the same one can be compiled ahead of time, counted, launched on a GPU, or sent
 through Triton's interpreter. The records of a call are right in their order. Those of different branches (`beside`) are
@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -139,7 +139,37 @@ class Matmul:
     branch: int = 0
 
 
-Command = Launch | Matmul
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """An exchange of tensors between `ranks` processes that all issue the same ones in the same order.
+
+    all_reduce: out = the sum of all x. all_gather: out = all x along the first axis, by rank. reduce_scatter: out =
+    this rank's part of the sum along the first axis. Sums are float32 in the order of ranks, rounded once. Of `branch`
+    see beside.
+    """
+
+    kind: CollectiveKind
+    out: Tensor | Scratch
+    x: Tensor | Scratch
+    ranks: int
+    branch: int = 0
+
+    @property
+    def link_bytes(self) -> int:
+        """The least bytes that a rank sends: of a ring."""
+        if self.kind == "all_gather":
+            return (self.ranks - 1) * self.x.nbytes
+        part = self.x.nbytes * (self.ranks - 1) // self.ranks
+        return 2 * part if self.kind == "all_reduce" else part
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.x.nbytes} bytes over {self.ranks} ranks"
+
+
+Command = Launch | Matmul | Collective
 C = TypeVar("C", bound=Command)
 
 

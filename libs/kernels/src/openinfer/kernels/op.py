@@ -8,6 +8,7 @@ kernels, or only write the call down.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, Protocol
@@ -44,17 +45,19 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Least device-memory traffic (bytes, each input read once and each output written once) and FLOPs of a call."""
+    """The least a call can do: bytes of device memory (each input read once and each output written once), FLOPs, and
+    bytes that this rank sends to others (`link`)."""
 
     bytes: int
     flops: int
+    link: int = 0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+        return Cost(self.bytes + other.bytes, self.flops + other.flops, self.link + other.link)
 
-    def floor_s(self, bandwidth: float, flops_per_s: float) -> float:
-        """Seconds below which no implementation can be: the larger of the two times."""
-        return max(self.bytes / bandwidth, self.flops / flops_per_s)
+    def floor_s(self, bandwidth: float, flops_per_s: float, link_bytes_per_s: float = math.inf) -> float:
+        """Seconds below which no implementation can be: the largest of the three times."""
+        return max(self.bytes / bandwidth, self.flops / flops_per_s, self.link / link_bytes_per_s)
 
 
 class Pack(Protocol):
@@ -69,7 +72,8 @@ class Op(Generic[P]):
 
     `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place, in float32 arithmetic,
     rounding to the tensors' dtype where the published models do. `launches(target, **args)` gives what a GPU runs.
-    `cost(workload, **args)` is the call's floor.
+    `cost(workload, **args)` is the call's floor. Where ranks exchange tensors, `collective` is set, and the reference
+    gets a Communicator as its first argument.
     """
 
     def __init__(
@@ -80,6 +84,7 @@ class Op(Generic[P]):
         reference: Callable[..., None],
         launches: Callable[..., Iterable[Command]],
         cost: Callable[..., Cost],
+        collective: bool = False,
     ) -> None:
         self.contract = contract
         self.name = name
@@ -87,6 +92,7 @@ class Op(Generic[P]):
         self.reference = reference
         self.launches = launches
         self.cost = cost
+        self.collective = collective
 
     def __call__(self, pack: Pack, /, *args: P.args, **kwargs: P.kwargs) -> None:
         pack.run(self, kwargs)

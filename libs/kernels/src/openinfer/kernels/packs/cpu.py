@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from openinfer.kernels.communicator import Communicator, member
 from openinfer.kernels.op import Op
 from openinfer.tensor import Tensor
 
@@ -13,9 +14,17 @@ class CpuPack:
     """Runs each op's numpy reference on tensors in host memory.
 
     The compute dtype is that of the tensors: float32 tensors give the float32 model, bf16 tensors round where the
-    published model rounds. Results do not depend on how tokens are grouped into steps.
+    published model rounds. Results do not depend on how tokens are grouped into steps. Collectives go over the
+    communicator; without one, a call of one raises LaunchError.
     """
+
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self._communicator = communicator
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
         op.contract(**args)
-        op.reference(**{k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()})
+        arrays = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()}
+        if op.collective:
+            op.reference(member(self._communicator, op.name, args["ranks"]), **arrays)
+        else:
+            op.reference(**arrays)

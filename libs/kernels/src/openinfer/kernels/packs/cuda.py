@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.launch import Command, KernelSpec, Matmul, Scratch, TensorMap
+from openinfer.kernels.launch import Collective, Command, KernelSpec, Matmul, Scratch, TensorMap
 from openinfer.kernels.op import Op
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.packs.null import Placement, place
@@ -29,6 +29,7 @@ class LaunchDriver(Protocol):
     ) -> bytes: ...
     def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None: ...
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None: ...
+    def collective(self, command: Collective, out: int, x: int) -> None: ...
     def branch(self, number: int) -> None:
         """What follows is of this branch; 0: of none, and after all of them. Called where the number changes."""
 
@@ -111,6 +112,9 @@ class LaunchPack:
                 address(command.weight),
                 address(command.workspace),
             )
+            return
+        if isinstance(command, Collective):
+            self.driver.collective(command, address(command.out), address(command.x))
             return
         spec = command.spec
         parameters = self._parameters.get(spec)

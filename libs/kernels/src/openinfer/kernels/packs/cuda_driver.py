@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from openinfer.kernels.cublas import CublasLt
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.launch import TRITON_TYPES, KernelSpec, Matmul, TensorMap
+from openinfer.kernels.launch import TRITON_TYPES, Collective, KernelSpec, Matmul, TensorMap
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.store import Compiled, Store
 from openinfer.tensor import Device, Event, Stream, check, driver
@@ -133,6 +133,10 @@ class CudaDriver:
                 "this plan has a cuBLASLt product and no cuBLASLt was loaded: plan with cublas=False"
             )
         self._cublas.matmul(command, out, x, weight, workspace, self._at.handle)
+
+    def collective(self, command: Collective, out: int, x: int) -> None:
+        """Raises LaunchError: no collective runs on GPUs yet."""
+        raise LaunchError(f"{command}: collectives do not run on GPUs yet; plan the model for one rank")
 
     def branch(self, number: int) -> None:
         """Into branch `number`; 0: back, which waits for all branches since the last 0.

@@ -12,17 +12,22 @@ import os
 import struct
 from typing import Any
 
+from openinfer.kernels.communicator import Communicator, member
 from openinfer.kernels.errors import LaunchError, MissingExtra
-from openinfer.kernels.launch import KernelSpec, Matmul, TensorMap
+from openinfer.kernels.launch import Collective, KernelSpec, Matmul, TensorMap
+from openinfer.kernels.ops.collectives import combine
 from openinfer.kernels.packing import Parameters
+from openinfer.tensor import Device, Tensor
 
 SIZES = {"i32": (4, "<i"), "fp32": (4, "<f")}
 
 
 class InterpDriver:
-    """Runs packed launches in the interpreter, on tensors in host memory. `launched` counts launches by kernel."""
+    """Runs packed launches in the interpreter, on tensors in host memory. `launched` counts launches by kernel.
+    Collectives go over the communicator."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        self._communicator = communicator
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise LaunchError(
                 "set TRITON_INTERPRET=1 before triton is imported: the interp driver needs the interpreter"
@@ -61,6 +66,14 @@ class InterpDriver:
 
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None:
         raise LaunchError("the interpreter has no cuBLASLt: plan for a Target with cublas=False")
+
+    def collective(self, command: Collective, out: int, x: int) -> None:
+        communicator = member(self._communicator, command.kind, command.ranks)
+        host = Device("cpu")
+        to, source = (
+            Tensor(at, t.shape, t.dtype, host).numpy() for at, t in ((out, command.out), (x, command.x))
+        )
+        combine(command.kind, to, source, communicator)
 
     def branch(self, number: int) -> None:
         """Branches run one after the other."""

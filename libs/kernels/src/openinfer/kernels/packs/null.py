@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from openinfer.kernels.launch import Command, KernelSpec, Launch, Matmul, Scratch, TensorMap
+from openinfer.kernels.launch import Collective, Command, KernelSpec, Launch, Matmul, Scratch, TensorMap
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.target import Target
 
@@ -32,6 +32,8 @@ def scratches(command: Command) -> list[Scratch]:
     if isinstance(command, Matmul):
         parts = (command.out, command.x, command.weight, command.workspace)
         return [s for s in parts if isinstance(s, Scratch)]
+    if isinstance(command, Collective):
+        return [s for s in (command.out, command.x) if isinstance(s, Scratch)]
     return [s for a in command.args if isinstance(s := a.tensor if isinstance(a, TensorMap) else a, Scratch)]
 
 
@@ -57,6 +59,15 @@ class NullPack:
         """The distinct kernels of the recorded calls, in the order of first use."""
         return list(
             dict.fromkeys(c.spec for call in self.calls for c in call.commands if isinstance(c, Launch))
+        )
+
+    def link_bytes(self) -> int:
+        """The least bytes that a rank sends to others in the recorded calls."""
+        return sum(
+            call.times * c.link_bytes
+            for call in self.calls
+            for c in call.commands
+            if isinstance(c, Collective)
         )
 
     def workspace_bytes(self, *, zeroed: bool) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from openinfer.kernels.launch import Command, Matmul, TensorMap
+from openinfer.kernels.launch import Collective, Command, Matmul, TensorMap
 from openinfer.kernels.op import Op
 from openinfer.kernels.packs.null import Placement, place
 from openinfer.kernels.target import Target
@@ -91,7 +91,14 @@ def _extent(tensor: Tensor) -> int:
 
 def _tensors(commands: Sequence[Command]) -> Iterator[Tensor]:
     for command in commands:
-        values = (command.out, command.x, command.weight) if isinstance(command, Matmul) else command.args
+        values: Sequence[Any]
+        match command:
+            case Matmul():
+                values = (command.out, command.x, command.weight)
+            case Collective():
+                values = (command.out, command.x)
+            case _:
+                values = command.args
         for value in values:
             inner = value.tensor if isinstance(value, TensorMap) else value
             if isinstance(inner, Tensor):

@@ -1,0 +1,98 @@
+"""Ranks on a CPU: processes that exchange arrays over shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from openinfer.kernels.errors import LaunchError, RankLost
+
+Array = np.ndarray[Any, Any]
+
+_LINE = 64  # bytes; a counter of its own cache line for each rank
+_SLOT_BYTES = 1 << 20
+
+
+class Communicator(Protocol):
+    """What collectives need of the ranks of a model: this process's number, their count, and everyone's bytes."""
+
+    rank: int
+    size: int
+
+    def exchange(self, array: Array) -> list[Array]:
+        """Copies of the arrays of all ranks, by rank. Every rank calls it with an array of the same shape and dtype."""
+
+
+def member(communicator: Communicator | None, what: str, ranks: int) -> Communicator:
+    """The communicator. Raises LaunchError if there is none, or one of another number of ranks."""
+    if communicator is None:
+        raise LaunchError(f"{what} is over {ranks} ranks and this pack has no communicator; give it one")
+    if communicator.size != ranks:
+        raise LaunchError(f"{what} is over {ranks} ranks; the communicator has {communicator.size}")
+    return communicator
+
+
+class SharedMemory:
+    """A communicator of `size` processes of one host, over the file `path` (best in /dev/shm).
+
+    `path` must not exist before the first rank starts; every rank opens it with the same `size` and `slot_bytes`. Two
+    slots a rank take turns, so a rank may write its next array while others still read the one before. Use it from one
+    thread. `exchange` raises RankLost where a rank does not come within `timeout_s`. Nobody removes the file but the
+    process that chose the path.
+    """
+
+    def __init__(
+        self, path: Path, rank: int, size: int, *, slot_bytes: int = _SLOT_BYTES, timeout_s: float = 60.0
+    ) -> None:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size}: ranks are 0 to size - 1")
+        self.rank, self.size = rank, size
+        self._timeout_s, self._turn = timeout_s, 0
+        nbytes = _LINE * size + 2 * size * slot_bytes
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, nbytes)  # new bytes are zero; the second rank's call changes nothing
+            memory = mmap.mmap(file, nbytes)
+        finally:
+            os.close(file)
+        raw = np.frombuffer(memory, np.uint8)
+        self._arrived = raw[: _LINE * size].view(np.int64)[:: _LINE // 8]
+        self._slots = raw[_LINE * size :].reshape(2, size, slot_bytes)
+
+    def exchange(self, array: Array) -> list[Array]:
+        """See Communicator."""
+        mine = np.ascontiguousarray(array)
+        out = [np.empty_like(mine) for _ in range(self.size)]
+        source, targets = _bytes(mine), [_bytes(a) for a in out]
+        step = self._slots.shape[2]
+        for start in range(0, mine.nbytes, step):
+            part = slice(start, min(start + step, mine.nbytes))
+            slots = self._slots[self._turn % 2]
+            slots[self.rank, : part.stop - start] = source[part]
+            self._meet()
+            for target, slot in zip(targets, slots, strict=True):
+                target[part] = slot[: part.stop - start]
+        return out
+
+    def _meet(self) -> None:
+        """Wait until every rank has written its slot of this turn."""
+        self._turn += 1
+        os.sched_yield()  # the system call orders the slot's bytes before the counter
+        self._arrived[self.rank] = self._turn
+        deadline = time.monotonic() + self._timeout_s
+        while (late := np.flatnonzero(self._arrived < self._turn)).size:
+            if time.monotonic() > deadline:
+                raise RankLost(
+                    f"rank {late[0]} of {self.size} did not come to exchange {self._turn} within "
+                    f"{self._timeout_s:g} s; it has ended, or it ran other collectives than rank {self.rank}"
+                )
+            os.sched_yield()
+
+
+def _bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)

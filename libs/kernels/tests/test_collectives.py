@@ -1,0 +1,163 @@
+"""Collectives: ranks as processes over shared memory on the cpu pack and in the interpreter; plans, costs, refusals."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    Collective,
+    ContractError,
+    CpuPack,
+    CudaDriver,
+    LaunchError,
+    LaunchPack,
+    NullPack,
+    RankLost,
+    SharedMemory,
+    Store,
+    Target,
+    Workload,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
+
+WORKER = """
+import json, os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+from pathlib import Path
+import numpy as np
+from openinfer.kernels import (CpuPack, InterpDriver, LaunchPack, SharedMemory, Target, all_gather, all_reduce,
+    reduce_scatter)
+from openinfer.tensor import Tensor, bfloat16, float32
+path, rank, size, way, rows = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
+ranks = SharedMemory(Path(path), rank, size, slot_bytes=1000, timeout_s=60)
+if way == "cpu":
+    pack = CpuPack(ranks)
+else:
+    pack = LaunchPack(Target(90, 4, interpreted=True), InterpDriver(ranks), None, None)
+found = {}
+of = Tensor.from_numpy
+for dtype in (float32, bfloat16):
+    for turn in range(3):
+        x = np.random.default_rng([rank, turn]).standard_normal((size * rows, 5)).astype(dtype)
+        out, gathered, part = np.empty_like(x), np.empty((size * size * rows, 5), dtype), np.empty((rows, 5), dtype)
+        all_reduce(pack, out=of(out), x=of(x), ranks=size)
+        all_gather(pack, out=of(gathered), x=of(x), ranks=size)
+        reduce_scatter(pack, out=of(part), x=of(x), ranks=size)
+        all_reduce(pack, out=of(x), x=of(x), ranks=size)  # in place
+        assert (x == out).all()
+        arrays = (out, gathered, part)
+        found[f"{dtype.name} {turn}"] = [a.astype(np.float32).tobytes().hex() for a in arrays]
+print(json.dumps(found))
+"""
+
+
+def run_ranks(path, size, way, rows):
+    """What every rank found, by rank."""
+    command = [sys.executable, "-c", WORKER, str(path)]
+    started = [
+        subprocess.Popen([*command, str(rank), str(size), way, str(rows)], stdout=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * size
+    return [json.loads(output) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("size", "way", "rows"), [(2, "cpu", 3), (4, "cpu", 60), (2, "interp", 60), (4, "interp", 1)]
+)
+def test_ranks_exchange_over_shared_memory(tmp_path, size, way, rows):
+    """60 rows of 4 ranks take several slots."""
+    found = run_ranks(tmp_path / "ranks", size, way, rows)
+    for dtype in (float32, bfloat16):
+        for turn in range(3):
+            drawn = (np.random.default_rng([rank, turn]) for rank in range(size))
+            xs = [rng.standard_normal((size * rows, 5)).astype(dtype) for rng in drawn]
+            total = xs[0].astype(np.float32)
+            for x in xs[1:]:  # in the order of ranks
+                total = total + x.astype(np.float32)
+            total, whole = total.astype(dtype), np.concatenate(xs)
+            for rank in range(size):
+                want = (total, whole, total[rank * rows : (rank + 1) * rows])
+                hexed = [a.astype(np.float32).tobytes().hex() for a in want]
+                assert found[rank][f"{dtype.name} {turn}"] == hexed
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    ranks = SharedMemory(tmp_path / "ranks", 0, 3, timeout_s=0.05)
+    with pytest.raises(RankLost, match=r"rank 1 of 3 did not come to exchange 1 within 0\.05 s"):
+        ranks.exchange(np.zeros(4))
+    with pytest.raises(ValueError, match="rank 3 of 3"):
+        SharedMemory(tmp_path / "ranks", 3, 3)
+
+
+def test_one_rank_gets_its_own(tmp_path):
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
+    for op in (all_reduce, all_gather, reduce_scatter):
+        out = np.empty_like(x)
+        pack = CpuPack(SharedMemory(tmp_path / op.name, 0, 1))
+        op(pack, out=Tensor.from_numpy(out), x=Tensor.from_numpy(x), ranks=1)
+        np.testing.assert_array_equal(out, x)
+
+
+def calls(arena, rows=8, ranks=4):
+    x, more = arena.alloc((rows, 6), bfloat16), arena.alloc((ranks * rows, 6), bfloat16)
+    return [
+        (all_reduce, {"out": x, "x": x, "ranks": ranks}),
+        (all_gather, {"out": more, "x": x, "ranks": ranks}),
+        (reduce_scatter, {"out": x, "x": more, "ranks": ranks}),
+    ]
+
+
+def test_the_null_pack_counts_the_bytes_of_links(arena):
+    pack = NullPack(Target(90, 132))
+    for op, args in calls(arena):
+        op(pack, **args)
+    commands = [command for call in pack.calls for command in call.commands]
+    assert [str(command) for command in commands] == [
+        "all_reduce of 96 bytes over 4 ranks",
+        "all_gather of 96 bytes over 4 ranks",
+        "reduce_scatter of 384 bytes over 4 ranks",
+    ]
+    assert all(isinstance(command, Collective) for command in commands)
+    assert pack.specs() == []
+    costs = [call.cost(Workload.decode(1, 1)) for call in pack.calls]
+    assert [cost.link for cost in costs] == [2 * 72, 3 * 96, 288]  # a ring's
+    assert pack.link_bytes() == sum(cost.link for cost in costs)
+    assert costs[1].floor_s(1e12, 1e12) < costs[1].floor_s(1e12, 1e12, 1.0) == 288
+    assert (costs[0] + costs[1]).link == 2 * 72 + 3 * 96
+
+
+def test_packs_without_ranks_refuse_by_name(arena, monkeypatch, tmp_path):
+    op, args = calls(arena)[0]
+    x = Tensor.from_numpy(np.zeros((8, 6), np.float32))
+    with pytest.raises(LaunchError, match="all_reduce is over 4 ranks and this pack has no communicator"):
+        op(CpuPack(), out=x, x=x, ranks=4)
+    with pytest.raises(LaunchError, match="all_reduce is over 4 ranks; the communicator has 1"):
+        op(CpuPack(SharedMemory(tmp_path / "ranks", 0, 1)), out=x, x=x, ranks=4)
+    monkeypatch.setattr("openinfer.kernels.packs.cuda_driver.driver", lambda: None)
+    device = Device("null")
+    pack = LaunchPack(Target(90, 132), CudaDriver(device, Stream(device), Store(90, tmp_path)), None, None)
+    with pytest.raises(
+        LaunchError, match="all_reduce of 96 bytes over 4 ranks: collectives do not run on GPUs"
+    ):
+        op(pack, **args)
+
+
+def test_contracts(arena):
+    x = arena.alloc((8, 6), bfloat16)
+    for op, out, ranks, why in (
+        (all_reduce, arena.alloc((8, 5), bfloat16), 2, r"out has shape \(8, 5\); it must be \[8, 6\]"),
+        (all_reduce, arena.alloc((8, 6), float32), 2, "out is float32"),
+        (all_gather, arena.alloc((8, 6), bfloat16), 2, r"must be \[16, 6\]"),
+        (reduce_scatter, arena.alloc((2, 6), bfloat16), 3, "8 rows, which 3 ranks cannot share"),
+        (all_reduce, x, 0, "0 ranks"),
+    ):
+        with pytest.raises(ContractError, match=why):
+            op.contract(out=out, x=x, ranks=ranks)
