@@ -9,11 +9,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from openinfer.recipes.deepseek_v4.config import Config, UnsupportedModel
+from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.inventory import inventory
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.deepseek_v4.weights import Weights
+from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.tensor import Arena, Device, bfloat16
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from openinfer.cli import tune
-from openinfer.kernels import LaunchError, Target, tuner, tuning
+from openinfer.kernels import InvalidTable, Target, tuner, tuning
 from openinfer.kernels.tuner import Measured, Shape
 from openinfer.kernels.tuning import Choice, choose
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_no_table_is_named(cache: Path, text: str) -> None:
     file = cache / "tables" / "fake_gpu_3000.json"
     file.parent.mkdir()
     file.write_text(text)
-    with pytest.raises(LaunchError, match=r"fake_gpu_3000\.json is no table of kernels"):
+    with pytest.raises(InvalidTable, match=r"fake_gpu_3000\.json is no table of kernels"):
         choose(TARGET, "linear_add", 1, 64, 64)
 
 

@@ -14,13 +14,14 @@ from openinfer.kernels import ContractError, Target
 from openinfer.kvpool import Pool
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.cache import Cache, eviction, groups
-from openinfer.recipes.deepseek_v4.config import Config, UnsupportedModel
+from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
 from openinfer.recipes.deepseek_v4.places import Format, check_scales
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.deepseek_v4.sizes import Options, Room, SetupError, decide_sizes, fit, room_for
+from openinfer.recipes.deepseek_v4.sizes import Options, Room, decide_sizes, fit, room_for
 from openinfer.recipes.deepseek_v4.startup import specs_of
 from openinfer.recipes.deepseek_v4.weights import Weights, validate
+from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, bfloat16, dtypes, float32, uint8
 
 PUBLISHED = {  # tensors and bytes of the checkpoint, and bytes of entries a token

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from openinfer.kernels import Target
+from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.qwen3_5.buckets import Boundaries
-from openinfer.recipes.qwen3_5.config import Config, UnsupportedModel
+from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.published import SIZES, config_json
 from openinfer.recipes.qwen3_5.startup import specs_of
 from openinfer.recipes.qwen3_5.weights import Format, Weights
@@ -101,7 +102,7 @@ def test_flat_and_nested_configs_are_the_same_model() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
         ({"text": {"hidden_size": 0}}, "hidden_size is 0"),
-        ({"text": {"layer_types": ["linear_attention"] * 3}}, "layer_types must name"),
+        ({"text": {"layer_types": ["linear_attention"] * 3}}, "layer_types is a list of 3; it must name"),
         ({"text": {"layer_types": ["linear_attention"] * 32}}, "layers of both kinds"),
         ({"text": {"mamba_ssm_dtype": "bfloat16"}}, "mamba_ssm_dtype is 'bfloat16'"),
         ({"text": {"output_gate_type": "sigmoid"}}, "output_gate_type is 'sigmoid'"),

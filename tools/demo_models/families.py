@@ -173,7 +173,7 @@ class Family:
         """openinfer's own renderer of this family."""
         if self.template is None:
             return frontend("chat.deepseek_v4").DeepSeekV4Renderer().render
-        return frontend("http.chat_template").ChatTemplate(self.template, {}).render
+        return frontend("chat_template").ChatTemplate(self.template, {}).render
 
 
 QWEN_GENERATION = {

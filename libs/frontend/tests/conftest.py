@@ -144,6 +144,12 @@ class Process:
         self.end()
         raise AssertionError(self.lines)
 
+    def children(self, module: str = "") -> list[int]:
+        """Its child processes that run the module."""
+        pid = self.process.pid
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(one) for one in found if module in Path(f"/proc/{one}/cmdline").read_text()]
+
     def end(self) -> tuple[int, str]:
         _, rest = self.process.communicate(timeout=10)
         return self.process.returncode, rest

@@ -1,6 +1,5 @@
 """Nothing that one request asks may cost more than it is worth, and nothing it holds may hold up the others."""
 
-import asyncio
 import json
 import threading
 import time
@@ -11,9 +10,7 @@ import pytest
 
 import openinfer.frontend.http.chat as chat
 from openinfer.frontend.chat.output import overlap
-from openinfer.frontend.errors import APIError
 from openinfer.frontend.http import ChatTemplate, Tokenizer
-from openinfer.frontend.http.deadline import in_thread, larger_than
 
 P = {"prompt": [5], "max_tokens": 1}
 HI = {"role": "user", "content": "hi"}
@@ -129,10 +126,31 @@ def test_a_template_that_takes_too_long_is_stopped_and_holds_up_nobody(
     assert "takes longer than 1 s" in answers[0].json()["error"]["message"]
     assert len(waits) > 5
     assert sorted(waits)[len(waits) // 2] < 0.3
-    deadline = time.monotonic() + 5
-    while any(one.name == "openinfer-render" for one in threading.enumerate()):
-        assert time.monotonic() < deadline, "the thread goes on"
-        time.sleep(0.01)
+    assert live.post("/v1/chat/completions", messages=[HI], max_tokens=1).status_code == 200
+
+
+HUNGRY = "{% set x = namespace(v='x' * 1000) %}{% for c in messages[-1].content %}{% set x.v = x.v * 100 %}{% endfor %}"
+
+
+def test_a_template_that_takes_all_memory_is_a_400_and_the_next_chat_is_served(start: Any) -> None:
+    live = start(app={"template": ChatTemplate(HUNGRY + "{{ messages[-1].content }}", {})})
+    big = live.post("/v1/chat/completions", messages=[{"role": "user", "content": "x" * 9}], max_tokens=1)
+    assert big.status_code == 400
+    assert "refuses these messages: MemoryError" in big.json()["error"]["message"]
+    assert (
+        live.post("/v1/chat/completions", messages=[HI | {"content": "x"}], max_tokens=1).status_code == 200
+    )
+
+
+def test_a_render_process_that_dies_is_replaced(start: Any) -> None:
+    live = start()
+    ask = {"messages": [HI], "max_tokens": 1}
+    assert live.post("/v1/chat/completions", **ask).status_code == 200
+    (worker,) = live.service.chat_format.renderer._idle
+    worker.kill()
+    codes = [live.post("/v1/chat/completions", **ask).status_code for _ in range(3)]
+    assert codes[-2:] == [200, 200]
+    assert 500 not in codes
 
 
 def test_large_chats_are_rendered_as_small_ones_are(start: Any) -> None:
@@ -147,37 +165,9 @@ def test_large_chats_are_rendered_as_small_ones_are(start: Any) -> None:
     assert bad.status_code == 400
 
 
-def test_in_thread_returns_raises_and_stops() -> None:
-    def fail() -> int:
-        raise ValueError("as asked")
-
-    def endless() -> int:
-        while True:
-            pass
-
-    async def use() -> None:
-        assert await in_thread(lambda: 7, 5) == 7
-        with pytest.raises(ValueError, match="as asked"):
-            await in_thread(fail, 5)
-        with pytest.raises(APIError, match="longer than"):
-            await in_thread(endless, 0.1)
-        waiting = asyncio.create_task(in_thread(endless, 60))
-        await asyncio.sleep(0.05)
-        waiting.cancel()  # the client has left
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        for _ in range(500):
-            if not any(one.name == "openinfer-render" for one in threading.enumerate()):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("a thread goes on")
-
-    asyncio.run(use())
-
-
 def test_larger_than() -> None:
-    assert not larger_than(10, ["abc", {"k": "v"}, 1, None])
-    assert larger_than(10, ["abc", {"k": "v" * 20}])
-    assert larger_than(10, [0] * 11)
-    assert larger_than(10, [[[["x" * 5], "x" * 5]]])
-    assert not larger_than(20, json.loads("[" * 15 + "]" * 15))
+    assert not chat._larger_than(10, ["abc", {"k": "v"}, 1, None])
+    assert chat._larger_than(10, ["abc", {"k": "v" * 20}])
+    assert chat._larger_than(10, [0] * 11)
+    assert chat._larger_than(10, [[[["x" * 5], "x" * 5]]])
+    assert not chat._larger_than(20, json.loads("[" * 15 + "]" * 15))

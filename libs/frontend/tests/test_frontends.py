@@ -26,18 +26,12 @@ def until(condition: Callable[[], Any], timeout_s: float = 15.0) -> Any:
         time.sleep(0.01)
 
 
-def children(pid: int, module: str = "") -> list[int]:
-    """The children of a process that run the module."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in found if module.encode() in Path(f"/proc/{one}/cmdline").read_bytes()]
-
-
 def frontends(server: Any) -> list[int]:
-    return children(server.process.pid, "frontend_process")
+    return server.children("frontend_process")
 
 
 def engine(server: Any) -> int:
-    (pid,) = children(server.process.pid, "engine_process")
+    (pid,) = server.children("engine_process")
     return pid
 
 
@@ -348,7 +342,7 @@ def test_nobody_outlives_a_killed_parent(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = launch(model_dir, "--frontends", 2)
-    pids = children(server.process.pid)
+    pids = server.children()
     assert len(pids) == 3
     server.process.kill()
     server.process.wait()

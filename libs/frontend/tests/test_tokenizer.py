@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from openinfer.frontend.chat_template import ChatTemplate, find_template
 from openinfer.frontend.errors import APIError, ModelFilesError
-from openinfer.frontend.http.chat_template import ChatTemplate, find_template
 from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ def test_a_template_file_wins_and_lists_have_a_default(tmp_path: Path) -> None:
     assert find_template(tmp_path, {}) is None
     (tmp_path / "chat_template.jinja").write_text("file")
     assert find_template(tmp_path, named) == "file"
-    with pytest.raises(ModelFilesError, match="not a string"):
+    with pytest.raises(ModelFilesError, match="it must be a string"):
         find_template(DATA, {"chat_template": 3})
     with pytest.raises(ModelFilesError, match="does not compile"):
         ChatTemplate("{% if %}", {})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from openinfer.kernels import H200, LaunchError, Target, UntrustedCache, tuning
+from openinfer.kernels import H200, InvalidTable, Target, UntrustedCache, tuning
 from openinfer.kernels.tuning import Choice, choose
 
 PLAIN = Target(90, 132)
@@ -82,14 +82,14 @@ def test_a_table_comes_back_and_a_changed_one_is_refused(tmp_path):
     tuning.save(file, TABLE)
     assert tuning.load(file) == TABLE
     file.write_text(file.read_text().replace("gemv", "small"))
-    with pytest.raises(LaunchError, match=r"digest does not match.*tune again or delete it"):
+    with pytest.raises(InvalidTable, match=r"digest does not match.*tune again or delete it"):
         tuning.load(file)
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_table_without_a_digest_is_refused(tmp_path):
     (tmp_path / "gpu.json").write_text(json.dumps(TABLE))
-    with pytest.raises(LaunchError, match="digest"):
+    with pytest.raises(InvalidTable, match="digest"):
         tuning.load(tmp_path / "gpu.json")
 
 

@@ -169,6 +169,15 @@ def test_an_index_of_the_wrong_form(tmp_path: Path, weight_map: Any) -> None:
         Checkpoint(tmp_path)
 
 
+def test_a_shard_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    weight_map = _shards(tmp_path)
+    _index(tmp_path, weight_map)
+    (tmp_path / "m-2.safetensors").unlink()
+    os.mkfifo(tmp_path / "m-2.safetensors")
+    with pytest.raises(CheckpointError, match=r"m-2\.safetensors: is no regular file"):
+        Checkpoint(tmp_path)
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
         with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor"):

@@ -23,6 +23,8 @@ Body = Callable[[argparse.Namespace, ModuleType, EngineSpec], int]
 class BadFlags(ValueError):
     """Flags that make no sense; the message says which and what is allowed."""
 
+    user_can_mend = True
+
 
 def run(argv: list[str], command: str, module: str, text: str | None, add: Flags, body: Body) -> int:
     """Parse MODEL_DIR, the command's own flags and the recipe's, and call `body` with them, with the recipe's `module`

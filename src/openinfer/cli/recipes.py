@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
+from openinfer.frontend.errors import ModelFilesError
+from openinfer.frontend.model_files import read_json
 from openinfer.frontend.recipe import Recipe
 
 GROUP = "openinfer.recipes"
@@ -15,6 +16,8 @@ GROUP = "openinfer.recipes"
 
 class NoRecipe(ValueError):
     """MODEL_DIR is no checkpoint, or one that no installed recipe serves; the message says which there are."""
+
+    user_can_mend = True
 
 
 def installed() -> list[Recipe]:
@@ -25,22 +28,21 @@ def installed() -> list[Recipe]:
 def find(model_dir: Path) -> Recipe:
     """The recipe that knows the checkpoint's config.json. Raises NoRecipe."""
     path = model_dir / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    if not path.exists():
         raise NoRecipe(
-            f"{path} cannot be read ({error.strerror}): MODEL_DIR must be a checkpoint directory"
-        ) from None
-    except ValueError as error:
-        raise NoRecipe(f"{path} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise NoRecipe(f"{path} holds a {type(config).__name__}, not an object")
+            f"{path} cannot be read (No such file or directory): MODEL_DIR must be a checkpoint directory"
+        )
+    try:
+        config = read_json(path)
+    except ModelFilesError as error:
+        raise NoRecipe(str(error)) from None
     recipes = installed()
     for recipe in recipes:
         if recipe.matches(config):
             return recipe
     known = ", ".join(recipe.name for recipe in recipes) or "none"
-    raise NoRecipe(f"no recipe serves model_type {config.get('model_type')!r} of {path}; installed: {known}")
+    kind = repr(config.get("model_type"))[:80]
+    raise NoRecipe(f"no recipe serves model_type {kind} of {path}; installed: {known}")
 
 
 def checkpoint(name: str) -> Path:

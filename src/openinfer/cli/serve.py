@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from openinfer.cli import recipes
+from openinfer.frontend.errors import one_line
 from openinfer.frontend.serve import build_parser, serve
 
 PROG = "openinfer serve"
@@ -24,6 +25,6 @@ def main(argv: list[str]) -> int:
     try:
         recipe = recipes.find(model_dir)
     except recipes.NoRecipe as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
         return 1
     return serve(recipe, [str(model_dir), *argv[1:]], PROG)

@@ -29,11 +29,14 @@ if typing.TYPE_CHECKING:
         EngineDeadError,
         EngineSpecError,
         EngineStartError,
+        FlagError,
         FrontendError,
         InvalidRequest,
         MissingExtraError,
         ModelFilesError,
         Unsupported,
+        is_users_error,
+        one_line,
     )
     from openinfer.frontend.recipe import Recipe
     from openinfer.frontend.thread_driver import ThreadDriver
@@ -51,6 +54,7 @@ __all__ = [
     "EngineStats",
     "Failed",
     "Finished",
+    "FlagError",
     "FrontendError",
     "Health",
     "InvalidRequest",
@@ -65,6 +69,8 @@ __all__ = [
     "ThreadDriver",
     "TokenLogprobs",
     "Unsupported",
+    "is_users_error",
+    "one_line",
 ]
 
 _MODULES = ("errors", "recipe", "contract", "client", "thread_driver")  # the cheap ones first

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from openinfer.frontend.contract import TERMINALS, Engine, Failed, Request, StepOutputs
-from openinfer.frontend.errors import Unsupported
+from openinfer.frontend.errors import InvalidRequest, Unsupported, one_line
 from openinfer.frontend.wire import (
     Abort,
     Close,
@@ -22,7 +22,7 @@ from openinfer.frontend.wire import (
     owner,
 )
 
-__all__ = ["is_users_error", "one_line", "run_engine"]
+__all__ = ["run_engine"]
 
 STEP_WAIT_S = 0.01
 """An engine with live requests but nothing to compute may sleep this long; a new request waits no longer."""
@@ -113,7 +113,7 @@ class _Desk:
     def _submit(self, client: int, request: Request) -> None:
         try:
             if owner(request.id) != client:
-                raise ValueError(f"id {request.id} is not one of client {client}'s")
+                raise InvalidRequest(f"id {request.id} is not one of client {client}'s")
             self._engine.submit(request)
         except Exception as error:  # one request's fault must not take the others along
             _log.exception("the engine raised on submit of sequence %d", request.id)
@@ -147,13 +147,3 @@ def _split(outputs: StepOutputs) -> dict[int, StepOutputs]:
     for update in outputs.updates:
         parts.setdefault(owner(update.id), StepOutputs()).updates.append(update)
     return parts
-
-
-def is_users_error(error: BaseException) -> bool:
-    """Whether a start-up error speaks to the user (bad checkpoint, missing file); anything else is a bug."""
-    return isinstance(error, ValueError | OSError) and bool(str(error))
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one line for a user: its message, or its type where it has none."""
-    return " ".join(str(error).split()) or type(error).__name__

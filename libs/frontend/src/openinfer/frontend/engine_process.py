@@ -14,7 +14,8 @@ import msgspec
 import zmq
 
 from openinfer.frontend import heap
-from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
+from openinfer.frontend.engine_loop import run_engine
+from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.logs import LogLines, set_up_logging
 from openinfer.frontend.wire import Boot, FromEngine, StartFailed, ToEngine
 

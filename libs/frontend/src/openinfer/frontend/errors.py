@@ -8,6 +8,7 @@ FrontendError(Exception)
 ├── EngineStartError(RuntimeError)    the engine did not come up; the message is one line for the user
 ├── MissingExtraError(ImportError)    an optional dependency is not installed; names the command
 ├── Unsupported(NotImplementedError)  the engine does not know this command
+├── FlagError(ValueError)             flags that cannot work together
 └── APIError(ValueError)              one request is refused; carries the HTTP status and error fields
 """
 
@@ -16,11 +17,14 @@ __all__ = [
     "EngineDeadError",
     "EngineSpecError",
     "EngineStartError",
+    "FlagError",
     "FrontendError",
     "InvalidRequest",
     "MissingExtraError",
     "ModelFilesError",
     "Unsupported",
+    "is_users_error",
+    "one_line",
 ]
 
 
@@ -34,6 +38,8 @@ class FrontendError(Exception):
 class EngineSpecError(FrontendError, ValueError):
     """An EngineSpec that names nothing callable."""
 
+    user_can_mend = True
+
 
 class InvalidRequest(FrontendError, ValueError):
     """A Request with a number that cannot be sent to an engine."""
@@ -42,17 +48,23 @@ class InvalidRequest(FrontendError, ValueError):
 class ModelFilesError(FrontendError, ValueError):
     """Tokenizer, template or configuration files are missing or malformed; the message names the file."""
 
+    user_can_mend = True
+
 
 class EngineDeadError(FrontendError, RuntimeError):
     """The engine process or thread is lost; nothing more will come from it."""
 
 
 class EngineStartError(FrontendError, RuntimeError):
-    """The engine did not come up. The message is one line meant for the user."""
+    """The engine, or a process that serves it, did not come up. The message is one line meant for the user."""
+
+    user_can_mend = True
 
 
 class MissingExtraError(FrontendError, ImportError):
     """An optional dependency is not installed; the message holds the command that installs it."""
+
+    user_can_mend = True
 
     def __init__(self, what: str, extra: str) -> None:
         super().__init__(f"{what} needs an optional part: pip install 'openinfer-frontend[{extra}]'")
@@ -62,12 +74,20 @@ class Unsupported(FrontendError, NotImplementedError):
     """The engine does not know a command."""
 
 
+class FlagError(FrontendError, ValueError):
+    """Flags of the command line that cannot work together, or with this machine."""
+
+    user_can_mend = True
+
+
 class APIError(FrontendError, ValueError):
     """A request is refused.
 
     message: what came from the client is quoted in it, so that its middle is left out beyond MAX_MESSAGE_CHARS.
     status: HTTP status; param: the offending field, if one; code: OpenAI's machine-readable word, if one.
     """
+
+    user_can_mend = True
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
@@ -79,3 +99,20 @@ class APIError(FrontendError, ValueError):
         self.status = status
         self.param = param
         self.code = code
+
+
+def is_users_error(error: BaseException) -> bool:
+    """Whether an error speaks to the user (bad checkpoint, missing file). Any other is a bug and keeps its traceback.
+
+    A library says so by a class attribute `user_can_mend = True` of its own errors; OSErrors name files and devices.
+    """
+    return (getattr(error, "user_can_mend", False) is True or isinstance(error, OSError)) and bool(str(error))
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line for a user: its message, or its type where it has none. What a terminal would obey, such
+    as an escape sequence in the name of a tensor, is written out."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text
+    )

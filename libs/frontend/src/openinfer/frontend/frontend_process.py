@@ -18,8 +18,7 @@ import msgspec
 
 from openinfer.frontend.attached_driver import AttachedDriver
 from openinfer.frontend.client import Driver, EngineClient
-from openinfer.frontend.engine_loop import one_line
-from openinfer.frontend.errors import EngineStartError, FrontendError
+from openinfer.frontend.errors import EngineStartError, is_users_error, one_line
 from openinfer.frontend.logs import set_up_logging
 from openinfer.frontend.restart import RestartingClient
 from openinfer.frontend.web import WebOptions, run_loop, serve_web
@@ -141,8 +140,10 @@ async def _serve(boot: FrontendBoot) -> int:
                 now=orders.now,
                 boards=[Path(path) for path in boot.boards],
             )
-    except (FrontendError, ValueError, OSError) as error:
+    except Exception as error:
         _report(Report(one_line(error)))
+        if not is_users_error(error):
+            raise
         return 1
     finally:
         for task in (follower, *beats):

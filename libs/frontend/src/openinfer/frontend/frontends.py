@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer.frontend.errors import EngineStartError, FrontendError
+from openinfer.frontend.errors import EngineStartError
 from openinfer.frontend.frontend_process import Engine, FrontendBoot, Lost, Order, Report, Stop
 from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.server import on_signals
@@ -174,7 +174,7 @@ class Frontends:
                     if report.error is None:
                         ready.set_result(None)
                     else:
-                        ready.set_exception(FrontendError(report.error))
+                        ready.set_exception(EngineStartError(report.error))
                 code = await _outcome(index, child)
             finally:
                 if child.returncode is not None:

@@ -5,7 +5,6 @@ What only a server needs is imported when there is one to start: `--help` answer
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openinfer.frontend.errors import FrontendError, ModelFilesError
+from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
 from openinfer.frontend.logs import say, set_up_logging
 from openinfer.frontend.recipe import Recipe
 
@@ -151,9 +150,11 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
         _choose_parsers(args, model_type)
         spec = recipe.engine_spec(args.model_dir, args)
         return run_loop(_serve(args, spec, signals))
-    except (FrontendError, ValueError, OSError) as error:
+    except Exception as error:
+        if not is_users_error(error):
+            raise
         logging.getLogger(__name__).debug("start-up failed", exc_info=True)
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {one_line(error)}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:
         return 128 + signals[0]
@@ -215,7 +216,7 @@ async def _serve_several(
     from openinfer.frontend.process_driver import ProcessDriver
 
     if args.driver != "process":
-        raise ValueError("--frontends needs --driver process: a thread serves the process that it is in")
+        raise FlagError("--frontends needs --driver process: a thread serves the process that it is in")
     return await Frontends(
         _web_options(args),
         lambda: ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout),
@@ -240,7 +241,7 @@ def _client(args: argparse.Namespace, spec: "EngineSpec") -> "EngineClient":
         from openinfer.frontend.thread_driver import ThreadDriver
 
         if args.restart_engine:
-            raise ValueError("--restart-engine needs --driver process: a thread cannot be ended from outside")
+            raise FlagError("--restart-engine needs --driver process: a thread cannot be ended from outside")
         return ThreadDriver(spec.build, hang_timeout_s=args.engine_hang_timeout)
     from openinfer.frontend.process_driver import ProcessDriver
 
@@ -270,17 +271,16 @@ def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
 
 def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
     """The model_type of a checkpoint that the recipe serves."""
+    from openinfer.frontend.model_files import read_json
+
     path = model_dir / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise ModelFilesError(f"{path} does not exist: MODEL_DIR must be a checkpoint directory")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFilesError(f"{path} is not JSON: {error}") from error
-    if not isinstance(config, dict) or not recipe.matches(config):
-        kind = config.get("model_type") if isinstance(config, dict) else None
+    config = read_json(path)
+    if not recipe.matches(config):
+        kind = repr(config.get("model_type"))[:80]
         raise ModelFilesError(
-            f"{path} has model_type {kind!r}, which the recipe {recipe.name!r} does not serve"
+            f"{path} has model_type {kind}, which the recipe {recipe.name!r} does not serve"
         )
     return str(config.get("model_type"))
 

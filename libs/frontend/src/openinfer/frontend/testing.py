@@ -20,6 +20,7 @@ from openinfer.frontend.contract import (
     TokenLogprobs,
     TokenTable,
 )
+from openinfer.frontend.errors import FlagError
 
 __all__ = ["FakeEngine"]
 
@@ -40,7 +41,7 @@ class FakeEngine:
 
     start_delay_s, step_delay_s: how long the constructor and each step take.
     max_waiting: further requests are Rejected with code "queue_full".
-    start_error: message of the ValueError that the constructor raises.
+    start_error: message of the FlagError that the constructor raises.
     fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
     fail_prompt, raise_prompt: a request whose prompt is this single id Fails alone, or makes submit() raise.
     hang_timeout_s: what it says of itself in EngineInfo.
@@ -71,7 +72,7 @@ class FakeEngine:
     ) -> None:
         time.sleep(start_delay_s)
         if start_error is not None:
-            raise ValueError(start_error)
+            raise FlagError(start_error)
         self.info = EngineInfo(
             model=model,
             max_model_len=max_model_len,

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from openinfer.frontend.client import MESSAGES_A_TURN, Driver
 from openinfer.frontend.contract import Engine
-from openinfer.frontend.engine_loop import is_users_error, one_line, run_engine
+from openinfer.frontend.engine_loop import run_engine
+from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.wire import Close, FromEngine, Hello, StartFailed, ToEngine
 
 __all__ = ["ThreadDriver"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from openinfer.frontend import heap
-from openinfer.frontend.chat import DeepSeekV4Renderer, Renderer
+from openinfer.frontend.chat import DeepSeekV4Renderer, RendererSpec
 from openinfer.frontend.logs import say
 
 if TYPE_CHECKING:
@@ -125,8 +125,9 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         return runner.run(main)
 
 
-def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, Renderer | None]":
-    from openinfer.frontend.http import ChatTemplate, Tokenizer, find_template
+def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpec | None]":
+    from openinfer.frontend.http import Tokenizer, find_template, template_spec
+    from openinfer.frontend.model_files import read_text
 
     if options.skip_tokenizer_init:
         return None, None
@@ -134,14 +135,14 @@ def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, Renderer | 
     model_dir = Path(options.model_dir)
     tokenizer = Tokenizer.load(model_dir)
     if options.chat_template is not None:
-        source: str | None = Path(options.chat_template).read_text(encoding="utf-8")
+        source: str | None = read_text(Path(options.chat_template))
     else:
         source = find_template(model_dir, tokenizer.config)
-    template: Renderer | None = None
+    template: RendererSpec | None = None
     if source is not None:
-        template = ChatTemplate(source, tokenizer.special_tokens)
+        template = template_spec(source, tokenizer.special_tokens)
     elif options.coded_template:
-        template = DeepSeekV4Renderer()
+        template = DeepSeekV4Renderer.spec
     chat = "with chat template" if template else "no chat template: /v1/chat/completions is refused"
     heap.trim()
     say(f"tokenizer loaded in {time.monotonic() - began:.2f} s, {chat}")

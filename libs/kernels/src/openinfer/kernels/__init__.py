@@ -6,6 +6,7 @@ from openinfer.kernels.cublas import CublasLt, cublas_available
 from openinfer.kernels.errors import (
     CompileError,
     ContractError,
+    InvalidTable,
     KernelMissing,
     KernelsError,
     LaunchError,
@@ -67,6 +68,7 @@ __all__ = [
     "CublasLt",
     "CudaDriver",
     "InterpDriver",
+    "InvalidTable",
     "KernelMissing",
     "KernelSpec",
     "KernelsError",

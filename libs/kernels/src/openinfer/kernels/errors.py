@@ -4,6 +4,7 @@ KernelsError
  ├── ContractError (ValueError)       an op was called with arguments its contract does not allow
  ├── CompileError (RuntimeError)      the compiler refused a kernel
  ├── KernelMissing (LookupError)      no cubin for a kernel, and none may or can be compiled
+ ├── InvalidTable (ValueError)        a file that is no table of kernel choices
  ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
  ├── RankLost (ConnectionError)       a rank did not come to a collective
  ├── UntrustedCache (PermissionError) other users could have written what would be run as code
@@ -26,6 +27,14 @@ class CompileError(KernelsError, RuntimeError):
 class KernelMissing(KernelsError, LookupError):
     """A kernel is not in the store, and the store is sealed or no compiler is installed."""
 
+    user_can_mend = True
+
+
+class InvalidTable(KernelsError, ValueError):
+    """A file is no table of kernel choices, or it was changed since it was measured."""
+
+    user_can_mend = True
+
 
 class LaunchError(KernelsError, RuntimeError):
     """A launch record does not fit this device (shared memory, scratch, an unbound workspace)."""
@@ -33,6 +42,8 @@ class LaunchError(KernelsError, RuntimeError):
 
 class UntrustedCache(KernelsError, PermissionError):
     """A folder of compiled kernels or of tables belongs to another user, or others can write to it."""
+
+    user_can_mend = True
 
 
 class RankLost(KernelsError, ConnectionError):
@@ -42,3 +53,5 @@ class RankLost(KernelsError, ConnectionError):
 
 class MissingExtra(KernelsError, ImportError):
     """A part of the library needs an optional dependency that is not installed."""
+
+    user_can_mend = True

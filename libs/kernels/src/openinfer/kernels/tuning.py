@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from openinfer.kernels.cache_folder import check_owner, digest, make_private, unfinished
-from openinfer.kernels.errors import LaunchError
+from openinfer.kernels.errors import InvalidTable
 from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
 
@@ -149,7 +149,7 @@ def user_tables() -> Path:
 
 
 def load(file: Path) -> Table:
-    """A table, empty if there is no such file. Raises LaunchError (a RuntimeError) for a file that is none."""
+    """A table, empty if there is no such file. Raises InvalidTable (a ValueError) for a file that is none."""
     if not file.is_file():
         return {}
     try:
@@ -163,7 +163,7 @@ def load(file: Path) -> Table:
                     int(m)
                     Choice(**entry)
     except (ValueError, TypeError, AttributeError) as error:
-        raise LaunchError(f"{file} is no table of kernels ({error}); tune again or delete it") from None
+        raise InvalidTable(f"{file} is no table of kernels ({error}); tune again or delete it") from None
     return table
 
 

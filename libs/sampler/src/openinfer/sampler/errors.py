@@ -27,6 +27,8 @@ class InvalidParams(SamplerError, ValueError):
         param: the field's name, as a client spells it (OpenAI's ``error.param``).
     """
 
+    user_can_mend = True
+
     def __init__(self, param: str, given: object, allowed: str) -> None:
         super().__init__(f"{param} is {given!r}: it must be {allowed}")
         self.param = param
@@ -52,9 +54,13 @@ class InvalidLogits(SamplerError, ValueError):
 class InvalidGrammar(SamplerError, ValueError):
     """A grammar is malformed, or uses what is not supported; the message names it."""
 
+    user_can_mend = True
+
 
 class GrammarTimeout(SamplerError, TimeoutError):
     """A grammar was not compiled by its deadline."""
+
+    user_can_mend = True
 
 
 class GrammarFailed(SamplerError, RuntimeError):
@@ -63,3 +69,5 @@ class GrammarFailed(SamplerError, RuntimeError):
 
 class MissingExtra(SamplerError, ImportError):
     """A part of the library needs an extra that is not installed; the message has the command."""
+
+    user_can_mend = True

@@ -21,6 +21,8 @@ class SchedulerError(Exception):
 class InvalidSetup(SchedulerError, ValueError):
     """A loop or policy that cannot work as configured."""
 
+    user_can_mend = True
+
 
 class RejectReason(Enum):
     """Why submit() refuses."""

@@ -178,6 +178,8 @@ class Checkpoint:
             raise CheckpointError(self.directory, None, f"has neither {_SINGLE} nor {_INDEX}")
 
     def _add(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # a FIFO would be waited for
+            raise CheckpointError(path, None, "is no regular file")
         try:
             file = open(path, "rb")  # noqa: SIM115 (kept open, close() closes it)
         except OSError as e:

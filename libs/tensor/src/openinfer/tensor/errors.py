@@ -25,6 +25,8 @@ class TensorError(Exception):
 class DeviceError(TensorError, ValueError):
     """The device named is unknown, is not the one needed, or has no such property."""
 
+    user_can_mend = True
+
 
 class ShapeError(TensorError, ValueError):
     """A shape, stride, size or alignment that does not fit."""
@@ -45,9 +47,13 @@ class ClosedError(TensorError, RuntimeError):
 class OutOfMemory(TensorError, MemoryError):
     """An arena or a device has no room for what was asked."""
 
+    user_can_mend = True
+
 
 class CheckpointError(TensorError, ValueError):
     """A checkpoint is damaged or is not what was required. `tensor` is None when a whole file is at fault."""
+
+    user_can_mend = True
 
     def __init__(self, file: Path, tensor: str | None, why: str) -> None:
         super().__init__(f"{file}: {why}" if tensor is None else f"{file}: tensor {tensor!r}: {why}")
@@ -58,6 +64,8 @@ class CheckpointError(TensorError, ValueError):
 
 class DriverNotFound(TensorError, OSError):
     """The CUDA driver library, or the Python binding that calls it, is not installed."""
+
+    user_can_mend = True
 
 
 class CudaError(TensorError, RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, load_config, shown
+from openinfer.recipes.engine.errors import UnsupportedModel
 
 CSA, HCA = 4, 128
 """Tokens of a compressed entry: of compressed sparse attention (overlapping windows, an indexer), and of heavily
@@ -32,10 +33,6 @@ WANTED: Mapping[str, Any] = {
 """Keys that every published model has this value of."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-
-
-class UnsupportedModel(ValueError):
-    """The checkpoint asks for something that this recipe does not do; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,54 +142,46 @@ class Config:
     @classmethod
     def load(cls, model_dir: Path) -> Config:
         """Read config.json (and the eos ids of generation_config.json, if there is one). Raises UnsupportedModel."""
-        raw = _read_json(model_dir / "config.json")
-        generation = model_dir / "generation_config.json"
-        eos = (_read_json(generation) if generation.exists() else {}).get("eos_token_id")
-        return cls.parse(raw, eos)
+        return cls.parse(*load_config(model_dir))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], eos: int | list[int] | None) -> Config:
         """From the parsed config.json; eos None: that of config.json. Raises UnsupportedModel naming the key."""
-        if raw.get("model_type") != "deepseek_v4":
-            raise UnsupportedModel(
-                f"config.json: model_type is {raw.get('model_type')!r}; this recipe runs 'deepseek_v4'"
-            )
-        _refuse(raw)
-        vocab = _size(raw, "vocab_size")
-        eos = raw.get("eos_token_id") if eos is None else eos
-        eos_ids = tuple([eos] if isinstance(eos, int) else eos or [])
-        if any(not isinstance(e, int) or not 0 <= e < vocab for e in eos_ids):
-            raise UnsupportedModel(f"eos_token_id {eos!r}: ids must be in [0, {vocab})")
-        rope_dim = _size(raw, "qk_rope_head_dim")
+        fields = Fields(raw)
+        fields.is_all({"model_type": "deepseek_v4"}, "this recipe runs")
+        _refuse(fields)
+        vocab = fields.size("vocab_size")
+        eos = fields.get("eos_token_id") if eos is None else eos
+        rope_dim = fields.size("qk_rope_head_dim")
         config = cls(
-            hidden_size=_size(raw, "hidden_size"),
-            ratios=_ratios(raw),
-            num_heads=_size(raw, "num_attention_heads"),
-            head_dim=_size(raw, "head_dim"),
+            hidden_size=fields.size("hidden_size"),
+            ratios=_ratios(fields),
+            num_heads=fields.size("num_attention_heads"),
+            head_dim=fields.size("head_dim"),
             rope_dim=rope_dim,
-            q_lora_rank=_size(raw, "q_lora_rank"),
-            o_groups=_size(raw, "o_groups"),
-            o_lora_rank=_size(raw, "o_lora_rank"),
-            index_heads=_size(raw, "index_n_heads"),
-            index_dim=_size(raw, "index_head_dim"),
-            index_topk=_size(raw, "index_topk"),
-            sliding_window=_size(raw, "sliding_window"),
-            num_experts=_size(raw, "n_routed_experts"),
-            experts_per_token=_size(raw, "num_experts_per_tok"),
-            moe_intermediate_size=_size(raw, "moe_intermediate_size"),
-            num_hash_layers=int(raw.get("num_hash_layers", 0)),
-            routed_scaling_factor=_positive(raw, "routed_scaling_factor"),
-            swiglu_limit=_positive(raw, "swiglu_limit"),
-            hc_mult=_size(raw, "hc_mult"),
-            hc_iters=_size(raw, "hc_sinkhorn_iters"),
-            hc_eps=_positive(raw, "hc_eps"),
+            q_lora_rank=fields.size("q_lora_rank"),
+            o_groups=fields.size("o_groups"),
+            o_lora_rank=fields.size("o_lora_rank"),
+            index_heads=fields.size("index_n_heads"),
+            index_dim=fields.size("index_head_dim"),
+            index_topk=fields.size("index_topk"),
+            sliding_window=fields.size("sliding_window"),
+            num_experts=fields.size("n_routed_experts"),
+            experts_per_token=fields.size("num_experts_per_tok"),
+            moe_intermediate_size=fields.size("moe_intermediate_size"),
+            num_hash_layers=fields.count("num_hash_layers", default=0, most=1024),
+            routed_scaling_factor=fields.number("routed_scaling_factor", most=1e6),
+            swiglu_limit=fields.number("swiglu_limit", most=1e6),
+            hc_mult=fields.size("hc_mult"),
+            hc_iters=fields.size("hc_sinkhorn_iters"),
+            hc_eps=fields.number("hc_eps", most=1e6),
             vocab_size=vocab,
-            rms_norm_eps=_positive(raw, "rms_norm_eps"),
-            max_position_embeddings=_size(raw, "max_position_embeddings"),
-            main_freq=_frequencies(_positive(raw, "rope_theta"), rope_dim),
-            compress_freq=_yarn(raw, rope_dim),
-            mtp=bool(raw.get("num_nextn_predict_layers", 0)),
-            eos_token_ids=eos_ids,
+            rms_norm_eps=fields.number("rms_norm_eps", most=1),
+            max_position_embeddings=fields.size("max_position_embeddings"),
+            main_freq=_frequencies(fields.number("rope_theta", above=1, most=1e15), rope_dim),
+            compress_freq=_yarn(fields, rope_dim),
+            mtp=fields.count("num_nextn_predict_layers", default=0, most=1) == 1,
+            eos_token_ids=eos_ids(eos, vocab),
         )
         _check_sizes(config)
         return config
@@ -204,67 +193,32 @@ def rope_table(frequencies: Floats, num_positions: int) -> Floats:
     return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UnsupportedModel(
-            f"{path} does not exist: MODEL_DIR must hold a checkpoint in the published format"
-        ) from None
-    except ValueError as e:
-        raise UnsupportedModel(f"{path} is not JSON: {e}") from None
-    if not isinstance(raw, dict):
-        raise UnsupportedModel(f"{path} holds a {type(raw).__name__}, not an object")
-    return raw
-
-
-def _refuse(raw: Mapping[str, Any]) -> None:
+def _refuse(fields: Fields) -> None:
     """What this recipe does not do, by name."""
-    quantization = raw.get("quantization_config") or {}
+    quantization = fields.fields("quantization_config")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if (
-        method != "fp8"
-        or list(block or ()) != [128, 128]
-        or quantization.get("scale_fmt", "ue8m0") != "ue8m0"
-    ):
+    scales = quantization.get("scale_fmt", "ue8m0")
+    if method != "fp8" or block not in ([128, 128], (128, 128)) or scales != "ue8m0":
         raise UnsupportedModel(
-            f"config.json: quantization_config has quant_method {method!r}, weight_block_size {block} and scale_fmt "
-            f"{quantization.get('scale_fmt')!r}; this recipe runs 'fp8' in blocks of [128, 128] with 'ue8m0' scales"
+            f"config.json: quantization_config has quant_method {shown(method)}, weight_block_size {repr(block)[:80]} "
+            f"and scale_fmt {shown(scales)}; this recipe runs 'fp8' in blocks of [128, 128] with 'ue8m0' scales"
         )
-    for key, value in WANTED.items():
-        if raw.get(key, value) != value:
-            raise UnsupportedModel(f"config.json: {key} is {raw[key]!r}; every published model has {value!r}")
-    if raw.get("num_nextn_predict_layers", 0) not in (0, 1):
-        raise UnsupportedModel(
-            f"config.json: num_nextn_predict_layers is {raw['num_nextn_predict_layers']}; 0 and 1 are possible"
-        )
+    fields.is_all(WANTED, "every published model has")
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise UnsupportedModel(f"config.json: {key} is {value!r}; it must be a positive integer")
-    return value
-
-
-def _positive(raw: Mapping[str, Any], key: str) -> float:
-    value = raw.get(key)
-    if not isinstance(value, int | float) or not value > 0:
-        raise UnsupportedModel(f"config.json: {key} is {value!r}; it must be a positive number")
-    return float(value)
-
-
-def _ratios(raw: Mapping[str, Any]) -> tuple[int, ...]:
+def _ratios(fields: Fields) -> tuple[int, ...]:
     """Of the main model's layers; the published list ends with that of the layer that predicts a further token."""
-    layers, ratios = _size(raw, "num_hidden_layers"), raw.get("compress_ratios")
-    further = int(raw.get("num_nextn_predict_layers", 0))
+    layers, ratios = fields.size("num_hidden_layers"), fields.get("compress_ratios")
+    further = fields.count("num_nextn_predict_layers", default=0, most=1)
     if not isinstance(ratios, list) or len(ratios) not in (layers, layers + further):
         raise UnsupportedModel(
             f"config.json: compress_ratios must be a list of {layers + further} ratios, as published checkpoints "
             "have it (layer_types is a converted form: take the published config.json)"
         )
     if any(ratio not in (0, CSA, HCA) for ratio in ratios):
-        raise UnsupportedModel(f"config.json: compress_ratios is {ratios}; 0, {CSA} and {HCA} are possible")
+        raise UnsupportedModel(
+            f"config.json: compress_ratios is {repr(ratios)[:80]}; 0, {CSA} and {HCA} are possible"
+        )
     if any(ratios[layers:]):
         raise UnsupportedModel(
             f"config.json: compress_ratios gives the last layer {ratios[-1]}; it must be 0 (MTP)"
@@ -277,27 +231,22 @@ def _frequencies(theta: float, dim: int) -> Floats:
     return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
 
 
-def _yarn(raw: Mapping[str, Any], dim: int) -> Floats:
+def _yarn(fields: Fields, dim: int) -> Floats:
     """Of layers with compressed entries, at every position."""
-    scaling = raw.get("rope_scaling") or {}
-    if scaling.get("type") != "yarn":
-        raise UnsupportedModel(
-            f"config.json: rope_scaling has type {scaling.get('type')!r}; 'yarn' is possible"
-        )
-    theta, original = (
-        _positive(raw, "compress_rope_theta"),
-        _positive(scaling, "original_max_position_embeddings"),
-    )
+    scaling = fields.fields("rope_scaling")
+    scaling.is_all({"type": "yarn"}, "possible is")
+    theta = fields.number("compress_rope_theta", above=1, most=1e15)
+    original = scaling.size("original_max_position_embeddings")
 
     def channel(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(channel(_positive(scaling, "beta_fast"))), 0)
-    high = min(math.ceil(channel(_positive(scaling, "beta_slow"))), dim - 1)
+    low = max(math.floor(channel(scaling.number("beta_fast", most=1e6))), 0)
+    high = min(math.ceil(channel(scaling.number("beta_slow", most=1e6))), dim - 1)
     width = high - low if high != low else 0.001
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / np.float32(width), 0, 1)
     plain = _frequencies(theta, dim)
-    slowed = plain / np.float32(_positive(scaling, "factor"))
+    slowed = plain / np.float32(scaling.number("factor", most=1e6))
     return np.asarray(plain * (1 - ramp) + slowed * ramp, np.float32)
 
 

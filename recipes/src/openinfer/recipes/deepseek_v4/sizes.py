@@ -11,6 +11,7 @@ import numpy as np
 
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.engine.errors import SetupError
 from openinfer.scheduler import Policy
 from openinfer.tensor import Device, bfloat16, dtypes, float32
 
@@ -21,10 +22,6 @@ OUTSIDE_BYTES = 1 << 30
 
 
 CPU_KV_BYTES = 2 << 30
-
-
-class SetupError(ValueError):
-    """Flags that cannot work together, or a device that is too small; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)

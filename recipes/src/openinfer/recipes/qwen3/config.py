@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-
-class UnsupportedModel(ValueError):
-    """The checkpoint asks for something that this recipe does not do; the message names it."""
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, load_config, shown
+from openinfer.recipes.engine.errors import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,44 +46,37 @@ class Config:
     @classmethod
     def load(cls, model_dir: Path) -> Config:
         """Read config.json (and the eos ids of generation_config.json, if there is one). Raises UnsupportedModel."""
-        raw = _read_json(model_dir / "config.json")
-        generation = model_dir / "generation_config.json"
-        eos = (_read_json(generation) if generation.exists() else {}).get(
-            "eos_token_id", raw.get("eos_token_id")
-        )
-        return cls.parse(raw, eos)
+        raw, eos = load_config(model_dir)
+        return cls.parse(raw, raw.get("eos_token_id") if eos is None else eos)
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], eos: int | list[int] | None) -> Config:
         """From the parsed config.json. Raises UnsupportedModel naming the key."""
-        _refuse(raw)
-        heads = _size(raw, "num_attention_heads")
-        head_dim = _size(raw, "head_dim") if raw.get("head_dim") else _size(raw, "hidden_size") // heads
-        kv_heads = _size(raw, "num_key_value_heads")
+        fields = Fields(raw)
+        _refuse(fields)
+        heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
+        head_dim = fields.size("head_dim", default=fields.size("hidden_size") // heads)
         if heads % kv_heads:
             raise UnsupportedModel(
                 f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
             )
-        inv_freq, rope_scale = _rope(raw, head_dim)
-        vocab = _size(raw, "vocab_size")
-        eos_ids = tuple([eos] if isinstance(eos, int) else eos or [])
-        if any(not isinstance(e, int) or not 0 <= e < vocab for e in eos_ids):
-            raise UnsupportedModel(f"eos_token_id {eos!r}: ids must be in [0, {vocab})")
+        inv_freq, rope_scale = _rope(fields, head_dim)
+        vocab = fields.size("vocab_size")
         return cls(
-            hidden_size=_size(raw, "hidden_size"),
-            num_layers=_size(raw, "num_hidden_layers"),
+            hidden_size=fields.size("hidden_size"),
+            num_layers=fields.size("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=_size(raw, "intermediate_size"),
+            intermediate_size=fields.size("intermediate_size"),
             vocab_size=vocab,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=_size(raw, "max_position_embeddings"),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            windows=_windows(raw),
+            rms_norm_eps=fields.number("rms_norm_eps", default=1e-6, most=1),
+            max_position_embeddings=fields.size("max_position_embeddings"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            windows=_windows(fields),
             inv_freq=inv_freq,
             rope_scale=rope_scale,
-            eos_token_ids=eos_ids,
+            eos_token_ids=eos_ids(eos, vocab),
         )
 
     def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -94,85 +85,59 @@ class Config:
         return np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.float32(self.rope_scale)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UnsupportedModel(
-            f"{path} does not exist: MODEL_DIR must hold a checkpoint in the published format"
-        ) from None
-    except ValueError as e:
-        raise UnsupportedModel(f"{path} is not JSON: {e}") from None
-    if not isinstance(raw, dict):
-        raise UnsupportedModel(f"{path} holds a {type(raw).__name__}, not an object")
-    return raw
-
-
-def _refuse(raw: Mapping[str, Any]) -> None:
+def _refuse(fields: Fields) -> None:
     """What this recipe does not do, by name."""
-    if raw.get("model_type") != "qwen3":
-        raise UnsupportedModel(
-            f"config.json: model_type is {raw.get('model_type')!r}; this recipe runs 'qwen3'"
-        )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+    fields.is_all({"model_type": "qwen3"}, "this recipe runs")
+    if "quantization_config" in fields:
+        method = shown(fields.fields("quantization_config").get("quant_method"))
         raise UnsupportedModel(
             f"config.json: quantization_config ({method}) is not supported yet; use the BF16 checkpoint"
         )
-    if raw.get("attention_bias"):
-        raise UnsupportedModel(
-            "config.json: attention_bias is true; no published Qwen3 has it and it is not supported"
-        )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"config.json: hidden_act is {raw['hidden_act']!r}; Qwen3 uses 'silu'")
+    fields.is_all({"attention_bias": False, "hidden_act": "silu"}, "every published Qwen3 has")
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"config.json: {key} is {value!r}; it must be a positive integer")
-    return value
-
-
-def _windows(raw: Mapping[str, Any]) -> tuple[int, ...]:
+def _windows(fields: Fields) -> tuple[int, ...]:
     """Sliding windows by layer: `layer_types` where given, else every layer from max_window_layers on."""
-    layers, window = _size(raw, "num_hidden_layers"), raw.get("sliding_window") or 0
-    types = raw.get("layer_types")
+    layers = fields.size("num_hidden_layers")
+    types = fields.strings("layer_types", ("full_attention", "sliding_attention"), layers)
     if types is None:
-        first = raw.get("max_window_layers", layers) if raw.get("use_sliding_window") and window else layers
+        first = layers
+        if fields.flag("use_sliding_window") and "sliding_window" in fields:
+            first = fields.count("max_window_layers", default=layers, most=layers)
         types = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise UnsupportedModel(
-            f"config.json: layer_types must name full_attention or sliding_attention for {layers} layers"
-        )
-    if "sliding_attention" in types and not (isinstance(window, int) and window > 0):
-        raise UnsupportedModel(
-            f"config.json: layer_types has sliding_attention and sliding_window is {window!r}"
-        )
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
+    if "sliding_attention" not in types:
+        return (0,) * layers
+    window = fields.size("sliding_window")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _rope(raw: Mapping[str, Any], dim: int) -> tuple[np.ndarray[Any, np.dtype[np.float32]], float]:
+def _rope(fields: Fields, dim: int) -> tuple[np.ndarray[Any, np.dtype[np.float32]], float]:
     """Frequencies and the factor on cosines and sines; plain RoPE or static YaRN, in old or new config style."""
-    new = raw.get("rope_parameters") or {}
-    scaling = new or raw.get("rope_scaling") or {}
-    theta = float(new.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    new, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
+    scaling = new if "rope_parameters" in fields else old
+    theta = (new if "rope_theta" in new else fields).number("rope_theta", default=1e4, above=1, most=1e15)
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     inv_freq = (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return inv_freq, 1.0
     if kind != "yarn":
-        raise UnsupportedModel(f"config.json: rope type {kind!r} is not supported; 'default' and 'yarn' are")
-    factor = float(scaling["factor"])
-    original = scaling.get("original_max_position_embeddings") or _size(raw, "max_position_embeddings")
+        raise UnsupportedModel(
+            f"config.json: rope type {shown(kind)} is not supported; 'default' and 'yarn' are"
+        )
+    factor = scaling.number("factor", above=0, most=1e6)
+    key = "original_max_position_embeddings"
+    original = scaling.size(key, default=fields.size("max_position_embeddings"))
+    fast, slow = (
+        scaling.number(name, default=default, most=1e6)
+        for name, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
     low, high = (
-        dim * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta))
-        for beta in (float(scaling.get("beta_fast") or 32), float(scaling.get("beta_slow") or 1))
+        dim * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta)) for beta in (fast, slow)
     )
     low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1).astype(
         np.float32
     )
-    scale = scaling.get("attention_factor") or 0.1 * math.log(factor) + 1.0
-    return (inv_freq / np.float32(factor) * ramp + inv_freq * (1 - ramp)).astype(np.float32), float(scale)
+    scale = scaling.number("attention_factor", default=0.1 * math.log(factor) + 1.0, most=1e3)
+    return (inv_freq / np.float32(factor) * ramp + inv_freq * (1 - ramp)).astype(np.float32), scale

@@ -34,6 +34,7 @@ from openinfer.kernels import (
     predictions,
 )
 from openinfer.kvpool import Group, Pool
+from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.engine import Qwen3Engine
 from openinfer.recipes.qwen3.model import Buffers, Model, row_fields
@@ -61,10 +62,6 @@ OUTSIDE_BYTES = 1 << 30
 """Device memory that is not in the arena: the context, cubins, cuBLASLt, graph executables."""
 CPU_KV_BYTES = 2 << 30
 STEPS_IN_FLIGHT = 2
-
-
-class SetupError(ValueError):
-    """Flags that cannot work together, or a device that is too small; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)

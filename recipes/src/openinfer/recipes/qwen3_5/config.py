@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, load_config, shown
+from openinfer.recipes.engine.errors import UnsupportedModel
+
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Checkpoints with a vision tower (which is not loaded), and those of the text model alone."""
-
-
-class UnsupportedModel(ValueError):
-    """The checkpoint asks for something that this recipe does not do; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,49 +97,40 @@ class Config:
     @classmethod
     def load(cls, model_dir: Path) -> Config:
         """Read config.json (and the eos ids of generation_config.json, if there is one). Raises UnsupportedModel."""
-        raw = _read_json(model_dir / "config.json")
-        generation = model_dir / "generation_config.json"
-        eos = (_read_json(generation) if generation.exists() else {}).get("eos_token_id")
-        return cls.parse(raw, eos)
+        return cls.parse(*load_config(model_dir))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], eos: int | list[int] | None) -> Config:
         """From the parsed config.json, nested or flat; eos None: those of config.json. Raises UnsupportedModel naming
         the key."""
-        model_type = raw.get("model_type")
+        whole, model_type = Fields(raw), raw.get("model_type")
         if model_type not in MODEL_TYPES:
-            allowed = ", ".join(map(repr, MODEL_TYPES))
-            raise UnsupportedModel(f"config.json: model_type is {model_type!r}; this recipe runs {allowed}")
-        text = raw.get("text_config", raw)
-        if not isinstance(text, dict) and text is not raw:
-            raise UnsupportedModel("config.json: text_config is not an object")
-        _refuse(raw, text)
-        vocab = _size(text, "vocab_size")
-        eos = text.get("eos_token_id", raw.get("eos_token_id")) if eos is None else eos
-        eos_ids = tuple([eos] if isinstance(eos, int) else eos or [])
-        if any(not isinstance(e, int) or not 0 <= e < vocab for e in eos_ids):
-            raise UnsupportedModel(f"eos_token_id {eos!r}: ids must be in [0, {vocab})")
+            raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
+        text = whole.fields("text_config") if "text_config" in whole else whole
+        _refuse(whole, text)
+        vocab = text.size("vocab_size")
+        eos = text.get("eos_token_id", whole.get("eos_token_id")) if eos is None else eos
         experts = _experts(text) if "_moe" in model_type else None
-        head_dim = _size(text, "head_dim")
+        head_dim = text.size("head_dim")
         return cls(
-            hidden_size=_size(text, "hidden_size"),
+            hidden_size=text.size("hidden_size"),
             full=_full(text),
             **_heads(text),
             head_dim=head_dim,
-            key_dim=_size(text, "linear_key_head_dim"),
-            value_dim=_size(text, "linear_value_head_dim"),
-            conv_kernel=_size(text, "linear_conv_kernel_dim"),
-            intermediate_size=0 if experts else _size(text, "intermediate_size"),
+            key_dim=text.size("linear_key_head_dim"),
+            value_dim=text.size("linear_value_head_dim"),
+            conv_kernel=text.size("linear_conv_kernel_dim"),
+            intermediate_size=0 if experts else text.size("intermediate_size"),
             experts=experts,
             vocab_size=vocab,
-            rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-            max_position_embeddings=_size(text, "max_position_embeddings"),
-            tie_word_embeddings=_tied(raw, text),
+            rms_norm_eps=text.number("rms_norm_eps", default=1e-6, most=1),
+            max_position_embeddings=text.size("max_position_embeddings"),
+            tie_word_embeddings=_tied(whole, text),
             inv_freq=_rope(text, head_dim),
-            mtp=bool(text.get("mtp_num_hidden_layers", 0)),
-            fp8=bool(raw.get("quantization_config")),
-            text_only=text is raw,
-            eos_token_ids=eos_ids,
+            mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
+            fp8="quantization_config" in whole,
+            text_only=text is whole,
+            eos_token_ids=eos_ids(eos, vocab),
         )
 
     def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -150,29 +139,15 @@ class Config:
         return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UnsupportedModel(
-            f"{path} does not exist: MODEL_DIR must hold a checkpoint in the published format"
-        ) from None
-    except ValueError as e:
-        raise UnsupportedModel(f"{path} is not JSON: {e}") from None
-    if not isinstance(raw, dict):
-        raise UnsupportedModel(f"{path} holds a {type(raw).__name__}, not an object")
-    return raw
-
-
-def _refuse(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+def _refuse(whole: Fields, text: Fields) -> None:
     """What this recipe does not do, by name."""
-    quantization = raw.get("quantization_config")
-    if quantization:
+    if "quantization_config" in whole:
+        quantization = whole.fields("quantization_config")
         method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-        if method != "fp8" or list(block or ()) != [128, 128]:
+        if method != "fp8" or block not in ([128, 128], (128, 128)):
             raise UnsupportedModel(
-                f"config.json: quantization_config has quant_method {method!r} and weight_block_size {block}; "
-                "this recipe runs BF16 checkpoints and those of 'fp8' in blocks of [128, 128]"
+                f"config.json: quantization_config has quant_method {shown(method)} and weight_block_size "
+                f"{repr(block)[:80]}; this recipe runs BF16 checkpoints and those of 'fp8' in blocks of [128, 128]"
             )
     wanted = {
         "hidden_act": "silu",
@@ -180,15 +155,8 @@ def _refuse(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
         "output_gate_type": "swish",
         "attn_output_gate": True,
     }
-    for key, value in wanted.items():
-        if text.get(key, value) != value:
-            raise UnsupportedModel(
-                f"config.json: {key} is {text[key]!r}; every published model has {value!r}"
-            )
-    if text.get("mamba_ssm_dtype", "float32") != "float32":
-        raise UnsupportedModel(
-            f"config.json: mamba_ssm_dtype is {text['mamba_ssm_dtype']!r}; states are kept in 'float32' only"
-        )
+    text.is_all(wanted, "every published model has")
+    text.is_all({"mamba_ssm_dtype": "float32"}, "states are kept in")
     if text.get("mlp_only_layers"):
         raise UnsupportedModel(
             "config.json: mlp_only_layers is not empty; no published model has such layers"
@@ -199,21 +167,15 @@ def _refuse(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
         )
 
 
-def _size(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModel(f"config.json: {key} is {value!r}; it must be a positive integer")
-    return value
-
-
-def _tied(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool | None:
-    said = {bool(part["tie_word_embeddings"]) for part in (raw, text) if "tie_word_embeddings" in part}
+def _tied(whole: Fields, text: Fields) -> bool | None:
+    key = "tie_word_embeddings"
+    said = {part.flag(key) for part in (whole, text) if key in part}
     return None if len(said) == 2 else said == {True}
 
 
-def _heads(text: Mapping[str, Any]) -> dict[str, int]:
-    heads, kv_heads = _size(text, "num_attention_heads"), _size(text, "num_key_value_heads")
-    key_heads, value_heads = _size(text, "linear_num_key_heads"), _size(text, "linear_num_value_heads")
+def _heads(text: Fields) -> dict[str, int]:
+    heads, kv_heads = text.size("num_attention_heads"), text.size("num_key_value_heads")
+    key_heads, value_heads = text.size("linear_num_key_heads"), text.size("linear_num_value_heads")
     if heads % kv_heads:
         raise UnsupportedModel(
             f"config.json: {heads} attention heads cannot share {kv_heads} key-value heads evenly"
@@ -225,40 +187,38 @@ def _heads(text: Mapping[str, Any]) -> dict[str, int]:
     return {"num_heads": heads, "num_kv_heads": kv_heads, "key_heads": key_heads, "value_heads": value_heads}
 
 
-def _experts(text: Mapping[str, Any]) -> Experts:
-    count, chosen = _size(text, "num_experts"), _size(text, "num_experts_per_tok")
+def _experts(text: Fields) -> Experts:
+    count, chosen = text.size("num_experts"), text.size("num_experts_per_tok")
     if chosen > count:
         raise UnsupportedModel(f"config.json: num_experts_per_tok is {chosen}; there are {count} experts")
     return Experts(
-        count, chosen, _size(text, "moe_intermediate_size"), _size(text, "shared_expert_intermediate_size")
+        count, chosen, text.size("moe_intermediate_size"), text.size("shared_expert_intermediate_size")
     )
 
 
-def _full(text: Mapping[str, Any]) -> tuple[bool, ...]:
+def _full(text: Fields) -> tuple[bool, ...]:
     """Which layers are full attention: by `layer_types`, or every `full_attention_interval`th."""
-    layers, types = _size(text, "num_hidden_layers"), text.get("layer_types")
+    layers = text.size("num_hidden_layers")
+    types = text.strings("layer_types", ("full_attention", "linear_attention"), layers)
     if types is None:
-        every = _size(text, "full_attention_interval")
+        every = text.size("full_attention_interval")
         return tuple((layer + 1) % every == 0 for layer in range(layers))
-    if len(types) != layers or not set(types) <= {"full_attention", "linear_attention"}:
-        raise UnsupportedModel(
-            f"config.json: layer_types must name full_attention or linear_attention for {layers} layers"
-        )
     if len(set(types)) != 2:
         raise UnsupportedModel("config.json: layer_types must have layers of both kinds")
     return tuple(kind == "full_attention" for kind in types)
 
 
-def _rope(text: Mapping[str, Any], head_dim: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _rope(text: Fields, head_dim: int) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Frequencies of the rotated part of a head. For text the three streams of positions are one."""
-    rope = text.get("rope_parameters") or {}
+    rope = text.fields("rope_parameters")
     kind = rope.get("rope_type", "default")
     if kind != "default" or text.get("rope_scaling"):
         raise UnsupportedModel(
-            f"config.json: rope type {kind!r} or rope_scaling is not supported; 'default' is"
+            f"config.json: rope type {shown(kind)} or rope_scaling is not supported; 'default' is"
         )
-    theta = float(rope.get("rope_theta", text.get("rope_theta", 1e7)))
-    factor = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25)))
+    theta = (rope if "rope_theta" in rope else text).number("rope_theta", default=1e7, above=1, most=1e15)
+    key = "partial_rotary_factor"
+    factor = (rope if key in rope else text).number(key, default=0.25, most=1)
     dim = int(head_dim * factor)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise UnsupportedModel(

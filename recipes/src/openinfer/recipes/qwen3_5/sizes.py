@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.qwen3_5.buckets import Boundaries
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
@@ -22,10 +23,6 @@ OUTSIDE_BYTES = 1 << 30
 
 
 CPU_KV_BYTES = 2 << 30
-
-
-class SetupError(ValueError):
-    """Flags that cannot work together, or a device that is too small; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.recipes.qwen3_5.config import Config, Experts, UnsupportedModel
+from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.qwen3_5.config import Config, Experts
 from openinfer.tensor import (
     Arena,
     Checkpoint,

@@ -6,7 +6,7 @@ Needs no web framework; a frontend of your own can use it with any text generato
 from openinfer.frontend.chat.deepseek_v4 import DeepSeekV4Renderer
 from openinfer.frontend.chat.formats import REASONING_FORMATS, TOOL_FORMATS, default_formats
 from openinfer.frontend.chat.output import Content, OutputParser, Part, Reasoning, ToolCall, ToolFormat
-from openinfer.frontend.chat.renderer import Message, Renderer
+from openinfer.frontend.chat.renderer import Message, Renderer, RendererSpec
 
 __all__ = [
     "REASONING_FORMATS",
@@ -18,6 +18,7 @@ __all__ = [
     "Part",
     "Reasoning",
     "Renderer",
+    "RendererSpec",
     "ToolCall",
     "ToolFormat",
     "default_formats",

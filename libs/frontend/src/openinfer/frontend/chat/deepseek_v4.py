@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openinfer.frontend.chat.dsml import DSML
-from openinfer.frontend.chat.renderer import Message
+from openinfer.frontend.chat.renderer import Message, RendererSpec
 from openinfer.frontend.errors import APIError
 
 __all__ = ["DeepSeekV4Renderer"]
@@ -58,6 +58,7 @@ class DeepSeekV4Renderer:
     """
 
     variables = frozenset({"thinking", "enable_thinking", "reasoning_effort"})
+    spec = RendererSpec("openinfer.frontend.chat:DeepSeekV4Renderer", {})
 
     def render(
         self,

@@ -1,17 +1,28 @@
 """How messages become a prompt: a Jinja template, or code where a model's authors ship code."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Message", "Renderer"]
+__all__ = ["Message", "Renderer", "RendererSpec"]
 
 Message = Mapping[str, Any]
 """role, content (str), and where they apply: reasoning, tool_calls [{id, function: {name, arguments: object}}],
 tool_call_id."""
 
 
+class RendererSpec(NamedTuple):
+    """How any process makes a Renderer: call `target` ("package.module:name") with JSON `kwargs`."""
+
+    target: str
+    kwargs: dict[str, Any]
+
+
 class Renderer(Protocol):
     """Turns messages into the text of a prompt."""
+
+    @property
+    def spec(self) -> RendererSpec:
+        """How another process makes the same renderer: a server renders in one that it can kill."""
 
     @property
     def variables(self) -> frozenset[str]:

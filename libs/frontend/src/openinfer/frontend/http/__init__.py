@@ -1,8 +1,8 @@
 """An OpenAI-compatible HTTP server over any EngineClient. Needs `openinfer-frontend[http]`."""
 
 try:
+    from openinfer.frontend.chat_template import ChatTemplate, find_template, template_spec
     from openinfer.frontend.http.app import create_app
-    from openinfer.frontend.http.chat_template import ChatTemplate, find_template
     from openinfer.frontend.http.params import SamplingDefaults
     from openinfer.frontend.http.server import run_server
     from openinfer.frontend.http.tokenizer import Tokenizer
@@ -20,4 +20,5 @@ __all__ = [
     "create_app",
     "find_template",
     "run_server",
+    "template_spec",
 ]

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from openinfer.frontend.chat import TOOL_FORMATS, Renderer
+from openinfer.frontend.chat import TOOL_FORMATS, Renderer, RendererSpec
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
@@ -27,6 +27,7 @@ from openinfer.frontend.http.params import SamplingDefaults
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.render_pool import RenderPool
 
 if TYPE_CHECKING:
     from openinfer.frontend.http.tracing import Tracing
@@ -38,7 +39,7 @@ def create_app(
     client: EngineClient,
     *,
     tokenizer: Tokenizer | None = None,
-    template: Renderer | None = None,
+    template: Renderer | RendererSpec | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     defaults: SamplingDefaults | None = None,
@@ -54,7 +55,8 @@ def create_app(
     client elsewhere turns the lifespan off (uvicorn: lifespan="off") and awaits `app.state.service.prepare()` once the
     client has started, which run_server does.
 
-    client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat.
+    client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat. It is
+    made in a process of its own; a RendererSpec is made only there.
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
@@ -62,11 +64,12 @@ def create_app(
     log_requests: log one line a request at its end. tracing: where spans go; closed by its owner.
     board: where /metrics counts, one for all processes of a server.
     """
+    spec = template if template is None or isinstance(template, RendererSpec) else template.spec
     service = Service(
         client,
         tokenizer=tokenizer,
         chat_format=ChatFormat(
-            renderer=template,
+            renderer=None if spec is None else RenderPool(spec),
             tools=TOOL_FORMATS[tool_parser] if tool_parser else None,
             reasoning=reasoning_parser is not None,
         ),
@@ -86,10 +89,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await client.start()
-        await service.prepare()
         try:
+            await service.prepare()
             yield
         finally:
+            await service.close()
             await client.close()
 
     guards = [Middleware(ApiKeyGuard, api_key=api_key)] if api_key else []

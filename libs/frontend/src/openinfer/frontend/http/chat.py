@@ -4,15 +4,14 @@ import dataclasses
 import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-from openinfer.frontend.chat import OutputParser, Renderer, ToolFormat
+from openinfer.frontend.chat import OutputParser, ToolFormat
 from openinfer.frontend.chat.output import END_THINK, THINK, Schemas
 from openinfer.frontend.errors import APIError
-from openinfer.frontend.http.deadline import in_thread, larger_than
 from openinfer.frontend.http.structured import unkept
 from openinfer.frontend.http.thoughts import Where, effort_options
+from openinfer.frontend.render_pool import RenderPool
 from openinfer.sampler import InvalidGrammar
 from openinfer.sampler.grammar import Grammar
 from openinfer.sampler.lark import Lark
@@ -24,8 +23,8 @@ ParserFactory = Callable[[], OutputParser]
 
 
 MAX_MESSAGES = 4096
-INLINE_SIZE = 16384
-"""Chats that are larger, in characters and items, are rendered in a thread."""
+SMALL_SIZE = 16384
+"""Larger chats, in characters and items, are rendered apart from the others."""
 RENDER_TIMEOUT_S = 10.0
 
 
@@ -63,7 +62,7 @@ class ChatFormat:
     renderer: None refuses chats. tools: None refuses tools. reasoning: split `<think>` from the content.
     """
 
-    renderer: Renderer | None = None
+    renderer: RenderPool | None = None
     tools: ToolFormat | None = None
     reasoning: bool = False
 
@@ -73,17 +72,13 @@ class ChatFormat:
             raise APIError("this server has no chat template; use /v1/completions", param="messages")
         tools = self._tools_on_offer(chat)
         marker = f"<{uuid.uuid4().hex}>" if chat.continue_final else ""
-        render = partial(
-            self.renderer.render,
-            _with_marker(chat.messages, marker) if marker else chat.messages,
-            tools=tools or None,
-            add_generation_prompt=chat.add_generation_prompt and not marker,
-            kwargs=self._options(self.renderer, chat),
-        )
-        if larger_than(INLINE_SIZE, (chat.messages, tools, chat.options)):
-            text = await in_thread(render, RENDER_TIMEOUT_S)
-        else:
-            text = render()
+        call = {
+            "messages": _with_marker(chat.messages, marker) if marker else chat.messages,
+            "tools": tools or None,
+            "add_generation_prompt": chat.add_generation_prompt and not marker,
+            "kwargs": self._options(self.renderer, chat),
+        }
+        text = await self.renderer.render(call, _larger_than(SMALL_SIZE, call), RENDER_TIMEOUT_S)
         if not marker:
             return text
         before, found, _ = text.partition(marker)
@@ -180,7 +175,7 @@ class ChatFormat:
             )
         return chat.tools
 
-    def _options(self, renderer: Renderer, chat: Chat) -> dict[str, Any]:
+    def _options(self, renderer: RenderPool, chat: Chat) -> dict[str, Any]:
         options = dict(chat.options)
         if chat.effort is None:
             return options
@@ -191,6 +186,26 @@ class ChatFormat:
             )
             return options
         return {**found, **options}
+
+
+def _larger_than(limit: int, value: object) -> bool:
+    """Whether a JSON value has more characters and items than `limit`; looks at no more than it needs to know."""
+    left = limit
+    values = [value]
+    while values and left >= 0:
+        one = values.pop()
+        if isinstance(one, str):
+            left -= len(one)
+        elif isinstance(one, Mapping):
+            left -= len(one)
+            if left >= 0:
+                values += one.keys()
+                values += one.values()
+        elif isinstance(one, list | tuple):
+            left -= len(one)
+            if left >= 0:
+                values += one
+    return left < 0
 
 
 def _schemas(chat: Chat) -> Schemas:

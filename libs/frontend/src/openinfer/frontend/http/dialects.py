@@ -13,7 +13,6 @@ from openinfer.frontend.http import messages_body, responses_body
 from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, decode_body
 from openinfer.frontend.http.chat import Chat, chat_messages
 from openinfer.frontend.http.chat_body import tool_object
-from openinfer.frontend.http.chat_template import ChatTemplate
 from openinfer.frontend.http.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.messages_shape import MessagesShape
 from openinfer.frontend.http.params import max_tokens_for, prompt_ids
@@ -124,7 +123,7 @@ class Dialects:
     async def tokenizer_info(self, request: Request) -> Response:
         """GET /tokenizer_info: tokenizer_config.json, its special tokens as text, and the template in use."""
         renderer = self._service.chat_format.renderer
-        template = renderer.source if isinstance(renderer, ChatTemplate) else None
+        template = renderer.spec.kwargs.get("source") if renderer else None
         tokenizer = self._tokenizer()
         return json_response({**tokenizer.config, **tokenizer.special_tokens, "chat_template": template})
 

@@ -13,7 +13,8 @@ from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.body import CommonBody
 from openinfer.frontend.http.structured import grammar_of, unkept
-from openinfer.frontend.http.tokenizer import Tokenizer, read_json
+from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.model_files import read_json
 from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.grammar import Grammar
 
@@ -74,7 +75,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     def load(cls, model_dir: Path) -> "SamplingDefaults":
         """Read generation_config.json if there is one. Raises ModelFilesError for a malformed one."""
         path = model_dir / "generation_config.json"
-        if not path.is_file():
+        if not path.exists():
             return cls()
         config = read_json(path)
         given = {name: config[name] for name in cls.__struct_fields__ if config.get(name) is not None}

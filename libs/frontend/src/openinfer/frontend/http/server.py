@@ -57,7 +57,22 @@ async def run_server(
     Returns the exit code: 0, or 1 when the engine was lost.
     """
     service: Service = app.state.service
-    await service.prepare()
+    try:
+        await service.prepare()
+        return await _run(app, service, listener, shutdown_timeout_s, on_ready, stop, now)
+    finally:
+        await service.close()
+
+
+async def _run(
+    app: Starlette,
+    service: Service,
+    listener: socket.socket,
+    shutdown_timeout_s: float,
+    on_ready: Callable[[], None],
+    stop: asyncio.Event | None,
+    now: asyncio.Event | None,
+) -> int:
     config = uvicorn.Config(
         app,
         http=http_protocol(),

@@ -145,11 +145,25 @@ class Service:
         return ids, msgspec.structs.replace(plan, warnings=(*plan.warnings, *chat.warnings)), new_parser
 
     async def prepare(self) -> None:
-        """Tell the engine what it needs for grammars. The client must have been started."""
-        if "grammar" in self.client.info.features and self.tokenizer is not None:
-            table = self.tokenizer.token_table(self.chat_format.markers())
-            if table is not None:
-                await self.client.control(table)
+        """Start the renderer, and tell the engine what it needs for grammars. The client must have been started.
+
+        Raises ModelFilesError where the chat template cannot be used.
+        """
+        renderer = self.chat_format.renderer
+        starting = asyncio.create_task(renderer.start()) if renderer else None
+        try:
+            if "grammar" in self.client.info.features and self.tokenizer is not None:
+                table = self.tokenizer.token_table(self.chat_format.markers())
+                if table is not None:
+                    await self.client.control(table)
+        finally:
+            if starting is not None:
+                await starting
+
+    async def close(self) -> None:
+        """End the renderer."""
+        if self.chat_format.renderer is not None:
+            await self.chat_format.renderer.close()
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

@@ -1,7 +1,6 @@
 """Text to ids and back: a thin hold on `tokenizers.Tokenizer`, with the pieces a server needs beside it."""
 
 import asyncio
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ from tokenizers.decoders import ByteLevel
 from openinfer.frontend.contract import TokenTable
 from openinfer.frontend.errors import ModelFilesError
 from openinfer.frontend.http.detokenizer import ByteDetokenizer, Detokenizer, TextDetokenizer
+from openinfer.frontend.model_files import read_json
 
-__all__ = ["Tokenizer", "read_json"]
+__all__ = ["Tokenizer"]
 
 LONG_TEXT_CHARS = 8192
 """Longer texts are encoded in a worker thread: a millisecond is what the event loop can spare."""
@@ -49,10 +49,12 @@ class Tokenizer:
             )
         try:
             core = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the Rust side raises plain Exception
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the Rust side raises plain Exceptions, and panics are none
             raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
         config_path = model_dir / "tokenizer_config.json"
-        return cls(core, read_json(config_path) if config_path.is_file() else {}, vocab_size)
+        return cls(core, read_json(config_path) if config_path.exists() else {}, vocab_size)
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -147,14 +149,3 @@ def _token_bytes(token: str, alphabet: dict[int, str]) -> bytes:
         return token.translate(alphabet).encode("latin-1")
     except UnicodeEncodeError:  # an added token, written in plain text
         return token.encode()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model file. Raises ModelFilesError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFilesError(f"{path} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFilesError(f"{path} holds a {type(value).__name__}, not an object")
-    return value

@@ -12,10 +12,11 @@ import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from openinfer.frontend.chat import Message
+from openinfer.frontend.chat import Message, RendererSpec
 from openinfer.frontend.errors import APIError, ModelFilesError
+from openinfer.frontend.model_files import read_text
 
-__all__ = ["ChatTemplate", "find_template"]
+__all__ = ["ChatTemplate", "find_template", "template_spec"]
 
 _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError),
@@ -33,6 +34,8 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 class ChatTemplate:
     """Turns messages into the text of a prompt. A Renderer. `source` is what it was made of.
 
+    Making one runs the template: where the source is not to be trusted, a RenderPool makes it from `template_spec`.
+
     source: Jinja source; ModelFilesError if it does not compile.
     special_tokens: names and texts that the template may mention (bos_token, eos_token, ...).
     """
@@ -49,6 +52,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelFilesError(f"the chat template does not compile: {error}") from error
         self.source = source
+        self.spec = template_spec(source, special_tokens)
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source))) - _OURS
@@ -90,7 +94,8 @@ class ChatTemplate:
                 variables, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
             )
         except _REFUSALS as error:
-            raise APIError(f"the chat template refuses these messages: {error}", param="messages") from error
+            why = str(error) or type(error).__name__
+            raise APIError(f"the chat template refuses these messages: {why}", param="messages") from error
 
 
 def _one_system(messages: Sequence[Message]) -> list[Message]:
@@ -102,17 +107,25 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
     return [{**leading[0], "content": "\n\n".join(m["content"] for m in leading)}, *later]
 
 
+def template_spec(source: str, special_tokens: Mapping[str, str]) -> RendererSpec:
+    """How a process makes a ChatTemplate."""
+    kwargs = {"source": source, "special_tokens": dict(special_tokens)}
+    return RendererSpec("openinfer.frontend.chat_template:ChatTemplate", kwargs)
+
+
 def find_template(model_dir: Path, config: Mapping[str, Any]) -> str | None:
     """Source of the template: chat_template.jinja, else tokenizer_config.json's chat_template, else None."""
     path = model_dir / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+    if path.exists():
+        return read_text(path)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, by name
-        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
+        found = named[0].get("template") if named else None
     if found is not None and not isinstance(found, str):
         raise ModelFilesError(
-            f"chat_template in tokenizer_config.json is a {type(found).__name__}, not a string"
+            f"chat_template in tokenizer_config.json is a {type(found).__name__}; it must be a string, or a list of "
+            "objects with a name and a template"
         )
     return found
 

@@ -1,0 +1,135 @@
+"""Chats as prompts, off the event loop and under a deadline: processes that can be killed and are replaced."""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from openinfer.frontend.chat import RendererSpec
+from openinfer.frontend.errors import APIError, ModelFilesError
+
+__all__ = ["RenderPool"]
+
+START_TIMEOUT_S = 10.0
+LANES = (2, 2)
+"""Processes for small chats, and for large ones: whoever sends large ones waits for others of the kind only."""
+MAX_ANSWER_BYTES = 256 << 20
+
+
+class RenderPool:
+    """A Renderer in processes of its own. start() first, close() last; both in the event loop that renders.
+
+    spec: how a process makes the renderer.
+    """
+
+    def __init__(self, spec: RendererSpec) -> None:
+        self.spec = spec
+        self.variables: frozenset[str] = frozenset()
+        """Names of the options that the renderer heeds; known once it has started."""
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._lanes = [asyncio.Semaphore(size) for size in LANES]
+
+    async def start(self) -> None:
+        """Make the renderer. Raises ModelFilesError with one line where it cannot be made."""
+        if not self._idle:
+            self._idle.append(await self._process())
+
+    async def close(self) -> None:
+        """End the processes that wait; a second time is no error."""
+        while self._idle:
+            await _end(self._idle.pop())
+
+    async def render(self, call: dict[str, Any], large: bool, timeout_s: float) -> str:
+        """The prompt; `call` has the arguments of Renderer.render.
+
+        Raises APIError: 400 where the renderer refuses, takes longer than timeout_s or too much memory, 503 where no
+        process was free for so long.
+        """
+        try:
+            line = json.dumps(call).encode() + b"\n"
+        except (ValueError, RecursionError) as error:
+            raise APIError(f"the chat cannot be written as a prompt: {error}", param="messages") from error
+        lane = self._lanes[large]
+        try:
+            await asyncio.wait_for(lane.acquire(), timeout_s)
+        except TimeoutError as error:
+            raise APIError(
+                "too many chats wait to be written as prompts; try later", status=503, code="queue_full"
+            ) from error
+        try:
+            return _text(await self._ask(line, timeout_s))
+        except TimeoutError as error:
+            raise APIError(
+                f"the chat takes longer than {timeout_s:g} s to be written as a prompt: shorten it",
+                param="messages",
+            ) from error
+        finally:
+            lane.release()
+
+    async def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
+        process = self._idle.pop() if self._idle else await self._process()
+        try:
+            answer = await asyncio.wait_for(_answer(process, line), timeout_s)
+        except (
+            BaseException
+        ):  # late, gone, or nobody waits any more: what it would still say is no answer to others
+            await _end(process)
+            raise
+        if answer is None:
+            await _end(process)
+            return {"error": "the process that writes it ended"}
+        self._idle.append(process)
+        return answer
+
+    async def _process(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "openinfer.frontend.render_process"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent, which drains first
+            limit=MAX_ANSWER_BYTES,
+        )
+        try:
+            line = json.dumps(self.spec._asdict()).encode() + b"\n"
+            made = await asyncio.wait_for(_answer(process, line), START_TIMEOUT_S)
+        except BaseException as error:
+            await _end(process)
+            if isinstance(error, TimeoutError):
+                raise ModelFilesError(
+                    f"the chat template is not ready after {START_TIMEOUT_S:g} s: it seems to loop"
+                ) from error
+            raise
+        if made is None or "variables" not in made:
+            await _end(process)
+            why = made.get("error", "it was refused") if made else "the process that renders it ended"
+            raise ModelFilesError(f"the chat template cannot be used: {why}")
+        self.variables = frozenset(made["variables"])
+        return process
+
+
+def _text(answer: dict[str, Any]) -> str:
+    if "refused" in answer:
+        raise APIError(answer["refused"], param=answer["param"])
+    if "text" not in answer:
+        raise APIError(f"the chat cannot be written as a prompt: {answer['error']}", param="messages")
+    return str(answer["text"])
+
+
+async def _answer(process: asyncio.subprocess.Process, line: bytes) -> dict[str, Any] | None:
+    """None when the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(line)
+        await process.stdin.drain()
+        said = await process.stdout.readline()
+    except (ConnectionError, ValueError):  # ValueError: a line beyond the limit
+        return None
+    answer: dict[str, Any] | None = json.loads(said) if said else None
+    return answer
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.kill()
+    await process.communicate()

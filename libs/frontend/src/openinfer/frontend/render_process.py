@@ -1,0 +1,56 @@
+"""A process that writes chats as prompts: `python -m openinfer.frontend.render_process`, a child of a RenderPool.
+
+A template may loop for ever, take all memory or nest too deeply for the interpreter. Here it can be killed. Standard
+input has a JSON object a line: first a RendererSpec's fields, then the arguments of each render(). Standard output has
+an answer a line: {"variables"} or {"text"}, or {"refused", "param"} or {"error"}. When standard input ends, the parent
+is gone, and so are we.
+"""
+
+import importlib
+import json
+import resource
+import sys
+from typing import Any
+
+from openinfer.frontend.chat import Renderer
+from openinfer.frontend.errors import APIError, one_line
+
+__all__ = ["main"]
+
+MEMORY_BYTES = 2 << 30
+"""Of address space: a template that wants more gets a MemoryError."""
+
+
+def main() -> int:
+    """Answer until standard input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    lines, out = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # a renderer that prints must not break the answers
+    renderer: Renderer | None = None
+    while line := lines.readline():
+        answer: dict[str, Any]
+        try:
+            given = json.loads(line)
+            if renderer is None:
+                renderer = _make(**given)
+                answer = {"variables": sorted(renderer.variables)}
+            else:
+                answer = {"text": renderer.render(**given)}
+            said = json.dumps(answer)
+        except APIError as error:
+            said = json.dumps({"refused": str(error), "param": error.param})
+        except Exception as error:
+            said = json.dumps({"error": f"{type(error).__name__}: {one_line(error)}"[:1000]})
+        out.write(said.encode() + b"\n")
+        out.flush()
+    return 0
+
+
+def _make(target: str, kwargs: dict[str, Any]) -> Renderer:
+    module, _, name = target.partition(":")
+    made: Renderer = getattr(importlib.import_module(module), name)(**kwargs)
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""A checkpoint's JSON files, read field by field: every value has the right type and a size that a model can have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from openinfer.recipes.engine.errors import UnsupportedModel
+
+__all__ = ["Fields", "eos_ids", "load_config", "read_json", "shown"]
+
+MAX_JSON_BYTES = 64 << 20
+LARGEST: Mapping[str, int] = {
+    "head_dim": 1024,
+    "max_position_embeddings": 1 << 24,
+    "num_experts": 1 << 16,
+    "num_hidden_layers": 1024,
+    "original_max_position_embeddings": 1 << 24,
+    "qk_rope_head_dim": 1024,
+    "vocab_size": 1 << 22,
+}
+"""The most that a size may be; other sizes are MAX_SIZE at most. Far above every published model: what is larger would
+take minutes or all memory before the weights' headers could show that the file is wrong."""
+MAX_SIZE = 1 << 20
+
+
+class Fields:
+    """An object of a JSON file. A field that is null counts as one that is not there.
+
+    values: the object, parsed. where: how messages name it, such as "config.json".
+    Every method raises UnsupportedModel naming the field, its value and what it must be.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self._values, self.where = values, where
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is. Whoever takes it checks it."""
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def __contains__(self, key: str) -> bool:
+        return self._values.get(key) is not None
+
+    def size(self, key: str, *, default: int | None = None) -> int:
+        """An integer from 1 to what LARGEST has for the field."""
+        value, most = self.get(key, default), LARGEST.get(key, MAX_SIZE)
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.wrong(key, f"it must be a positive integer of at most {most}")
+        return value
+
+    def count(self, key: str, *, default: int, most: int) -> int:
+        """An integer from 0 to `most`."""
+        value = self.get(key, default)
+        if type(value) is not int or not 0 <= value <= most:
+            raise self.wrong(key, f"it must be an integer from 0 to {most}")
+        return value
+
+    def number(self, key: str, *, default: float | None = None, above: float = 0.0, most: float) -> float:
+        """A finite number above `above`, at most `most`."""
+        value = self.get(key, default)
+        # A boolean is no number, and NaN compares false.
+        if type(value) not in (int, float) or not above < value <= most:
+            raise self.wrong(key, f"it must be a number above {above:g}, at most {most:g}")
+        return float(value)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """true or false."""
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise self.wrong(key, "it must be true or false")
+        return value
+
+    def fields(self, key: str) -> Fields:
+        """An object within this one; an empty one where it is not there."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            raise self.wrong(key, "it must be an object")
+        return Fields(value, f"{self.where}: {key}")
+
+    def strings(self, key: str, allowed: Sequence[str], length: int) -> list[str] | None:
+        """A list of `length` of the allowed strings; None where it is not there."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or any(one not in allowed for one in value):
+            raise self.wrong(key, f"it must name {' or '.join(allowed)} for {length} layers")
+        return value
+
+    def is_all(self, wanted: Mapping[str, Any], why: str) -> None:
+        """Check that every field that is there has its one possible value."""
+        for key, value in wanted.items():
+            found = self.get(key, value)
+            if type(found) is not type(value) or found != value:
+                raise self.wrong(key, f"{why} {value!r}")
+
+    def wrong(self, key: str, allowed: str) -> UnsupportedModel:
+        """The error for a field, to be raised."""
+        return UnsupportedModel(f"{self.where}: {key} is {shown(self._values.get(key))}; {allowed}")
+
+
+def shown(value: object) -> str:
+    """A value in a message: short, and without what a terminal would obey."""
+    if isinstance(value, list | dict):
+        return (
+            f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}" if value else f"{value}"
+        )
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file that holds a JSON object. Raises UnsupportedModel naming the file."""
+    if not path.exists():
+        raise UnsupportedModel(
+            f"{path} does not exist: MODEL_DIR must hold a checkpoint in the published format"
+        )
+    if not path.is_file() or path.stat().st_size > MAX_JSON_BYTES:  # a FIFO would be waited for
+        raise UnsupportedModel(f"{path} is no regular file of at most {MAX_JSON_BYTES >> 20} MiB")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise UnsupportedModel(f"{path} is not JSON: {e}") from None
+    if not isinstance(raw, dict):
+        raise UnsupportedModel(f"{path} holds a {type(raw).__name__}, not an object")
+    return raw
+
+
+def load_config(model_dir: Path) -> tuple[dict[str, Any], Any]:
+    """config.json, and the eos_token_id of generation_config.json where that has one. Raises UnsupportedModel."""
+    raw, generation = read_json(model_dir / "config.json"), model_dir / "generation_config.json"
+    return raw, read_json(generation).get("eos_token_id") if generation.exists() else None
+
+
+def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
+    """The ids of an eos_token_id: one, a list, or none. Raises UnsupportedModel."""
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if len(found) > 64 or any(type(one) is not int or not 0 <= one < vocab_size for one in found):
+        raise UnsupportedModel(
+            f"eos_token_id is {shown(value)}; ids must be in [0, {vocab_size}), 64 at most"
+        )
+    return tuple(found)

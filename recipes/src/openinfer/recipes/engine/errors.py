@@ -1,0 +1,24 @@
+"""What can go wrong between a checkpoint and an engine that is ready.
+
+ValueError
+├── SetupError          flags that cannot work together, or a device that is too small
+└── UnsupportedModel    a checkpoint asks for something that its recipe does not do
+
+Every message is for the user: what was given, what is allowed, what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = ["SetupError", "UnsupportedModel"]
+
+
+class SetupError(ValueError):
+    """Flags that cannot work together, or a device that is too small."""
+
+    user_can_mend = True
+
+
+class UnsupportedModel(ValueError):
+    """The checkpoint asks for something that its recipe does not do."""
+
+    user_can_mend = True
