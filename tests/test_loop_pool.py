@@ -1,10 +1,11 @@
 """scheduler.StepLoop over kvpool.Pool: two libraries that do not know each other, under generated schedules."""
 
+import math
 from collections import Counter
 
 import pytest
 
-from openinfer.kvpool import Group, Lease, Pool
+from openinfer.kvpool import Group, Lease, Pool, hash_blocks
 from openinfer.scheduler import (
     Finished,
     FinishReason,
@@ -16,7 +17,37 @@ from openinfer.scheduler import (
     StepResult,
     Tokens,
 )
-from openinfer.scheduler.testing import DeviceFault, Mismatch, Schedule
+from openinfer.scheduler.testing import DeviceFault, Mismatch, Piece, Schedule
+
+
+class TierLoader:
+    """A Loader of the pool over the FakeTier of the scheduler: it knows by name what the tier knows by its tokens."""
+
+    def __init__(self, tier, groups):
+        self.tier, self.loads = tier, {}
+        unit = math.gcd(*(group.block_size for group in groups))
+        self.tokens = {
+            name: tokens[: (index + 1) * unit]
+            for tokens in tier.sequences
+            for index, name in enumerate(hash_blocks(tokens, unit))
+        }
+
+    def holds(self, group, names):
+        return [name in self.tokens for name in names]
+
+    def begin(self, load):
+        pieces = [Piece(group, block, self.tokens[name]) for group, name, block in load.pieces]
+        self.loads[self.tier.begin(pieces)] = load
+
+    def poll(self, wait_s):
+        ended = []
+        for told in self.tier.poll(wait_s):
+            load = self.loads.pop(told)
+            load.failed |= {
+                ours for ours, theirs in zip(load.pieces, told.pieces, strict=True) if theirs in told.failed
+            }
+            ended.append(load)
+        return ended
 
 
 class Pools:
@@ -26,13 +57,11 @@ class Pools:
         self.pool_type = pool_type
         self.seen = Counter()
 
-    def __call__(self, groups):
-        self.pool = self.pool_type(
-            [
-                Group(f"group {i}", size, count, window=window)
-                for i, (size, count, window) in enumerate(groups)
-            ]
-        )
+    def __call__(self, groups, tier):
+        groups = [
+            Group(f"group {i}", size, count, window=window) for i, (size, count, window) in enumerate(groups)
+        ]
+        self.pool = self.pool_type(groups, loader=TierLoader(tier, groups))
         return self.pool
 
     def check(self, loop):
@@ -49,8 +78,9 @@ class Pools:
                 raise
             stats = self.pool.stats
             self.seen.update(
-                evicted=stats.evicted, hit_tokens=stats.hit_tokens, preemptions=loop.stats.preemptions
-            )
+                evicted=stats.evicted, hit_tokens=stats.hit_tokens, preemptions=loop.stats.preemptions,
+                loaded=stats.loaded, failed=stats.failed,
+            )  # fmt: skip
         return self.seen
 
 

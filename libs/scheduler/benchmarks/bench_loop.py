@@ -59,9 +59,15 @@ class CountingPool:
     def acquire(self, tokens: Sequence[int], salt: bytes = b"", hashes: object = None) -> CountingLease:
         return CountingLease()
 
+    def poll(self, wait_s: float | None = 0.0) -> Sequence[CountingLease]:
+        return ()
+
 
 class CountingLease:
-    num_cached = num_tokens = 0
+    num_cached = num_tokens = num_loadable = 0
+
+    def load(self, leave: float = 0.0) -> bool:
+        return False
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         return range(1, self.num_tokens // 16 + 1)

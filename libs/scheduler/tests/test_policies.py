@@ -38,6 +38,7 @@ def view(*, now=0.0, free_slots=8, num_decode=0, prefilling=(), running=(), look
         dict.fromkeys(range(num_decode)),
         dict.fromkeys(prefilling),
         dict.fromkeys(running),
+        0,
         look_up,
     )
 

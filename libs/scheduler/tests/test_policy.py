@@ -16,6 +16,7 @@ def view(*, max_rows=8, free_slots=8, num_decode=0, prefilling=(), running=()):
         dict.fromkeys(range(num_decode)),
         dict.fromkeys(prefilling),
         dict.fromkeys(running),
+        0,
         len,
     )
 

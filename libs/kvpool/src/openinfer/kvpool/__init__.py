@@ -6,6 +6,7 @@ from .errors import (
     InvalidBlocks,
     InvalidGroup,
     InvalidTokens,
+    LeaseLoading,
     LeaseReleased,
     PoolError,
 )
@@ -15,6 +16,7 @@ from .group import BlockState, Group
 from .hashing import hash_blocks
 from .hold import Hold
 from .lease import Lease
+from .loading import Load, Loader, Piece
 from .parts import Copy
 from .pool import Pool, PoolStats
 
@@ -34,9 +36,13 @@ __all__ = [
     "InvalidGroup",
     "InvalidTokens",
     "Lease",
+    "LeaseLoading",
     "LeaseReleased",
     "Lineage",
+    "Load",
+    "Loader",
     "Lru",
+    "Piece",
     "Pool",
     "PoolError",
     "PoolStats",

@@ -5,6 +5,7 @@
      ├─ InvalidTokens    (ValueError)      tokens, hashes or counts that do not belong together
      ├─ InvalidBlocks    (ValueError)      blocks that cannot be held: not there, or not complete
      ├─ LeaseReleased    (RuntimeError)    a lease used after its release
+     ├─ LeaseLoading     (RuntimeError)    a lease used before its load has ended
      ├─ EvictionError    (RuntimeError)    an eviction policy chose a block that is not cached
      └─ IntegrityError   (RuntimeError)    check_integrity() found the pool's books wrong: a bug
 
@@ -32,6 +33,10 @@ class InvalidBlocks(PoolError, ValueError):
 
 class LeaseReleased(PoolError, RuntimeError):
     """A lease was used after its release."""
+
+
+class LeaseLoading(PoolError, RuntimeError):
+    """A lease was used before Pool.poll() named it."""
 
 
 class EvictionError(PoolError, RuntimeError):

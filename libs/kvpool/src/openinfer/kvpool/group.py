@@ -49,6 +49,13 @@ class Group:
         if complaint:
             raise InvalidGroup(f"group {self.name!r}: {complaint}")
 
+    def num_needed(self, num_tokens: int) -> int:
+        """Blocks, the last ones, that a sequence needs to go on after num_tokens tokens, a multiple of block_size."""
+        if self.snapshots:
+            return 1
+        first = 0 if self.window is None else max(num_tokens - self.window, 0) // self.block_size
+        return num_tokens // self.block_size - first
+
     @property
     def capacity_tokens(self) -> int:
         """The longest sequence that has its part in this group when it is alone there. sys.maxsize for snapshots,

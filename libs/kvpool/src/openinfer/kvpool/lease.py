@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from .errors import InvalidTokens, LeaseReleased
+from .errors import InvalidTokens, LeaseLoading, LeaseReleased
 from .hashing import Chain
 from .parts import Copy, Pages, Snapshots
 
@@ -22,7 +22,7 @@ class Lease:
     """
 
     num_cached: int
-    """Tokens found in the prefix cache by acquire: the first ones, already computed."""
+    """Tokens found in the prefix cache: the first ones, already computed. Set by acquire, and when a load has ended."""
     num_tokens: int
     """Tokens that fit the blocks held now, in every group; sys.maxsize where there are no pages to fill."""
     hashes: list[bytes]
@@ -32,7 +32,9 @@ class Lease:
     """To be carried out before anything is computed: set by the first reserve that grows, where the cached prefix
     ends in a snapshot or inside a page."""
 
-    def __init__(self, pool: Pool, parts: list[Pages | Snapshots], chain: Chain, num_queried: int) -> None:
+    def __init__(
+        self, pool: Pool, parts: list[Pages | Snapshots], chain: Chain, tokens: Sequence[int], priority: int
+    ) -> None:
         self.num_cached = 0
         self.num_tokens = 0
         self.hashes = chain.names
@@ -40,7 +42,11 @@ class Lease:
         self._pool = pool
         self._parts = parts
         self._chain = chain
-        self._num_queried: int | None = num_queried
+        self._num_queried: int | None = len(tokens)  # None: counted, by the first reserve
+        self._tokens: Sequence[int] = tokens  # until the first reserve
+        self._priority = priority
+        self._num_loadable: int | None = None  # not looked up yet
+        self._loading = False
         self._num_committed = 0
         self._has_sources = False  # until the first commit that goes further
         self._copies_due = False  # until the first reserve that grows
@@ -55,6 +61,39 @@ class Lease:
             elif source:
                 part.attach(num_cached, source)
         self.num_tokens = min([part.num_tokens for part in self._parts])
+
+    @property
+    def num_loadable(self) -> int:
+        """Tokens after num_cached that load() would bring; 0 after the first reserve. Looked up once. O(blocks)."""
+        if self._num_loadable is None:
+            end = self._pool._loadable(self._tokens, self._chain) if self._num_queried is not None else 0
+            self._num_loadable = max(0, end - self.num_cached)
+        return self._num_loadable
+
+    def load(self, leave: float = 0.0) -> bool:
+        """Begin to load num_loadable tokens: take blocks for them, and keep what is cached of them.
+
+        Until Pool.poll() names the lease it may only be released. leave: as in reserve. False when there is no room or
+        nothing to load, and then nothing changed. Raises LeaseReleased, LeaseLoading.
+        """
+        self._check_live()
+        if not self.num_loadable:
+            return False
+        self._loading = self._pool._begin(
+            self, self._tokens, self._chain, self.num_cached + self.num_loadable, leave
+        )
+        return self._loading
+
+    def _landed(self) -> None:
+        """The load has ended: start anew, from what is cached now."""
+        self._loading = False
+        if self._released:
+            return
+        old, self._parts = self._parts, self._pool._new_parts(self._priority)
+        self._attach(*self._pool._find(self._tokens, self._chain))
+        for part in old:
+            part.release()
+        self._num_loadable = 0
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         """Block ids of a group, in the order of the tokens; 0, the padding block, where the window has moved on.
@@ -111,7 +150,8 @@ class Lease:
         if self._num_queried is not None:
             self._pool.stats.query_tokens += self._num_queried
             self._pool.stats.hit_tokens += self.num_cached
-            self._num_queried = None
+            self._num_queried, self._tokens = None, ()
+            self._num_loadable = 0
 
     def snapshot(self, boundary: int) -> list[Copy] | None:
         """Room for a snapshot of the state after `boundary` tokens, a multiple of `pool.boundary_size`.
@@ -180,6 +220,8 @@ class Lease:
     def _check_live(self) -> None:
         if self._released:
             raise LeaseReleased("this lease was released; acquire a new one")
+        if self._loading:
+            raise LeaseLoading("this lease loads; wait until Pool.poll() names it, or release it")
 
     def __enter__(self) -> Self:
         return self

@@ -39,7 +39,7 @@ class Ledger:
         self.tails = tails
         self._group_index = index
         # Pages in a window, and snapshots, are of use without the blocks before them.
-        self._lineage = group.window is None and not group.snapshots
+        self.lineage = group.window is None and not group.snapshots
         self._policy = policy
         self._stats = stats
         self._events = events
@@ -88,10 +88,9 @@ class Ledger:
             blocks.append(block)
         return blocks
 
-    def runs(self, names: Sequence[bytes]) -> list[int]:
-        """For each of `names`, how many registered ones in a row end with it."""
-        run = 0
-        return [run := run + 1 if name in self._index else 0 for name in names]
+    def has(self, names: Sequence[bytes]) -> list[bool]:
+        """Which of `names` are registered."""
+        return [name in self._index for name in names]
 
     # -- the life of a block --
 
@@ -173,7 +172,7 @@ class Ledger:
         for position, name in enumerate(names):
             block = blocks[position]
             self._name[block] = name
-            if self._lineage:
+            if self.lineage:
                 self._parent[block], before = before, name
             other = index.get(name)
             if other is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .errors import IntegrityError, InvalidGroup, InvalidTokens
@@ -15,6 +15,7 @@ from .hashing import Chain
 from .hold import Hold, with_ancestors
 from .lease import Lease
 from .ledger import Ledger
+from .loading import Load, Loader, LoadUnderWay, Part, Piece
 from .parts import Pages, Snapshots
 from .tails import Tails
 
@@ -32,7 +33,11 @@ class PoolStats:
     query_tokens: int = 0
     """Tokens asked for by leases that went on to reserve."""
     hit_tokens: int = 0
-    """Of these, tokens found in the prefix cache."""
+    """Of these, tokens found in the prefix cache, loaded ones included."""
+    loaded: int = 0
+    """Blocks that a loader brought."""
+    failed: int = 0
+    """Blocks that a loader was asked for and did not bring."""
 
 
 class Pool:
@@ -47,7 +52,8 @@ class Pool:
     eviction: "lru", "lineage", "priority", "s3fifo", or what makes an `Eviction` for a group.
     share_tails: a prefix may end inside a block if it uses at least so many of its tokens, and is then to be
     copied (`Lease.copies`); all groups must be pages of one size. None: whole blocks only.
-    events: keep events for `take_events`, which somebody then has to call. Raises InvalidGroup.
+    events: keep events for `take_events`, which the caller must call then. loader: where blocks come from that are not
+    in the pool (Lease.load, poll); None: nowhere. Raises InvalidGroup.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Pool:
         eviction: str | Callable[[Group], Eviction] = "lru",
         share_tails: int | None = None,
         events: bool = False,
+        loader: Loader | None = None,
     ) -> None:
         _check(groups, eviction, share_tails)
         self.groups = tuple(groups)
@@ -81,6 +88,8 @@ class Pool:
             )
             for index, group in enumerate(groups)
         ]
+        self._loader = loader
+        self._loads: dict[Load, LoadUnderWay] = {}
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # only for check_integrity
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()  # likewise
 
@@ -137,14 +146,18 @@ class Pool:
         release. The caller owns the lease. Raises InvalidTokens when there are more hashes than whole blocks.
         """
         chain = self._chain(tokens, salt, hashes)
-        lease = Lease(self, self._new_parts(priority), chain, len(tokens))
+        lease = Lease(self, self._new_parts(priority), chain, tokens, priority)
         self._leases.add(lease)
         if self.prefix_cache and len(tokens) > 1:
-            end, tables, sources = self._match(tokens, chain, len(tokens) - 1)
-            if self._ledgers[0].tails is not None:
-                end += self._match_tails(tokens, end, chain, sources)
-            lease._attach(end, tables, sources)
+            lease._attach(*self._find(tokens, chain))
         return lease
+
+    def _find(self, tokens: Sequence[int], chain: Chain) -> tuple[int, list[list[int]], list[int]]:
+        """As _match, for the longest prefix that leaves a token to compute, and with its tail if tails are shared."""
+        end, tables, sources = self._match(tokens, chain, len(tokens) - 1)
+        if self._ledgers[0].tails is not None:
+            end += self._match_tails(tokens, end, chain, sources)
+        return end, tables, sources
 
     def _new_parts(self, priority: int) -> list[Pages | Snapshots]:
         return [
@@ -197,24 +210,12 @@ class Pool:
 
     def _last_boundary(self, hashes: list[bytes], end: int) -> int:
         """The last boundary up to `end` where windows and snapshots are there. O(blocks)."""
-        unit, step = self.hash_block_size, self.boundary_size
-        windows = [
-            (ledger.group.block_size, ledger.group.window, ledger.runs(self._names(ledger, hashes, 0, end)))
+        runs = [
+            (ledger.group, _runs(ledger.has(self._names(ledger, hashes, 0, end))))
             for ledger in self._ledgers
-            if ledger.group.window is not None
+            if ledger.group.window is not None or ledger.group.snapshots
         ]
-        states = [ledger for ledger in self._ledgers if ledger.group.snapshots]
-        if not windows and not states:
-            return end
-        while end:
-            # A window reaches back to `first`, and there must be a run of blocks from there on.
-            if all(
-                run[end // size - 1] >= end // size - max(end - window, 0) // size
-                for size, window, run in windows
-            ) and all(ledger.find(hashes[end // unit - 1]) for ledger in states):
-                break
-            end -= step
-        return end
+        return last_boundary(runs, end, self.boundary_size)
 
     def _match_tails(self, tokens: Sequence[int], end: int, chain: Chain, sources: list[int]) -> int:
         """Tokens found in a block that begins as tokens[end:] do, the same number in every group."""
@@ -229,6 +230,79 @@ class Pool:
             sources[:] = [0] * len(sources)
             return 0
         return count
+
+    # -- loading --
+
+    def poll(self, wait_s: float | None = 0.0) -> list[Lease]:
+        """Leases whose load has ended, each once; also those that were released meanwhile, whose blocks are back now.
+
+        num_cached says what is there: blocks that did not come are left to compute. Waits up to wait_s seconds (None:
+        no limit) for the end of a load if none has ended, and not at all if nothing loads.
+        """
+        if self._loader is None or not self._loads:
+            return []
+        ended = []
+        for load in self._loader.poll(wait_s):
+            lease, parts = self._loads.pop(load)
+            for group, part in enumerate(parts):
+                part.register({p.name for p in load.pieces if p.group == group and p not in load.failed})
+            lease._landed()
+            for part in parts:
+                part.release()
+            self.stats.loaded += len(load.pieces) - len(load.failed)
+            self.stats.failed += len(load.failed)
+            ended.append(lease)
+        return ended
+
+    def _loadable(self, tokens: Sequence[int], chain: Chain) -> int:
+        """The longest prefix that is there when what the loader has is loaded. O(blocks)."""
+        if self._loader is None or not self.prefix_cache or len(tokens) < 2:
+            return 0
+        end, unit = (len(tokens) - 1) // self.boundary_size * self.boundary_size, self.hash_block_size
+        chain.extend(tokens, end // unit)
+        runs = []
+        for group, ledger in enumerate(self._ledgers):
+            names = self._names(ledger, chain.names, 0, end)
+            there = ledger.has(names)
+            missing = [index for index, has in enumerate(there) if not has]
+            held = self._loader.holds(group, [names[index] for index in missing])
+            for index, has in zip(missing, held, strict=True):
+                there[index] = bool(has)
+            runs.append((ledger.group, _runs(there)))
+        return last_boundary(runs, end, self.boundary_size)
+
+    def _begin(self, lease: Lease, tokens: Sequence[int], chain: Chain, end: int, leave: float) -> bool:
+        """Load what is not cached of the first `end` tokens. False: there is no room."""
+        parts = []
+        for ledger in self._ledgers:
+            size = ledger.group.block_size
+            start = end - ledger.group.num_needed(end) * size
+            names = self._names(ledger, chain.names, start, end)
+            before = (
+                chain.names[start // self.hash_block_size - 1]
+                if start and not ledger.group.snapshots
+                else None
+            )
+            parts.append(
+                Part(ledger, names, before, chain.root, () if ledger.group.snapshots else tokens[start:end])
+            )
+        for part in parts:
+            part.share()
+        room = [
+            part.ledger.num_free - math.ceil(leave * (part.ledger.group.num_blocks - 1)) for part in parts
+        ]
+        if self._loader is None or any(
+            part.num_missing > max(0, r) for part, r in zip(parts, room, strict=True)
+        ):
+            for part in parts:
+                part.release()
+            return False
+        load = Load([Piece(group, *fresh) for group, part in enumerate(parts) for fresh in part.allocate()])
+        self._loads[load] = LoadUnderWay(lease, parts)
+        self._loader.begin(load)
+        return True
+
+    # -- keeping --
 
     def hold(self, blocks: Sequence[int], group: int = 0) -> Hold:
         """Keep complete blocks of a group, and the pages that they descend from, as they are until released.
@@ -280,9 +354,25 @@ class Pool:
         for group, ledger in enumerate(self._ledgers):
             uses = [block for lease in leases for block in lease._held(group)]
             uses += [block for hold in holds for block in hold._held(ledger)]
+            uses += [block for load in self._loads.values() for block in load.held(group)]
             problems += ledger.problems(uses)
         if problems:
             raise IntegrityError(problems)
+
+
+def _runs(there: Iterable[bool]) -> list[int]:
+    """For each block, how many blocks in a row are there up to it."""
+    run = 0
+    return [run := run + 1 if has else 0 for has in there]
+
+
+def last_boundary(runs: Sequence[tuple[Group, list[int]]], end: int, step: int) -> int:
+    """The last multiple of `step` up to `end` where each group has the run of blocks that a sequence needs there."""
+    while end:
+        if all(run[end // group.block_size - 1] >= group.num_needed(end) for group, run in runs):
+            break
+        end -= step
+    return end
 
 
 def _check(

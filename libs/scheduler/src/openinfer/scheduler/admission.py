@@ -65,15 +65,11 @@ def num_cached(pool: Pool, seq: Seq[Any]) -> int:
     return found
 
 
-def lease_for(seq: Seq[Any], pool: Pool, num_tokens: int, leave: float) -> Lease | None:
-    """A lease with room for all that the sequence has in groups that keep all; in windows for a chunk of num_tokens
-    tokens, or fewer where they have less room. None: no room. leave: the part of the pool that is to stay free."""
-    lease = pool.acquire(seq.tokens, seq.salt, seq.hashes)
+def promise(lease: Lease, seq: Seq[Any], num_tokens: int, leave: float) -> bool:
+    """Room for all that the sequence has in groups that keep all; in windows for a chunk of num_tokens tokens, or fewer
+    where they have less room. False: no room. leave: the part of the pool that is to stay free."""
     end = min(lease.num_cached + num_tokens, len(seq.tokens), lease.reach(leave))
-    if end > lease.num_cached and lease.reserve(end, len(seq.tokens), leave) is not None:
-        return lease
-    lease.release()
-    return None
+    return end > lease.num_cached and lease.reserve(end, len(seq.tokens), leave) is not None
 
 
 def room_for(seq: Seq[Owner], end: int, writes: list[BlockWrite[Owner]]) -> int:

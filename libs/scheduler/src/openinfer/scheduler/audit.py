@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .decoding import DecodeRows
+from .loading import Loads
 from .runner import Step
 from .sequence import Clock, Seq, SeqState
 from .stats import Stats
@@ -23,6 +24,7 @@ class Books:
     running: Mapping[Seq[Any], None]
     prefilling: Mapping[Seq[Any], None]
     decode: DecodeRows[Any]
+    loads: Loads[Any]
     slots: Sequence[Seq[Any] | None]
     free_slots: Sequence[int]
     fences: Mapping[int, Sequence[Seq[Any]]]
@@ -55,10 +57,16 @@ def _membership_problems(books: Books) -> Iterator[str]:
         yield "the decode rows are not those in state DECODE"
     if by_state[SeqState.PREFILL] | by_state[SeqState.DECODE] != set(books.running):
         yield "the running sequences are not those that prefill or decode"
-    if len(by_state[SeqState.WAITING]) != books.stats.waiting or len(books.running) != books.stats.running:
+    waiting = len(by_state[SeqState.WAITING]) + len(by_state[SeqState.LOADING])
+    if waiting != books.stats.waiting or len(books.running) != books.stats.running:
         yield f"stats count {books.stats.waiting} waiting and {books.stats.running} running"
-    if any(seq.lease is not None for seq in by_state[SeqState.WAITING]):
-        yield "a waiting sequence holds a lease"
+    if {seq for seq in by_state[SeqState.WAITING] if seq.lease is not None} != set(books.loads.ended):
+        yield "a waiting sequence holds a lease that was not loaded, or a loaded one has none"
+    loading = {seq: lease for lease, seq in books.loads.under_way.items() if seq is not None}
+    if by_state[SeqState.LOADING] != {seq for seq, lease in loading.items() if seq.lease is lease}:
+        yield "the sequences that load are not those in state LOADING"
+    if len(loading) != books.stats.loading:
+        yield f"stats count {books.stats.loading} loading"
 
 
 def _slot_problems(books: Books) -> Iterator[str]:

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Generic
 
-from .admission import Headroom, lease_for, num_cached, refusal, room_for
+from .admission import Headroom, num_cached, promise, refusal, room_for
 from .audit import Books, problems
 from .decoding import DecodeRows
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason
 from .events import Event, Finished, Scheduled, Tokens
+from .loading import Loads
 from .policy import Decision, Policy, View
 from .pool import Lease, Pool
 from .runner import BlockWrite, Row, Runner, Step, StepResult
@@ -81,6 +82,7 @@ class StepLoop(Generic[Owner, Payload]):
         self._last_rows: Sequence[Row[Owner]] = ()
         self._slots: list[Seq[Owner] | None] = [None] * (max_rows + 1)
         self._free_slots = list(range(max_rows, 0, -1))
+        self._loads: Loads[Owner] = Loads(pool, self.stats)
         self._in_flight: deque[Step[Owner]] = deque()
         self._fences: dict[int, list[Seq[Owner]]] = {}  # ended sequences, by the step that lets go of them
         self._leaving: set[Seq[Owner]] = set()  # all in _fences
@@ -125,7 +127,7 @@ class StepLoop(Generic[Owner, Payload]):
         seq = self._live.get(request_id)
         if seq is None:
             return False
-        if seq.state is not SeqState.WAITING:
+        if seq in self._running:
             self._left.append(seq.slot)
         self._end(seq, reason, self._events)
         return True
@@ -162,6 +164,9 @@ class StepLoop(Generic[Owner, Payload]):
         return events
 
     def _turn(self, wait_s: float | None, events: list[Event[Owner, Payload]]) -> None:
+        loads = self._loads
+        if loads.under_way:
+            self._changed = loads.poll(0.0) or self._changed
         launched = len(self._in_flight) < self.depth and self._launch(events)
         full = len(self._in_flight) >= self.depth
         wait = wait_s if not events and (full or not launched) else 0.0
@@ -171,6 +176,8 @@ class StepLoop(Generic[Owner, Payload]):
                 break
             self._reconcile(result, events)
             wait = 0.0
+        if loads.under_way and not (launched or events or self._in_flight):
+            self._changed = loads.poll(wait_s) or self._changed
 
     def drain(self) -> list[Event[Owner, Payload]]:
         """Launch nothing more, wait for all that is in flight, and report it."""
@@ -216,7 +223,7 @@ class StepLoop(Generic[Owner, Payload]):
                 self._admit(decision, chunks, joined, events)
         decode_rows = decode.rebuild() if decode.listed is None else decode.listed
         rows = decode_rows + chunks if chunks else decode_rows
-        if short and not rows and not self._in_flight:
+        if short and not rows and not self._in_flight and not self._loads.drop_latest():
             self.stats.dry += 1
             self._preempt(self._policy.victim(self._view(index)))
         if not rows or (self._in_flight and not chunks and index > decode.horizon):
@@ -257,7 +264,7 @@ class StepLoop(Generic[Owner, Payload]):
                 decode.schedule(seq)
             elif ahead:
                 ahead = 0  # many blocks are free, but not of every group
-            elif self._gives_back((seq,) if self._in_flight else self._running):
+            elif self._gives_back((seq,) if self._in_flight else self._running) or self._loads.drop_latest():
                 pass
             elif self._in_flight:
                 decode.calendar[index] = due
@@ -280,7 +287,7 @@ class StepLoop(Generic[Owner, Payload]):
     def _view(self, index: int) -> View:
         return View(
             index, self._now(), self.max_rows, len(self._free_slots), self._pool.num_free, self._decode.num_tokens,
-            self._decode.rows, self._prefilling, self._running, self._look_up,
+            self._decode.rows, self._prefilling, self._running, self.stats.loading, self._look_up,
         )  # fmt: skip
 
     def _chunk(self, seq: Seq[Owner], num_tokens: int) -> Row[Owner]:
@@ -298,14 +305,13 @@ class StepLoop(Generic[Owner, Payload]):
         for seq in decision.admit:
             if budget <= 0 or not self._free_slots or self._blocked:
                 break
-            if seq.state is not SeqState.WAITING or self._live.get(seq.id) is not seq:
+            if seq.state not in (SeqState.WAITING, SeqState.LOADING) or self._live.get(seq.id) is not seq:
                 raise ContractError(f"the policy admits request {seq.id}, which is not waiting here")
             wanted = min(budget, decision.chunks.get(seq, budget))
-            lease = lease_for(seq, self._pool, wanted, self._headroom.level if self._running else 0.0)
+            lease = self._lease(seq, wanted)
             if lease is None:
-                self._blocked = True
-                break
-            seq.lease, seq.slot, seq.target = lease, self._free_slots.pop(), len(seq.tokens)
+                continue
+            seq.slot, seq.target = self._free_slots.pop(), len(seq.tokens)
             seq.state = SeqState.PREFILL
             seq.scheduled = seq.prefilled = lease.num_cached
             self._slots[seq.slot] = seq
@@ -321,6 +327,33 @@ class StepLoop(Generic[Owner, Payload]):
             self._policy.on_admit(seq)
             if not seq.num_preemptions:
                 events.append(Scheduled(seq, lease.num_cached))
+
+    def _lease(self, seq: Seq[Owner], num_tokens: int) -> Lease | None:
+        """A waiting sequence's lease, with room for a first chunk. None: it loads, or there is no room (_blocked)."""
+        if seq.state is SeqState.LOADING:
+            return None
+        loads, leave = self._loads, self._headroom.level if self._running else 0.0
+        if seq.lease is None:
+            seq.lease = self._pool.acquire(seq.tokens, seq.salt, seq.hashes)
+            if seq.lease.num_loadable:
+                if len(loads.under_way) >= len(self._free_slots):
+                    self._blocked = (
+                        True  # what is loaded for more sequences than get a row would be in the way
+                    )
+                    loads.drop(seq)
+                    return None
+                if loads.begin(seq, seq.lease, leave):
+                    return None
+        fits = promise(seq.lease, seq, num_tokens, leave)
+        while not fits and not self._running and loads.drop_latest(spared=seq):
+            fits = promise(seq.lease, seq, num_tokens, leave)
+        if fits:
+            loads.ended.pop(seq, None)
+            return seq.lease
+        self._blocked = True
+        if seq not in loads.ended:
+            loads.drop(seq)
+        return None
 
     def _advance_prefill(self, row: Row[Owner], index: int) -> None:
         """A chunk was launched; if it was the last, the row decodes from the next step on."""
@@ -391,10 +424,12 @@ class StepLoop(Generic[Owner, Payload]):
 
     def _end(self, seq: Seq[Owner], reason: FinishReason, events: list[Event[Owner, Payload]]) -> None:
         """The one terminal of a sequence. Slot and lease stay until no launched step uses them."""
-        if reason is not FinishReason.ERROR:
+        waiting = seq not in self._running
+        if waiting:
+            self._loads.drop(seq)
+        elif reason is not FinishReason.ERROR:
             self._commit(seq)
         del self._live[seq.id]
-        waiting = seq.state is SeqState.WAITING
         self._stop(seq, SeqState.FINISHED)
         seq.finish_reason = reason
         self.stats.finished += 1
@@ -413,7 +448,7 @@ class StepLoop(Generic[Owner, Payload]):
         """Take a sequence out of everything that is launched from now on."""
         seq.prefilled, seq.scheduled = seq.confirmed, seq.bound
         self._changed = True
-        if seq.state is not SeqState.WAITING:
+        if seq in self._running:
             del self._running[seq]
             self._prefilling.pop(seq, None)
             self.stats.running -= 1
@@ -454,7 +489,7 @@ class StepLoop(Generic[Owner, Payload]):
         """Compare the books with each other, O(rows). Raises IntegrityError."""
         books = Books(
             self._clock, self.stats, self._in_flight, self._live, self._running, self._prefilling, self._decode,
-            self._slots, self._free_slots, self._fences, self._leaving,
+            self._loads, self._slots, self._free_slots, self._fences, self._leaving,
         )  # fmt: skip
         found = list(problems(books))
         if found:

@@ -27,6 +27,8 @@ class View:
     prefilling: dict[Seq[Any], None]
     running: dict[Seq[Any], None]
     """All that hold a slot, prefilling ones included."""
+    num_loading: int
+    """Waiting sequences in state LOADING. To name one of them changes nothing."""
     look_up: Callable[[Seq[Any]], int]
     """Tokens of a waiting sequence that are cached now. Costs what the pool's acquire() costs: ask of few."""
 
@@ -39,7 +41,8 @@ class Decision:
     """Tokens of this step for prefilling sequences, at most (fewer when fewer remain). Unnamed ones pause. An
     admitted one may be named too, as a cap on its first chunk."""
     admit: Sequence[Seq[Any]] = ()
-    """Waiting sequences to admit, in this order, until slots, blocks or admit_tokens run out."""
+    """Waiting sequences to admit, in this order, until slots, blocks or admit_tokens run out. One whose prefix can be
+    loaded from elsewhere turns LOADING instead, and waits again when the load has ended: name it again then."""
     admit_tokens: int = 0
     """Tokens of this step that the admitted ones share, in order. (How many each needs depends on its cached
     prefix.)"""

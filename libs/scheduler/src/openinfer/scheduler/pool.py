@@ -11,7 +11,16 @@ class Lease(Protocol):
 
     @property
     def num_cached(self) -> int:
-        """Tokens found computed, < the tokens acquired for."""
+        """Tokens found computed, < the tokens acquired for. Pool.poll() may raise it, after load()."""
+
+    @property
+    def num_loadable(self) -> int:
+        """Tokens after num_cached that load() would bring from elsewhere: memory of the host, a disk, another process.
+        0: none. Asked before the first reserve()."""
+
+    def load(self, leave: float = 0.0) -> bool:
+        """Take blocks for the num_loadable tokens, and begin to fill them. Pool.poll() names the lease when that has
+        ended; until then it may only be released. leave: as in reserve(). False: no room, and nothing changed."""
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +44,7 @@ class Lease(Protocol):
         back."""
 
     def release(self) -> None:
-        """Give everything back."""
+        """Give everything back. What is being loaded comes back when the load has ended."""
 
 
 class Pool(Protocol):
@@ -59,3 +68,9 @@ class Pool(Protocol):
     ) -> Lease:
         """A lease holding what is cached of tokens, at least one token short of all. `hashes` may name fewer
         blocks than tokens have."""
+
+    def poll(self, wait_s: float | None = 0.0) -> Sequence[Lease]:
+        """Leases whose load has ended, each once; also those that were released meanwhile, whose blocks are back now.
+        num_cached says what is there: a load that failed, in whole or in part, is no error, and its tokens are left to
+        compute. Waits up to wait_s seconds (None: no limit) for the end of a load if none has ended, and not at all
+        if nothing loads. Called in every turn while something loads."""

@@ -16,9 +16,11 @@ Payload = TypeVar("Payload")
 
 
 class SeqState(Enum):
-    """WAITING -> PREFILL -> DECODE -> FINISHED; preempted: back to WAITING."""
+    """WAITING -> PREFILL -> DECODE -> FINISHED; preempted: back to WAITING. Or WAITING -> LOADING -> WAITING -> ..."""
 
     WAITING = "waiting"
+    LOADING = "loading"
+    """Part of its prefix is on its way to the pool. It has no row."""
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
@@ -79,7 +81,8 @@ class Seq(Generic[Owner]):
     slot: int = field(init=False, default=0)
     """Row of the device's batch while running; the last one held after that; 0 before the first."""
     lease: Lease | None = field(init=False, default=None)
-    """Held from admission to preemption or, after the end, to the fence of the last step that ran the row."""
+    """Held from admission, or from the start of a load, to preemption or, after the end, to the fence of the last step
+    that ran the row."""
     target: int = field(init=False, default=0)
     """Tokens to prefill, as of the last admission: the prompt, or everything known when it was preempted."""
     num_preemptions: int = field(init=False, default=0)

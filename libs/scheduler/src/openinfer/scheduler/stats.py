@@ -13,6 +13,9 @@ class Stats:
     """Gauges and counters of a loop; reading them is O(1)."""
 
     waiting: int = 0
+    """Sequences without a row."""
+    loading: int = 0
+    """Of these, sequences whose prefix is being loaded."""
     running: int = 0
     in_flight: int = 0
     """Steps launched and not collected."""
@@ -21,6 +24,8 @@ class Stats:
     submitted: int = 0
     finished: int = 0
     preemptions: int = 0
+    loads: int = 0
+    """Loads begun."""
     dry: int = 0
     """Turns without a launch because the pool was dry."""
     prefill_tokens: int = 0

@@ -10,6 +10,7 @@
 """
 
 from .history import Broken, History
-from .suites import EvictionSuite, PoolSuite
+from .loader import FakeLoader
+from .suites import EvictionSuite, LoadingSuite, PoolSuite
 
-__all__ = ["Broken", "EvictionSuite", "History", "PoolSuite"]
+__all__ = ["Broken", "EvictionSuite", "FakeLoader", "History", "LoadingSuite", "PoolSuite"]

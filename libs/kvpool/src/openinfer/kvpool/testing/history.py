@@ -13,6 +13,7 @@ from typing import Any
 
 from ..group import Group
 from ..parts import Copy
+from .loader import FakeLoader, contents
 
 
 class Broken(AssertionError):
@@ -31,7 +32,8 @@ class Row:
     def __init__(self, lease: Any, salt: bytes, tokens: Sequence[int]) -> None:
         self.lease, self.salt = lease, salt
         self.tokens: list[int] = []
-        self.contents: list[int] = [hash(salt)]  # contents[p]: of the state after p tokens
+        self.contents = contents(salt, ())  # contents[p]: of the state after p tokens
+        self.promised = 0  # tokens that a load under way should bring; 0: none is
         self.extend(tokens)
         self.written: int = lease.num_cached
         self.snapshots: list[Copy] = []  # to be carried out on the way
@@ -48,19 +50,29 @@ class History:
     """Random operations on a pool: each method does one, and raises Broken if the pool answers wrongly.
 
     pool: acquire, num_free, num_total as openinfer.kvpool.Pool has them; leases with reserve, commit, release,
-    block_table, num_cached, num_tokens. If it has check_integrity, that runs after each operation. holds: the
-    pool has hold and pin too. Prompts are short, of few different tokens, so that they share and collide.
+    block_table, num_cached, num_tokens. If it has check_integrity, that runs after each operation. holds: the pool has
+    hold and pin too. loader: the pool's; the history then loads, and tells the loader what it has. Prompts are short,
+    of few different tokens, so that they share and collide.
     """
 
-    def __init__(self, pool: Any, groups: Sequence[Group], seed: int, *, holds: bool = False) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        groups: Sequence[Group],
+        seed: int,
+        *,
+        holds: bool = False,
+        loader: FakeLoader | None = None,
+    ) -> None:
         self.pool, self.groups, self.holds = pool, tuple(groups), holds
         self.random = random.Random(seed)
         self.live: list[Row] = []
         self.held: list[tuple[Any, int, dict[int, Any]]] = []  # hold, group, contents by block
-        self.memory: list[dict[int, Any]] = [{} for _ in groups]
+        self.loader = loader
+        self.memory: list[dict[int, Any]] = loader.memory if loader else [{} for _ in groups]
         longest = 3 * max(group.block_size for group in groups) + 4
         self.prompts = [[self.random.randint(0, 1) for _ in range(longest)] for _ in range(3)]
-        self.num_hits = self.num_copies = self.num_dry = self.num_holds = 0
+        self.num_hits = self.num_copies = self.num_dry = self.num_holds = self.num_loads = 0
 
     def run(self, operations: int) -> None:
         """Do so many operations, then give everything back."""
@@ -70,6 +82,8 @@ class History:
             weighted += [self.snapshot] * 4
         if self.holds:
             weighted += [self.hold, self.hold, self.pin, self.let_go, self.let_go]
+        if self.loader:
+            weighted += [self.load] * 4 + [self.poll] * 4 + [self.store]
         for _ in range(operations):
             self.random.choice(weighted)()
             self.check()
@@ -82,6 +96,8 @@ class History:
         while self.live:
             self.release()
             self.check()
+        while self.loader and self.loader.loads:
+            self.pool.poll(None)
         expect(
             self.pool.num_free == self.pool.num_total, "blocks are lost: nothing is held, and not all is free"
         )
@@ -109,6 +125,8 @@ class History:
         )
         self.num_hits += lease.num_cached > 0
         self.live.append(Row(lease, salt, tokens))
+        if self.loader and self.random.random() < 0.7:
+            self._load(self.live[-1])
 
     def fork(self) -> None:
         """A new sequence that goes on as a live one does."""
@@ -118,9 +136,10 @@ class History:
 
     def reserve(self) -> None:
         """Grow one: for all that it has and a little more, or for a chunk while the rest is promised its room."""
-        if not self.live:
+        ready = [seq for seq in self.live if not seq.promised]
+        if not ready:
             return
-        seq, rng = self.random.choice(self.live), self.random
+        seq, rng = self.random.choice(ready), self.random
         whole = len(seq.tokens) + rng.randint(0, 5)
         leave = rng.choice([0.0, 0.0, 0.0, 0.3])
         if rng.random() < 0.5:
@@ -166,7 +185,7 @@ class History:
 
     def compute(self) -> None:
         """Write some tokens of one, and mostly commit them."""
-        ready = [seq for seq in self.live if seq.lease.num_tokens > seq.written]
+        ready = [seq for seq in self.live if seq.lease.num_tokens > seq.written and not seq.promised]
         if not ready:
             return
         seq = self.random.choice(ready)
@@ -184,11 +203,56 @@ class History:
         """Ask for a snapshot of one, on its way."""
         step = getattr(self.pool, "boundary_size", 0)
         ready = [
-            seq for seq in self.live if step and seq.lease.num_tokens >= seq.written // step * step + step
+            seq
+            for seq in self.live
+            if step and not seq.promised and seq.lease.num_tokens >= seq.written // step * step + step
         ]
         if ready and any(group.snapshots for group in self.groups):
             seq = self.random.choice(ready)
             seq.snapshots += seq.lease.snapshot(seq.written // step * step + step) or []
+
+    def store(self) -> None:
+        """Another process has what one of the sequences will have, or a prompt."""
+        if self.loader:
+            seq = self.random.choice(self.live) if self.live and self.random.random() < 0.5 else None
+            tokens = seq.tokens if seq else self.random.choice(self.prompts)
+            self.loader.store(tokens, seq.salt if seq else b"", self.pool.hash_block_size)
+
+    def load(self) -> None:
+        """Load what one is to begin with."""
+        ready = [seq for seq in self.live if not seq.promised]
+        if ready:
+            self._load(self.random.choice(ready))
+
+    def _load(self, seq: Row) -> None:
+        count, free = seq.lease.num_loadable, self.pool.num_free
+        if not count:
+            return
+        expect(
+            seq.lease.num_cached + count < len(seq.tokens),
+            "a token must be left to compute when all is loaded",
+        )
+        if seq.lease.load(self.random.choice([0.0, 0.0, 0.3])):
+            seq.promised = seq.lease.num_cached + count
+        else:
+            expect(self.pool.num_free == free, "a load that is refused changed something")
+
+    def poll(self) -> None:
+        """Let loads come to their ends."""
+        by_lease = {id(seq.lease): seq for seq in self.live}
+        failed = self.loader.num_failed if self.loader else 0
+        for lease in self.pool.poll(0.0):
+            seq = by_lease.get(id(lease))
+            if seq is None:
+                continue  # released meanwhile
+            expect(seq.promised > 0, "poll() names a lease that loads nothing")
+            expect(
+                lease.num_cached
+                >= (seq.promised if self.loader and self.loader.num_failed == failed else seq.written),
+                f"{lease.num_cached} tokens are cached after a load of {seq.promised}, {seq.written} before it",
+            )
+            self.num_loads += 1
+            seq.promised, seq.written = 0, lease.num_cached
 
     def release(self) -> None:
         """Finish, abort or preempt one."""
@@ -276,8 +340,8 @@ class History:
             self.pool.check_integrity()
         for seq in self.live:
             self.check_sequence(seq)
-        for _, group, contents in self.held:
-            for block, content in contents.items():
+        for _, group, kept in self.held:
+            for block, content in kept.items():
                 expect(self._peek(group, block) == content, f"block {block} changed while it was held")
 
     def check_sequence(self, seq: Row) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from ..eviction import Eviction
 from ..group import Group
 from ..pool import Pool
 from .history import History, expect
+from .loader import FakeLoader
 
 PAGES = (Group("pages", 2, 14),)
 MIXED = (Group("fine", 2, 20), Group("coarse", 4, 9))
@@ -90,6 +92,87 @@ class PoolSuite:
                     history.abandon()
                     raise
                 expect(history.num_hits > 0, "no prefix was ever found")
+
+
+class LoadingSuite:
+    """Rules for a pool that loads: override make_pool."""
+
+    num_operations = 400
+    """Of each random history."""
+
+    def make_pool(self, groups: Sequence[Group], loader: FakeLoader) -> Any:
+        """A fresh pool with a prefix cache, of these groups, that loads from `loader`."""
+        raise NotImplementedError("make a pool of your own here")
+
+    def _loading(self, tokens: list[int], *, stored: int, **faults: Any) -> tuple[Any, FakeLoader, Any]:
+        """A pool, its loader, and a lease that loads the first `stored` of the tokens."""
+        loader = FakeLoader(PAGES, **faults)
+        pool = self.make_pool(PAGES, loader)
+        loader.store(tokens[:stored], b"", pool.hash_block_size)
+        lease = pool.acquire(tokens)
+        expect(lease.num_cached == 0, "nothing is cached in a fresh pool")
+        expect(lease.num_loadable == stored, f"{lease.num_loadable} tokens can be loaded, not {stored}")
+        expect(lease.load(), "there is room to load in an empty pool")
+        return pool, loader, lease
+
+    def test_what_was_loaded_is_found(self) -> None:
+        pool, _, lease = self._loading([1] * 9, stored=6, failures=0.0)
+        with pool.acquire([1] * 9) as other:
+            expect(other.num_cached == 0, "found what is still on its way")
+        ended = pool.poll(None)
+        expect([id(one) for one in ended] == [id(lease)], "poll() names the lease whose load has ended")
+        expect(
+            (lease.num_cached, lease.num_loadable) == (6, 0),
+            f"six tokens came, {lease.num_cached} are cached",
+        )
+        with pool.acquire([1] * 9) as other:
+            expect(other.num_cached == 6, "what was loaded is in the cache")
+        expect(list(pool.poll(None)) == [], "poll() names a lease twice")
+        lease.release()
+        expect(pool.num_free == pool.num_total, "all was released, and not all is free")
+
+    def test_what_did_not_come_is_left_to_compute(self) -> None:
+        pool, _, lease = self._loading([1] * 9, stored=6, failures=1.0)
+        expect(len(pool.poll(None)) == 1, "a load that failed has ended")
+        expect(lease.num_cached == 0, f"nothing came, and {lease.num_cached} tokens are cached")
+        expect(lease.reserve(9) is not None, "the blocks are free again")
+        lease.release()
+        expect(pool.num_free == pool.num_total, "all was released, and not all is free")
+
+    def test_blocks_on_their_way_are_not_given_out(self) -> None:
+        pool, _, lease = self._loading([1] * 9, stored=8, failures=0.0)
+        lease.release()
+        expect(pool.num_free == pool.num_total - 4, "four blocks are the loader's until it is done with them")
+        pool.poll(None)
+        expect(pool.num_free == pool.num_total, "the load has ended, and not all is free")
+
+    def test_no_room_changes_nothing(self) -> None:
+        loader = FakeLoader(PAGES)
+        pool = self.make_pool(PAGES, loader)
+        loader.store([1] * 8, b"", pool.hash_block_size)
+        with pool.acquire([2] * 22) as other:
+            expect(other.reserve(22) is not None, "an empty pool has room for 22 tokens")
+            lease = pool.acquire([1] * 9)
+            expect(not lease.load(), "two blocks are free, four are loaded")
+            expect(not loader.loads, "the loader was asked for blocks that there is no room for")
+            lease.release()
+        expect(pool.num_free == pool.num_total, "all was released, and not all is free")
+
+    def test_random_histories(self) -> None:
+        window = (Group("full", 2, 20), Group("window", 4, 9, window=5))
+        states = (Group("full", 2, 20), Group("state", 4, 9, snapshots=True))
+        for groups in (PAGES, MIXED, window, states):
+            seen = Counter[str]()
+            for seed in range(3):
+                loader = FakeLoader(groups, seed)
+                history = History(self.make_pool(groups, loader), groups, seed, loader=loader)
+                try:
+                    history.run(self.num_operations)
+                except BaseException:
+                    history.abandon()
+                    raise
+                seen.update(loads=history.num_loads, come=loader.num_come, failed=loader.num_failed)
+            expect(len(seen) == 3 and min(seen.values()) > 0, f"too little was loaded: {seen}")
 
 
 class EvictionSuite:

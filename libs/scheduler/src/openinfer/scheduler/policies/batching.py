@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import InvalidSetup
 from ..policy import Decision, View
 from ..runner import Step
-from ..sequence import Seq
+from ..sequence import Seq, SeqState
 from .pace import Pace
 from .queues import ArrivalQueue, SortedQueue
 
@@ -84,7 +84,10 @@ class Batching:
         if self.pace is not None and view.decoding:
             budget = min(budget, self.pace.prompt_tokens)
         room = min(view.free_slots, budget)  # each takes one token at least
-        admit = list(islice(self.candidates(view), room)) if room > 0 else []
+        waiting = self.candidates(view) if room > 0 else ()
+        if view.num_loading:
+            waiting = (seq for seq in waiting if seq.state is not SeqState.LOADING)
+        admit = list(islice(waiting, max(0, room)))
         chunks = self._chunks(view, budget, admit)
         budget -= sum(chunks.values())
         if budget <= 0:

@@ -49,8 +49,12 @@ class SimPool:
             names.append(name)
         return names
 
+    def poll(self, wait_s: float | None = 0.0) -> Sequence[SimLease]:
+        """Nothing is loaded here."""
+        return ()
+
     def take(self, count: int) -> None:
-        """Make `count` blocks somebody's; there must be so many."""
+        """Allocate `count` blocks. The caller has checked that they are free."""
         self.num_free -= count
         while len(self.cached) > self.num_free:
             self.cached.popitem(last=False)
@@ -59,12 +63,16 @@ class SimPool:
 class SimLease:
     """One sequence's blocks in a SimPool."""
 
-    num_cached = num_tokens = num_blocks = 0
+    num_cached = num_tokens = num_blocks = num_loadable = 0
 
     def __init__(self, pool: SimPool, root: int) -> None:
         self.root = root
         self.names: Sequence[int] = _NO_NAMES  # of the first blocks: known, and shared
         self._pool = pool
+
+    def load(self, leave: float = 0.0) -> bool:
+        """Nothing can be loaded here."""
+        return False
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         """As many entries as there are blocks; what they say means nothing."""

@@ -7,13 +7,17 @@ from .fake_runner import DeviceFault, FakeRunner
 from .model import EOS, VOCABULARY, generate
 from .schedule import Mismatch, Schedule
 from .simple_pool import Shape, SimpleLease, SimplePool
+from .tier import FakeTier, Load, Piece
 
 __all__ = [
     "EOS",
     "VOCABULARY",
     "DeviceFault",
     "FakeRunner",
+    "FakeTier",
+    "Load",
     "Mismatch",
+    "Piece",
     "PolicyConformance",
     "RandomDrafts",
     "Schedule",

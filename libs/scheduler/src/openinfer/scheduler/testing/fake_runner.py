@@ -115,6 +115,21 @@ class FakeRunner:
             self._polls = self._delay(self._results[0].index)
         return result
 
+    def block_size(self, group: int) -> int:
+        """Tokens a block of a group."""
+        return self._groups[group].block_size
+
+    def fill(self, group: int, block: int, start: int, cells: Sequence[int]) -> None:
+        """A copy from elsewhere: the cells of the tokens from `start` on, or none. No step in flight may use the block;
+        a row that reads it later must find its own tokens there."""
+        memory = self._groups[group]
+        rows = [row for row in memory.holders.get(block, ()) if row.last_step > self.num_collected]
+        if block == 0 or any(self._reads(row, group, block) for row in rows):
+            raise DeviceFault(f"block {block} of group {group} is filled while a step uses it")
+        empty: list[tuple[int, int] | None] = [None] * (memory.block_size - len(cells))
+        memory.blocks[block] = [*((start + offset, value) for offset, value in enumerate(cells)), *empty]
+        memory.holders[block] = set()
+
     def _check_shape(self, step: Step[Any]) -> None:
         if step.index != self.num_launched:
             raise DeviceFault(f"step {step.index} is launched as number {self.num_launched}")

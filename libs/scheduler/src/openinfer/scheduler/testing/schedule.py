@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import Rejected
 from ..events import Event, Finished, Scheduled, Tokens
@@ -18,8 +18,9 @@ from .drafts import RandomDrafts
 from .fake_runner import FakeRunner, Sampled
 from .model import VOCABULARY, generate
 from .simple_pool import Shape, SimplePool
+from .tier import FakeTier
 
-MakePool = Callable[[Sequence[Shape]], Pool]
+MakePool = Callable[[Sequence[Shape], FakeTier], Pool]
 Loop: TypeAlias = StepLoop[Any, Sampled]
 
 
@@ -40,6 +41,45 @@ class Arrival:
     """Output tokens after which a stop string is found, by the host."""
 
 
+class Drafts(NamedTuple):
+    """In three of five schedules rows have drafts."""
+
+    most: int
+    """Of a row."""
+    acceptance: float
+    """Part of them that is right."""
+
+    @classmethod
+    def generate(cls, seed: int) -> Drafts:
+        rng = random.Random(f"drafts {seed}")
+        return cls(rng.choice([0, 0, 1, 2, 4]), rng.choice([0.0, 0.3, 0.6, 0.9, 1.0]))
+
+
+class Loads(NamedTuple):
+    """In two of five schedules another process has blocks of some requests."""
+
+    part: float
+    """Of the requests."""
+    delay: int
+    """A load takes up to so many polls."""
+    failures: float
+    """Part of the blocks that do not come."""
+
+    @classmethod
+    def generate(cls, seed: int) -> Loads:
+        rng = random.Random(f"loads {seed}")
+        return cls(
+            rng.choice([0.0, 0.0, 0.0, 0.5, 1.0]), rng.choice([0, 2, 15]), rng.choice([0.0, 0.0, 0.3, 1.0])
+        )
+
+    def shaken(self, arrival: Arrival) -> Arrival:
+        """The same request; where blocks are loaded, one of three is aborted soon."""
+        rng = random.Random(f"shaken {arrival}")
+        if self.part and rng.random() < 0.3:
+            return replace(arrival, abort_turn=arrival.turn + rng.randint(1, 8))
+        return arrival
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A workload and the sizes it runs with, all derived from a seed."""
@@ -54,10 +94,8 @@ class Schedule:
     slowness: int
     """Results come up to so many polls late."""
     stall_rate: float
-    drafts: int
-    """A decode row has up to so many."""
-    acceptance: float
-    """Part of the drafts that are right."""
+    drafts: Drafts
+    loads: Loads
     arrivals: list[Arrival]
 
     @classmethod
@@ -96,14 +134,17 @@ class Schedule:
             rng.choice([1, 2, 2, 2, 3]),
             rng.choice([0, 1, 4]),
             rng.choice([0.0, 0.0, 0.2]),
-            *_speculative(seed),
+            Drafts.generate(seed),
+            loads := Loads.generate(seed),
             [
-                Arrival(
-                    rng.randint(0, 40),
-                    prompt,
-                    rng.randint(1, max_model_len),
-                    rng.randint(1, 80) if rng.random() < 0.2 else None,
-                    rng.randint(1, 8) if rng.random() < 0.2 else None,
+                loads.shaken(
+                    Arrival(
+                        rng.randint(0, 40),
+                        prompt,
+                        rng.randint(1, max_model_len),
+                        rng.randint(1, 80) if rng.random() < 0.2 else None,
+                        rng.randint(1, 8) if rng.random() < 0.2 else None,
+                    )
                 )
                 for prompt in prompts
             ],
@@ -126,9 +167,12 @@ class Schedule:
             depth=self.depth,
             delay=lambda index: rng.randint(0, self.slowness),
             stall=lambda index, seq: rng.random() < self.stall_rate,
-            accept=lambda index, seq, drafts: sum(rng.random() < self.acceptance for _ in range(drafts)),
+            accept=lambda index, seq, drafts: sum(
+                rng.random() < self.drafts.acceptance for _ in range(drafts)
+            ),
         )
-        pool = make_pool(self.groups)
+        tier = self._tier(runner)
+        pool = make_pool(self.groups, tier)
         policy = (
             make_policy(self) if make_policy else FirstCome(self.max_batched_tokens, self.max_chunk_tokens)
         )
@@ -140,8 +184,8 @@ class Schedule:
             max_model_len=self.max_model_len,
             max_queued=len(self.arrivals),
             depth=self.depth,
-            speculation=RandomDrafts(self.seed, self.drafts, self.max_batched_tokens)
-            if self.drafts
+            speculation=RandomDrafts(self.seed, self.drafts.most, self.max_batched_tokens)
+            if self.drafts.most
             else None,
         )
         requests = [_Request(loop, number, arrival) for number, arrival in enumerate(self.arrivals)]
@@ -157,9 +201,27 @@ class Schedule:
                 raise Mismatch(f"no end after {turn} turns: {loop.stats}")
         for request in requests:
             request.compare(self.groups[0].window)
+        while tier.loads:  # of requests that were aborted
+            pool.poll(None)
         if pool.num_free != num_free:
             raise Mismatch(f"{num_free - pool.num_free} blocks were not given back")
         return loop
+
+    def _tier(self, runner: FakeRunner) -> FakeTier:
+        """What another process has: of some requests, the blocks of the prompt and of what it yields, up to a point."""
+        rng = random.Random(f"tier {self.seed}")
+        sequences = []
+        for arrival in self.arrivals:
+            if rng.random() < self.loads.part:
+                output = generate(arrival.prompt, self.max_model_len, self.groups[0].window)[0]
+                whole = [*arrival.prompt, *output][: self.max_model_len - 1]
+                sequences.append(whole[: rng.randint(1, len(whole))] if rng.random() < 0.5 else whole)
+        return FakeTier(
+            runner,
+            sequences,
+            delay=lambda: rng.randint(0, self.loads.delay),
+            fails=lambda: rng.random() < self.loads.failures,
+        )
 
 
 def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
@@ -175,12 +237,6 @@ def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
         least = -(-window // size) + 2
         groups[group] = Shape(size, least + rng.choice([0, 0, 1, 2, 4, 10]), window)
     return groups
-
-
-def _speculative(seed: int) -> tuple[int, float]:
-    """In three of five schedules rows have drafts: how many, and which part of them is right."""
-    rng = random.Random(f"drafts {seed}")
-    return rng.choice([0, 0, 1, 2, 4]), rng.choice([0.0, 0.3, 0.6, 0.9, 1.0])
 
 
 def _observe(events: Sequence[Event[_Request, Sampled]]) -> None:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from .tier import FakeTier, Load, Piece
+
+Name: TypeAlias = tuple[bytes, tuple[int, ...]]
+"""A block: the salt, and all tokens up to its end."""
 
 
 class Shape(NamedTuple):
@@ -29,9 +34,16 @@ class Shape(NamedTuple):
 
 
 class SimplePool:
-    """Blocks of one or several groups. A prefix is looked up by the tokens themselves; nothing is hashed."""
+    """Blocks of one or several groups. A prefix is looked up by the tokens themselves; nothing is hashed. tier: where
+    what is not cached may be loaded from; None: nowhere."""
 
-    def __init__(self, groups: Sequence[tuple[int, int] | Shape], *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[int, int] | Shape],
+        tier: FakeTier | None = None,
+        *,
+        prefix_cache: bool = True,
+    ) -> None:
         self.shapes = [Shape(*group) for group in groups]
         self.prefix_cache = prefix_cache
         self.num_total = sum(shape.num_blocks - 1 for shape in self.shapes)
@@ -39,7 +51,9 @@ class SimplePool:
         self.users: list[dict[int, int]] = [
             dict.fromkeys(range(1, shape.num_blocks), 0) for shape in self.shapes
         ]
-        self.index: list[dict[Hashable, int]] = [{} for _ in groups]  # in order of use, the oldest first
+        self.tier = tier
+        self.loads: dict[Load, SimpleLoad] = {}
+        self.index: list[dict[Name, int]] = [{} for _ in groups]  # in order of use, the oldest first
 
     @property
     def num_groups(self) -> int:
@@ -59,41 +73,73 @@ class SimplePool:
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
     ) -> SimpleLease:
         """A lease on the longest prefix cached in every group; `hashes` is not needed here."""
-        lease = SimpleLease(self, salt)
-        for end in range(len(tokens) - 1, 0, -1):
+        lease = SimpleLease(self, salt, tokens)
+        lease.share(self.longest(lease, lambda group, name: name in self.index[group]))
+        return lease
+
+    def longest(self, lease: SimpleLease, found: Callable[[int, Name], bool]) -> int:
+        """Tokens of the longest prefix for which every group has what the next token needs."""
+        for end in range(len(lease.tokens) - 1, 0, -1):
             if any(end % shape.block_size for shape in self.shapes):
                 continue
-            needed = lease.needed(tokens, end)
-            if all(name in index for names, index in zip(needed, self.index, strict=True) for name in names):
-                lease.share(tokens, end)
-                break
-        return lease
+            needed = lease.needed(lease.tokens, end)
+            if all(found(group, name) for group, names in enumerate(needed) for name in names):
+                return end
+        return 0
+
+    def poll(self, wait_s: float | None = 0.0) -> list[SimpleLease]:
+        """Leases whose load has ended, released or not."""
+        ended = []
+        for load in self.tier.poll(wait_s) if self.tier else ():
+            record = self.loads.pop(load)
+            for piece, name in zip(load.pieces, record.names, strict=True):
+                if piece not in load.failed and self.prefix_cache:
+                    self.index[piece.group].setdefault(name, piece.block)
+            lease = record.lease
+            if not lease.released:
+                lease.clear()
+                lease.share(self.longest(lease, lambda group, name: name in self.index[group]))
+            ended.append(lease)
+            for group, block in record.users:
+                self.users[group][block] -= 1
+        return ended
 
     def take(self, group: int, count: int) -> list[int]:
         """`count` blocks without a user, unnamed ones first, then the longest unused."""
-        named = {block: name for name, block in self.index[group].items()}
+        named: dict[int, Name] = {block: name for name, block in self.index[group].items()}
         unused = [block for block, count in self.users[group].items() if not count]
         age = {block: age for age, block in enumerate(named)}
         blocks = sorted(unused, key=lambda block: age.get(block, -1))[:count]
         for block in blocks:
-            self.index[group].pop(named.get(block), None)
+            if block in named:
+                del self.index[group][named[block]]
             self.users[group][block] = 1
         return blocks
+
+
+class SimpleLoad(NamedTuple):
+    """A load under way: who waits for it, the names of its pieces, and the blocks that it uses, by group."""
+
+    lease: SimpleLease
+    names: list[Name]
+    users: list[tuple[int, int]]
 
 
 class SimpleLease:
     """One sequence's blocks in a SimplePool."""
 
-    def __init__(self, pool: SimplePool, salt: bytes) -> None:
+    def __init__(self, pool: SimplePool, salt: bytes, tokens: Sequence[int]) -> None:
         self.num_cached = 0
+        self.tokens = list(tokens)
+        self.released = False
         self._pool, self._salt = pool, salt
         self._tables: list[list[int]] = [[] for _ in pool.users]
 
-    def name(self, tokens: Sequence[int], end: int) -> Hashable:
+    def name(self, tokens: Sequence[int], end: int) -> Name:
         """The identity of the block that ends at `end`."""
         return self._salt, tuple(tokens[:end])
 
-    def needed(self, tokens: Sequence[int], end: int) -> Iterator[list[Hashable]]:
+    def needed(self, tokens: Sequence[int], end: int) -> Iterator[list[Name]]:
         """By group, the names of the blocks that whoever goes on from tokens[:end] reads."""
         for shape in self._pool.shapes:
             size = shape.block_size
@@ -103,10 +149,49 @@ class SimpleLease:
                 if stop > size * shape.first_needed(end)
             ]
 
-    def share(self, tokens: Sequence[int], end: int) -> None:
-        """Start from the cached blocks of tokens[:end]."""
+    @property
+    def num_loadable(self) -> int:
+        """Tokens after num_cached that the tier and the cache have together."""
+        tier, pool = self._pool.tier, self._pool
+        if tier is None or self._salt or not pool.prefix_cache:
+            return 0
+        end = pool.longest(self, lambda group, name: name in pool.index[group] or tier.holds(name[1]))
+        return end - self.num_cached
+
+    def load(self, leave: float = 0.0) -> bool:
+        """Begin to bring them. What is cached of them is kept until that has ended."""
+        pool, tier = self._pool, self._pool.tier
+        count = self.num_loadable
+        if tier is None or not count:
+            return False
+        needed = list(enumerate(self.needed(self.tokens, self.num_cached + count)))
+        missing = [[name for name in names if name not in pool.index[group]] for group, names in needed]
+        kept = [
+            (group, pool.index[group][name])
+            for group, names in needed
+            for name in names
+            if name in pool.index[group]
+        ]
+        for group, block in kept:
+            pool.users[group][block] += 1
+        if any(len(names) > self._room(group, leave) for group, names in enumerate(missing) if names):
+            for group, block in kept:
+                pool.users[group][block] -= 1
+            return False
+        names = [name for group in missing for name in group]
+        pieces = [
+            Piece(group, block, name[1])
+            for group, names_of in enumerate(missing)
+            for name, block in zip(names_of, pool.take(group, len(names_of)), strict=True)
+        ]
+        users = [*kept, *((piece.group, piece.block) for piece in pieces)]
+        pool.loads[tier.begin(pieces)] = SimpleLoad(self, names, users)
+        return True
+
+    def share(self, end: int) -> None:
+        """Start from the cached blocks of the first `end` tokens."""
         self.num_cached = end
-        for group, names in enumerate(self.needed(tokens, end)):
+        for group, names in enumerate(self.needed(self.tokens, end)):
             shape, index = self._pool.shapes[group], self._pool.index[group]
             self._tables[group] = [0] * shape.first_needed(end)
             for name in names:
@@ -171,6 +256,11 @@ class SimpleLease:
 
     def release(self) -> None:
         """Give everything back."""
+        self.released = True
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold no blocks."""
         for users, table in zip(self._pool.users, self._tables, strict=True):
             for block in filter(None, table):
                 users[block] -= 1

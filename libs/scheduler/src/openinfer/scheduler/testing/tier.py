@@ -1,0 +1,88 @@
+"""FakeTier: what another process has computed already. It takes its time, and it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .fake_runner import FakeRunner
+from .model import cell
+
+
+class Piece(NamedTuple):
+    """A block to be filled: the last cells of `tokens`, as many as a block of the group holds."""
+
+    group: int
+    block: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pieces on their way."""
+
+    pieces: Sequence[Piece]
+    polls: int
+    """It ends at the poll after so many."""
+    failed: set[Piece] = field(default_factory=set)
+    """When it has ended: pieces that did not come. Their blocks hold anything."""
+
+
+class FakeTier:
+    """Holds every block of some sequences, and copies blocks of them to the memory of a FakeRunner.
+
+    sequences: tokens, from their first. delay(): polls that a load takes. fails(): whether a piece does not come. Until
+    a load ends its blocks hold nothing, so that a row that reads them too early faults.
+    """
+
+    def __init__(
+        self,
+        runner: FakeRunner,
+        sequences: Iterable[Sequence[int]],
+        *,
+        delay: Callable[[], int] = lambda: 0,
+        fails: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.sequences = [tuple(tokens) for tokens in sequences]
+        self.loads: list[Load] = []
+        self.num_loaded = self.num_failed = 0
+        self._held = {tokens[:end] for tokens in self.sequences for end in range(1, len(tokens) + 1)}
+        self._runner, self._delay, self._fails = runner, delay, fails
+
+    def holds(self, tokens: Sequence[int]) -> bool:
+        """Whether blocks that end with this prefix are here."""
+        return tuple(tokens) in self._held
+
+    def begin(self, pieces: Sequence[Piece]) -> Load:
+        """Start to copy. The blocks are the caller's, and no row's, until the load has ended."""
+        load = Load(pieces, self._delay())
+        self.loads.append(load)
+        for piece in pieces:
+            self._runner.fill(piece.group, piece.block, 0, [])
+        return load
+
+    def poll(self, wait_s: float | None = 0.0) -> list[Load]:
+        """Loads that have ended; waiting without limit ends one."""
+        for load in self.loads:
+            load.polls -= 1
+        if wait_s is None and self.loads:
+            self.loads[0].polls = -1
+        ended = [load for load in self.loads if load.polls < 0]
+        self.loads = [load for load in self.loads if load.polls >= 0]
+        for load in ended:
+            for piece in load.pieces:
+                self._copy(load, piece)
+        return ended
+
+    def _copy(self, load: Load, piece: Piece) -> None:
+        cells: list[int] = []
+        for token in piece.tokens:
+            cells.append(cell(cells[-1] if cells else 0, token))
+        if self._fails():
+            load.failed.add(piece)
+            cells = [-1] * len(cells)
+        self.num_failed += piece in load.failed
+        self.num_loaded += piece not in load.failed
+        size = self._runner.block_size(piece.group)
+        self._runner.fill(piece.group, piece.block, len(cells) - size, cells[-size:])
