@@ -1,16 +1,21 @@
 """Nothing that one request asks may cost more than it is worth, and nothing it holds may hold up the others."""
 
+import asyncio
 import json
+import resource
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 import openinfer.frontend.http.chat as chat
+from openinfer.frontend import APIError
 from openinfer.frontend.chat.output import overlap
-from openinfer.frontend.http import ChatTemplate, Tokenizer
+from openinfer.frontend.http import ChatTemplate, Tokenizer, prompt_text
+from openinfer.frontend.testing import FakeEngine
 
 P = {"prompt": [5], "max_tokens": 1}
 HI = {"role": "user", "content": "hi"}
@@ -127,6 +132,74 @@ def test_a_template_that_takes_too_long_is_stopped_and_holds_up_nobody(
     assert len(waits) > 5
     assert sorted(waits)[len(waits) // 2] < 0.3
     assert live.post("/v1/chat/completions", messages=[HI], max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_prompt_of_10_mb_is_refused_before_it_is_encoded(start: Any, path: str) -> None:
+    live = start({"max_model_len": 2048})
+    text = "word and " * 1_100_000
+    body: dict[str, Any] = {"max_tokens": 1, "model": "fake", "prompt": text}
+    if path == "/v1/responses":
+        body = {"input": text}
+    elif path != "/v1/completions":
+        body = {"max_tokens": 1, "model": "fake", "messages": [{"role": "user", "content": text}]}
+    before, began = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
+    answer = live.post(path, **body)
+    assert answer.status_code == 400
+    assert "the model's context is 2048" in answer.json()["error"]["message"]
+    assert time.process_time() - began < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss < 300_000  # KB
+
+
+def encode(
+    tokenizer: Tokenizer, text: str, limit: int, gone: Callable[[], bool] = lambda: False
+) -> list[int]:
+    async def left() -> bool:
+        return gone()
+
+    info = FakeEngine(max_model_len=limit, vocab_size=1 << 20).info
+    return asyncio.run(prompt_text.encode_prompt(tokenizer, text, False, info, "prompt", left))
+
+
+def test_long_texts_are_counted_in_slices(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the word and 12 \n  x" * 20_000
+    ids = tokenizer._core.encode(text, add_special_tokens=False).ids
+    monkeypatch.setattr(prompt_text, "USUAL_CHARS", 0)
+    monkeypatch.setattr(prompt_text, "SLICE_CHARS", 10_000)
+    for limit in (len(ids) + 1, 2 * len(ids)):
+        assert encode(tokenizer, text, limit) == ids
+    counted: list[int] = []
+    count = Tokenizer.count
+
+    def spy(self: Tokenizer, part: str) -> int:
+        counted.append(len(part))
+        return count(self, part)
+
+    monkeypatch.setattr(Tokenizer, "count", spy)
+    monkeypatch.setattr(Tokenizer, "most_chars_a_token", None)
+    with pytest.raises(APIError, match=r"more than .* tokens"):
+        encode(tokenizer, text, len(ids) // 4)
+    assert sum(counted) < len(text) / 3
+    counted.clear()
+    with pytest.raises(APIError, match="the client has left"):
+        encode(tokenizer, text, len(ids) // 4, gone=lambda: len(counted) == 3)
+    assert len(counted) == 3
+    monkeypatch.setattr(prompt_text, "TIMEOUT_S", 0.0)
+    with pytest.raises(APIError, match="takes longer than 0 s"):
+        encode(tokenizer, text, len(ids))
+
+
+def test_no_text_has_more_characters_than_its_tokens_can_have(tokenizer: Tokenizer) -> None:
+    most = tokenizer.most_chars_a_token
+    assert most is not None
+    for text in (
+        "\u1100\u1161\u11a8" * 99,
+        "e\u0301" * 99,
+        " " * 999,
+        "\u03b1\u0313\u0300\u0345" * 99,
+        "word and " * 99,
+    ):
+        assert len(text) <= most * len(tokenizer.encode_short(text))
 
 
 HUNGRY = "{% set x = namespace(v='x' * 1000) %}{% for c in messages[-1].content %}{% set x.v = x.v * 100 %}{% endfor %}"

@@ -59,7 +59,7 @@ class Dialects:
         arrival, service = time.monotonic(), self._service
         body = decode_body(await read_body(request), ResponsesBody, responses_body.REFUSED)
         model, plan = service.check(responses_common(body), None, "text")
-        ids, plan, new_parser = await service.prepare_chat(responses_chat(body), plan, "input")
+        ids, plan, new_parser = await service.prepare_chat(request, responses_chat(body), plan, "input")
         limit = max_tokens_for(
             len(ids), body.max_output_tokens, None, plan, service.client.info, "max_output_tokens"
         )
@@ -74,7 +74,7 @@ class Dialects:
             raise APIError("max_tokens is missing", param="max_tokens")
         model, plan = service.check(messages_common(body), None, "output_format")
         chat = messages_chat(body, service.template_variables)
-        ids, plan, new_parser = await service.prepare_chat(chat, plan, "messages")
+        ids, plan, new_parser = await service.prepare_chat(request, chat, plan, "messages")
         limit = max_tokens_for(len(ids), body.max_tokens, None, plan, service.client.info, "max_tokens")
         shape = MessagesShape(model, new_parser, service.tokenizer)
         return service.answer(request, plan, [ids], [limit], arrival, shape)
@@ -84,7 +84,7 @@ class Dialects:
         body = decode_body(await read_body(request), MessagesBody, messages_body.REFUSED)
         _, plan = self._service.check(messages_common(body), None)
         chat = messages_chat(body, self._service.template_variables)
-        ids, _, _ = await self._service.prepare_chat(chat, plan, "messages")
+        ids, _, _ = await self._service.prepare_chat(request, chat, plan, "messages")
         return json_response({"input_tokens": len(ids)})
 
     async def tokenize(self, request: Request) -> Response:

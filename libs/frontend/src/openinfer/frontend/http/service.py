@@ -40,6 +40,7 @@ from openinfer.frontend.http.params import (
     prompt_ids,
     with_echo,
 )
+from openinfer.frontend.http.prompt_text import encode_prompt
 from openinfer.frontend.http.shapes import CompletionShape, Shape, package_version
 from openinfer.frontend.http.thoughts import budgeted, without_idle_budget
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ class Service:
         arrival = time.monotonic()
         body = decode_body(await read_body(request), CompletionBody, REFUSED)
         model, plan = self.check(body, body.logprobs)
-        prompts = await self._prompts(body)
+        prompts = await self._prompts(request, body)
         if len(prompts) * plan.n > MAX_SEQUENCES:
             raise APIError(
                 f"{len(prompts)} prompts with n = {plan.n} are too many sequences, at most {MAX_SEQUENCES} "
@@ -118,14 +119,14 @@ class Service:
         body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
         model, plan = self.check(body, top_logprobs(body))
         chat = chat_of(body, self.template_variables)
-        ids, plan, new_parser = await self.prepare_chat(chat, plan, "messages")
+        ids, plan, new_parser = await self.prepare_chat(request, chat, plan, "messages")
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = max_tokens_for(len(ids), getattr(body, field), None, plan, self.client.info, field)
         shape = ChatShape(model, plan, self.tokenizer, new_parser, body.include_reasoning is not False)
         return self.answer(request, plan, [ids], [limit], arrival, shape)
 
     async def prepare_chat(
-        self, chat: Chat, plan: Plan, field: str
+        self, request: Request, chat: Chat, plan: Plan, field: str
     ) -> tuple[list[int], Plan, ParserFactory | None]:
         """The prompt's ids, the plan with what the parsers need, and the parsers. Raises APIError."""
         if self.tokenizer is None:
@@ -138,7 +139,9 @@ class Service:
         where, variables = self.chat_format.where(chat, text), self.template_variables
         grammar = budgeted(chat, where, plan.grammar, variables, self.client.info, self.tokenizer)
         plan = msgspec.structs.replace(plan, grammar=grammar)
-        ids = prompt_ids(await self.tokenizer.encode(text, False), self.client.info, field)
+        ids = await encode_prompt(
+            self.tokenizer, text, False, self.client.info, field, request.is_disconnected
+        )
         new_parser = self.chat_format.parser(chat, text)
         if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
             plan = msgspec.structs.replace(plan, skip_special_tokens=False)
@@ -236,7 +239,7 @@ class Service:
         plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer, format_field)
         return model, plan
 
-    async def _prompts(self, body: CompletionBody) -> list[list[int]]:
+    async def _prompts(self, request: Request, body: CompletionBody) -> list[list[int]]:
         """str | list[str] | list[int] | list[list[int]] to lists of ids."""
         prompt = body.prompt
         if prompt is None:
@@ -252,10 +255,11 @@ class Service:
             name = "prompt" if isinstance(prompt, str) else f"prompt[{index}]"
             if type(one) is not type(several[0]):
                 raise APIError("prompt must hold only strings or only lists of token ids", param="prompt")
-            if isinstance(one, str):
-                one = await self._encode(one, body.add_special_tokens is not False)
             try:
-                found.append(prompt_ids(one, info, name))
+                if isinstance(one, str):
+                    found.append(await self._encode(request, one, body.add_special_tokens is not False, name))
+                else:
+                    found.append(prompt_ids(one, info, name))
             except APIError as error:
                 raise APIError(str(error), param="prompt", code=error.code) from error
         return found
@@ -269,13 +273,15 @@ class Service:
         assert self.tokenizer is not None
         return [self.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
 
-    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def _encode(self, request: Request, text: str, add_special_tokens: bool, param: str) -> list[int]:
         if self.tokenizer is None:
             raise APIError(
                 "text prompts need a tokenizer, and this server runs without; send token ids",
                 param="prompt",
             )
-        return await self.tokenizer.encode(text, add_special_tokens)
+        return await encode_prompt(
+            self.tokenizer, text, add_special_tokens, self.client.info, param, request.is_disconnected
+        )
 
     def answer(
         self,

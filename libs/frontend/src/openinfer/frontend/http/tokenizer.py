@@ -83,6 +83,22 @@ class Tokenizer:
         )
         return encoded[0].ids
 
+    def count(self, text: str) -> int:
+        """Tokens of a text, without special ones. Leaves the interpreter lock alone."""
+        return len(self._core.encode_batch_fast([text], add_special_tokens=False)[0])
+
+    @property
+    def most_chars_a_token(self) -> int | None:
+        """No text has more characters than this for each of its tokens; None where that is not known."""
+        if self._tables is None:
+            return None
+        longest = max(map(len, self._tables[0]))
+        normalizer = self._core.normalizer
+        if normalizer is None:
+            return longest
+        # Composed characters are fewer than those that they are made of, 4 at most.
+        return 4 * longest if type(normalizer).__name__ in ("NFC", "NFKC") else None
+
     def encode_short(self, text: str) -> list[int]:
         """Ids of a word or so, at once, without special tokens."""
         return self._core.encode(text, add_special_tokens=False).ids

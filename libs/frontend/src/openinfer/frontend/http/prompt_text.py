@@ -1,0 +1,75 @@
+"""A prompt's text to ids, where the text may be far too long for the model: found out before all of it is encoded."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from openinfer.frontend.contract import EngineInfo
+from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.params import prompt_ids
+from openinfer.frontend.http.tokenizer import Tokenizer
+
+__all__ = ["encode_prompt"]
+
+TIMEOUT_S = 10.0
+USUAL_CHARS = 8
+"""Texts have fewer characters a token. One that may be too long although it has not is encoded twice."""
+SLICE_CHARS = 1 << 16
+SLACK = 64
+"""Tokens that a cut may add: the count of slices less these is no more than the count of the whole."""
+
+
+async def encode_prompt(
+    tokenizer: Tokenizer,
+    text: str,
+    add_special_tokens: bool,
+    info: EngineInfo,
+    param: str,
+    gone: Callable[[], Awaitable[bool]],
+) -> list[int]:
+    """The ids, checked as prompt_ids does. gone: whether the client has left.
+
+    A text of more characters than so many tokens can have is refused at once. Another one of many characters is counted
+    in slices, each in a thread, until there are too many tokens.
+    Raises APIError (400) naming `param`.
+    """
+    limit, longest = info.max_model_len, tokenizer.most_chars_a_token
+    if longest is not None and len(text) > longest * limit:
+        raise _too_long(param, f"{len(text)} characters", limit)
+    if len(text) > USUAL_CHARS * limit:
+        await _count(tokenizer, text, limit, param, gone)
+    return prompt_ids(await tokenizer.encode(text, add_special_tokens), info, param)
+
+
+async def _count(
+    tokenizer: Tokenizer, text: str, limit: int, param: str, gone: Callable[[], Awaitable[bool]]
+) -> None:
+    """Raises APIError once the text is known to have more than `limit` tokens."""
+    until, count = time.monotonic() + TIMEOUT_S, 0
+    for part in _slices(text):
+        count += max(0, await asyncio.to_thread(tokenizer.count, part) - SLACK)
+        if count > limit:
+            raise _too_long(param, f"{len(text)} characters and more than {count} tokens", limit)
+        if time.monotonic() > until:
+            raise APIError(f"{param} takes longer than {TIMEOUT_S:g} s to be read: shorten it", param=param)
+        if await gone():
+            raise APIError("the client has left")
+
+
+def _slices(text: str) -> Iterator[str]:
+    """Parts that end, where there is one, before the last space."""
+    start = 0
+    while start < len(text):
+        end = start + SLICE_CHARS
+        if end < len(text):
+            space = text.rfind(" ", start + 1, end)
+            end = end if space < 0 else space
+        yield text[start:end]
+        start = end
+
+
+def _too_long(param: str, what: str, limit: int) -> APIError:
+    return APIError(
+        f"{param} has {what}, the model's context is {limit} tokens with the output: shorten it",
+        code="context_length_exceeded",
+    )
