@@ -106,6 +106,31 @@ def test_imports_that_are_allowed() -> None:
     assert not violations("recipes", "qwen3/model.py", "from openinfer.recipes.qwen3.config import Config")
 
 
+KERNELS_FOR_OTHERS = {"authoring", "testing", "tuner"}
+"""Modules of kernels that other packages name. Device code may name all of openinfer.kernels.device."""
+
+
+def kernels_internals(inside: str, source: str) -> list[str]:
+    """Modules of kernels that a module names and that are not for others."""
+    named = re.findall(r"^from openinfer\.kernels\.([\w.]+) import", source, re.MULTILINE)
+    return [
+        n
+        for n in named
+        if n not in KERNELS_FOR_OTHERS and not ("device/" in inside and n.startswith("device."))
+    ]
+
+
+@pytest.mark.parametrize("part", ["sampler", "recipes"])
+def test_ops_of_others_are_written_with_public_names(part: str) -> None:
+    found = {
+        str(path): kernels_internals(path.relative_to(SOURCES[part]).as_posix(), path.read_text())
+        for path in modules(part)
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+    assert kernels_internals("gpu/ops/a.py", "from openinfer.kernels.contract import expect") == ["contract"]
+    assert kernels_internals("gpu/ops/a.py", "from openinfer.kernels.device.rows import f") == ["device.rows"]
+
+
 @pytest.mark.parametrize("part", SOURCES)
 def test_packages_are_typed_and_openinfer_is_a_namespace(part: str) -> None:
     packages = [SOURCES["recipes"] / name for name in RECIPES] if part == "recipes" else [SOURCES[part]]

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import Op, Pack
-from openinfer.kernels.formats import hadamard, q4
-from openinfer.kernels.reference import f32, rounded
+from openinfer.kernels.authoring import Op, Pack, f32, hadamard, q4, rounded
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
 from openinfer.tensor import Stream, Tensor
 

@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from openinfer.graph import Rows
-from openinfer.kernels import Pack, embed, expand_rows, norm_linear, select_rows
-from openinfer.kernels.ops.experts import experts
-from openinfer.kernels.ops.project import gate_up_clamped, project
-from openinfer.kernels.ops.route import route
+from openinfer.kernels import (
+    Pack,
+    embed,
+    expand_rows,
+    experts,
+    gate_up_clamped,
+    norm_linear,
+    project,
+    route,
+    select_rows,
+)
 from openinfer.recipes.deepseek_v4.batch import Buffers
 from openinfer.recipes.deepseek_v4.cache import Cache
 from openinfer.recipes.deepseek_v4.config import Config

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from openinfer.kernels import Pack, embed, select_rows
-from openinfer.kernels.ops.project import norm_rows, project
+from openinfer.kernels import Pack, embed, norm_rows, project, select_rows
 from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import spread

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.formats import dequantized
+from openinfer.kernels.authoring import dequantized
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.inventory import BLOCK, FP4_BLOCK
 from openinfer.tensor import (

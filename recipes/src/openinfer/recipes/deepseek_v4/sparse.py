@@ -6,10 +6,20 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openinfer.kernels import Command, Launch, Scratch, Target, launch
-from openinfer.kernels.contract import require
-from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
-from openinfer.kernels.tuning import CONSUMER_SHARED_BYTES, shared_bytes
+from openinfer.kernels.authoring import (
+    CONSUMER_SHARED_BYTES,
+    Aligned,
+    Arg,
+    Command,
+    Launch,
+    Scratch,
+    Target,
+    aligned,
+    launch,
+    power_of_two,
+    require,
+    shared_bytes,
+)
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.tensor import Tensor, bfloat16, float16, float32, int32
 

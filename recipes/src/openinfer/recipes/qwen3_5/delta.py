@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from openinfer.kernels import Command, Launch, Scratch, Target, beside, launch
-from openinfer.kernels.launch import Arg, aligned, power_of_two
+from openinfer.kernels.authoring import (
+    Arg,
+    Command,
+    Launch,
+    Scratch,
+    Target,
+    aligned,
+    beside,
+    launch,
+    power_of_two,
+)
 from openinfer.tensor import Tensor, float32, int32
 
 CHUNK = 64

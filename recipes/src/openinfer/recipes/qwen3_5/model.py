@@ -16,9 +16,9 @@ from openinfer.kernels import (
     gate_up_silu,
     linear_add,
     norm_linear,
+    route_topk,
     select_rows,
 )
-from openinfer.kernels.ops.route_topk import route_topk
 from openinfer.recipes.qwen3_5.batch import Buffers
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention

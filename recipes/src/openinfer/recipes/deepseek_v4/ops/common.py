@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openinfer.kernels import Workload
-from openinfer.kernels.contract import expect, require
-from openinfer.kernels.reference import Array
+from openinfer.kernels.authoring import Array, Workload, expect, require
 from openinfer.tensor import Tensor, float32, int32
 
 PAGE = 128

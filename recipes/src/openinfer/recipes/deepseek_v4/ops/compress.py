@@ -7,11 +7,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
-from openinfer.kernels.contract import FLOATS, expect, expect_columns, require
-from openinfer.kernels.formats import hadamard, q4
-from openinfer.kernels.launch import Aligned, Arg, aligned, power_of_two
-from openinfer.kernels.reference import Array, f32, rms_norm, rounded
+from openinfer.kernels.authoring import (
+    FLOATS,
+    Aligned,
+    Arg,
+    Array,
+    Command,
+    Cost,
+    Op,
+    Target,
+    Workload,
+    aligned,
+    expect,
+    expect_columns,
+    f32,
+    hadamard,
+    launch,
+    power_of_two,
+    q4,
+    require,
+    rms_norm,
+    rounded,
+)
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, Row, expect_cos_sin, expect_rows, live_rows, rope
 from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, bfloat16, float32, int32

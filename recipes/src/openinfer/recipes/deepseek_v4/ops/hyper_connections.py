@@ -7,13 +7,32 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Launch, Op, Scratch, Target, Workload, launch
-from openinfer.kernels import packed_products as linear
-from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.formats import SCALE_BLOCK, q8
-from openinfer.kernels.launch import Aligned, aligned, power_of_two
-from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded
-from openinfer.kernels.tuning import depth
+from openinfer.kernels.authoring import (
+    FLOATS,
+    SCALE_BLOCK,
+    Aligned,
+    Array,
+    Command,
+    Cost,
+    Launch,
+    Op,
+    Scratch,
+    Target,
+    Workload,
+    aligned,
+    depth,
+    expect,
+    expect_bf16,
+    expect_q8,
+    f32,
+    launch,
+    matmul_nt,
+    power_of_two,
+    q8,
+    require,
+    rms_norm,
+    rounded,
+)
 from openinfer.tensor import Tensor, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
@@ -208,8 +227,8 @@ def _pre_launches(
     eps: float,
     **rest: Any,
 ) -> Iterator[Command]:
-    linear.expect_bf16(streams)
-    linear.expect_q8(target, rounded_out is not None)
+    expect_bf16(streams)
+    expect_q8(target, rounded_out is not None)
     pre = Scratch((streams.shape[0], 4), float32)
     yield _numbers(target, pre, mix, streams, eps=eps, **rest)
     yield _collapse(out, rounded_out, streams, pre, norm_weight, eps)
@@ -252,7 +271,7 @@ def _post_reference(*, streams: Array, y: Array, mix: Array) -> None:
 
 
 def _post_launches(target: Target, *, streams: Tensor, y: Tensor, mix: Tensor) -> Iterator[Command]:
-    linear.expect_bf16(streams)
+    expect_bf16(streams)
     tokens, n, width = streams.shape
     require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
     block = min(1024, power_of_two(width))
@@ -299,7 +318,7 @@ def _head_reference(
 def _head_launches(
     target: Target, *, out: Tensor, streams: Tensor, eps: float, **rest: Any
 ) -> Iterator[Command]:
-    linear.expect_bf16(streams)
+    expect_bf16(streams)
     pre = Scratch((streams.shape[0], 4), float32)
     yield _numbers(target, pre, pre, streams, eps=eps, iters=1, **rest)
     yield _collapse(out, None, streams, pre, None, eps)

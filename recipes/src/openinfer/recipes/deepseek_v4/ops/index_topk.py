@@ -7,10 +7,22 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload
-from openinfer.kernels.contract import FLOATS, expect, expect_columns, require
-from openinfer.kernels.formats import hadamard, q4
-from openinfer.kernels.reference import Array, f32, rounded
+from openinfer.kernels.authoring import (
+    FLOATS,
+    Array,
+    Command,
+    Cost,
+    Op,
+    Target,
+    Workload,
+    expect,
+    expect_columns,
+    f32,
+    hadamard,
+    q4,
+    require,
+    rounded,
+)
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, expect_cos_sin, rope, seen
 from openinfer.recipes.deepseek_v4.sparse import Index
 from openinfer.tensor import Tensor, float32, int32

@@ -6,11 +6,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
-from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.formats import SCALE_BLOCK, q8
-from openinfer.kernels.launch import Aligned, aligned, power_of_two
-from openinfer.kernels.reference import Array, f32, rms_norm, rounded
+from openinfer.kernels.authoring import (
+    FLOATS,
+    SCALE_BLOCK,
+    Aligned,
+    Array,
+    Command,
+    Cost,
+    Op,
+    Target,
+    Workload,
+    aligned,
+    expect,
+    f32,
+    launch,
+    power_of_two,
+    q8,
+    require,
+    rms_norm,
+    rounded,
+)
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, expect_cos_sin, rope
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 

@@ -7,9 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload
-from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.reference import Array, f32, rounded
+from openinfer.kernels.authoring import (
+    FLOATS,
+    Array,
+    Command,
+    Cost,
+    Op,
+    Target,
+    Workload,
+    expect,
+    f32,
+    require,
+    rounded,
+)
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, expect_cos_sin, rope, seen, unit
 from openinfer.recipes.deepseek_v4.sparse import Attention
 from openinfer.tensor import Tensor, float32, int32

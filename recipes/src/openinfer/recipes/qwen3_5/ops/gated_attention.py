@@ -8,12 +8,22 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels import Command, Cost, Op, Scratch, Target, Workload, attend, launch, qk_norm_rope_write
-from openinfer.kernels.attention import MERGED_AT_ONCE, NEW_PAIRS, Call, Choice, choose, launches
-from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import Arg, power_of_two
-from openinfer.kernels.ops.attend import require_attention
-from openinfer.kernels.ops.qk_norm_rope_write import write_launch
-from openinfer.kernels.reference import Array
+from openinfer.kernels.authoring import (
+    FLOATS,
+    MERGED_AT_ONCE,
+    NEW_PAIRS,
+    Arg,
+    Array,
+    AttentionCall,
+    AttentionChoice,
+    attention_launches,
+    choose_attention,
+    expect,
+    power_of_two,
+    require,
+    require_attention,
+    write_launch,
+)
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.tensor import Tensor, float32, int32
 
@@ -101,8 +111,8 @@ def _launches(
     shape = (out.shape[0], out.shape[1] // dim, dim)
     q = Scratch(shape, out.dtype)
     tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest[name] for name in ATTENDING}}
-    call = Call.of(tensors, scale, 0)
-    choice = choose(target, call)
+    call = AttentionCall.of(tensors, scale, 0)
+    choice = choose_attention(target, call)
     rotary = 2 * rest["cos_sin"].shape[2]
     one_kernel = call.group <= NEW_PAIRS and call.rows * call.kv_heads <= target.num_sms
     if max_q_len == 1 and one_kernel and rotary >= 2 and not target.batch_invariant:
@@ -110,11 +120,13 @@ def _launches(
         yield _decode(call, choice, new, eps, rotary)
         return
     yield write_launch(target, q=q, qkv=qkv, **{name: rest[name] for name in WRITING if name != "qkv"})
-    yield from launches(call, choice, max_q_len)
+    yield from attention_launches(call, choice, max_q_len)
     yield from sigmoid_gate.launches(target, out=out.reshape(*shape), gate=gates_of(qkv, shape[1], dim))
 
 
-def _decode(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float, rotary: int) -> Command:
+def _decode(
+    call: AttentionCall, choice: AttentionChoice, new: Mapping[str, Arg], eps: float, rotary: int
+) -> Command:
     """All of a decode step's attention in one kernel.
 
     What a program does before it reads its first page shows where there are more programs than SMs. On an H200 8 x

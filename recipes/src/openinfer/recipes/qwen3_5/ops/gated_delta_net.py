@@ -7,10 +7,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload
-from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import power_of_two
-from openinfer.kernels.reference import Array, f32, rounded, silu
+from openinfer.kernels.authoring import (
+    FLOATS,
+    Array,
+    Command,
+    Cost,
+    Op,
+    Target,
+    Workload,
+    expect,
+    f32,
+    power_of_two,
+    require,
+    rounded,
+    silu,
+)
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
-from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import aligned
-from openinfer.kernels.reference import Array, f32, rounded
+from openinfer.kernels.authoring import (
+    FLOATS,
+    Array,
+    Command,
+    Cost,
+    Op,
+    Target,
+    Workload,
+    aligned,
+    expect,
+    f32,
+    launch,
+    require,
+    rounded,
+)
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import sigmoid
 from openinfer.tensor import Tensor
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Target, Workload, launch
-from openinfer.kernels.contract import expect
+from openinfer.kernels.authoring import Command, Cost, Op, Target, Workload, expect, launch
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
 from openinfer.tensor import Tensor, float32, int32
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import Aligned, Command, Cost, Op, Scratch, Target, Workload, launch
-from openinfer.kernels.contract import expect
+from openinfer.kernels.authoring import Aligned, Command, Cost, Op, Scratch, Target, Workload, expect, launch
 from openinfer.sampler.gpu.ops.adjustments import adjust_row, count_words, mask_words
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array
 from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two

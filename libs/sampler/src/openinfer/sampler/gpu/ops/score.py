@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Op, Scratch, Target, Workload, launch
-from openinfer.kernels.contract import expect
+from openinfer.kernels.authoring import Command, Cost, Op, Scratch, Target, Workload, expect, launch
 from openinfer.sampler.gpu.ops.rows import Array
 from openinfer.sampler.gpu.ops.tiles import Tiles
 from openinfer.sampler.reference import log_sum_exp

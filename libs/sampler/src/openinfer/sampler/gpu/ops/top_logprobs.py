@@ -6,8 +6,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels import Aligned, Command, Cost, Op, Scratch, Target, Workload, launch
-from openinfer.kernels.contract import expect, require
+from openinfer.kernels.authoring import (
+    Aligned,
+    Command,
+    Cost,
+    Op,
+    Scratch,
+    Target,
+    Workload,
+    expect,
+    launch,
+    require,
+)
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, Array
 from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
 from openinfer.sampler.params import MAX_LOGPROBS

@@ -1,0 +1,147 @@
+"""What ops are written with: the names stay, each is documented, and none of them needs a compiler or a driver."""
+
+import subprocess
+import sys
+import typing
+
+import numpy as np
+
+from openinfer.kernels import authoring
+from openinfer.kernels.authoring import (
+    FLOATS,
+    Cost,
+    Op,
+    Workload,
+    expect,
+    f32,
+    launch,
+    require,
+    rounded,
+)
+from openinfer.kernels.testing import Case, OpConformance
+from openinfer.tensor import bfloat16
+
+FROZEN = [
+    "CONSUMER_SHARED_BYTES",
+    "FLOATS",
+    "FP4_BLOCK",
+    "MERGED_AT_ONCE",
+    "NEW_PAIRS",
+    "SCALE_BLOCK",
+    "Aligned",
+    "Arg",
+    "Array",
+    "AttentionCall",
+    "AttentionChoice",
+    "Collective",
+    "Command",
+    "ContractError",
+    "Cost",
+    "Launch",
+    "Matmul",
+    "Op",
+    "Pack",
+    "Scratch",
+    "Target",
+    "TensorMap",
+    "Workload",
+    "aligned",
+    "attention_launches",
+    "beside",
+    "choose_attention",
+    "depth",
+    "dequantized",
+    "e8m0",
+    "expect",
+    "expect_bf16",
+    "expect_columns",
+    "expect_packed",
+    "expect_q8",
+    "expect_weight",
+    "f32",
+    "hadamard",
+    "halves",
+    "launch",
+    "matmul",
+    "matmul_nt",
+    "power_of_two",
+    "q4",
+    "q8",
+    "require",
+    "require_attention",
+    "rms_norm",
+    "rounded",
+    "shared_bytes",
+    "silu",
+    "takes_codes",
+    "unpack_fp4",
+    "write_launch",
+]
+
+
+def test_names_are_frozen_sorted_and_all_that_the_module_has():
+    assert authoring.__all__ == FROZEN
+    public = {name for name in vars(authoring) if not name.startswith("_")} - {"annotations"}
+    assert public == set(FROZEN)
+
+
+def test_the_docstring_names_each_of_them_and_each_is_documented():
+    for name in authoring.__all__:
+        assert f"`{name}`" in authoring.__doc__, name
+        thing = getattr(authoring, name)
+        if isinstance(thing, type) or (typing.get_origin(thing) is None and callable(thing)):
+            assert thing.__doc__, name
+
+
+def test_importing_it_needs_no_triton_and_no_driver():
+    code = (
+        "import sys, openinfer.kernels.authoring; "
+        "bad = {'triton', 'torch', 'cuda.bindings.driver'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# An op of somebody else's, written with these names alone. Its kernel is one that the library has.
+
+
+def _contract(*, out, table, token_ids):
+    """out[t] = table[token_ids[t]]."""
+    expect("table", table, (-1, -1), *FLOATS)
+    expect("token_ids", token_ids, (-1,), np.dtype(np.int32))
+    expect("out", out, (token_ids.shape[0], table.shape[1]), table.dtype)
+    require(table.shape[1] % 16 == 0, f"table has {table.shape[1]} columns; it must be a multiple of 16")
+
+
+def _reference(*, out, table, token_ids):
+    out[:] = rounded(f32(table[token_ids]), out.dtype)
+
+
+def _launches(target, *, out, table, token_ids):
+    args = {"out": out, "index": token_ids, "table": table, "width": table.shape[1]}
+    yield launch("openinfer.kernels.device.rows", "gather_rows", (out.shape[0],), args, {"BLOCK": 64})
+
+
+def _cost(workload, *, table, **_):
+    return Cost(2 * workload.tokens * table.shape[1] * table.itemsize, 0)
+
+
+look_up = Op("look_up", _contract, reference=_reference, launches=_launches, cost=_cost)
+
+
+class TestLookUp(OpConformance):
+    op = look_up
+    cases = (
+        Case(
+            {
+                "out": np.full((3, 32), np.nan, bfloat16),
+                "table": np.arange(160).reshape(5, 32).astype(bfloat16),
+                "token_ids": np.array([4, 0, 4], np.int32),
+            },
+            outputs={"out": 0.0},
+        ),
+    )
+
+
+def test_a_cost_is_of_a_workload():
+    table = np.zeros((5, 32), bfloat16)
+    assert look_up.cost(Workload.prefill(3), table=table) == Cost(2 * 3 * 32 * 2, 0)
