@@ -137,7 +137,7 @@ class Process:
         self.url = ""
         for line in self.process.stderr:
             self.lines.append(line.rstrip())
-            found = re.search(r"ready on (http://\S+) in ", line)
+            found = re.search(r"ready on (https?://\S+) in ", line)
             if found:
                 self.url = found[1]
                 return

@@ -5,6 +5,7 @@ What only a server needs is imported when there is one to start: `--help` answer
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
 from openinfer.frontend.logs import say, set_up_logging
@@ -47,8 +48,9 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     server.add_argument(
         "--api-key",
         default=None,
-        help="wanted on all paths but /health, /ready and /; OPENINFER_API_KEY in the environment does not show in ps",
+        help="wanted on all paths but probes and /; OPENINFER_API_KEY in the environment does not show in ps",
     )
+    _add_origins(server)
     server.add_argument(
         "--served-model-name",
         nargs="+",
@@ -131,6 +133,27 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_origins(server: Any) -> None:
+    """Flags about who may call, and how safely."""
+    for name, default, what in (
+        ("origins", [], "origins whose pages may call, such as '[\"http://localhost:3000\"]' or '[\"*\"]'"),
+        ("methods", ["*"], "methods that such pages may use"),
+        ("headers", ["*"], "headers that such pages may send"),
+    ):
+        server.add_argument(f"--allowed-{name}", type=_strings, default=default, metavar="JSON", help=what)
+    server.add_argument(
+        "--allow-credentials", action="store_true", help="such pages may send the browser's cookies along"
+    )
+    server.add_argument("--ssl-certfile", type=Path, default=None, metavar="FILE", help="PEM; serves HTTPS")
+    server.add_argument(
+        "--ssl-keyfile",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="its key, if that is not in the same file",
+    )
+
+
 def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     """Run a server until it is told to stop; returns the process's exit code.
 
@@ -146,6 +169,7 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
 
     signals: list[int] = []
     try:
+        _check_tls(args.ssl_certfile, args.ssl_keyfile)
         model_type = _check_checkpoint(recipe, args.model_dir)
         _choose_parsers(args, model_type)
         spec = recipe.engine_spec(args.model_dir, args)
@@ -195,7 +219,8 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec", signals: list[int
             host, port = listeners[0].getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             processes = f" ({args.frontends} HTTP processes)" if args.frontends > 1 else ""
-            say(f"ready on http://{shown}:{port} in {time.monotonic() - began:.1f} s{processes}")
+            scheme = "http" if args.ssl_certfile is None else "https"
+            say(f"ready on {scheme}://{shown}:{port} in {time.monotonic() - began:.1f} s{processes}")
 
         if args.frontends > 1:
             return await _serve_several(args, spec, listeners, on_engine, on_ready)
@@ -285,6 +310,22 @@ def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
     return str(config.get("model_type"))
 
 
+def _check_tls(certificate: Path | None, key: Path | None) -> None:
+    """That the files go together, before an engine is started for them."""
+    if certificate is None:
+        if key is not None:
+            raise FlagError("--ssl-keyfile needs --ssl-certfile")
+        return
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:
+        raise ValueError(
+            f"--ssl-certfile {certificate}, --ssl-keyfile {key}: {error.strerror or error}"
+        ) from error
+
+
 def _bind(host: str, port: int, count: int) -> list[socket.socket]:
     """Bound but not listening: clients are refused, not left hanging, until the engine is ready.
 
@@ -313,6 +354,16 @@ def _bind(host: str, port: int, count: int) -> list[socket.socket]:
             listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listeners
+
+
+def _strings(text: str) -> list[str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON list of strings")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -38,6 +38,12 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None
     generation_config: str
     shutdown_timeout: float
+    allowed_origins: tuple[str, ...]
+    allowed_methods: tuple[str, ...]
+    allowed_headers: tuple[str, ...]
+    allow_credentials: bool
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
     log_level: str
     log_format: str
     log_requests: bool
@@ -68,6 +74,7 @@ async def serve_web(
         await asyncio.gather(starting, tokens)
         from openinfer.frontend.http import SamplingDefaults, create_app, run_server
         from openinfer.frontend.http.board import Board
+        from openinfer.frontend.http.cors import Cors
 
         tokenizer, template = tokens.result()
         model_dir = Path(options.model_dir)
@@ -91,6 +98,12 @@ async def serve_web(
             log_requests=options.log_requests,
             tracing=tracing,
             board=Board.shared(boards) if boards else None,
+            cors=Cors(
+                options.allowed_origins,
+                options.allowed_methods,
+                options.allowed_headers,
+                options.allow_credentials,
+            ),
         )
         return await run_server(
             app,
@@ -99,6 +112,8 @@ async def serve_web(
             on_ready=on_ready,
             stop=stop,
             now=now,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
         )
     finally:
         starting.cancel()  # where the tokenizer has failed: a process half started is seen to its end

@@ -1,6 +1,7 @@
 """Sending what a Generation yields, whole or as server-sent events, and ending it when the client leaves."""
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Iterable
 
@@ -21,10 +22,13 @@ _STREAM_HEADERS = [
 
 
 MAX_WARNING_CHARS = 300
+HEAD_AFTER_S = 0.25
+"""A stream's head waits so long for the engine's first word, which may be a refusal with a status of its own."""
 
 
 class Answer(Response):
-    """Submits the generation and sends its outcome. The status waits for the engine's first word on it.
+    """Submits the generation and sends its outcome. The status waits for the engine's first word on it, and that of a
+    stream not for long.
 
     active: the set the generation is in while it runs. log: called at the end with a word about the outcome.
     """
@@ -74,8 +78,10 @@ class Answer(Response):
 
     async def _stream(self, send: Send) -> None:
         generation, shape = self._generation, self._shape
-        while not generation.started:
-            await generation.changed()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEAD_AFTER_S):
+                while not generation.started:
+                    await generation.changed()
         error = generation.error()
         if error is not None:
             raise error

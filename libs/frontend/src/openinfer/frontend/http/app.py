@@ -18,7 +18,9 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.chat import ChatFormat
+from openinfer.frontend.http.cors import Cors
 from openinfer.frontend.http.dialects import Dialects
+from openinfer.frontend.http.elsewhere import hint
 from openinfer.frontend.http.guard import ApiKeyGuard, RequestIds
 from openinfer.frontend.http.messages_shape import messages_error
 from openinfer.frontend.http.openapi import document, endpoints
@@ -48,6 +50,7 @@ def create_app(
     log_requests: bool = False,
     tracing: "Tracing | None" = None,
     board: Board | None = None,
+    cors: Cors | None = None,
 ) -> Starlette:
     """OpenAI's endpoints over an engine; `app.state.service` is the Service.
 
@@ -60,9 +63,10 @@ def create_app(
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
-    (default: the engine's name). api_key: wanted on all paths but /health, /ready and the page at /.
+    (default: the engine's name). api_key: wanted on all paths but /health, /ping, /ready and the page at /.
     log_requests: log one line a request at its end. tracing: where spans go; closed by its owner.
     board: where /metrics counts, one for all processes of a server.
+    cors: pages of which origins may call; None for none.
     """
     spec = template if template is None or isinstance(template, RendererSpec) else template.spec
     service = Service(
@@ -83,7 +87,7 @@ def create_app(
     table = endpoints(service, Dialects(service), Page(service))
 
     async def openapi(request: Request) -> Response:
-        described = document(table, package_version(), service.names())
+        described = document(table, package_version(), service.names(), api_key is not None)
         return Response(msgspec.json.encode(described), media_type="application/json")
 
     @asynccontextmanager
@@ -102,7 +106,7 @@ def create_app(
             *(Route(one.path, one.handler, methods=[one.method]) for one in table),
             Route("/openapi.json", openapi),
         ],
-        middleware=[Middleware(RequestIds), *guards],
+        middleware=[*(cors or Cors()).middleware(), Middleware(RequestIds), *guards],
         exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=lifespan,
     )
@@ -117,7 +121,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
+    text = f"{request.method} {request.url.path}: {error.detail}{hint(request.url.path)}"
     answer = _refuse(request, APIError(text, status=error.status_code))
     answer.headers.update(error.headers or {})  # 405 says what is allowed
     return answer

@@ -11,11 +11,11 @@ from starlette.responses import Response
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http import messages_body, responses_body
 from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, decode_body
-from openinfer.frontend.http.chat import Chat, chat_messages
+from openinfer.frontend.http.chat import Chat, ParserFactory, chat_messages
 from openinfer.frontend.http.chat_body import tool_object
 from openinfer.frontend.http.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.messages_shape import MessagesShape
-from openinfer.frontend.http.params import max_tokens_for, prompt_ids
+from openinfer.frontend.http.params import Plan, max_tokens_for, prompt_ids
 from openinfer.frontend.http.responses_body import ResponsesBody, responses_chat, responses_common
 from openinfer.frontend.http.responses_shape import ResponsesShape
 from openinfer.frontend.http.service import Service, json_response, read_body
@@ -58,13 +58,19 @@ class Dialects:
         """POST /v1/responses."""
         arrival, service = time.monotonic(), self._service
         body = decode_body(await read_body(request), ResponsesBody, responses_body.REFUSED)
-        model, plan = service.check(responses_common(body), None, "text")
-        ids, plan, new_parser = await service.prepare_chat(request, responses_chat(body), plan, "input")
-        limit = max_tokens_for(
-            len(ids), body.max_output_tokens, None, plan, service.client.info, "max_output_tokens"
-        )
+        model, plan, ids, limit, new_parser = await self.prepare_response(request, body)
         shape = ResponsesShape(model, body, plan, service.tokenizer, new_parser)
         return service.answer(request, plan, [ids], [limit], arrival, shape)
+
+    async def prepare_response(
+        self, request: Request, body: ResponsesBody
+    ) -> tuple[str, Plan, list[int], int, ParserFactory | None]:
+        """As Service.prepare_answer."""
+        service, field = self._service, "max_output_tokens"
+        model, plan = service.check(responses_common(body), None, "text")
+        ids, plan, new_parser = await service.prepare_chat(request, responses_chat(body), plan, "input")
+        limit = max_tokens_for(len(ids), body.max_output_tokens, None, plan, service.client.info, field)
+        return model, plan, ids, limit, new_parser
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages."""

@@ -12,9 +12,9 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.logs import REQUEST_ID
 
-__all__ = ["ApiKeyGuard", "RequestIds"]
+__all__ = ["OPEN_PATHS", "ApiKeyGuard", "RequestIds"]
 
-_OPEN = frozenset({"/health", "/ready", "/"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -26,7 +26,7 @@ class ApiKeyGuard:
         self._digest = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             headers = Headers(scope=scope)
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer":

@@ -12,8 +12,10 @@ from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, Comple
 from openinfer.frontend.http.bounds import EXAMPLES, narrow
 from openinfer.frontend.http.chat_shape import ChatResponse
 from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeBody
+from openinfer.frontend.http.guard import OPEN_PATHS
 from openinfer.frontend.http.messages_body import MessagesBody
 from openinfer.frontend.http.page import Page
+from openinfer.frontend.http.render import Render
 from openinfer.frontend.http.responses_body import ResponsesBody
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import CompletionResponse
@@ -26,6 +28,11 @@ _ERROR = {
     "required": ["error"],
     "properties": {"error": {"type": "object", "required": ["message", "type"]}},
 }
+_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""Either will do."""
 _REFUSALS = {
     400: "The request cannot be honoured; the message names the field.",
     401: "The API key is missing or wrong.",
@@ -76,6 +83,7 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         Endpoint(
             "/v1/messages/count_tokens", dialects.count_tokens, "Count a chat's tokens", messages, refused
         ),
+        *_renders(Render(service, dialects)),
         Endpoint("/tokenize", dialects.tokenize, "Text or chat to token ids", TokenizeBody),
         Endpoint("/detokenize", dialects.detokenize, "Token ids to text", DetokenizeBody),
         Endpoint(
@@ -85,6 +93,9 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         Endpoint("/v1/models/{name:path}", service.model, "One of the model's names"),
         Endpoint("/health", service.health, "503 when the engine is dead or hangs"),
         Endpoint("/ready", service.ready, "503 also while shutting down"),
+        Endpoint("/ping", service.health, "The same as /health"),
+        Endpoint("/load", service.load, "Answers under way"),
+        Endpoint("/v1/load", service.load, "The same as /load"),
         Endpoint("/metrics", service.prometheus, "Prometheus"),
         Endpoint("/", page.page, "A chat and the engine's state, for people"),
         Endpoint("/state", page.state, "The engine's state in numbers"),
@@ -92,8 +103,22 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
     ]
 
 
-def document(table: Sequence[Endpoint], version: str, models: Sequence[str]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document. models: the names that requests may give."""
+def _renders(render: Render) -> list[Endpoint]:
+    ids = "token ids and sampling parameters, nothing generated"
+    return [
+        Endpoint("/v1/chat/completions/render", render.chat, f"A chat's {ids}", ChatBody, CHAT_REFUSED),
+        Endpoint(
+            "/v1/completions/render", render.completions, f"Each prompt's {ids}", CompletionBody, REFUSED
+        ),
+        Endpoint(
+            *("/v1/responses/render", render.responses, f"A list of items' {ids}"),
+            *(ResponsesBody, responses_body.REFUSED),
+        ),
+    ]
+
+
+def document(table: Sequence[Endpoint], version: str, models: Sequence[str], guarded: bool) -> dict[str, Any]:
+    """The OpenAPI 3.1 document. models: the names that requests may give. guarded: there is an API key."""
     types = {kind for endpoint in table for kind in (endpoint.body, endpoint.answer) if kind is not None}
     _, schemas = msgspec.json.schema_components(
         sorted(types, key=lambda kind: kind.__name__), ref_template=_REF
@@ -111,7 +136,11 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str]) -> 
         "openapi": "3.1.0",
         "info": {"title": "openinfer", "version": version},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR}},
+        "components": {
+            "schemas": {**schemas, "Error": _ERROR},
+            "securitySchemes": _SCHEMES if guarded else {},
+        },
+        "security": [{name: []} for name in _SCHEMES] if guarded else [],
     }
 
 
@@ -126,6 +155,8 @@ def _operation(endpoint: Endpoint, models: Sequence[str]) -> dict[str, Any]:
     error = {} if endpoint.body is None else {"application/json": {"schema": _ref("Error")}}
     answers |= {str(status): {"description": text, "content": error} for status, text in _REFUSALS.items()}
     operation: dict[str, Any] = {"summary": endpoint.summary, "responses": answers}
+    if endpoint.path in OPEN_PATHS:
+        operation["security"] = []
     if endpoint.body is not None:
         name = endpoint.body.__name__
         body = {"schema": _ref(name), "example": EXAMPLES[name]}

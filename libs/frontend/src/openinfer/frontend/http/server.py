@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import uvicorn
 from starlette.applications import Starlette
@@ -46,12 +46,15 @@ async def run_server(
     on_ready: Callable[[], None],
     stop: asyncio.Event | None = None,
     now: asyncio.Event | None = None,
+    ssl_certfile: str | None = None,
+    ssl_keyfile: str | None = None,
 ) -> int:
     """Serve an app of create_app whose client is started, until a signal or the engine's death.
 
     listener: a bound socket, closed at the end. on_ready: called once requests are accepted.
     stop, now: to be set where signals do not arrive (outside the main thread) or must not count (in a process whose
     parent drains it): as the first and the second signal. Signals are left alone where `now` is given.
+    ssl_certfile, ssl_keyfile: PEM files, for HTTPS; the key may be in the first.
     The first SIGTERM or SIGINT makes /ready and new work 503 and lets running requests finish for
     shutdown_timeout_s; then, or at the second signal, they are aborted.
     Returns the exit code: 0, or 1 when the engine was lost.
@@ -59,7 +62,8 @@ async def run_server(
     service: Service = app.state.service
     try:
         await service.prepare()
-        return await _run(app, service, listener, shutdown_timeout_s, on_ready, stop, now)
+        tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
+        return await _run(app, service, listener, shutdown_timeout_s, on_ready, stop, now, tls)
     finally:
         await service.close()
 
@@ -72,6 +76,7 @@ async def _run(
     on_ready: Callable[[], None],
     stop: asyncio.Event | None,
     now: asyncio.Event | None,
+    tls: Mapping[str, str | None],
 ) -> int:
     config = uvicorn.Config(
         app,
@@ -84,6 +89,8 @@ async def _run(
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
+        ssl_certfile=tls["ssl_certfile"],
+        ssl_keyfile=tls["ssl_keyfile"],
     )
     if listener.family in (socket.AF_INET, socket.AF_INET6):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it

@@ -94,6 +94,22 @@ class Service:
         """POST /v1/completions."""
         arrival = time.monotonic()
         body = decode_body(await read_body(request), CompletionBody, REFUSED)
+        model, plan, prompts, limits = await self.prepare_completions(request, body)
+        shape = CompletionShape(model, plan, self.tokenizer, self._echoes(body, prompts) if plan.echo else ())
+        return self.answer(request, plan, prompts, limits, arrival, shape)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        arrival = time.monotonic()
+        body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
+        model, plan, ids, limit, new_parser = await self.prepare_answer(request, body)
+        shape = ChatShape(model, plan, self.tokenizer, new_parser, body.include_reasoning is not False)
+        return self.answer(request, plan, [ids], [limit], arrival, shape)
+
+    async def prepare_completions(
+        self, request: Request, body: CompletionBody
+    ) -> tuple[str, Plan, list[list[int]], list[int]]:
+        """The model's name in the answer, what to generate, the prompts and the most tokens to generate for each."""
         model, plan = self.check(body, body.logprobs)
         prompts = await self._prompts(request, body)
         if len(prompts) * plan.n > MAX_SEQUENCES:
@@ -110,20 +126,18 @@ class Service:
             max_tokens_for(len(ids), asked, COMPLETION_MAX_TOKENS, plan, info, "max_tokens")
             for ids in prompts
         ]
-        shape = CompletionShape(model, plan, self.tokenizer, self._echoes(body, prompts) if plan.echo else ())
-        return self.answer(request, plan, prompts, limits, arrival, shape)
+        return model, plan, prompts, limits
 
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        arrival = time.monotonic()
-        body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
+    async def prepare_answer(
+        self, request: Request, body: ChatBody
+    ) -> tuple[str, Plan, list[int], int, ParserFactory | None]:
+        """The model's name in the answer, what to generate, the prompt, the most tokens to generate, the parsers."""
         model, plan = self.check(body, top_logprobs(body))
         chat = chat_of(body, self.template_variables)
         ids, plan, new_parser = await self.prepare_chat(request, chat, plan, "messages")
         field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = max_tokens_for(len(ids), getattr(body, field), None, plan, self.client.info, field)
-        shape = ChatShape(model, plan, self.tokenizer, new_parser, body.include_reasoning is not False)
-        return self.answer(request, plan, [ids], [limit], arrival, shape)
+        return model, plan, ids, limit, new_parser
 
     async def prepare_chat(
         self, request: Request, chat: Chat, plan: Plan, field: str
@@ -198,6 +212,10 @@ class Service:
         if self.draining:
             ok, detail = False, "shutting down"
         return json_response({"status": detail}, 200 if ok else 503)
+
+    async def load(self, request: Request) -> Response:
+        """GET /load: answers under way in this process."""
+        return json_response({"server_load": len(self.active)})
 
     async def prometheus(self, request: Request) -> Response:
         """GET /metrics."""

@@ -1,0 +1,42 @@
+"""Routes that other servers have and this one has not: what a 404 says about them."""
+
+__all__ = ["hint"]
+
+_GENERATES = "this server generates text; run a model of that kind with another server"
+_HINTS = {
+    "/classify": _GENERATES,
+    "/generate": "use /v1/completions, which takes token ids too",
+    "/get_model_info": "use /v1/models",
+    "/inference/v1/generate": "use /v1/completions with a prompt of token ids and return_token_ids",
+    "/invocations": "use /v1/chat/completions or /v1/completions",
+    "/pooling": _GENERATES,
+    "/rerank": _GENERATES,
+    "/reset_prefix_cache": "start the server with --no-enable-prefix-caching, or give requests a cache_salt",
+    "/score": _GENERATES,
+    "/server_info": "use /version, /state and /metrics",
+    "/sleep": "end the server; it starts again from its caches",
+    "/start_profile": "use `openinfer bench step`, or the metrics openinfer:step_seconds",
+    "/stop_profile": "use `openinfer bench step`, or the metrics openinfer:step_seconds",
+    "/v1/audio/speech": _GENERATES,
+    "/v1/audio/transcriptions": _GENERATES,
+    "/v1/audio/translations": _GENERATES,
+    "/v1/chat/completions/derender": "use /v1/chat/completions, or /detokenize for text alone",
+    "/v1/completions/derender": "use /v1/completions, or /detokenize for text alone",
+    "/v1/embeddings": _GENERATES,
+    "/v1/images/generations": _GENERATES,
+    "/v1/load_lora_adapter": "this server has no adapters",
+    "/v1/moderations": _GENERATES,
+    "/v1/rerank": _GENERATES,
+    "/v1/score": _GENERATES,
+    "/v1/unload_lora_adapter": "this server has no adapters",
+    "/v2/rerank": _GENERATES,
+    "/wake_up": "it never sleeps",
+}
+
+
+def hint(path: str) -> str:
+    """What to do instead, to be put behind an error's message; empty for a path that no server has."""
+    found = _HINTS.get(path.rstrip("/"))
+    if path.startswith("/v1/responses/"):
+        found = "answers are not stored; use /v1/responses with store: false"
+    return f"; {found}" if found else ""
