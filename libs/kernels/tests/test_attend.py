@@ -403,6 +403,19 @@ def test_prompts_of_any_shape_on_gpu(check_op_gpu, gpu, rng, normal, page_size, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_small_prompt_on_gpu(check_op_gpu, gpu, rng, normal, monkeypatch, window):
+    """The Gluon kernel on a prompt of two blocks of keys: a key that is seen too many or too few shows."""
+    monkeypatch.setattr(attention, "HOPPER_TOKENS", 1)
+    args = step(rng, normal, [70, 140], [0, 20], heads=4, kv_heads=1, dim=128, window=window)
+    pack = NullPack(gpu[0])
+    pack.run(attend, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
+    if "attend_prompt" not in {spec.function for spec in pack.specs()}:
+        pytest.skip("the kernel is for sm_90")
+    check(check_op_gpu, args)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_chunks_that_begin_anywhere_on_gpu(check_op_gpu, rng, normal, dim, window):

@@ -54,7 +54,7 @@ def numbers(rng: np.random.Generator) -> Any:
     return lambda *shape: (rng.standard_normal(shape) * 4.0 ** rng.integers(-3, 4, shape)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("n", "k"), [(128, 128), (336, 208), (16, 400)])
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (256, 256), (336, 208), (16, 400)])
 def test_products_are_those_of_the_meant_weight(numbers: Any, n: int, k: int) -> None:
     values, scales, meant = quantized(numbers(n, k))
     x, norm_weight, h = numbers(3, k), numbers(k), numbers(3, k)
@@ -66,8 +66,10 @@ def test_products_are_those_of_the_meant_weight(numbers: Any, n: int, k: int) ->
     run(linear_add, x=want, h=h, weight=meant)
     np.testing.assert_array_equal(got, want)
     swapped = scales[::-1, ::-1]
-    if scales.size > 1:  # negative control
-        run(linear_add, x=got, h=h, weight=values, scales=np.ascontiguousarray(swapped))
+    for wrong in (
+        [swapped, scales.T] if scales.shape == (2, 2) else [swapped][: scales.size - 1]
+    ):  # negative control
+        run(linear_add, x=got, h=h, weight=values, scales=np.ascontiguousarray(wrong))
         run(linear_add, x=want, h=h, weight=meant)
         assert (got != want).any()
 
@@ -189,14 +191,15 @@ def test_one_kernel_for_any_number_of_tokens_if_batch_invariant() -> None:
 
 def scaled_weight(normal: Any, *parts: tuple[int, int]) -> tuple[Array, Array]:
     """float8 values and scales of stacked projections, whose blocks differ in size."""
-    sizes = [4.0 ** (np.arange(n)[:, None] // 128 + np.arange(k)[None, :] // 128) for n, k in parts]
+    # Rows of blocks differ more than columns, so that scales that are transposed on a square grid show.
+    sizes = [4.0 ** (2 * (np.arange(n)[:, None] // 128) + np.arange(k)[None, :] // 128) for n, k in parts]
     weights = [normal(n, k).astype(np.float32) * size for (n, k), size in zip(parts, sizes, strict=True)]
     values, scales, _ = stacked(*weights)
     return values, scales
 
 
 @pytest.mark.parametrize("m", [1, 3, 40, 65])
-@pytest.mark.parametrize(("n", "k"), [(256, 512), (336, 208)])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (256, 256), (336, 208)])
 def test_kernels_take_scales(check_op: Any, normal: Any, m: int, n: int, k: int) -> None:
     values, scales = scaled_weight(normal, (n, k))
     x, h, gain = normal(m, k, scale=3.0), normal(m, k), normal(k)

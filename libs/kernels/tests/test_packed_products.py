@@ -69,7 +69,14 @@ def layer(
 @pytest.mark.parametrize("kind", ["float8", "bf16"])
 @pytest.mark.parametrize(
     ("tokens", "n", "k", "groups"),
-    [(1, 144, 512, 1), (3, 128, 192, 2), (40, 64, 128, 1), (70, 128, 128, 2), (1, 64, 2048, 1)],
+    [
+        (1, 144, 512, 1),
+        (3, 128, 192, 2),
+        (40, 64, 128, 1),
+        (70, 128, 128, 2),
+        (1, 64, 2048, 1),
+        (3, 256, 256, 1),
+    ],
 )
 def test_project(
     reference: Run,
@@ -93,7 +100,8 @@ def test_project(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "n", "k"), [(1, 144, 512), (20, 256, 128), (70, 128, 256), (3, 64, 4224), (600, 64, 128)]
+    ("tokens", "n", "k"),
+    [(1, 144, 512), (3, 256, 256), (20, 256, 128), (70, 128, 256), (3, 64, 4224), (600, 64, 128)],
 )
 def test_project_of_codes(
     reference: Run, run_both: Both, rng: np.random.Generator, tokens: int, n: int, k: int

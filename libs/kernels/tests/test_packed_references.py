@@ -37,6 +37,21 @@ def test_formats_round_to_the_nearest_with_scales_of_powers_of_two() -> None:
     assert np.isnan(formats.e8m0(np.array([255], np.uint8)))
 
 
+@pytest.mark.parametrize("kind", ["float32", "uint8"])
+def test_scales_of_a_square_grid_are_not_transposed(kind: str) -> None:
+    """The scale of row block i and column block j is at [i, j], also of stacked projections."""
+    codes = np.ones((2, 256, 256), float8_e4m3fn)
+    exponents = np.array([[0, 1], [2, 3]])
+    scales = (2.0**exponents).astype(F) if kind == "float32" else (127 + exponents).astype(np.uint8)
+    want = np.kron(2.0**exponents, np.ones((128, 128)))
+    for parts in (1, 2):
+        np.testing.assert_array_equal(formats.dequantized(codes[0], scales, parts=parts), want)
+    both = np.stack([scales, scales.T])
+    np.testing.assert_array_equal(formats.dequantized(codes, both), np.stack([want, want.T]))
+    for half, rows in zip(formats.halves(codes[0], scales), (want[:128], want[128:]), strict=True):
+        np.testing.assert_array_equal(half, rows)
+
+
 def test_hadamard_keeps_products() -> None:
     x, y = normal(np.random.default_rng(0), 2, 128)
     assert abs(formats.hadamard(x) @ formats.hadamard(y) - x @ y) < 1e-4
