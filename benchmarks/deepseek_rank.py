@@ -24,19 +24,18 @@ import numpy as np
 
 from openinfer.cli.bench_ledger import Machine
 from openinfer.cli.bench_ops import measured as entries_of
-from openinfer.graph import Readback, StepGraphs
+from openinfer.graph import Readback, Shape, StepGraphs
+from openinfer.graph.runner import Runner, readback_bytes, segments
 from openinfer.kernels import Store, Target, cublas_available
-from openinfer.recipes.deepseek_v4.buckets import Buckets
+from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.forced import Forced
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
-from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.deepseek_v4.runner import Runner, readback_bytes
-from openinfer.recipes.deepseek_v4.segments import step_segments
-from openinfer.recipes.deepseek_v4.sizes import Options, Room, decide_sizes
-from openinfer.recipes.deepseek_v4.startup import lay_out, make_pack, make_plan
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.limits import decide
+from openinfer.recipes.engine.segments import step_segments
+from openinfer.recipes.engine.startup import buckets_for, make_pack, make_plan
 from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32
 
 ALL_REDUCE_US = {
@@ -88,30 +87,30 @@ def fill(model: Model, num_experts: int, stream: Stream, rng: np.random.Generato
     stream.synchronize()
 
 
-def runner_of(config: Config, device: Device, rows: int, tokens: int, context: int) -> Runner:
+def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int, context: int) -> Runner:
     """What an engine's start makes of a checkpoint, without one; nothing is recorded."""
-    flags = Options(
+    options = RECIPE.options(
         max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=max(context, tokens) + PAGE
     )
-    sizes = decide_sizes(config, flags, device)
-    buckets, form = Buckets.up_to(sizes.max_rows, sizes.max_tokens), Format(fp4_experts=True)
+    blueprint = RECIPE.blueprint(source, options, ranks=ranks)
+    limits = decide(options, device, blueprint.max_positions, PAGE)
+    buckets = buckets_for(blueprint, limits)
     target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
-    plan = make_plan(config, form, sizes, buckets, target)
-    pages = rows * (-(-context // PAGE) + 1) + sizes.max_blocks + 2
-    size = sizes.dtype.itemsize
-    page_bytes = config.window_page_bytes(size) + config.entry_page_bytes(size)
-    arena, stream = Arena(device, plan.fixed_bytes + pages * page_bytes + (1 << 20)), Stream(device)
-    model = lay_out(config, form, sizes, arena, stream, Room(pages, pages))
-    fill(model, config.num_experts, stream, np.random.default_rng(0))
+    plan = make_plan(blueprint, limits, buckets, target)
+    pages = rows * (-(-context // PAGE) + 1) + limits.max_blocks + 2
+    cache = pages * sum(group.block_bytes for group in blueprint.groups(limits))
+    arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
+    model = blueprint.lay_out(arena, stream, limits, (pages, pages))
+    fill(model, blueprint.config.num_experts, stream, np.random.default_rng(0))
     pack = make_pack(device, target, stream, Store(target.arch) if target else None, arena, plan)
-    readback = Readback(device, readback_bytes(sizes.max_rows, sizes.max_tokens), 2)
+    readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), 2)
     return Runner(model, pack, stream, StepGraphs(device, stream, capture=True), buckets, readback)
 
 
-def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.Generator) -> tuple[int, ...]:
+def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.Generator) -> Shape:
     """Make the batch of a step: rows with `context` - 1 tokens in the cache, or one that begins with a prompt; returns
     its bucket."""
-    state, config = runner.model.rows, runner.model.config
+    state, vocab_size = runner.model.batch.rows, runner.model.vocab_size
     total, count = rows + prompt, rows + bool(prompt)
     bucket = tokens, num_rows, _ = runner.buckets.choose(total, count)
     for slot in range(1, count + 1):
@@ -126,26 +125,29 @@ def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.G
     starts[: count + 1] = [0, total] if prompt else range(count + 1)
     slots[:count] = range(1, count + 1)
     ids = np.full(tokens, -1, np.int32)
-    ids[:total] = rng.integers(0, config.vocab_size, total)
+    ids[:total] = rng.integers(0, vocab_size, total)
     for name, values in (("slots", slots), ("q_starts", starts), ("prompt", ids), ("emits", slots > 0)):
         state.write(name, 0, np.asarray(values, np.int32))
-    Forced(runner).upload()
-    return bucket
+    runner.upload()
+    return Shape(*bucket)
 
 
 def measured(runner: Runner, step: tuple[int, int, int], repeats: int) -> list[float]:
     """Milliseconds of the step's two segments, replayed."""
     rng = np.random.default_rng(1)
+    work = segments(runner.model, runner.pack, runner.buckets)
+    runner.graphs.record(("upload",), work["upload",])
     bucket = place(runner, *step, rng)
-    runner.graphs.record("forward", lambda: runner.model.forward(runner.pack, *bucket))
-    runner.graphs.record("sample", lambda: runner.model.sample(runner.pack, bucket[1]))
+    keys = ("forward", bucket), ("sample", bucket.rows)
+    for key in keys:
+        runner.graphs.record(key, work[key])
     times = []
     for _ in range(repeats + 2):
         place(runner, *step, rng)
         events = [Event(runner.stream.device, timing=True) for _ in range(2)]
         events[0].record(runner.stream)
-        for segment in ("forward", "sample"):
-            runner.graphs.launch(segment)
+        for key in keys:
+            runner.graphs.launch(key)
         events[1].record(runner.stream)
         runner.stream.synchronize()
         times.append(events[1].elapsed_s(events[0]) * 1e3)
@@ -187,14 +189,10 @@ def main() -> None:
     parser.add_argument("--ledger", type=Path, metavar="FOLDER")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    whole, device, found = (
-        Config.parse(config_json(args.size, layers=args.layers), None),
-        Device("cuda", 0),
-        [],
-    )
+    source, device, found = Source(config_json(args.size, layers=args.layers)), Device("cuda", 0), []
+    whole = Config.parse(source.config)
     for ranks in args.ranks:
-        config = whole.of_rank(0, ranks)
-        runner = runner_of(config, device, 128, 4096, 4096)
+        runner = runner_of(source, ranks, device, 128, 4096, 4096)
         for rows, context, prompt in STEPS:
             times = measured(runner, (rows, context, prompt), args.repeats)
             logits = runner.model.buffers.local_logits[: rows or 1].numpy()

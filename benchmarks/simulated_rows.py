@@ -17,12 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from openinfer.cli.bench_client import arrivals
+from openinfer.graph import Buckets
 from openinfer.kvpool import Group, Pool
-from openinfer.recipes.qwen3.runner import Buckets
 from openinfer.scheduler import FirstCome
 from openinfer.scheduler.sim import LinearCost, Request, StepWork, simulate
 
 MAX_ROWS, MAX_TOKENS, POOL_TOKENS = 256, 2048, 840_000
+
+
+DECODE_ROWS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, MAX_ROWS, 32))
+"""The decode steps that a Qwen3 engine records."""
 
 
 def padded(work: StepWork, buckets: Buckets) -> StepWork:
@@ -59,7 +63,7 @@ def main() -> None:
     parser.add_argument("step", type=Path)
     parser.add_argument("serve", type=Path)
     args = parser.parse_args()
-    buckets = Buckets.up_to(MAX_ROWS, MAX_TOKENS)
+    buckets = Buckets.up_to(MAX_ROWS, MAX_TOKENS, DECODE_ROWS)
     cost = cost_model(args.records, args.step, buckets)
     print("| load, requests/s | req/s predicted / measured | TPOT p50 ms | TTFT p50 ms |")
     print("| --- | --- | --- | --- |")

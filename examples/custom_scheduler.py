@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from openinfer.frontend.contract import TERMINALS, Request, Scheduled
-from openinfer.recipes.qwen3.startup import build
+from openinfer.recipes.qwen3.recipe import build
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Batching, FirstCome, Policy, Seq, View
 

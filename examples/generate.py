@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from openinfer.frontend.contract import TERMINALS, Engine, Finished, Request
-from openinfer.recipes.qwen3.startup import build
+from openinfer.recipes.qwen3.recipe import build
 from openinfer.sampler import SamplingParams
 
 TINY = Path(__file__).parents[1] / "tests" / "goldens" / "qwen3-tiny"

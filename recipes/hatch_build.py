@@ -47,12 +47,10 @@ class CubinHook(BuildHookInterface):
 
 def published_specs(recipe: str, target: Any) -> Iterator[Any]:
     """The kernels of every published size of a recipe, on GPUs of the target's kind."""
-    config, published, startup = (
-        importlib.import_module(f"openinfer.recipes.{recipe}.{name}")
-        for name in ("config", "published", "startup")
-    )
-    for size in published.SIZES:
-        yield from startup.specs_of(config.Config.parse(published.config_json(size), None), target)
-        if recipe == "qwen3_5" and target.arch >= 89:  # float8 is for sm_89 and up
-            small = published.config_json(size, fp8=True)
-            yield from startup.specs_of(config.Config.parse(small, None), target)
+    from openinfer.recipes.engine import Source
+    from openinfer.recipes.engine.startup import kernel_specs
+
+    found = importlib.import_module(f"openinfer.recipes.{recipe}").RECIPE
+    for name, config in found.published().items():
+        if target.arch >= 89 or not name.endswith("-FP8"):  # float8 is for sm_89 and up
+            yield from kernel_specs(found, Source(config), found.options(device="cuda"), target)

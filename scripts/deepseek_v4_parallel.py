@@ -9,21 +9,16 @@ weights. Collectives are not in the trace: they are added as COLLECTIVE_S and th
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from openinfer.kernels import H200, SPEEDS, Cost, NullPack
-from openinfer.recipes.deepseek_v4.buckets import Buckets
+from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.model import Model
-from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.deepseek_v4.segments import step_segments
-from openinfer.recipes.deepseek_v4.sizes import OUTSIDE_BYTES, Options, Room, Sizes, decide_sizes
-from openinfer.recipes.deepseek_v4.startup import lay_out
-from openinfer.recipes.deepseek_v4.weights import Weights
-from openinfer.tensor import Arena, Device, Stream, bfloat16
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.limits import OUTSIDE_BYTES
+from openinfer.recipes.engine.segments import Outline
 
 PEAK_BYTES, PEAK_FLOPS = 4.8e12, 989e12
 """Of an H200: what floors are by."""
@@ -44,16 +39,10 @@ class Traced(NamedTuple):
     kernels: int
 
 
-def rank_of(config: Config, sizes: Sizes) -> Model:
-    """One rank's part, on the null device."""
-    null = Device("null")
-    return lay_out(config, Format(fp4_experts=True), sizes, Arena(null, None), Stream(null), Room(1, 1))
-
-
-def traced(model: Model, sizes: Sizes, step: tuple[int, int, int]) -> Traced:
+def traced(outline: Outline, step: tuple[int, int, int]) -> Traced:
     """The step's forward segment."""
-    buckets = Buckets.up_to(sizes.max_rows, sizes.max_tokens)
-    forward = step_segments(model, buckets, *step)[0]
+    rows, context, prompt = step
+    ((forward, _),) = outline.prefill(prompt) if prompt else outline.decode(rows, context)
     pack = NullPack(H200)
     forward.run(pack)
     costs = [(call.op.name, call.cost(forward.workload)) for call in pack.calls]
@@ -80,32 +69,33 @@ def collectives(config: Config, rows: int, tokens: int, ranks: int) -> float:
 
 def figures(size: str) -> Iterator[str]:
     """Lines of the two tables, in Markdown."""
-    whole_config = Config.parse(config_json(size), None)
-    flags = Options(max_num_seqs=128, max_num_batched_tokens=4096, max_model_len=131072)
-    sizes = decide_sizes(whole_config, flags, Device("cuda"))
-    configs = {ranks: whole_config.of_rank(0, ranks) for ranks in RANKS}
+    whole_config = Config.parse(config_json(size))
+    options = RECIPE.options(max_num_seqs=128, max_num_batched_tokens=4096, max_model_len=131072)
+    source = Source(config_json(size))
+    models = {ranks: Outline(RECIPE, source, options, H200, ranks=ranks) for ranks in (1, *RANKS)}
     yield "| GPUs | weights a rank | of it the same on all | left for the cache | tokens of entries in half of it |"
     yield "| --- | --- | --- | --- | --- |"
-    models = {ranks: rank_of(config, sizes) for ranks, config in configs.items()}
-    bytes_of = {ranks: weight_bytes(config) for ranks, config in configs.items()}
+    bytes_of = {ranks: outline.memory["weights"] for ranks, outline in models.items()}
     # With n ranks a rank has same + shared / n.
     same = (4 * bytes_of[4] - 2 * bytes_of[2]) / 2
     entry = whole_config.entry_page_bytes(2) / 128
-    for ranks, model in models.items():
-        left = MEMORY - OUTSIDE_BYTES - buffers(model) - bytes_of[ranks]
+    for ranks in RANKS:
+        memory = models[ranks].memory
+        other = sum(memory[name] for name in ("activations", "batch state", "rotary tables"))
+        left = MEMORY - OUTSIDE_BYTES - other - bytes_of[ranks]
         tokens = f"{left / 2 / entry / 1e6:.1f} million" if left > 0 else "it does not fit"
         sizes_of = " | ".join(f"{n / 1e9:.1f} GB" for n in (bytes_of[ranks], same, max(left, 0)))
         yield f"| {ranks} | {sizes_of} | {tokens} |"
     yield ""
     yield "| step | GPUs | MB read and written | floor | kernels | collectives | expected |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
-    model, speed = rank_of(whole_config, sizes), SPEEDS["NVIDIA H200"]
+    speed = SPEEDS["NVIDIA H200"]
     for step in STEPS:
         rows, context, prompt = step
         name = f"prompt of {prompt}" if prompt else f"decode {rows} x {context}"
-        whole = traced(model, sizes, step)
+        whole = traced(models[1], step)
         for ranks in RANKS:
-            own = traced(models[ranks], sizes, step)
+            own = traced(models[ranks], step)
             costs = share(whole, own, ranks)
             floor = sum(cost.floor_s(PEAK_BYTES, PEAK_FLOPS) for cost in costs)
             between = collectives(whole_config, rows or 1, rows + prompt, ranks)
@@ -115,23 +105,6 @@ def figures(size: str) -> Iterator[str]:
             times = [f"{s * 1e3:.1f} ms" for s in (floor, between, expected)]
             cells = (name, str(ranks), f"{moved / 1e6:,.0f}", times[0], f"{own.kernels:,}", *times[1:])
             yield f"| {' | '.join(cells)} |"
-
-
-def weight_bytes(config: Config) -> int:
-    """Of one rank, scales included, without the layer that predicts a further token."""
-    arena = Arena(Device("null"), None)
-    Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True))
-    return arena.used
-
-
-def buffers(model: Model) -> int:
-    """Activations, batch state and rotary tables of one rank."""
-    buffers = model.buffers
-    own: dict[int, int] = {}
-    for field in dataclasses.fields(buffers):
-        tensor = getattr(buffers, field.name)
-        own[id(tensor)] = tensor.nbytes  # two names may be one tensor
-    return sum(own.values()) + model.rows.words.nbytes + 2 * model.cos_sin.nbytes
 
 
 if __name__ == "__main__":

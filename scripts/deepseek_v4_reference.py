@@ -5,7 +5,7 @@ references say of it.
 
 Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
 the published format (packed FP8 and FP4 weights, a shard a layer, 19 GB for V4-Flash) and reference.npz, which
-openinfer.recipes.deepseek_v4.gate reads: token sequences, and at the last positions of each
+openinfer.recipes.engine.gate reads: token sequences, and at the last positions of each
 
     s<n>.top_ids, s<n>.bf16             transformers' 64 most likely tokens in bf16, and their log-probabilities
     s<n>.fp32, s<n>.actq                these in float32 (deepseek_v4_forward.py), without and with the published

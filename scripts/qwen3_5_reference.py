@@ -4,7 +4,7 @@
 
 Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint of
 the text model in the published format (flat config, two shards and an index) and reference.npz, which
-openinfer.recipes.qwen3_5.gate reads: token sequences, and at the last positions of each the reference's 64 most likely
+openinfer.recipes.engine.gate reads: token sequences, and at the last positions of each the reference's 64 most likely
 tokens with their log-probabilities in bf16 and in float32. With --fp8 the checkpoint is quantised by the published
 scheme (e4m3, a BF16 scale for each block of 128 x 128), and the reference runs on what these weights mean.
 """

@@ -3,7 +3,7 @@
     python scripts/qwen3_reference.py --shape 4b --out DIR [--layers N] [--device cuda] [--long]
 
 Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
-the published format (two shards and an index) and reference.npz, which openinfer.recipes.qwen3.gate reads: token
+the published format (two shards and an index) and reference.npz, which openinfer.recipes.engine.gate reads: token
 sequences, and at the last positions of each the reference's 64 most likely tokens with their log-probabilities in bf16
 and in float32. With --long, DIR has the checkpoint already and gets long.npz, of prompts up to the model's maximum.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -11,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,15 @@ import httpx
 import numpy as np
 import pytest
 
+from openinfer.cli import recipes
 from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
+from openinfer.recipes.engine import Recipe, Source
+from openinfer.recipes.engine.limits import Limits
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.engine.verdict import Reference
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.grammar import Grammar
-from openinfer.tensor import Checkpoint
+from openinfer.tensor import Arena, Checkpoint, Device, Stream, float32
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers do without it
 
@@ -77,6 +81,43 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Golden:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     return _load("qwen3-tiny", tmp_path_factory.mktemp("golden"))
+
+
+Place = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def place() -> Place:
+    """place(recipe, path, blocks, ...): a model laid out on the CPU with its weights, `blocks` of each group."""
+
+    def make(
+        recipe: Recipe[Any],
+        path: Path,
+        blocks: Sequence[int],
+        *,
+        max_rows: int = 4,
+        max_tokens: int = 512,
+        length: int = 1024,
+        dtype: Any = float32,
+        nbytes: int = 256 << 20,
+        **flags: Any,
+    ) -> Any:
+        stream = Stream(Device("cpu"))
+        with Checkpoint(path) as checkpoint:
+            source = replace(Source.read(path), checkpoint=checkpoint)
+            blueprint = recipe.blueprint(source, recipe.options(**flags))
+            limits = Limits(length, max_rows, max_tokens, blueprint.page_size, np.dtype(dtype))
+            model = blueprint.lay_out(Arena(Device("cpu"), nbytes), stream, limits, blocks)
+            blueprint.load(model, checkpoint, stream, lambda done, total: None)
+        return model
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def golden_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Golden]:
+    """golden_of(name): a golden by the name of its folder."""
+    return lambda name: _load(name, tmp_path_factory.mktemp("golden"))
 
 
 @dataclass
@@ -161,17 +202,17 @@ def log_softmax(logits: Any) -> Any:
 
 
 @pytest.fixture
-def references() -> Callable[[Any, Golden], list[Any]]:
-    """references(gate, golden): the last positions of a golden's prompts as the gate of its recipe reads references."""
+def references() -> Callable[[Golden], list[Reference]]:
+    """references(golden): the last positions of a golden's prompts as the accuracy gate reads references."""
 
-    def read(gate: Any, golden: Golden) -> list[Any]:
+    def read(golden: Golden) -> list[Reference]:
         found = []
         for index, count in {1: 6, 2: 8, 3: 8, 4: 8}.items():
             names = [f"p{index}.logits_{kind}" for kind in ("bf16", "fp32", "fp32_actq")]
             runs = [log_softmax(golden.numbers[name][-count:]) for name in names if name in golden.numbers]
             top = np.argsort(-runs[0], axis=1, kind="stable")[:, :32]
             taken = (np.take_along_axis(values, top, 1) for values in runs)
-            found.append(gate.Reference(golden.prompt(index), top, *taken))
+            found.append(Reference(golden.prompt(index), top, *taken))
         return found
 
     return read
@@ -180,16 +221,11 @@ def references() -> Callable[[Any, Golden], list[Any]]:
 @pytest.fixture
 def session() -> Iterator[Callable[..., Session]]:
     """Build an engine on the CPU and a session on it; closed at the end, with the pool checked and empty."""
-    from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
-
     engines = []
 
     def make(path: Path, **flags: Any) -> Session:
         defaults = {"device": "cpu", "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
-        config = json.loads((path / "config.json").read_text())
-        (recipe,) = (r for r in (qwen3.RECIPE, qwen3_5.RECIPE, deepseek_v4.RECIPE) if r.matches(config))
-        startup = importlib.import_module(f"openinfer.recipes.{recipe.name}.startup")
-        engine = startup.build(str(path), **{**defaults, **flags})
+        engine = build(recipes.find(path), path, **{**defaults, **flags}).engine
         engines.append(engine)
         return Session(engine)
 
@@ -198,8 +234,8 @@ def session() -> Iterator[Callable[..., Session]]:
         while engine._loop.has_work:
             engine.step(0.0)
         engine._loop.check()
-        engine._pool.check_integrity()
-        assert engine._pool.num_free == engine._pool.num_total, "blocks were not given back"
+        engine.pool.check_integrity()
+        assert engine.pool.num_free == engine.pool.num_total, "blocks were not given back"
         engine.close()
 
 

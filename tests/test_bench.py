@@ -22,6 +22,9 @@ from openinfer.cli.bench_ledger import Machine, Recorder, grouped, key
 from openinfer.cli.bench_record import percentile
 from openinfer.cli.bench_serve import Load, summary
 from openinfer.kernels import H200, Cost, NullPack, Workload
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.segments import Outline
+from openinfer.recipes.qwen3 import RECIPE
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
@@ -344,7 +347,7 @@ def test_bench_ops_times_every_op_once_and_explain_reads_it(
 
 
 def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explain.main([str(TINY), "--prefill", "3000", "--gpu-memory", "1"]) == 0
+    assert explain.main([str(TINY), "--prefill", "3000", "--gpu-memory", "3"]) == 0
     text = capsys.readouterr().out
     assert "forward 2048 tokens, 8 rows and sample 8 rows; then forward 1024 tokens" in text
     (attend,) = [line.split() for line in text.splitlines() if line.startswith("norm_rope_attend ")]
@@ -353,7 +356,7 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         4 * pairs * 4 * 4 * 128 / 1e9, rel=0.01
     )  # layers, heads, head size; norms and rotation are little
     assert "weights" in text
-    assert "pages of 16 tokens" in text
+    assert "blocks of 16 tokens" in text
 
 
 @pytest.mark.parametrize(
@@ -363,7 +366,7 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefill", "0"], "at least one token"),
         (["--ledger", __file__], "error"),
         (["--decode", "900,20"], "a step has at most 256"),
-        (["--ranks", "2"], "run on one GPU"),
+        (["--ranks", "2"], "runs on one GPU"),
         (["--ranks", "0"], "at least one GPU"),
     ],
 )
@@ -389,9 +392,7 @@ def test_a_plot_is_drawn_or_matplotlib_is_named(
 
 
 def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:
-    from openinfer.recipes.qwen3.segments import Outline
-
-    outline = Outline(str(TINY), H200, max_num_seqs=8)
+    outline = Outline(RECIPE, Source.read(TINY), RECIPE.options(max_num_seqs=8), H200)
 
     def keys(rows: int, context: int) -> list[str]:
         found = []
@@ -516,7 +517,7 @@ def test_the_readme_has_the_table_of_the_results(table: Any) -> None:
 
 
 def test_targets_name_points_that_the_yardsticks_measure() -> None:
-    from openinfer.recipes.qwen3.bench import POINTS
+    from openinfer.recipes.engine.steps import POINTS
 
     targets = json.loads((BENCHMARKS / "targets.json").read_text())
     assert {t["point"] for t in targets if t["bench"] == "step"} == set(POINTS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,12 @@ import pytest
 
 from openinfer.kernels import CpuPack, Op, apply_writes
 from openinfer.kernels.formats import dequantized
+from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.mtp import Further
 from openinfer.recipes.deepseek_v4.places import Format
-from openinfer.recipes.deepseek_v4.sizes import Room, Sizes
-from openinfer.recipes.deepseek_v4.startup import lay_out
+from openinfer.recipes.engine import Source
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -63,21 +63,27 @@ class TapPack:
             self.selected.append(args["selected"].numpy().copy())
 
 
-def load_model(
-    path: Path, *, quantized: bool = False, dtype: Any = float32, mtp: bool = False, max_rows: int = 16
-) -> Model:
-    config, arena, stream = Config.load(path), Arena(CPU, 256 << 20), Stream(CPU)
-    sizes = Sizes(1024, max_rows, 512, dtype, quantized)
-    with Checkpoint(path) as checkpoint:
-        form = Format(Format.of(checkpoint).fp4_experts, mtp)
-        model = lay_out(config, form, sizes, arena, stream, Room(9, 9))
-        model.weights.load(checkpoint, stream)
-    return model
+@pytest.fixture
+def load_model(place: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
+    """load_model(path, quantized, dtype, mtp, max_rows)"""
+
+    def load(
+        path: Path, *, quantized: bool = False, dtype: Any = float32, mtp: bool = False, max_rows: int = 16
+    ) -> Model:
+        if mtp:
+            monkeypatch.setattr(Format, "of", lambda checkpoint: Format(fp4_experts=True, mtp=True))
+        rounding = "on" if quantized else "off"
+        model: Model = place(
+            RECIPE, path, [9, 9], dtype=dtype, max_rows=max_rows, activation_quantization=rounding
+        )
+        return model
+
+    return load
 
 
 def start_row(model: Model, prompt: list[int]) -> None:
     """Put a sequence into slot 1, with one step that feeds its whole prompt."""
-    rows, n = model.rows, len(prompt)
+    rows, n = model.batch.rows, len(prompt)
     rows.set("alive", 1, 1)
     rows.set("limits", 1, 1024)
     rows.write("stop_ids", 1, [-1] * 20)
@@ -94,10 +100,10 @@ def start_row(model: Model, prompt: list[int]) -> None:
 def last_logits(model: Model, prompt: list[int]) -> np.ndarray[Any, Any]:
     start_row(model, prompt)
     model.forward(CpuPack(), len(prompt), 1, len(prompt))
-    return model.buffers.logits.numpy()[0].copy()
+    return model.batch.logits.numpy()[0].copy()
 
 
-def test_hidden_states_and_logits(deepseek):
+def test_hidden_states_and_logits(load_model, deepseek):
     facts = deepseek.facts["hidden"]
     prompt = deepseek.prompt(facts["prompt"])
     model, pack = load_model(deepseek.path), TapPack()
@@ -112,7 +118,7 @@ def test_hidden_states_and_logits(deepseek):
             got, deepseek.numbers[name].reshape(got.shape), atol=TOLERANCE, rtol=0, err_msg=name
         )
     expected = deepseek.numbers[f"p{facts['prompt']}.logits_fp32"][-1]
-    np.testing.assert_allclose(model.buffers.logits.numpy()[0], expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(model.batch.logits.numpy()[0], expected, atol=TOLERANCE, rtol=0)
     chosen = [taken[facts["positions"]] for taken in pack.selected]
     assert len(chosen) == model.config.count(4)
     assert all((taken >= 0).all() for taken in chosen)  # the indexer had to choose
@@ -120,7 +126,7 @@ def test_hidden_states_and_logits(deepseek):
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_logits_of_stored_positions(deepseek, index):
+def test_logits_of_stored_positions(load_model, deepseek, index):
     prompt, expected = deepseek.prompt(index), deepseek.numbers[f"p{index}.logits_fp32"]
     positions = deepseek.facts["prompts"][index]["logit_positions"]
     model = load_model(deepseek.path)
@@ -129,7 +135,7 @@ def test_logits_of_stored_positions(deepseek, index):
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_logits_with_the_published_rounding(deepseek, index):
+def test_logits_with_the_published_rounding(load_model, deepseek, index):
     """Where a code of FP8 or FP4 may flip for a last bit, everything after it in the prompt moves: there only the size
     of the difference is compared (the goldens' README)."""
     prompt, expected = deepseek.prompt(index), deepseek.numbers[f"p{index}.logits_fp32_actq"]
@@ -182,7 +188,7 @@ def other_experts(model: Model) -> None:
 @pytest.mark.parametrize(
     "spoil", [halved_sinks, one_frequency_set, swapped_halves, untransposed_mixing, other_experts]
 )
-def test_a_wrong_model_is_noticed(deepseek, spoil):
+def test_a_wrong_model_is_noticed(load_model, deepseek, spoil):
     """Negative controls: the comparison above fails."""
     prompt, expected = deepseek.prompt(2), deepseek.numbers["p2.logits_fp32"][-1]
     model = load_model(deepseek.path)
@@ -191,7 +197,7 @@ def test_a_wrong_model_is_noticed(deepseek, spoil):
     assert np.abs(last_logits(model, prompt) - expected).max() > 5 * TOLERANCE
 
 
-def test_packed_weights_in_bf16_are_as_close_as_the_reference_in_bf16(deepseek):
+def test_packed_weights_in_bf16_are_as_close_as_the_reference_in_bf16(load_model, deepseek):
     """A bf16 model keeps FP8 and FP4 weights packed. Positions with an expert or an entry all but tied are left out."""
     model, ours, theirs = load_model(deepseek.path, dtype=bfloat16), [], []
     packed = model.weights.layers[0].mixture.gate_up
@@ -211,7 +217,7 @@ def test_packed_weights_in_bf16_are_as_close_as_the_reference_in_bf16(deepseek):
     assert 0 < np.median(ours) < 1.5 * np.median(theirs)
 
 
-def test_the_mtp_layer_predicts_the_token_after_next(deepseek):
+def test_the_mtp_layer_predicts_the_token_after_next(load_model, deepseek):
     facts = deepseek.facts["mtp"]
     prompt, positions = deepseek.prompt(facts["prompt"]), facts["positions"]
     model, pack = load_model(deepseek.path, mtp=True), CpuPack()
@@ -223,11 +229,11 @@ def test_the_mtp_layer_predicts_the_token_after_next(deepseek):
     further.forward(pack, Step(count, 1, count))
     ends = np.array([0, *(position + 1 for position in positions)], np.int32)
     further.head(pack, Tensor.from_numpy(ends))
-    logits = model.buffers.logits.numpy()[: len(positions)].copy()
+    logits = model.batch.logits.numpy()[: len(positions)].copy()
     np.testing.assert_allclose(logits, deepseek.numbers["mtp.logits_fp32"], atol=TOLERANCE, rtol=0)
     ends[1:] -= 1  # negative control: of the tokens before
     further.head(pack, Tensor.from_numpy(ends))
-    again = model.buffers.logits.numpy()[: len(positions)]
+    again = model.batch.logits.numpy()[: len(positions)]
     assert np.abs(again - deepseek.numbers["mtp.logits_fp32"]).max() > 0.1
 
 
@@ -249,7 +255,7 @@ def test_greedy_whatever_the_chunk(deepseek, session, max_tokens):
 def test_greedy_whatever_the_batch(deepseek, session, seed):
     """Random arrivals, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt."""
     rng = random.Random(seed)
-    config = Config.load(deepseek.path)
+    config = Config.parse(Source.read(deepseek.path).config)
     page = config.window_page_bytes(4) + config.entry_page_bytes(4)
     run = session(
         deepseek.path,
@@ -312,7 +318,7 @@ def with_fp8_experts(source: Path, target: Path) -> None:
             file.write(np.ascontiguousarray(array).tobytes())
 
 
-def test_experts_in_fp8_are_the_same_model(deepseek, session, tmp_path):
+def test_experts_in_fp8_are_the_same_model(load_model, deepseek, session, tmp_path):
     with_fp8_experts(deepseek.path, tmp_path / "base")
     prompt, expected = deepseek.prompt(2), deepseek.numbers["p2.logits_fp32"][-1]
     model = load_model(tmp_path / "base")

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openinfer.graph import Buckets
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
-from openinfer.recipes.deepseek_v4.buckets import Buckets
-from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.model import Model
-from openinfer.recipes.deepseek_v4.places import Format
-from openinfer.recipes.deepseek_v4.sizes import Room, Sizes
-from openinfer.recipes.deepseek_v4.startup import lay_out, make_plan
-from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, uint8
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.limits import Limits
+from openinfer.recipes.engine.startup import make_plan
+from openinfer.sampler.gpu import sample_rows
+from openinfer.tensor import Device, Stream, Tensor, bfloat16, uint8
 
 CPU = Device("cpu")
 SHORT, LONG = ((9, 2, 3), 16, 2), ((131, 2, 5), 160, 4)
@@ -24,11 +25,9 @@ SHORT, LONG = ((9, 2, 3), 16, 2), ((131, 2, 5), 160, 4)
 indexer may choose, and one of 128 tokens."""
 
 
-def bf16_model(golden: Any, sizes: Sizes, layers: int) -> Model:
-    config, arena, stream = Config.load(golden.path), Arena(CPU, 64 << 20), Stream(CPU)
-    with Checkpoint(golden.path) as checkpoint:
-        model = lay_out(config, Format.of(checkpoint), sizes, arena, stream, Room(5, 5))
-        model.weights.load(checkpoint, stream)
+def bf16_model(place: Any, golden: Any, tokens: int, layers: int, rounding: str) -> Model:
+    flags = {"max_tokens": tokens, "length": 256, "dtype": bfloat16, "activation_quantization": rounding}
+    model: Model = place(RECIPE, golden.path, [5, 5], **flags)
     cache = model.cache
     for memory in (cache.window, cache.csa_state, cache.index_state, cache.hca_state, cache.csa_entries):
         memory.numpy()[1:] = np.nan  # what was never written must never be read
@@ -38,17 +37,18 @@ def bf16_model(golden: Any, sizes: Sizes, layers: int) -> Model:
 
 
 def write(model: Model, pack: Pack) -> None:
-    for _ in model.rows.uploads(Stream(CPU)):
-        apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
+    for _ in model.batch.rows.uploads(Stream(CPU)):
+        apply_writes(pack, words=model.batch.rows.words, writes=model.batch.rows.writes)
 
 
 def two_steps(
-    golden: Any, sizes: Sizes, pack: Pack, lengths: tuple[int, ...], layers: int
+    place: Any, golden: Any, pack: Pack, step: tuple[tuple[int, ...], int, int], rounding: str
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[int]]:
     """A mixed step with two prompts (a dead row between them, padding rows and tokens behind), then a decode step.
     Returns both steps' logits and the tokens of the second."""
-    model = bf16_model(golden, sizes, layers)
-    rows, prompt, tokens = model.rows, golden.prompt(4), sizes.max_tokens
+    lengths, tokens, layers = step
+    model = bf16_model(place, golden, tokens, layers, rounding)
+    rows, prompt = model.batch.rows, golden.prompt(4)
     for slot, pages in {1: [4, 2], 3: [3, 1]}.items():
         rows.set("alive", slot, 1)
         rows.set("limits", slot, 200)
@@ -62,16 +62,16 @@ def two_steps(
     rows.write("prompt", 0, [*ids, *[-1] * (tokens - len(ids))])
     write(model, pack)
     model.forward(pack, tokens, 4, tokens)
-    first = model.buffers.logits[:4].numpy().copy()
-    model.sample(pack, 4)
-    assert model.buffers.result[:4].numpy()[:, 1].tolist() == [1, 0, 1, 0]
+    first = model.batch.logits[:4].numpy().copy()
+    sample_rows(pack, model.batch.rows, model.batch.sampled, 4)
+    assert model.batch.sampled.result[:4].numpy()[:, 1].tolist() == [1, 0, 1, 0]
     rows.write("q_starts", 0, [0, 1, 2, 3, 3])
     rows.write("prompt", 0, [7, 7, 7, *[-1] * (tokens - 3)])  # the same tokens, whatever was sampled
     write(model, pack)
     model.forward(pack, 4, 4, 1)
-    second = model.buffers.logits[:4].numpy().copy()
-    model.sample(pack, 4)
-    return first[[0, 2]], second[[0, 2]], model.buffers.result[:4].numpy()[[0, 2], 0].tolist()
+    second = model.batch.logits[:4].numpy().copy()
+    sample_rows(pack, model.batch.rows, model.batch.sampled, 4)
+    return first[[0, 2]], second[[0, 2]], model.batch.sampled.result[:4].numpy()[[0, 2], 0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,19 @@ def two_steps(
     ],
     ids=["short", "long"],
 )
-def test_a_whole_forward(deepseek, quantized, step):
-    lengths, tokens, layers = step
-    sizes = Sizes(256, 4, tokens, np.dtype(bfloat16), quantized)
-    target, config = Target(arch=90, num_sms=4, interpreted=True), Config.load(deepseek.path)
-    plan = make_plan(config, Format(fp4_experts=True), sizes, Buckets((4,), (tokens,), (4,)), target)
+def test_a_whole_forward(place, deepseek, quantized, step):
+    tokens, rounding = step[1], "on" if quantized else "off"
+    limits = Limits(256, 4, tokens, 128, np.dtype(bfloat16))
+    target = Target(arch=90, num_sms=4, interpreted=True)
+    blueprint = RECIPE.blueprint(Source.read(deepseek.path), RECIPE.options(activation_quantization=rounding))
+    plan = make_plan(blueprint, limits, Buckets((4,), (tokens,), (4,)), target)
 
     def region(nbytes: int) -> Tensor | None:
         return Tensor.from_numpy(np.zeros(nbytes, uint8)) if nbytes else None
 
     driver = InterpDriver()
     pack = LaunchPack(target, driver, region(plan.scratch_bytes), region(plan.zeroed_bytes))
-    ours, expected = (two_steps(deepseek, sizes, p, lengths, layers) for p in (pack, CpuPack()))
+    ours, expected = (two_steps(place, deepseek, p, step, rounding) for p in (pack, CpuPack()))
     assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
     launched = {name.partition(".")[2].partition("[")[0] for name in driver.launched}
     assert {

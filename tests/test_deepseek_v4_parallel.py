@@ -14,7 +14,7 @@ from openinfer.recipes.deepseek_v4.inventory import inventory
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.deepseek_v4.weights import Weights
-from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine import UnsupportedModel
 from openinfer.tensor import Arena, Device, bfloat16
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,7 @@ def test_the_page_is_what_the_script_prints(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
-    whole = Config.parse(config_json("Flash"), None)
+    whole = Config.parse(config_json("Flash"))
     entries = [e for e in inventory(whole, fp4_experts=True) if not e.name.startswith("mtp.")]
     shared = sum(entry.nbytes for entry in entries if entry.shard)
     same = sum(entry.nbytes for entry in entries if not entry.shard)
@@ -61,4 +61,4 @@ def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
 
 def test_what_cannot_be_shared_evenly_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="o_groups is 8; 16 ranks"):
-        Config.parse(config_json("Flash"), None).of_rank(0, 16)
+        Config.parse(config_json("Flash")).of_rank(0, 16)

@@ -11,6 +11,7 @@ import pytest
 from openinfer.frontend.contract import ResetPrefixCache
 from openinfer.recipes.deepseek_v4.cache import WINDOW
 from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.engine import Source
 
 TINY = Path(__file__).parent / "goldens" / "deepseek_v4-tiny"
 
@@ -82,7 +83,7 @@ def test_a_long_sequence_holds_no_more_pages_than_its_window_needs(session):
     (prompt,) = chats(1, 300)
     run = session(TINY, max_model_len=1024)
     run.submit(prompt, 200, ignore_eos=True)
-    pool, most, fullest = run.engine._pool, 0, 0
+    pool, most, fullest = run.engine.pool, 0, 0
     while run.open:
         run.step()
         if len(run.outcomes[0].tokens) > 2:
@@ -100,9 +101,9 @@ def test_prompts_pass_through_a_window_group_that_is_smaller_than_they_are(sessi
     prompts = [*chats(2, 600, seed=1), *chats(2, 150, seed=2), chats(1, 800, seed=3)[0]]
     flags = {"max_model_len": 1024, "max_num_batched_tokens": 300, "enable_prefix_caching": caching}
     roomy = session(TINY, **flags)
-    page = Config.load(TINY).window_page_bytes(4)
+    page = Config.parse(Source.read(TINY).config).window_page_bytes(4)
     tight = session(TINY, kv_cache_memory_bytes=10 * page, **flags)
-    pool, most = tight.engine._pool, 0
+    pool, most = tight.engine.pool, 0
     assert (pool.groups[WINDOW].num_blocks, tight.engine.info.max_model_len) == (5, 1024)
     for run in (roomy, tight):
         for prompt in prompts:
@@ -110,7 +111,7 @@ def test_prompts_pass_through_a_window_group_that_is_smaller_than_they_are(sessi
         while run.open:
             run.step()
             most = max(most, pool.num_used(WINDOW))
-            run.engine._pool.check_integrity()
+            run.engine.pool.check_integrity()
     assert 2 <= most <= 4  # the longest prompt lies on seven
     assert [tight.outcomes[n].tokens for n in range(5)] == [roomy.outcomes[n].tokens for n in range(5)]
     assert all([t.reason for t in tight.outcomes[n].terminals] == ["length"] for n in range(5))

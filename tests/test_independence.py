@@ -17,6 +17,7 @@ ARROWS: dict[str, set[str]] = {
     "tensor": set(),
     "kernels": {"tensor"},
     "graph": {"tensor"},
+    "graph/runner": {"kernels", "sampler", "scheduler"},
     "kvpool": set(),
     "scheduler": set(),
     "sampler": set(),
@@ -67,8 +68,10 @@ def violations(part: str, inside: str, source: str) -> list[str]:
         first, *rest = name.split(".")
         if first in REFUSED or (first == "openinfer" and rest[0] not in allowed(part, inside)):
             bad.append(name)
-        elif part == "recipes" and rest[:1] == ["recipes"] and rest[1] != inside.split("/")[0]:
-            bad.append(name)  # recipes never import each other
+        elif (
+            part == "recipes" and rest[:1] == ["recipes"] and rest[1] not in (inside.split("/")[0], "engine")
+        ):
+            bad.append(name)  # recipes import the engine, never each other; the engine imports no recipe
     return bad
 
 
@@ -94,6 +97,8 @@ def test_imports_follow_the_arrows(part: str) -> None:
         ("sampler", "reference.py", "from openinfer.tensor import Tensor"),
         ("kernels", "store.py", "import openinfer.recipes.qwen3"),
         ("recipes", "qwen3_5/model.py", "from openinfer.recipes.qwen3.model import Model"),
+        ("recipes", "engine/startup.py", "from openinfer.recipes.qwen3.recipe import RECIPE"),
+        ("graph", "steps.py", "from openinfer.scheduler import Step"),
     ],
 )
 def test_a_wrong_import_is_noticed(part: str, inside: str, source: str) -> None:
@@ -104,6 +109,8 @@ def test_imports_that_are_allowed() -> None:
     assert not violations("scheduler", "testing/runner.py", "from ..step import Step\nfrom . import pool")
     assert not violations("sampler", "gpu/ops/sample.py", "from openinfer.kernels import Op")
     assert not violations("recipes", "qwen3/model.py", "from openinfer.recipes.qwen3.config import Config")
+    assert not violations("recipes", "qwen3/recipe.py", "from openinfer.recipes.engine import Recipe")
+    assert not violations("graph", "runner/runner.py", "from openinfer.scheduler import Step")
 
 
 KERNELS_FOR_OTHERS = {"authoring", "testing", "tuner"}
@@ -164,6 +171,54 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
         print(f"\n{part}: {sum(lines.values())} lines in {len(lines)} modules", end="")
     allowed = {ROOT / path: limit for path, limit in LONGER.items()}
     assert {str(path): n for path, n in lines.items() if n > allowed.get(path, MAX_MODULE_LINES)} == {}
+
+
+BUDGETS = {"engine": 2500, "qwen3": 650, "qwen3_5": 3000, "deepseek_v4": 6800}
+"""Lines of the engine around a model, and of what is a model's own, kernels included."""
+MAX_RECIPE_LINES = 12500
+
+
+def lines_of(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+def lines_at(revision: str, folder: Path) -> int | None:
+    """Lines of a folder's modules at a revision; None where there is no such revision."""
+    git = ["git", "-C", str(ROOT)]
+    names = subprocess.run(
+        [*git, "ls-tree", "-r", "--name-only", revision, folder.relative_to(ROOT).as_posix()],
+        capture_output=True,
+        text=True,
+    )
+    if names.returncode:
+        return None
+    blobs = [f"{revision}:{name}" for name in names.stdout.split() if name.endswith(".py")]
+    return sum(
+        subprocess.run([*git, "show", blob], capture_output=True, text=True).stdout.count("\n")
+        for blob in blobs
+    )
+
+
+def test_recipes_are_within_their_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    described = subprocess.run(
+        ["git", "-C", str(ROOT), "describe", "--tags", "--abbrev=0"], capture_output=True, text=True
+    )
+    tag, found = described.stdout.strip(), {}
+    for name, budget in BUDGETS.items():
+        folder = SOURCES["recipes"] / name
+        found[name] = lines_of(folder)
+        before = lines_at(tag, folder) if tag else None
+        change = "" if before is None else f", {found[name] - before:+d} since {tag}"
+        with capsys.disabled():
+            print(f"\nrecipes.{name}: {found[name]} of {budget} lines{change}", end="")
+    assert {name: n for name, n in found.items() if n > BUDGETS[name]} == {}
+    assert lines_of(SOURCES["recipes"]) <= MAX_RECIPE_LINES
+
+
+def test_the_engine_knows_no_model() -> None:
+    words = re.compile(r"model_type|qwen|deepseek|llama", re.I)
+    folder = SOURCES["recipes"] / "engine"
+    assert [path.name for path in folder.rglob("*.py") if words.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize("part", [*(f"libs/{name}" for name in LIBRARIES), "recipes"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +14,10 @@ import pytest
 from openinfer.cli import bench_gaps, bench_idle, bench_serve, bench_step
 from openinfer.cli.bench_server import free_port, running
 from openinfer.graph import Readback, StepTrace
-from openinfer.recipes.qwen3 import invariance
-from openinfer.recipes.qwen3.gate import Forced
-from openinfer.recipes.qwen3.recipe import RECIPE
+from openinfer.recipes.engine import invariance
+from openinfer.recipes.engine.forced import Forced
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.qwen3 import RECIPE
 from openinfer.tensor import Activity, ActivityNotAvailable, Device, PinnedBuffer, Stream, Tensor
 from openinfer.tensor.testing import FakeDriver, fake_driver
 
@@ -280,24 +280,25 @@ def test_an_engine_tells_the_times_of_its_steps_and_keeps_traces_of_outliers(
 # -- batch invariance --
 
 
-def test_on_a_cpu_logits_are_the_same_bits_in_any_company_and_chunks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [str(TINY), "--device", "cpu", "--max-num-seqs", "9", "--kv-cache-memory-bytes", "64000000"]
-    monkeypatch.setattr(sys, "argv", ["invariance", *flags, "--length", "90", "--batch-invariant"])
-    assert invariance.main() == 0
-    out = capsys.readouterr().out
-    assert "same beside 8 others" in out
-    assert "same chunks of 33 beside 8 others" in out
+def nine_rows() -> Any:
+    flags = {"device": "cpu", "max_num_seqs": 9, "kv_cache_memory_bytes": 64_000_000}
+    return build(RECIPE, TINY, **flags, batch_invariant=True).engine
+
+
+def test_on_a_cpu_logits_are_the_same_bits_in_any_company_and_chunks() -> None:
+    engine = nine_rows()
+    found = invariance.differences(engine, 90)
+    engine.close()
+    assert {"beside 8 others", "chunks of 33 beside 8 others"} <= found.keys()
+    assert not any(map(max, found.values()))
 
 
 def test_a_row_that_sees_its_company_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = RECIPE.engine_spec(TINY, _args("--max-num-seqs", "9"))
-    engine: Any = spec.build()
+    engine = nine_rows()
     step = Forced.step
 
-    def disturbed(self: Forced, items: Any, pad_rows: int = 0) -> Any:
-        return step(self, items, pad_rows) + (1e-6 if len(items) > 3 else 0)
+    def disturbed(self: Forced, items: Any) -> Any:
+        return step(self, items) + (1e-6 if len(items) > 3 else 0)
 
     monkeypatch.setattr(Forced, "step", disturbed)
     found = invariance.differences(engine, 90)

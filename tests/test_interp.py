@@ -8,42 +8,40 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openinfer.graph import Buckets
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
-from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.limits import Limits
+from openinfer.recipes.engine.startup import make_plan
+from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.model import Model
-from openinfer.recipes.qwen3.runner import Buckets
-from openinfer.recipes.qwen3.startup import Sizes, lay_out, make_plan
-from openinfer.tensor import Arena, Checkpoint, Device, Load, Stream, Tensor, bfloat16, load_tensors, uint8
+from openinfer.sampler.gpu import sample_rows
+from openinfer.tensor import Device, Stream, Tensor, bfloat16, uint8
 
 CPU = Device("cpu")
 PROMPTS = {1: 21, 3: 5}
 """Prompt tokens by slot."""
 
 
-def bf16_model(golden: Any, sizes: Sizes) -> Model:
-    arena, stream = Arena(CPU, 128 << 20), Stream(CPU)
-    config = Config.load(golden.path)
-    model = lay_out(config, sizes, arena, stream, num_pages=9)
+def bf16_model(place: Any, golden: Any) -> Model:
+    model: Model = place(RECIPE, golden.path, [9], max_tokens=64, length=64, dtype=bfloat16)
     model.kv.numpy()[:] = np.nan  # what was never written must never be read
     model.kv.numpy()[0] = 0
-    with Checkpoint(golden.path) as checkpoint:
-        loads: list[Load] = list(model.weights.loads(config))
-        load_tensors(checkpoint, loads, stream)
     return model
 
 
 def write(model: Model, pack: Pack) -> None:
-    for _ in model.rows.uploads(Stream(CPU)):
-        apply_writes(pack, words=model.rows.words, writes=model.rows.writes)
+    for _ in model.batch.rows.uploads(Stream(CPU)):
+        apply_writes(pack, words=model.batch.rows.words, writes=model.batch.rows.writes)
 
 
 def two_steps(
-    golden: Any, sizes: Sizes, pack: Pack
+    place: Any, golden: Any, pack: Pack
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[int]]:
     """A mixed step with two prompts (a dead row between them, padding rows and tokens behind), then a decode step.
     Returns both steps' logits and the tokens of the second."""
-    model = bf16_model(golden, sizes)
-    rows, rng = model.rows, np.random.default_rng(3)
+    model = bf16_model(place, golden)
+    rows, rng = model.batch.rows, np.random.default_rng(3)
     for slot, pages in {1: [4, 2], 3: [7]}.items():
         rows.set("alive", slot, 1)
         rows.set("limits", slot, 100)
@@ -56,30 +54,32 @@ def two_steps(
     rows.write("prompt", 0, np.append(rng.integers(3, 600, sum(lengths)), [-1] * (64 - sum(lengths))))
     write(model, pack)
     model.forward(pack, 64, 4, 64)
-    first = model.buffers.logits[:4].numpy().copy()
-    model.sample(pack, 4)
-    assert model.buffers.result[:4].numpy()[:, 1].tolist() == [1, 0, 1, 0]
+    first = model.batch.logits[:4].numpy().copy()
+    sample_rows(pack, model.batch.rows, model.batch.sampled, 4)
+    assert model.batch.sampled.result[:4].numpy()[:, 1].tolist() == [1, 0, 1, 0]
     rows.write("q_starts", 0, [0, 1, 2, 3, 3])
     rows.write("prompt", 0, [-1] * 64)
     write(model, pack)
     model.forward(pack, 4, 4, 1)
-    second = model.buffers.logits[:4].numpy().copy()
-    model.sample(pack, 4)
-    return first[[0, 2]], second[[0, 2]], model.buffers.result[:4].numpy()[[0, 2], 0].tolist()
+    second = model.batch.logits[:4].numpy().copy()
+    sample_rows(pack, model.batch.rows, model.batch.sampled, 4)
+    return first[[0, 2]], second[[0, 2]], model.batch.sampled.result[:4].numpy()[[0, 2], 0].tolist()
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_a_whole_forward(tiny, arch):
-    sizes = Sizes(64, 4, 64, 16, np.dtype(bfloat16))
+def test_a_whole_forward(place, tiny, arch):
+    limits = Limits(64, 4, 64, 16, np.dtype(bfloat16))
     target = Target(arch=arch, num_sms=4, interpreted=True)
-    plan = make_plan(Config.load(tiny.path), sizes, Buckets((4,), (64,), (4,)), target)
+    plan = make_plan(
+        RECIPE.blueprint(Source.read(tiny.path), RECIPE.options()), limits, Buckets((4,), (64,), (4,)), target
+    )
 
     def region(nbytes: int) -> Tensor | None:
         return Tensor.from_numpy(np.zeros(nbytes, uint8)) if nbytes else None
 
     driver = InterpDriver()
     pack = LaunchPack(target, driver, region(plan.scratch_bytes), region(plan.zeroed_bytes))
-    ours, expected = two_steps(tiny, sizes, pack), two_steps(tiny, sizes, CpuPack())
+    ours, expected = two_steps(place, tiny, pack), two_steps(place, tiny, CpuPack())
     assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
     assert {"gemm_small", "attend_short", "attend_long", "qk_norm_rope_write", "advance"} <= {
         name.partition(".")[2].partition("[")[0] for name in driver.launched

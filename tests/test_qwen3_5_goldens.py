@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, Op, apply_writes, expand_rows
+from openinfer.kernels import CpuPack, Op, apply_writes
 from openinfer.kernels.reference import rms_norm
-from openinfer.recipes.qwen3_5.buckets import Boundaries
+from openinfer.recipes.engine import Source
+from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Model
-from openinfer.recipes.qwen3_5.sizes import Room, Sizes
-from openinfer.recipes.qwen3_5.startup import lay_out
 from openinfer.recipes.qwen3_5.weights import DeltaNet, Format, Mixture
-from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import Checkpoint, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 
 TOLERANCE = 1e-3
 
@@ -46,21 +45,23 @@ class TapPack:
             self.streams.append(stream.numpy().copy())
 
 
-def load_model(path: Path, max_tokens: int = 512, dtype: Any = float32, mtp: bool = False) -> Model:
-    config = Config.load(path)
-    device = Device("cpu")
-    arena, stream = Arena(device, 256 << 20), Stream(device)
-    sizes = Sizes(1024, 4, max_tokens, 16, dtype, Boundaries(512))
-    with Checkpoint(path) as checkpoint:
-        form = replace(Format.of(checkpoint, config), mtp=mtp)
-        model = lay_out(config, form, sizes, arena, stream, Room(65, 5))
-        model.weights.load(checkpoint, stream)
-    return model
+@pytest.fixture
+def load_model(place: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Model]:
+    """load_model(path, max_tokens, dtype, mtp)"""
+    of = Format.of
+
+    def load(path: Path, max_tokens: int = 512, dtype: Any = float32, mtp: bool = False) -> Model:
+        with monkeypatch.context() as patch:
+            patch.setattr(Format, "of", lambda *given: replace(of(*given), mtp=mtp))
+            model: Model = place(RECIPE, path, [65, 5], max_tokens=max_tokens, dtype=dtype)
+        return model
+
+    return load
 
 
 def start_row(model: Model, prompt: list[int]) -> None:
     """Put a sequence into slot 1, with one step that feeds its whole prompt."""
-    rows, n = model.rows, len(prompt)
+    rows, n = model.batch.rows, len(prompt)
     rows.set("alive", 1, 1)
     rows.set("limits", 1, 1024)
     rows.write("stop_ids", 1, [-1] * 20)
@@ -78,10 +79,10 @@ def start_row(model: Model, prompt: list[int]) -> None:
 def last_logits(model: Model, prompt: list[int]) -> np.ndarray[Any, Any]:
     start_row(model, prompt)
     model.forward(CpuPack(), len(prompt), 1, len(prompt))
-    return model.buffers.logits.numpy()[0].copy()
+    return model.batch.logits.numpy()[0].copy()
 
 
-def test_hidden_states_and_logits(hybrid):
+def test_hidden_states_and_logits(load_model, hybrid):
     facts = hybrid.facts["hidden"]
     prompt = hybrid.prompt(facts["prompt"])
     model, pack = load_model(hybrid.path), TapPack()
@@ -96,11 +97,11 @@ def test_hidden_states_and_logits(hybrid):
             stream[facts["positions"]], hybrid.numbers[name], atol=TOLERANCE, rtol=0, err_msg=name
         )
     expected = hybrid.numbers[f"p{facts['prompt']}.logits_fp32"][-1]
-    np.testing.assert_allclose(model.buffers.logits.numpy()[0], expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(model.batch.logits.numpy()[0], expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("index", range(5))
-def test_logits_of_stored_positions(hybrid, index):
+def test_logits_of_stored_positions(load_model, hybrid, index):
     """Each stored position as the last one of a prompt: also what state and cache filled token by token must give."""
     prompt, expected = hybrid.prompt(index), hybrid.numbers[f"p{index}.logits_fp32"]
     positions = hybrid.facts["prompts"][index]["logit_positions"]
@@ -137,7 +138,7 @@ def open_gate(model: Model) -> None:
 
 
 @pytest.mark.parametrize("spoil", [swap_heads, plain_norms, whole_rotation, open_gate])
-def test_a_wrong_model_is_noticed(hybrid, spoil):
+def test_a_wrong_model_is_noticed(load_model, hybrid, spoil):
     """Negative controls: the comparison above fails."""
     prompt, expected = hybrid.prompt(2), hybrid.numbers["p2.logits_fp32"][-1]
     model = load_model(hybrid.path)
@@ -146,7 +147,7 @@ def test_a_wrong_model_is_noticed(hybrid, spoil):
     assert np.abs(last_logits(model, prompt) - expected).max() > 5 * TOLERANCE
 
 
-def test_bf16_is_as_close_as_the_reference_in_bf16(hybrid):
+def test_bf16_is_as_close_as_the_reference_in_bf16(load_model, hybrid):
     """On the CPU in bf16; positions where an expert is all but tied are left out, as the goldens' README says."""
     model, ours, theirs = load_model(hybrid.path, dtype=bfloat16), [], []
     for index, positions in ((1, range(7)), (2, range(0, 64, 9))):
@@ -178,7 +179,7 @@ def test_greedy_whatever_the_batch(hybrid, session, seed):
     """Random arrivals, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt: of
     pages, or of states."""
     rng = random.Random(seed)
-    config = Config.load(hybrid.path)
+    config = Config.parse(Source.read(hybrid.path).config)
     page, state = config.kv_bytes_per_token(4) * 16, config.state_bytes(4)
     run = session(
         hybrid.path,
@@ -208,7 +209,7 @@ def test_greedy_whatever_the_batch(hybrid, session, seed):
         assert len(run.outcomes[request].terminals) == 1
 
 
-def test_the_mtp_weights_are_the_published_head(hybrid):
+def test_the_mtp_weights_are_the_published_head(load_model, hybrid):
     """No engine loads them. Put together here by hand, they give the goldens' logits of the token after next."""
     assert load_model(hybrid.path).weights.mtp is None
     if hybrid.facts["mtp"] is None:
@@ -224,11 +225,7 @@ def test_the_mtp_weights_are_the_published_head(hybrid):
     both = [rms_norm(nexts, mtp.embed_norm.numpy(), eps), rms_norm(final, mtp.hidden_norm.numpy(), eps)]
     b.x.numpy()[:count] = np.concatenate(both, axis=1) @ mtp.fc.weight.numpy().T
     start_row(model, prompt[:-1])
-    expand_rows(
-        pack, token_ids=b.token_ids[:count], positions=b.positions[:count], token_slots=b.token_slots[:count],
-        prompt=model.rows["prompt"][:count], slots=model.rows["slots"][:1], q_starts=model.rows["q_starts"][:2],
-        seq_lens=model.rows["seq_lens"], last_tokens=model.rows["last_tokens"], alive=model.rows["alive"],
-    )  # fmt: skip
+    model.batch.expand(pack, count, 1)
     model._attention(pack, mtp.layer.input_norm, mtp.layer.mixer, model.kv[:, 0], count, 1, count)
     model._mlp(pack, mtp.layer, count)
     normed = rms_norm(b.x.numpy()[:count], mtp.norm.numpy(), eps)
@@ -324,7 +321,7 @@ def experts_apart(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[str,
             )
 
 
-def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(hybrid, session, tmp_path):
+def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid, session, tmp_path):
     write_fp8(hybrid.path, tmp_path / "fp8", tmp_path / "bf16")
     small, same = load_model(tmp_path / "fp8"), load_model(tmp_path / "bf16")
     scaled = [load.dst for load in small.weights.loads if load.dst.dtype == float8_e4m3fn]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from openinfer.recipes.qwen3_5.runner import STATES
+from openinfer.recipes.qwen3_5.states import STATES
 
 TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"
 
@@ -86,7 +86,7 @@ def test_snapshots_give_way_to_running_sequences(session):
     prompts = chats(12, 70)
     wide = session(TINY, max_model_len=512, enable_prefix_caching=False)
     run = session(TINY, max_model_len=512, max_num_seqs=4, kv_cache_memory_bytes=10 << 20)
-    pool = run.engine._pool
+    pool = run.engine.pool
     assert pool.groups[STATES].num_blocks <= 9
     for engine in (wide, run):
         for prompt in prompts:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 
 from openinfer.kernels import CpuPack, Op, apply_writes
-from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.model import Model
-from openinfer.recipes.qwen3.startup import Sizes, lay_out
-from openinfer.tensor import Arena, Checkpoint, Device, Stream, Tensor, float32, load_tensors
+from openinfer.tensor import Device, Stream, Tensor
 
 TOLERANCE = 1e-3
 
@@ -32,19 +31,15 @@ class TapPack:
             self.streams.append(stream.numpy().copy())
 
 
-def load_model(golden: Any, max_tokens: int) -> Model:
-    config = Config.load(golden.path)
-    device = Device("cpu")
-    arena, stream = Arena(device, 256 << 20), Stream(device)
-    model = lay_out(config, Sizes(1024, 4, max_tokens, 16, float32), arena, stream, num_pages=65)
-    with Checkpoint(golden.path) as checkpoint:
-        load_tensors(checkpoint, model.weights.loads(config), stream)
-    return model
+@pytest.fixture
+def load_model(place: Any) -> Callable[[Any, int], Model]:
+    """load_model(golden, max_tokens)"""
+    return lambda golden, max_tokens: place(RECIPE, golden.path, [65], max_tokens=max_tokens)
 
 
 def start_row(model: Model, prompt: list[int]) -> None:
     """Put a sequence into slot 1, with one step that feeds its whole prompt."""
-    rows, n = model.rows, len(prompt)
+    rows, n = model.batch.rows, len(prompt)
     rows.set("alive", 1, 1)
     rows.set("limits", 1, 1024)
     rows.write("stop_ids", 1, [-1] * 20)
@@ -57,7 +52,7 @@ def start_row(model: Model, prompt: list[int]) -> None:
         apply_writes(CpuPack(), words=rows.words, writes=rows.writes)
 
 
-def test_hidden_states_and_logits(golden):
+def test_hidden_states_and_logits(load_model, golden):
     facts = golden.facts["hidden"]
     prompt = golden.prompt(facts["prompt"])
     model, pack = load_model(golden, 512), TapPack()
@@ -71,13 +66,13 @@ def test_hidden_states_and_logits(golden):
         np.testing.assert_allclose(
             stream[positions], golden.numbers[name], atol=TOLERANCE, rtol=0, err_msg=name
         )
-    logits = model.buffers.logits.numpy()[0]
+    logits = model.batch.logits.numpy()[0]
     expected = golden.numbers[f"p{facts['prompt']}.logits_fp32"][-1]
     np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("prompt_index", range(5))
-def test_logits_of_every_stored_position(golden, prompt_index):
+def test_logits_of_every_stored_position(load_model, golden, prompt_index):
     """Each stored position as the last one of a prompt: also what a cache filled token by token must give."""
     prompt = golden.prompt(prompt_index)
     expected = golden.numbers[f"p{prompt_index}.logits_fp32"]
@@ -86,10 +81,10 @@ def test_logits_of_every_stored_position(golden, prompt_index):
         model = load_model(golden, 512)
         start_row(model, prompt[: position + 1])
         model.forward(CpuPack(), position + 1, 1, position + 1)
-        np.testing.assert_allclose(model.buffers.logits.numpy()[0], row, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(model.batch.logits.numpy()[0], row, atol=TOLERANCE, rtol=0)
 
 
-def test_a_wrong_model_is_noticed(golden):
+def test_a_wrong_model_is_noticed(load_model, golden):
     """Negative control: with keys' norms swapped for queries', the same comparison fails."""
     facts = golden.facts["hidden"]
     prompt = golden.prompt(facts["prompt"])
@@ -101,7 +96,7 @@ def test_a_wrong_model_is_noticed(golden):
     start_row(model, prompt)
     model.forward(CpuPack(), len(prompt), 1, len(prompt))
     expected = golden.numbers[f"p{facts['prompt']}.logits_fp32"][-1]
-    wrong = model.buffers.logits.numpy()[0] - expected
+    wrong = model.batch.logits.numpy()[0] - expected
     assert np.abs(wrong).max() > 10 * TOLERANCE
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from openinfer.frontend.contract import Finished, Rejected, Request
 from openinfer.kernels import Op
-from openinfer.recipes.qwen3.engine import Qwen3Engine
-from openinfer.recipes.qwen3.startup import build
+from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.qwen3.recipe import build
 from openinfer.sampler import SamplingParams, sample
 
 FAVOURED = tuple((token, 6.0) for token in range(100, 140))
@@ -66,7 +66,7 @@ def requests() -> list[Request]:
     ]
 
 
-def run(engine: Qwen3Engine, wanted: list[Request]) -> dict[int, list[int]]:
+def run(engine: Engine, wanted: list[Request]) -> dict[int, list[int]]:
     """The tokens of each request."""
     for request in wanted:
         engine.submit(request)
@@ -81,13 +81,14 @@ def run(engine: Qwen3Engine, wanted: list[Request]) -> dict[int, list[int]]:
     return tokens
 
 
-def make(path: Any, cache_bytes: int, **flags: Any) -> Qwen3Engine:
+def make(path: Any, cache_bytes: int, **flags: Any) -> Engine:
     return build(str(path), device="cpu", max_model_len=256, kv_cache_memory_bytes=cache_bytes, **flags)
 
 
 def test_tokens_are_those_of_the_definition(tiny: Any) -> None:
     engine, wanted = make(tiny.path, 64 << 20, max_num_seqs=8), requests()
     engine.runner.pack = tap = TapPack(engine.runner.pack)
+    engine.runner.record()
     got = run(engine, wanted)
     engine.close()
     for request in wanted:

@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 
 from openinfer.kernels import Store, Target
-from openinfer.recipes.qwen3.config import Config
-from openinfer.recipes.qwen3.published import SIZES, config_json
-from openinfer.recipes.qwen3.startup import specs_of
+from openinfer.recipes.engine import Options, Source
+from openinfer.recipes.engine.startup import kernel_specs
+from openinfer.recipes.qwen3 import RECIPE
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("size", SIZES)
+def specs_of(config):
+    return kernel_specs(RECIPE, Source(config), Options(), Target(90, 132, cublas=True, gpu="NVIDIA H200"))
+
+
+@pytest.mark.parametrize("size", RECIPE.published())
 def test_published_sizes_have_a_plan(size):
-    config = Config.parse(config_json(size), None)
-    specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"))
+    specs = specs_of(RECIPE.published()[size])
     assert {"gemv", "gemm_small", "attend_short", "attend_prompt", "advance"} <= {s.function for s in specs}
 
 
@@ -46,8 +49,5 @@ def test_a_wheel_with_cubins(tmp_path):
         archive.extractall(tmp_path / "site")
     folder = tmp_path / "site/openinfer/recipes/cubins"
     store = Store(90, cache=tmp_path / "empty", folders=[folder])
-    for size in SIZES:
-        specs = specs_of(
-            Config.parse(config_json(size), None), Target(90, 132, cublas=True, gpu="NVIDIA H200")
-        )
-        assert store.prepare(specs).compiled == 0
+    for config in RECIPE.published().values():
+        assert store.prepare(specs_of(config)).compiled == 0

@@ -18,10 +18,10 @@ from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.inventory import Entry, inventory
 from openinfer.recipes.deepseek_v4.places import Format, check_scales
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.deepseek_v4.sizes import Options, Room, decide_sizes, fit, room_for
-from openinfer.recipes.deepseek_v4.startup import specs_of
 from openinfer.recipes.deepseek_v4.weights import Weights, validate
-from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
+from openinfer.recipes.engine import SetupError, Source, UnsupportedModel
+from openinfer.recipes.engine.limits import Room, decide, fit
+from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Device, bfloat16, dtypes, float32, uint8
 
 PUBLISHED = {  # tensors and bytes of the checkpoint, and bytes of entries a token
@@ -54,7 +54,7 @@ SMALL = {
 
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_their_inventory(size: str) -> None:
-    config = Config.parse(config_json(size), None)
+    config = Config.parse(config_json(size))
     entries = list(inventory(config, fp4_experts=True))
     tensors, nbytes, growth = PUBLISHED[size]
     assert len({entry.name for entry in entries}) == len(entries) == tensors
@@ -65,7 +65,7 @@ def test_published_sizes_have_their_inventory(size: str) -> None:
 
 
 def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
-    config, arena = Config.parse(config_json("Flash"), None), Arena(Device("null"), None)
+    config, arena = Config.parse(config_json("Flash")), Arena(Device("null"), None)
     weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
     names = list(weights.names())
     entries = list(inventory(config, fp4_experts=True))
@@ -76,9 +76,11 @@ def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
 
 
 def test_a_model_cut_short_has_a_plan_for_a_million_tokens_on_a_gpu() -> None:
-    config = Config.parse(config_json("Flash", layers=5), None)
-    flags = {"max_num_seqs": 8, "max_model_len": 1_048_576}
-    specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"), **flags)
+    source, options = (
+        Source(config_json("Flash", layers=5)),
+        RECIPE.options(max_num_seqs=8, max_model_len=1_048_576),
+    )
+    specs = kernel_specs(RECIPE, source, options, Target(90, 132, cublas=True, gpu="NVIDIA H200"))
     functions = {spec.function for spec in specs}
     assert {
         "compress",
@@ -89,46 +91,54 @@ def test_a_model_cut_short_has_a_plan_for_a_million_tokens_on_a_gpu() -> None:
         "route",
     } <= functions
     with pytest.raises(ContractError, match="sm_80"):
-        specs_of(config, Target(80, 108, cublas=True), **flags)
+        kernel_specs(RECIPE, source, options, Target(80, 108, cublas=True))
+
+
+def share(nbytes: int, **flags: Any) -> tuple[int, int]:
+    """Pages of windows and of entries that five layers get of so many bytes on a GPU."""
+    options = RECIPE.options(kv_cache_memory_bytes=nbytes, **flags)
+    blueprint = RECIPE.blueprint(Source(config_json("Flash", layers=5)), options)
+    limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+    windows, entries = blueprint.share(limits, Room(nbytes, Device("cuda"), 0))
+    return windows, entries
 
 
 def test_memory_is_shared_between_the_groups() -> None:
-    config = Config.parse(config_json("Flash", layers=5), None)
+    config = Config.parse(config_json("Flash", layers=5))
     window, entry = config.window_page_bytes(2), config.entry_page_bytes(2)
-    cuda = Device("cuda")
-
-    def room(nbytes: int, **flags: Any) -> Room:
-        options = Options(kv_cache_memory_bytes=nbytes, max_num_seqs=8, **flags)
-        return room_for(config, decide_sizes(config, options, cuda), options, cuda, 0)
-
-    plain = room(4 << 30)
-    assert plain.window == (4 << 30) // 2 // window
-    assert plain.window * window + plain.entries * entry <= 4 << 30
+    plain = share(4 << 30, max_num_seqs=8)
+    assert plain[0] == (4 << 30) // 2 // window
+    assert plain[0] * window + plain[1] * entry <= 4 << 30
     # Entries for the longest sequence come first; its windows need no more pages than those of a short one.
-    long = room(1 << 30, max_model_len=1_048_576)
-    assert long.entries >= 8192 + 1
-    assert 3 * 8 + 2 * 16 < long.window < room(1 << 30).window
-    assert long.window * window + long.entries * entry <= 1 << 30
-    options = Options(max_model_len=1_048_576, max_num_seqs=8)
-    sizes = decide_sizes(config, options, cuda)
-    assert fit(sizes, options, long) is sizes
-    with pytest.raises(
-        SetupError, match=r"needs entries for as many tokens.*there is room for 1048448: lower it"
-    ):
-        fit(sizes, options, long._replace(entries=8192))
-    bare = room(
-        4 << 30, enable_prefix_caching=False
-    )  # what rows and two steps need, and all else for entries
-    assert bare.window == 3 * 8 + 2 * 16 + 1
-    assert bare.entries > plain.entries
-    small = fit(decide_sizes(config, Options(), cuda), Options(), Room(window=4, entries=1001))
-    assert small.max_model_len == 128_000
+    long = share(1 << 30, max_num_seqs=8, max_model_len=1_048_576)
+    assert long[1] >= 8192 + 1
+    assert 3 * 8 + 2 * 16 < long[0] < share(1 << 30, max_num_seqs=8)[0]
+    assert long[0] * window + long[1] * entry <= 1 << 30
+    bare = share(4 << 30, max_num_seqs=8, enable_prefix_caching=False)
+    assert bare[0] == 3 * 8 + 2 * 16 + 1  # what rows and two steps need; all else is for entries
+    assert bare[1] > plain[1]
     with pytest.raises(SetupError, match="no room for the cache"):
-        room(3 * window)
+        share(3 * window, max_num_seqs=8)
+
+
+def test_a_sequence_fits_the_cache() -> None:
+    config = Config.parse(config_json("Flash", layers=5))
+    chosen, default = RECIPE.options(max_model_len=1_048_576, max_num_seqs=8), RECIPE.options()
+    capacity = {
+        entries: Pool(groups(config, 2, 80, entries)).capacity_tokens for entries in (8193, 8192, 1001)
+    }
+    limits = decide(chosen, Device("cuda"), config.max_position_embeddings, 128)
+    assert fit(limits, chosen, capacity[8193]) is limits
+    with pytest.raises(
+        SetupError, match=r"needs as many tokens of cache; there is room for 1048448: lower it"
+    ):
+        fit(limits, chosen, capacity[8192])
+    shorter = decide(default, Device("cuda"), config.max_position_embeddings, 128)
+    assert fit(shorter, default, capacity[1001]).max_model_len == 128_000
 
 
 def test_frequencies_of_layers_with_entries_are_slowed_from_channel_15_to_25() -> None:
-    config = Config.parse(config_json("Flash"), None)
+    config = Config.parse(config_json("Flash"))
     plain = 160000.0 ** (-np.arange(32) / 32)
     np.testing.assert_allclose(config.compress_freq[:16], plain[:16], rtol=1e-5)
     np.testing.assert_allclose(config.compress_freq[25:], plain[25:] / 16, rtol=1e-5)
@@ -137,7 +147,7 @@ def test_frequencies_of_layers_with_entries_are_slowed_from_channel_15_to_25() -
 
 
 def test_pages_are_what_the_pool_is_told() -> None:
-    config = Config.parse(config_json("Flash"), None)
+    config = Config.parse(config_json("Flash"))
     for itemsize, dtype in ((2, bfloat16), (4, float32)):
         arenas = [Arena(Device("null"), None) for _ in range(3)]
         for arena, (window, entries) in zip(arenas, ((8, 8), (9, 8), (8, 9)), strict=True):
@@ -174,7 +184,7 @@ def test_pages_are_what_the_pool_is_told() -> None:
 def test_what_is_refused(change: dict[str, Any], names: str) -> None:
     raw = config_json("Flash", layers=5)
     with pytest.raises(UnsupportedModel, match=names):
-        Config.parse({**raw, **change}, None)
+        Config.parse({**raw, **change})
 
 
 def test_the_recipe_knows_its_config() -> None:
@@ -203,7 +213,7 @@ def write(path: Path, entries: list[Entry], scale: int = 120) -> None:
 
 @pytest.mark.parametrize("fp4", [True, False])
 def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> None:
-    config = Config.parse(SMALL, None)
+    config = Config.parse(SMALL)
     entries = list(inventory(config, fp4_experts=fp4))
     write(tmp_path / "model", entries)
     with Checkpoint(tmp_path / "model") as checkpoint:
@@ -220,7 +230,7 @@ def test_experts_are_fp4_or_fp8_by_their_dtype(tmp_path: Path, fp4: bool) -> Non
 
 
 def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> None:
-    config = Config.parse(SMALL, None)
+    config = Config.parse(SMALL)
     entries = list(inventory(config, fp4_experts=True))
     lost = [e for e in entries if e.name != "layers.2.attn.indexer.compressor.ape"]
     added = [*entries, Entry("layers.0.attn.wk.weight", (2, 2), float32, "")]
@@ -238,7 +248,7 @@ def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("scale", "message"), [(120, ""), (129, r"experts.0.w1.scale.*2\^2"), (255, "NaN")])
 def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int, message: str) -> None:
-    entries = list(inventory(Config.parse(SMALL, None), fp4_experts=True))
+    entries = list(inventory(Config.parse(SMALL), fp4_experts=True))
     write(tmp_path / "model", entries, scale)
     with Checkpoint(tmp_path / "model") as checkpoint:
         names = [entry.name for entry in entries if ".experts." in entry.name]
@@ -251,7 +261,7 @@ def test_scales_that_kernels_do_not_take_are_refused(tmp_path: Path, scale: int,
 
 @pytest.mark.parametrize(("policy", "found"), [(eviction, 384), ("lru", 0)])
 def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, found: int) -> None:
-    config = Config.parse(config_json("Flash"), None)
+    config = Config.parse(config_json("Flash"))
     pool = Pool(groups(config, 2, 65, 1025), eviction=policy)
 
     def computed(tokens: list[int]) -> int:
@@ -268,10 +278,8 @@ def test_a_long_prompt_does_not_evict_where_other_prompts_start(policy: Any, fou
 
 
 def test_few_pages_for_windows_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    config, cuda = Config.parse(config_json("Flash"), None), Device("cuda")
-    page = config.window_page_bytes(2)
+    page = Config.parse(config_json("Flash", layers=5)).window_page_bytes(2)
     for pages, said in ((900, 0), (700, 1)):  # 256 rows with 3 pages each, and two steps of 2,048 tokens
-        options = Options(kv_cache_memory_bytes=2 * pages * page)
-        room_for(config, decide_sizes(config, options, cuda), options, cuda, 0)
+        share(2 * pages * page)
         assert len(caplog.records) == said
     assert "699 pages for windows, where 256 sequences in full steps use 800" in caplog.text

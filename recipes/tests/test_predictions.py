@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from openinfer.graph import Shape
 from openinfer.kernels import H200, NullPack, Target, predictions
 from openinfer.kernels.packs.null import Call
+from openinfer.recipes import deepseek_v4, qwen3, qwen3_5
+from openinfer.recipes.deepseek_v4.published import config_json
+from openinfer.recipes.engine import Recipe, Source
+from openinfer.recipes.engine.limits import decide
+from openinfer.recipes.engine.startup import buckets_for, make_plan
+from openinfer.sampler.gpu import sample_rows
 from openinfer.tensor import Arena, Device, Stream
 
+Json = Mapping[str, Any]
 Point = tuple[int, int, int, float]
 """Decode rows, their context, tokens of a prompt beside them, milliseconds on an H200."""
 
@@ -28,35 +35,24 @@ QWEN3_5: list[Point] = [
 class Planned:
     """The plan of a published model, and the model itself on the null device."""
 
-    def __init__(self, recipe: str, size: str, **cut: Any) -> None:
-        def module(name: str) -> Any:
-            return importlib.import_module(f"openinfer.recipes.{recipe}.{name}")
+    def __init__(self, recipe: Recipe[Any], config: Json) -> None:
+        options = recipe.options(device="cuda")
+        blueprint: Any = recipe.blueprint(Source(config), options)
+        limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+        self.buckets = buckets_for(blueprint, limits)
+        self.plan, null = make_plan(blueprint, limits, self.buckets, H200), Device("null")
+        one_each = [1] * len(blueprint.groups(limits))
+        self.model = blueprint.lay_out(Arena(null, None), Stream(null), limits, one_each)
 
-        startup, published = module("startup"), module("published")
-        sizes_of = startup if recipe == "qwen3" else module("sizes")
-        buckets = module("runner" if recipe == "qwen3" else "buckets").Buckets
-        config = module("config").Config.parse(published.config_json(size, **cut), None)
-        form = {
-            "qwen3": lambda: (),
-            "qwen3_5": lambda: (module("weights").Format.published(config),),
-            "deepseek_v4": lambda: (module("places").Format(fp4_experts=True),),
-        }[recipe]()
-        sizes = sizes_of.decide_sizes(config, sizes_of.Options(device="cuda"), Device("cuda"))
-        self.buckets = buckets.up_to(sizes.max_rows, sizes.max_tokens)
-        self.plan = startup.make_plan(config, *form, sizes, self.buckets, H200)
-        room = 1 if recipe == "qwen3" else sizes_of.Room(1, 1)
-        null = Device("null")
-        self.model = startup.lay_out(config, *form, sizes, Arena(null, None), Stream(null), room)
+    def shape(self, tokens: int, rows: int) -> Shape:
+        return self.buckets.choose(tokens, rows)
 
-    def shape(self, tokens: int, rows: int) -> tuple[int, int, int]:
-        found: tuple[int, int, int] = self.buckets.choose(tokens, rows)
-        return found
-
-    def calls(self, shape: tuple[int, int, int]) -> list[Call]:
+    def calls(self, shape: Shape) -> list[Call]:
         """Of all layers, one after the other."""
         pack = NullPack(H200)
         self.model.forward(pack, *shape)
-        self.model.sample(pack, shape[1])
+        batch = self.model.batch
+        sample_rows(pack, batch.rows, batch.sampled, shape.rows)
         return pack.calls
 
 
@@ -69,9 +65,11 @@ def kinds(calls: Sequence[Call]) -> dict[tuple[str, Any], int]:
     return found
 
 
-@pytest.mark.parametrize(("recipe", "size", "points"), [("qwen3", "4B", QWEN3), ("qwen3_5", "4B", QWEN3_5)])
-def test_predictions_are_near_what_was_measured(recipe: str, size: str, points: list[Point]) -> None:
-    planned = Planned(recipe, size)
+@pytest.mark.parametrize(
+    ("recipe", "size", "points"), [(qwen3.RECIPE, "4B", QWEN3), (qwen3_5.RECIPE, "4B", QWEN3_5)]
+)
+def test_predictions_are_near_what_was_measured(recipe: Recipe[Any], size: str, points: list[Point]) -> None:
+    planned = Planned(recipe, recipe.published()[size])
     found = predictions(planned.plan.steps, H200)
     assert set(found) == set(planned.buckets.segments())
     for rows, context, prompt, measured in points:
@@ -82,12 +80,17 @@ def test_predictions_are_near_what_was_measured(recipe: str, size: str, points: 
 
 
 @pytest.mark.parametrize(
-    ("recipe", "size", "cut"),
-    [("qwen3", "0.6B", {}), ("qwen3_5", "0.8B", {}), ("deepseek_v4", "Flash", {"layers": 6})],
+    ("recipe", "config"),
+    [
+        (qwen3.RECIPE, qwen3.RECIPE.published()["0.6B"]),
+        (qwen3_5.RECIPE, qwen3_5.RECIPE.published()["0.8B"]),
+        (deepseek_v4.RECIPE, config_json("Flash", layers=6)),
+    ],
+    ids=["qwen3", "qwen3_5", "deepseek_v4"],
 )
-def test_the_traced_layers_stand_for_all(recipe: str, size: str, cut: dict[str, Any]) -> None:
+def test_the_traced_layers_stand_for_all(recipe: Recipe[Any], config: Json) -> None:
     """A plan traces one layer of each kind, and counts each of its calls as often as the model has such a layer."""
-    planned = Planned(recipe, size, **cut)
+    planned = Planned(recipe, config)
     for shape in (planned.shape(64, 2), planned.shape(4, 4)):
         traced, whole = kinds(planned.plan.steps[shape]), kinds(planned.calls(shape))
         assert traced == whole
@@ -95,6 +98,6 @@ def test_the_traced_layers_stand_for_all(recipe: str, size: str, cut: dict[str, 
 
 
 def test_nothing_is_predicted_for_kernels_that_nobody_measured() -> None:
-    steps = Planned("qwen3", "0.6B").plan.steps
+    steps = Planned(qwen3.RECIPE, qwen3.RECIPE.published()["0.6B"]).plan.steps
     assert not predictions(steps, Target(90, 132, gpu="another GPU"))
     assert not predictions(steps, Target(90, 132, gpu=H200.gpu, batch_invariant=True))

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from openinfer.kernels import Target
-from openinfer.recipes.engine.errors import UnsupportedModel
-from openinfer.recipes.qwen3_5.buckets import Boundaries
+from openinfer.recipes.engine import Source, UnsupportedModel
+from openinfer.recipes.engine.startup import kernel_specs
+from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.published import SIZES, config_json
-from openinfer.recipes.qwen3_5.startup import specs_of
+from openinfer.recipes.qwen3_5.states import Boundaries
 from openinfer.recipes.qwen3_5.weights import Format, Weights
 from openinfer.tensor import Arena, Device, bfloat16, float8_e4m3fn
 
@@ -35,7 +36,7 @@ def weights_of(config: Config) -> Weights:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_their_parameters(size: str) -> None:
-    config = Config.parse(config_json(size), None)
+    config = Config.parse(config_json(size))
     weights = weights_of(config)
     names = [*weights.loads, *weights.conversions]
     count = sum(math.prod(place.dst.shape) for place in names)
@@ -60,8 +61,8 @@ def test_the_mtp_head_takes_no_memory_unless_it_is_asked_for() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_published_sizes_have_a_plan_on_a_gpu(size: str, fp8: bool) -> None:
-    config = Config.parse(config_json(size, fp8=fp8), None)
-    specs = specs_of(config, Target(90, 132, cublas=True, gpu="NVIDIA H200"), max_num_seqs=32)
+    source, target = Source(config_json(size, fp8=fp8)), Target(90, 132, cublas=True, gpu="NVIDIA H200")
+    specs = kernel_specs(RECIPE, source, RECIPE.options(max_num_seqs=32), target)
     modules = {spec.module for spec in specs}
     assert any(module.startswith("openinfer.recipes.qwen3_5.device") for module in modules)
     assert len(specs) > 30
@@ -69,8 +70,8 @@ def test_published_sizes_have_a_plan_on_a_gpu(size: str, fp8: bool) -> None:
 
 @pytest.mark.parametrize("size", ["4B", "35B-A3B"])
 def test_block_scaled_checkpoints_keep_their_weights_in_one_byte(size: str) -> None:
-    plain = weights_of(Config.parse(config_json(size), None))
-    small = weights_of(Config.parse(config_json(size, fp8=True), None))
+    plain = weights_of(Config.parse(config_json(size)))
+    small = weights_of(Config.parse(config_json(size, fp8=True)))
     kept = {load.name for load in small.loads if load.dst.dtype != float8_e4m3fn}
     assert "model.language_model.layers.0.linear_attn.in_proj_a.weight" in kept
     assert "model.language_model.layers.3.self_attn.q_proj.weight" not in kept
@@ -88,7 +89,7 @@ def test_block_scaled_checkpoints_keep_their_weights_in_one_byte(size: str) -> N
 def test_flat_and_nested_configs_are_the_same_model() -> None:
     nested = config_json("4B")
     flat = {**nested["text_config"], "model_type": "qwen3_5_text", "tie_word_embeddings": True}
-    a, b = Config.parse(nested, None), Config.parse(flat, None)
+    a, b = Config.parse(nested), Config.parse(flat)
     assert (a.full, a.hidden_size, a.tie_word_embeddings) == (b.full, b.hidden_size, b.tie_word_embeddings)
     assert weights_of(a).loads[0].name == "model.language_model.embed_tokens.weight"
     assert weights_of(b).loads[0].name == "model.embed_tokens.weight"
@@ -116,11 +117,11 @@ def test_what_is_refused(change: dict[str, Any], names: str) -> None:
     raw = config_json("4B")
     raw["text_config"] |= change.pop("text", {})
     with pytest.raises(UnsupportedModel, match=names):
-        Config.parse({**raw, **change}, None)
+        Config.parse({**raw, **change})
 
 
 def test_projections_that_do_not_go_together_are_refused() -> None:
-    config = Config.parse(config_json("4B", fp8=True), None)
+    config = Config.parse(config_json("4B", fp8=True))
     published = Format.published(config)
     some = frozenset({"model.language_model.layers.3.self_attn.q_proj"})
     mixed = Format(published.prefix, some, True, True, False)

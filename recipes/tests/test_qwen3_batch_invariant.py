@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from typing import Any
 
 from openinfer.kernels import H200, KernelSpec, Launch, Target, predictions
-from openinfer.recipes.qwen3.config import Config
-from openinfer.recipes.qwen3.published import config_json
-from openinfer.recipes.qwen3.runner import Buckets
-from openinfer.recipes.qwen3.startup import Options, Plan, decide_sizes, kernel_specs, make_plan
+from openinfer.recipes.engine import Options, Source
+from openinfer.recipes.engine.limits import decide
+from openinfer.recipes.engine.startup import Plan, buckets_for, kernel_specs, make_plan, options_target
+from openinfer.recipes.qwen3 import RECIPE
 from openinfer.tensor import Device, Tensor
 
-CONFIG = Config.parse(config_json("4B"), None)
+SOURCE = Source(RECIPE.published()["4B"])
 FLAGS = {"device": "cuda", "batch_invariant": True}
 
 
 def plan(target: Target, **flags: Any) -> Plan:
     options = Options(**flags)
-    sizes = decide_sizes(CONFIG, options, Device("cuda"))
-    return make_plan(CONFIG, sizes, Buckets.up_to(sizes.max_rows, sizes.max_tokens), options.on(target))
+    blueprint = RECIPE.blueprint(SOURCE, options)
+    limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+    return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target))
 
 
 def kernels_by_use(found: Plan) -> dict[tuple[str, int], set[tuple[KernelSpec | str, ...]]]:
@@ -61,9 +61,8 @@ def test_nothing_is_split_over_programs() -> None:
     assert {"attend_long", "gemm_tma"} <= functions
 
 
-def test_a_wheel_can_carry_its_kernels_and_its_steps_are_not_held_to_the_usual_times(tmp_path: Any) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_json("4B")))
-    specs = kernel_specs(str(tmp_path), H200, **FLAGS)
+def test_a_wheel_can_carry_its_kernels_and_its_steps_are_not_held_to_the_usual_times() -> None:
+    specs = kernel_specs(RECIPE, SOURCE, Options(**FLAGS), H200)
     assert {spec.function for spec in specs} >= {"attend_long", "gemm_tma"}
-    target = Options(**FLAGS).on(H200)
+    target = options_target(Options(**FLAGS), H200)
     assert not predictions(plan(H200, **FLAGS).steps, target)

@@ -8,7 +8,7 @@ import pytest
 
 from openinfer.frontend.contract import Finished, Rejected, Request, Scheduled
 from openinfer.recipes.qwen3 import RECIPE
-from openinfer.recipes.qwen3.startup import build
+from openinfer.recipes.qwen3.recipe import build
 from openinfer.sampler import SamplingParams
 from openinfer.scheduler import Priority
 

@@ -27,6 +27,7 @@ import pytest
 from openinfer.frontend.http import create_app
 from openinfer.frontend.thread_driver import ThreadDriver
 from openinfer.graph import Readback
+from openinfer.recipes.engine import startup
 
 HERE = Path(__file__).parent
 
@@ -88,12 +89,15 @@ def run(
     model: str, rows: int, names: Sequence[str], bodies: list[Body], at_once: int
 ) -> tuple[list[Any], Any]:
     """The answers of an engine with these features in a server without a socket, and the engine, closed."""
-    startup = importlib.import_module(f"openinfer.recipes.{model}.startup")
+    recipe = importlib.import_module(f"openinfer.recipes.{model}").RECIPE
     made = []
 
     def build() -> Any:
-        path = str(F.MODELS[model].path)
-        made.append(startup.build(path, device="cpu", max_num_seqs=rows, **flags_of(names)))
+        made.append(
+            startup.build(
+                recipe, F.MODELS[model].path, device="cpu", max_num_seqs=rows, **flags_of(names)
+            ).engine
+        )
         if "preemption" in names:
             made[-1]._loop._policy = RESTLESS.Restless(made[-1]._loop._policy)
         return made[-1]
@@ -113,8 +117,8 @@ def run(
     answers = asyncio.run(main())
     (engine,) = made
     engine._loop.check()
-    engine._pool.check_integrity()
-    assert engine._pool.num_free == engine._pool.num_total, "blocks were not given back"
+    engine.pool.check_integrity()
+    assert engine.pool.num_free == engine.pool.num_total, "blocks were not given back"
     return answers, engine
 
 
@@ -242,14 +246,14 @@ def test_two_flags_of_an_engine_change_no_token(
 
 
 def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openinfer.recipes.qwen3.runner import Runner
+    from openinfer.graph.runner import Runner
 
     join = Runner._join
 
     def join_badly(self: Runner, seq: Any) -> None:
         join(self, seq)
         if seq.slot == 3:
-            self.model.rows.set("temperatures", seq.slot, 0.7)
+            self.model.batch.rows.set("temperatures", seq.slot, 0.7)
 
     found = alone("qwen3")
     bodies = [body_of("qwen3", n, found.asked(PAIRS[n], n)) for n in range(0, len(PAIRS), SHARE)]

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from openinfer.graph import StepPace
-from openinfer.graph.pace import OUTLIERS_KEPT, name_of
+from openinfer.graph.buckets import Shape
+from openinfer.graph.pace import OUTLIERS_KEPT
 
-SHAPE = (8, 8, 1)
+SHAPE = Shape(8, 8, 1)
 
 
 @dataclass
@@ -91,7 +92,7 @@ def test_steps_that_wait_for_the_host_or_have_no_prediction_are_not_counted() ->
     pace.join(1, 10)
     pace.change(np.array([1], np.int32), np.array([1], np.int32))
     pace.launch(SHAPE, timed=False)
-    pace.launch((16, 8, 16), timed=True)
+    pace.launch(Shape(16, 8, 16), timed=True)
     pace.launch(SHAPE, timed=True)
     assert [pace.result(s) for s in (9.0, 9.0, None)] == [None] * 3
     assert not pace.totals
@@ -99,7 +100,7 @@ def test_steps_that_wait_for_the_host_or_have_no_prediction_are_not_counted() ->
 
 def test_shapes_have_names_of_their_own() -> None:
     shapes = [(8, 8, 1), (16, 16, 1), (16, 8, 16), (16, 1, 16), (32, 8, 32)]
-    assert len({name_of(shape) for shape in shapes}) == len(shapes)
+    assert len({str(Shape(*shape)) for shape in shapes}) == len(shapes)
 
 
 def test_the_account_is_given_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

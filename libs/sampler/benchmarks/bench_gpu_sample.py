@@ -17,7 +17,8 @@ import numpy as np
 
 from openinfer.kernels import CudaDriver, LaunchPack, NullPack, Store, Target
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.gpu import adjustment_fields, adjustment_values, advance, sample, top_logprobs
+from openinfer.sampler.gpu import advance, sample, top_logprobs
+from openinfer.sampler.gpu.ops.adjustments import adjustment_fields, adjustment_values
 from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
 
 LOGITS = {"normal": (2.5, 0), "peaks": (2.5, 40), "flat": (0.1, 0)}

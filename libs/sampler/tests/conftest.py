@@ -22,8 +22,8 @@ from openinfer.kernels import (
     Store,
     Target,
 )
-from openinfer.sampler.gpu import Adjustment, adjustment_fields, adjustment_values
-from openinfer.sampler.gpu.ops.adjustments import adjust_row
+from openinfer.sampler.gpu import Adjustment
+from openinfer.sampler.gpu.ops.adjustments import adjust_row, adjustment_fields, adjustment_values
 from openinfer.sampler.noise import gumbel, hash_u32
 from openinfer.sampler.reference import choose, without
 from openinfer.tensor import Device, Stream, Tensor, TensorError
@@ -149,7 +149,7 @@ def step(request: pytest.FixtureRequest) -> Callable[..., Arrays]:
                 params, prompt, output = adjustment
                 values = adjustment_values(params, prompt, output, logits.shape[1])
                 for name, value in values.items():
-                    args[name][slots[r]] = value[0] if args[name].ndim == 1 else value
+                    args[name][slots[r]] = value
                 q_len = args["q_starts"][r + 1] - args["q_starts"][r]
                 args["seq_lens"][slots[r]] = len(prompt) + len(output) - q_len
         return args

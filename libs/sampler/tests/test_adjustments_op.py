@@ -8,9 +8,10 @@ from scipy import special, stats
 from openinfer.kernels import ContractError, CpuPack
 from openinfer.sampler import SamplingParams
 from openinfer.sampler import sample as sample_rows
-from openinfer.sampler.gpu import adjustment_fields, adjustment_values, advance, sample
+from openinfer.sampler.gpu import ADVANCE_FIELDS, SAMPLE_FIELDS, advance, sample
 from openinfer.sampler.gpu.ops import sample as sample_module
 from openinfer.sampler.gpu.ops import tiles
+from openinfer.sampler.gpu.ops.adjustments import adjustment_fields, adjustment_values
 from openinfer.tensor import Tensor
 
 VOCABULARY = 203
@@ -122,7 +123,7 @@ class Sequence:
     def join(self, state):
         values = adjustment_values(self.params, self.prompt, self.output, VOCABULARY)
         for name, value in values.items():
-            state[name][self.slot] = value[0] if state[name].ndim == 1 else value
+            state[name][self.slot] = value
         state["seq_lens"][self.slot] = len(self.prompt) + len(self.output) - 1
         state["alive"][self.slot] = 1
         state["temperatures"][self.slot] = self.params.temperature
@@ -175,7 +176,8 @@ def test_the_state_follows_sequences_that_join_leave_and_resume(step, rng, logit
 
 
 def names(op):
-    return op.contract.__annotations__.keys() - {"return"}
+    state = SAMPLE_FIELDS if op is sample else ADVANCE_FIELDS
+    return op.contract.__annotations__.keys() - {"return", "state"} | set(state)
 
 
 BASE = np.array([1.0, 0.6, 0.3, 0.0, -0.3, -0.7, -1.5], np.float32)
@@ -271,10 +273,11 @@ def test_fields_and_values_agree():
     values = adjustment_values(everything, [1], [2], VOCABULARY)
     assert values.keys() == fields.keys()
     for name, value in values.items():
-        assert (value.shape, value.dtype) == (fields[name].shape or (1,), fields[name].dtype), name
+        assert np.shape(value) == fields[name].shape, name
+        assert not isinstance(value, np.ndarray) or value.dtype == fields[name].dtype, name
     assert adjustment_values(SamplingParams(), [1, 2], [3], VOCABULARY) == {
-        "prompt_lens": [2],
-        "adjusts": [0],
+        "prompt_lens": 2,
+        "adjusts": 0,
     }
 
 

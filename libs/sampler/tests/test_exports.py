@@ -11,7 +11,8 @@ def test_all_is_sorted_and_nothing_else_leaks():
         for name, value in vars(sampler).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    assert sampler.__all__ == sorted(sampler.__all__)
+    # Constants, classes, functions, as the linter sorts them.
+    assert sampler.__all__ == sorted(sampler.__all__, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
     assert public == set(sampler.__all__)
 
 

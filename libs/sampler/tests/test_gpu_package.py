@@ -11,7 +11,8 @@ def test_all_is_sorted_and_nothing_else_leaks():
         for name, value in vars(gpu).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    assert gpu.__all__ == sorted(gpu.__all__)
+    # Constants, classes, functions, as the linter sorts them.
+    assert gpu.__all__ == sorted(gpu.__all__, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
     assert public == set(gpu.__all__)
     assert all(getattr(gpu, name).__doc__ for name in gpu.__all__)
 

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from openinfer.kernels import NullPack, Store, Target
-from openinfer.sampler.gpu import adjustment_fields, advance, sample, score, top_logprobs
+from openinfer.sampler.gpu import advance, sample, score, top_logprobs
+from openinfer.sampler.gpu.ops.adjustments import adjustment_fields
 from openinfer.tensor import Arena, Device, float32, int32
 
 ARCHS = (80, 90, 100, 120)

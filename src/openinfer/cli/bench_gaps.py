@@ -11,11 +11,11 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
+from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import percentile, progress, record, write
-from openinfer.frontend.contract import EngineSpec
+from openinfer.recipes.engine import steps
 from openinfer.tensor import Activity, ActivityRecorder
 
 LIMIT_US = 5.0
@@ -25,32 +25,31 @@ LISTED = 10
 Step = Sequence[Activity]
 
 
-def measure(args: argparse.Namespace, bench: ModuleType, spec: EngineSpec) -> int:
+def measure(args: argparse.Namespace, asked: Asked) -> int:
     """Profile the decode points; returns 0, 1 if a gap is too long. Raises ActivityNotAvailable without CUPTI."""
     points = args.points or ["decode:1,1024"]
-    parsed = [bench.parse(point) for point in points]
+    parsed = [steps.parse(point) for point in points]
     for text, (kind, _) in zip(points, parsed, strict=True):
         if kind != "decode":
             raise ValueError(f"--gaps of {text}: only decode steps are profiled")
-    if spec.kwargs.get("trace"):
+    if asked.options.trace:
         raise ValueError("--gaps and --trace both record through CUPTI: give one of them")
     recorder = ActivityRecorder()  # before there is a context
-    spec.kwargs["enable_prefix_caching"] = False
-    engine: Any = spec.build()
+    engine = without_prefix_cache(asked)
     results = []
     try:
-        profiler = bench.StepBench(engine, args.repeats)
+        profiler = steps.StepBench(engine, args.repeats)
         for text, point in zip(points, parsed, strict=True):
             profiler.check(point)
             recorder.pause()
             plain = profiler.decode(*point[1])["device_ms"]
             recorder.resume()
-            for how, steps in (
+            for how, activities in (
                 ("replayed alone", profiler.replays(recorder, *point[1])),
                 ("through the engine", profiler.served(recorder, *point[1])),
             ):
                 progress(f"{text}, {how}")
-                results.append({"point": text, "how": how, "device_ms": plain, **summary(steps)})
+                results.append({"point": text, "how": how, "device_ms": plain, **summary(activities)})
                 print(table(results[-1]), flush=True)
     finally:
         recorder.close()

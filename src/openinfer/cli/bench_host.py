@@ -50,15 +50,15 @@ def main(argv: list[str]) -> int:
 def engine_results(batches: tuple[int, ...] = (8, 256), steps: int = 2000) -> list[dict[str, Any]]:
     """Host work of decode steps, and of turns of two steps in which one sequence leaves and one joins; by recipe."""
     results = []
-    for recipe, module in bench_idle.recipes_that_can().items():
+    for name, recipe in bench_idle.recipes_that_can().items():
         for rows in batches:
-            progress(f"{recipe}, steps of {rows} rows")
-            times = bench_idle.measure(module, rows, steps=steps, changes=steps // 10)
+            progress(f"{name}, steps of {rows} rows")
+            times = bench_idle.measure(recipe, rows, steps=steps, changes=steps // 10)
             for what, us in (
                 ("decode step, nobody joins or leaves", times["steady"]),
                 ("two steps, one leaves and one of 1,000 joins", times["change"]),
             ):
-                results.append(_times(f"{recipe}: {what}", rows, us))
+                results.append(_times(f"{name}: {what}", rows, us))
     return results
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -15,6 +13,8 @@ from openinfer.cli import recipes
 from openinfer.frontend.contract import Request
 from openinfer.graph import StepGraphs
 from openinfer.kernels import Op
+from openinfer.recipes.engine import Recipe
+from openinfer.recipes.engine.idle import idle_engine
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus
 from openinfer.tensor import Device, Stream
@@ -24,11 +24,9 @@ PROMPT_LENS = range(64, 80)
 """Of one request after the other, so that a sixteenth of the rows gets a block in every step."""
 
 
-def recipes_that_can() -> dict[str, str]:
-    """By the names of the installed recipes, the module of each that has an `idle_engine`."""
-    found = {recipe.name: type(recipe).__module__.rpartition(".")[0] for recipe in recipes.installed()}
-    modules = {name: f"{package}.bench_host" for name, package in found.items()}
-    return {name: module for name, module in modules.items() if importlib.util.find_spec(module)}
+def recipes_that_can() -> dict[str, Recipe[Any]]:
+    """The installed recipes over our engine, by name."""
+    return {recipe.name: recipe for recipe in recipes.installed() if isinstance(recipe, Recipe)}
 
 
 class _Pack:
@@ -53,11 +51,11 @@ class IdleEngine:
     """The engine of a recipe, in which a launched segment does nothing: a row's token is always the same, and it runs
     on until `end_first` ends the oldest. Driver calls, which a GPU adds, are not in its times."""
 
-    def __init__(self, module: str, rows: int, device: Device = CPU) -> None:
+    def __init__(self, recipe: Recipe[Any], rows: int, device: Device = CPU) -> None:
         self._stream, self._rows, self._next = Stream(device), rows, 0
         graphs = _Graphs(device, self._stream, capture=False)
-        self.engine = importlib.import_module(module).idle_engine(rows, self._stream, _Pack(), graphs)
-        self._results = self.engine.runner.model.buffers.result
+        self.engine = idle_engine(recipe, rows, self._stream, _Pack(), graphs)
+        self._results = self.engine.runner.model.batch.sampled.result
         self._result = np.full((rows, 3), (7, RowStatus.RUNNING, 0), np.int32)
         self.end_first(False)
 
@@ -117,10 +115,10 @@ class IdleEngine:
 
 
 def measure(
-    module: str, rows: int, *, steps: int = 2000, changes: int = 200, waiting: int = 1000
+    recipe: Recipe[Any], rows: int, *, steps: int = 2000, changes: int = 200, waiting: int = 1000
 ) -> dict[str, list[float]]:
     """Microseconds of every step at a batch of `rows`: "steady" ones, and "change" turns while `waiting` queue."""
-    idle = IdleEngine(module, rows)
+    idle = IdleEngine(recipe, rows)
     idle.submit(rows)
     idle.fill()
     gc.collect()

@@ -10,15 +10,15 @@ import argparse
 import functools
 import logging
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 from openinfer.cli import bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall, Recorder, grouped
+from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
-from openinfer.frontend.contract import EngineSpec
 from openinfer.graph import StepGraphs
 from openinfer.kernels import Pack, Workload
+from openinfer.recipes.engine.segments import Segment, engine_segments
 from openinfer.tensor import Event, Stream
 
 CALLS = 32
@@ -28,7 +28,7 @@ WARM_UP = 2
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "bench ops", "segments", __doc__, _flags, _measure)
+    return bench_recipe.run(argv, "bench ops", __doc__, _flags, _measure)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -54,16 +54,15 @@ def machine(args: argparse.Namespace) -> Machine:
     return Machine(args.bandwidth * 1e12, args.tflops * 1e12)
 
 
-def _measure(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> int:
+def _measure(args: argparse.Namespace, asked: Asked) -> int:
     if args.repeats < 1:
         raise bench_recipe.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    spec.kwargs["enable_prefix_caching"] = False
-    engine: Any = spec.build()
+    engine = without_prefix_cache(asked)
     limits, results, seen = machine(args), [], set[str]()
     try:
         runner = engine.runner
-        for segment in segments.engine_segments(engine, args.context, args.tokens):
+        for segment in engine_segments(engine, args.context, args.tokens):
             for entry in measured(segment, runner.pack, runner.stream, args.repeats, limits, seen):
                 results.append(entry)
                 print(_line(entry), flush=True)
@@ -76,7 +75,7 @@ def _measure(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -
 
 
 def measured(
-    segment: Any, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
+    segment: Segment, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
 ) -> Iterator[dict[str, Any]]:
     """A ledger's entries for what a segment calls and `seen` has not yet: its keys are added."""
     recorder = Recorder()

@@ -1,23 +1,22 @@
-"""What step, ops and explain share: the recipe of a checkpoint, its flags, and the module of the recipe that helps."""
+"""What bench, compile, explain and tune share: a checkpoint's recipe, the flags of both, and errors as one line."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
+import dataclasses
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from openinfer.cli import recipes
-from openinfer.frontend.contract import EngineSpec
-from openinfer.frontend.recipe import Recipe
-from openinfer.kernels import KernelsError
-from openinfer.tensor import TensorError
+from openinfer.recipes.engine import Options, Recipe
+
+if TYPE_CHECKING:
+    from openinfer.recipes.engine.engine import Engine
 
 Flags = Callable[[argparse.ArgumentParser], None]
-Body = Callable[[argparse.Namespace, ModuleType, EngineSpec], int]
 
 
 class BadFlags(ValueError):
@@ -26,31 +25,54 @@ class BadFlags(ValueError):
     user_can_mend = True
 
 
-def run(argv: list[str], command: str, module: str, text: str | None, add: Flags, body: Body) -> int:
-    """Parse MODEL_DIR, the command's own flags and the recipe's, and call `body` with them, with the recipe's `module`
-    (beside the one that builds its engine) and with the engine's spec. Returns the exit code."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line named: a checkpoint, its recipe and the engine's options."""
+
+    recipe: Recipe[Any]
+    model_dir: Path
+    options: Options
+
+
+def without_prefix_cache(asked: Asked) -> Engine:
+    """Its engine, for measurements: a prompt that is found again would not be computed."""
+    from openinfer.recipes.engine.startup import build
+
+    flags = {field.name: getattr(asked.options, field.name) for field in dataclasses.fields(asked.options)}
+    return build(asked.recipe, asked.model_dir, **{**flags, "enable_prefix_caching": False}).engine
+
+
+Body = Callable[[argparse.Namespace, Asked], int]
+
+
+def run(argv: list[str], command: str, text: str | None, add: Flags, body: Body) -> int:
+    """Parse MODEL_DIR, the command's own flags and the recipe's, and call `body`. Returns the exit code."""
     if recipes.wants_help(argv):
         for recipe in recipes.installed():
-            print(f"With a {recipe.name} checkpoint:\n")
-            _parser(recipe, command, text, add).print_help()
+            if isinstance(recipe, Recipe):
+                print(f"With a {recipe.name} checkpoint:\n")
+                _parser(recipe, command, text, add).print_help()
         return 0
     model_dir = recipes.model_dir(command, argv)
     if model_dir is None:
         return 2
+    from openinfer.kernels import KernelsError
+    from openinfer.tensor import TensorError
+
     try:
-        recipe = recipes.find(model_dir)
-        args = _parser(recipe, command, text, add).parse_args(argv)
-        spec = recipe.engine_spec(model_dir, args)
-        name = spec.target.partition(":")[0].rpartition(".")[0] + "." + module
-        if importlib.util.find_spec(name) is None:
-            raise BadFlags(f"recipe {recipe.name!r} cannot do this: it has no {name}")
-        return body(args, importlib.import_module(name), spec)
+        found = recipes.find(model_dir)
+        if not isinstance(found, Recipe):
+            raise BadFlags(
+                f"recipe {found.name!r} has an engine of its own; {command} needs one of openinfer.recipes.engine"
+            )
+        args = _parser(found, command, text, add).parse_args(argv)
+        return body(args, Asked(found, model_dir, found.parsed(args)))
     except (ValueError, OSError, KernelsError, TensorError) as error:
         print(f"openinfer {command}: error: {error}", file=sys.stderr)
         return 1
 
 
-def _parser(recipe: Recipe, command: str, text: str | None, add: Flags) -> argparse.ArgumentParser:
+def _parser(recipe: Recipe[Any], command: str, text: str | None, add: Flags) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         f"openinfer {command}",
         description=text,

@@ -10,16 +10,16 @@ import argparse
 import json
 import logging
 from pathlib import Path
-from types import ModuleType
 
 from openinfer.cli import bench_gaps, bench_recipe
+from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import add_arguments, progress, record, write
-from openinfer.frontend.contract import EngineSpec
+from openinfer.recipes.engine import steps
 
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "bench step", "bench", __doc__, _flags, _measure)
+    return bench_recipe.run(argv, "bench step", __doc__, _flags, _measure)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +37,19 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
-def _measure(args: argparse.Namespace, bench: ModuleType, spec: EngineSpec) -> int:
-    points = args.points or [*bench.POINTS, *(bench.RECORD_POINTS if args.records else ())]
+def _measure(args: argparse.Namespace, asked: Asked) -> int:
+    points = args.points or [*steps.POINTS, *(steps.RECORD_POINTS if args.records else ())]
     for point in points:
-        bench.parse(point)
+        steps.parse(point)
     if args.repeats < 1:
         raise bench_recipe.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     if args.gaps:
-        return bench_gaps.measure(args, bench, spec)
-    spec.kwargs["enable_prefix_caching"] = False
-    engine = spec.build()
+        return bench_gaps.measure(args, asked)
+    engine = without_prefix_cache(asked)
     results = []
     try:
-        for result in bench.measure(engine, points, repeats=args.repeats):
+        for result in steps.measure(engine, points, repeats=args.repeats):
             progress(_line(result))
             results.append(result)
         compiles = engine.stats().compiles_after_ready

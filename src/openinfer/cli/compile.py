@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from openinfer.cli import recipes
-from openinfer.frontend.recipe import Recipe
-from openinfer.kernels import H200, KernelsError, KernelSpec, Store, Target
+from openinfer.cli import bench_recipe
+from openinfer.cli.bench_recipe import Asked
+from openinfer.kernels import H200, KernelSpec, Store, Target
 from openinfer.kernels.store import default_cache
-
-PROG = "openinfer compile"
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.startup import kernel_specs
 
 GPUS = {
     80: Target(80, 108, gpu="NVIDIA A100-SXM4-80GB"),
@@ -29,53 +28,23 @@ GPUS = {
 
 def main(argv: list[str]) -> int:
     """Compile; returns 0, 1 for what cannot be compiled, 2 for wrong arguments."""
-    if recipes.wants_help(argv):
-        for recipe in recipes.installed():
-            print(f"With a {recipe.name} checkpoint:\n")
-            _parser(recipe).print_help()
-        return 0
-    model_dir = recipes.model_dir("compile", argv)
-    if model_dir is None:
-        return 2
-    try:
-        recipe = recipes.find(model_dir)
-        return _compile(recipe, _parser(recipe).parse_args(argv))
-    except (ValueError, OSError, KernelsError) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
-        return 1
+    return bench_recipe.run(argv, "compile", __doc__, _flags, _compile)
 
 
-def _parser(recipe: Recipe) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        PROG,
-        description="Compile the kernels that an engine with these flags runs. Needs Triton, and no GPU.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "model_dir", type=Path, metavar="MODEL_DIR", help="checkpoint directory (config.json)"
-    )
-    parser.add_argument("--arch", type=int, required=True, metavar="N", help="compute capability: 90 is 9.0")
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="as the driver calls it; default: a common one of that N"
-    )
-    parser.add_argument("--num-sms", type=int, metavar="N", help="its multiprocessors; default: likewise")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help=f"cache to fill; default: {default_cache().parent}"
-    )
-    recipe.add_arguments(parser)
-    return parser
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--arch", type=int, required=True, metavar="N", help="compute capability: 90 is 9.0")
+    add("--gpu", metavar="NAME", help="as the driver calls it; default: a common one of that N")
+    add("--num-sms", type=int, metavar="N", help="its multiprocessors; default: likewise")
+    add("--out", type=Path, metavar="DIR", help=f"cache to fill; default: {default_cache().parent}")
 
 
-def _compile(recipe: Recipe, args: argparse.Namespace) -> int:
-    target = _target(args)
-    spec = recipe.engine_spec(args.model_dir, args)
-    module = importlib.import_module(spec.target.partition(":")[0])
-    if not hasattr(module, "kernel_specs"):
-        raise ValueError(f"recipe {recipe.name!r} cannot tell its kernels ahead of time")
+def _compile(args: argparse.Namespace, asked: Asked) -> int:
+    target, source = _target(args), Source.read(asked.model_dir)
     start = time.perf_counter()
     specs: list[KernelSpec] = []
     for cublas in (False, True):  # the GPU's machine may have cuBLAS or not
-        specs += module.kernel_specs(target=replace(target, cublas=cublas), **spec.kwargs)
+        specs += kernel_specs(asked.recipe, source, asked.options, replace(target, cublas=cublas))
     cache = default_cache() if args.out is None else args.out / "cubin"
     done = Store(target.arch, cache=cache).prepare(specs, _progress)
     seconds = time.perf_counter() - start

@@ -7,18 +7,17 @@ ledger of `openinfer bench ops --json` the measured times stand beside it, where
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from openinfer.cli import bench_ledger, bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
-from openinfer.frontend.contract import EngineSpec
+from openinfer.cli.bench_recipe import Asked
 from openinfer.kernels import H200, NullPack, Target
+from openinfer.recipes.engine import SetupError, Source
+from openinfer.recipes.engine.segments import Outline, Steps
 
 
 @dataclass(slots=True)
@@ -38,7 +37,7 @@ class Line:
 
 def main(argv: list[str]) -> int:
     """Print; returns 0, 1 for what cannot be explained, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "explain", "segments", __doc__, _flags, _explain)
+    return bench_recipe.run(argv, "explain", __doc__, _flags, _explain)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +65,13 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     machine_flags(parser)
 
 
-def _explain(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> int:
+def _explain(args: argparse.Namespace, asked: Asked) -> int:
     if args.prefill is not None and args.prefill < 1:
         raise bench_recipe.BadFlags(f"--prefill {args.prefill}: a prompt has at least one token")
-    outline = segments.Outline(target=H200, **_part(args.ranks, segments), **spec.kwargs)
+    if args.ranks < 1:
+        raise bench_recipe.BadFlags(f"--ranks {args.ranks}: a model is on at least one GPU")
+    source = Source.read(asked.model_dir)
+    outline = Outline(asked.recipe, source, asked.options, H200, ranks=args.ranks)
     measured = bench_ledger.load(args.ledger) if args.ledger else {}
     if args.prefill:
         title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)
@@ -87,17 +89,6 @@ def _explain(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -
     return 0
 
 
-def _part(ranks: int, segments: ModuleType) -> dict[str, int]:
-    """What an Outline is told of ranks: of one, nothing."""
-    if ranks == 1:
-        return {}
-    if ranks < 1:
-        raise bench_recipe.BadFlags(f"--ranks {ranks}: a model is on at least one GPU")
-    if "ranks" not in inspect.signature(segments.Outline).parameters:
-        raise bench_recipe.BadFlags(f"--ranks {ranks}: models of this recipe run on one GPU")
-    return {"ranks": ranks}
-
-
 def _pair(text: str) -> tuple[int, int]:
     numbers = [int(part) for part in text.split(",") if part.isdigit()]
     if len(numbers) != 2 or min(numbers) < 1:
@@ -105,7 +96,7 @@ def _pair(text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def trace(steps: list[list[Any]], target: Target, limits: Machine, measured: dict[str, float]) -> list[Line]:
+def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, float]) -> list[Line]:
     """The lines of a list of steps, each a list of segments, in the order in which ops are first called."""
     lines: dict[str, Line] = {}
     for segment in (segment for step in steps for segment in step):
@@ -155,16 +146,20 @@ def total(lines: list[Line]) -> Line:
     return Line("sum", *(sum(getattr(line, name) for line in lines) for name in names))
 
 
-def memory(outline: Any, gpu_bytes: float, utilization: float) -> str:
+def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
     """The memory plan as text: what is fixed, and the cache that the rest holds."""
     rows = [f"memory of {gpu_bytes / 1e9:.1f} GB, of which {utilization:.0%} are used:"]
     rows += [f"  {name:<26} {size / 1e9:>8.3f} GB" for name, size in outline.memory.items()]
-    room = gpu_bytes * utilization - sum(outline.memory.values())
-    pages = min(max(0, int(room // outline.page_bytes)), outline.max_pages)
-    rows.append(
-        f"  {'cache':<26} {pages * outline.page_bytes / 1e9:>8.3f} GB: {pages} pages of {outline.page_tokens} "
-        f"tokens, {pages * outline.page_tokens} tokens"
-    )
+    try:
+        pool = outline.cache(int(gpu_bytes * utilization) - sum(outline.memory.values()))
+    except SetupError as error:
+        return "\n".join([*rows, f"  {error}"])
+    rows += [
+        f"  {f'cache: {group.name}':<26} {group.num_blocks * group.block_bytes / 1e9:>8.3f} GB: {group.num_blocks - 1} "
+        f"blocks of {group.block_size} tokens"
+        for group in pool.groups
+    ]
+    rows.append(f"  the longest sequence that fits alone has {min(pool.capacity_tokens, 1 << 40)} tokens")
     return "\n".join(rows)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import importlib.util
 import json
 import os
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from openinfer.cli import bench_idle
 from openinfer.cli.http_check import check_server
 
 Result = dict[str, Any]
@@ -84,17 +84,17 @@ def _reference(recipe: str, folder: Path, shape: str = "4b") -> Result:
     return {"ok": done.returncode == 0, "shape": shape}
 
 
-def _gates(recipe: str, folder: Path, **flags: str) -> Result:
-    gate = importlib.import_module(f"openinfer.recipes.{recipe}.gate")
-    startup = importlib.import_module(f"openinfer.recipes.{recipe}.startup")
-    sequences = gate.load_reference(folder / "reference.npz")
-    engine = startup.build(str(folder), enable_prefix_caching=False, **flags)
-    verdicts = []
-    for verdict in gate.run(engine.runner, sequences):
+def _gates(recipe: str, folder: Path, **flags: Any) -> Result:
+    from openinfer.recipes.engine import gate
+    from openinfer.recipes.engine.verdict import load_reference
+
+    engine, blueprint = _build(recipe, folder, **flags)
+    sequences = blueprint.comparable(load_reference(folder / "reference.npz"))
+    verdicts, controls = [], []
+    for verdict in (*gate.run(engine, sequences), *blueprint.checks(engine, sequences)):
         print(verdict, flush=True)
         verdicts.append(verdict)
-    controls = []
-    for verdict in gate.negative_controls(engine.runner, sequences):
+    for verdict in gate.negative_controls(engine, sequences, blueprint.controls(engine.runner.model)):
         print(verdict, flush=True)
         controls.append(verdict)
     engine.close()
@@ -105,11 +105,17 @@ def _gates(recipe: str, folder: Path, **flags: str) -> Result:
     }
 
 
+def _build(recipe: str, folder: Path, **flags: Any) -> Any:
+    from openinfer.recipes.engine.startup import build
+
+    return build(bench_idle.recipes_that_can()[recipe], folder, **flags)
+
+
 def _bench(recipe: str, folder: Path) -> Result:
-    startup = importlib.import_module(f"openinfer.recipes.{recipe}.startup")
-    module = importlib.import_module(f"openinfer.recipes.{recipe}.bench")
-    engine = startup.build(str(folder), enable_prefix_caching=False)
-    figures = list(module.measure(engine, ["decode:1,1024", "prefill:1024"]))
+    from openinfer.recipes.engine import steps
+
+    engine, _ = _build(recipe, folder, enable_prefix_caching=False)
+    figures = list(steps.measure(engine, ["decode:1,1024", "prefill:1024"]))
     compiles = engine.stats().compiles_after_ready
     engine.close()
     return {"ok": compiles == 0, "compiles_after_ready": compiles, "points": figures}
@@ -127,19 +133,19 @@ def gates(work: Path) -> Result:
 
 def long(work: Path) -> Result:
     """The accuracy gate with pages of 64 tokens: every path again, and prompts up to the model's maximum."""
-    from openinfer.recipes.qwen3 import gate
-    from openinfer.recipes.qwen3.startup import build
+    from openinfer.recipes.engine import gate
+    from openinfer.recipes.engine.verdict import load_reference
 
     folder = work / "model"
     script = [sys.executable, "scripts/qwen3_reference.py", "--long", "--out", str(folder)]
     script += ["--shape", os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")]
     if subprocess.run(script, check=False).returncode:
         return {"ok": False, "why": "no reference for long prompts"}
-    engine = build(str(folder), enable_prefix_caching=False, block_size=64)
+    engine, _ = _build("qwen3", folder, block_size=64)
     verdicts = []
     for verdict in (
-        *gate.run(engine.runner, gate.load_reference(folder / "reference.npz")),
-        *gate.run_long(engine.runner, gate.load_reference(folder / "long.npz")),
+        *gate.run(engine, load_reference(folder / "reference.npz")),
+        *gate.run_long(engine, load_reference(folder / "long.npz")),
     ):
         print(verdict, flush=True)
         verdicts.append(verdict)

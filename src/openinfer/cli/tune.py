@@ -10,15 +10,16 @@ import argparse
 import math
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from openinfer.cli import bench_recipe
 from openinfer.cli.bench_ledger import Recorder
+from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.bench_record import add_arguments, progress, record, write
-from openinfer.frontend.contract import EngineSpec
 from openinfer.kernels import H200, tuner, tuning
 from openinfer.kernels.tuner import DeviceMeter, Measured, Shape, entry
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.segments import Outline
 from openinfer.tensor import ProgressBar, float32
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -28,7 +29,7 @@ LINEAR = ("norm_linear", "linear_add", "gate_up_silu")
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "tune", "segments", __doc__, _flags, _tune)
+    return bench_recipe.run(argv, "tune", __doc__, _flags, _tune)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +49,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
-def _tune(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> int:
+def _tune(args: argparse.Namespace, asked: Asked) -> int:
     if min(args.tokens) < 1:
         raise bench_recipe.BadFlags(f"--tokens {args.tokens}: they must be at least 1")
-    shapes = shapes_of(segments.Outline(target=H200, **spec.kwargs))
+    shapes = shapes_of(Outline(asked.recipe, Source.read(asked.model_dir), asked.options, H200))
     meter = DeviceMeter()
     gpu = meter.target.gpu
     file = args.out or tuning.table_file(tuning.user_tables(), gpu)
@@ -72,10 +73,10 @@ def _tune(args: argparse.Namespace, segments: ModuleType, spec: EngineSpec) -> i
     return 0
 
 
-def shapes_of(outline: Any) -> list[Shape]:
+def shapes_of(outline: Outline) -> list[Shape]:
     """The linear layers of a model, by a trace of its largest step."""
     recorder = Recorder()
-    for segment in outline.prefill(outline.buckets.mixed_tokens[-1])[0]:
+    for segment in outline.prefill(outline.buckets.max_tokens)[0]:
         segment.run(recorder)
     found: dict[Shape, None] = {}
     for op, args in recorder.calls:

@@ -1,5 +1,6 @@
 """The batch on the device, and captured steps over it."""
 
+from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.errors import FieldError, GraphError, RingFull, UnknownStep
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
@@ -8,12 +9,14 @@ from openinfer.graph.steps import StepGraphs, bucket_for
 from openinfer.graph.trace import StepTrace
 
 __all__ = [
+    "Buckets",
     "Field",
     "FieldError",
     "GraphError",
     "Readback",
     "RingFull",
     "Rows",
+    "Shape",
     "StepGraphs",
     "StepPace",
     "StepTrace",

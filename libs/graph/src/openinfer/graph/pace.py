@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from openinfer.graph.buckets import Shape
+
 log = logging.getLogger("openinfer.graph")
 
 OUTLIER = 2.0
@@ -19,21 +21,12 @@ OUTLIERS_KEPT = 8
 TOLD_EVERY_S = 0.5
 """Between two accounts of all shapes, while there is work."""
 
-Shape = tuple[int, int, int]
-"""Tokens, rows and longest row of a step; what its graph is recorded under."""
-
 
 class Predicted(Protocol):
     """How long a step of one shape should take; openinfer.kernels.Prediction is one."""
 
     def seconds(self, kv_tokens: int, qk_pairs: int) -> float:
         """With so many cached tokens to read and (query, key) pairs to score, summed over the rows."""
-
-
-def name_of(shape: Shape) -> str:
-    """In words."""
-    tokens, rows, longest = shape
-    return f"decode, {rows} rows" if longest == 1 else f"{tokens} tokens, {rows} rows"
 
 
 class Timed(NamedTuple):
@@ -47,7 +40,7 @@ class Timed(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.measured_s * 1e3:.2f} ms where {self.predicted_s * 1e3:.2f} were predicted "
-            f"({name_of(self.shape)}, {self.kv_tokens} cached tokens)"
+            f"({self.shape}, {self.kv_tokens} cached tokens)"
         )
 
 
@@ -137,7 +130,7 @@ class StepPace:
         if not self.totals or (not whole and now - self._told < TOLD_EVERY_S):
             return []
         self._told = now
-        return [(name_of(shape), total) for shape, total in self.totals.items()]
+        return [(str(shape), total) for shape, total in self.totals.items()]
 
     def _settle(self) -> None:
         """Bring the lengths up to the steps that were launched."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
 from openinfer.kernels.target import Target
 
 log = logging.getLogger("openinfer.kernels")
+
+Shape = TypeVar("Shape", bound=tuple[int, int, int])
 
 _FAR = 1 << 20  # tokens and pairs, for the slope of a cost
 _TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on the line to be taken for one
@@ -89,9 +91,7 @@ class Prediction(NamedTuple):
         return total
 
 
-def predictions(
-    steps: Mapping[tuple[int, int, int], Sequence[Call]], target: Target | None
-) -> dict[tuple[int, int, int], Prediction]:
+def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) -> dict[Shape, Prediction]:
     """Of steps by their shapes (tokens, rows, longest row), each with the calls of all its segments; none where nobody
     has fitted speeds, to that GPU or to batch-invariant kernels, which the log says; nor without a target (a CPU)."""
     if target is None:
@@ -102,7 +102,7 @@ def predictions(
             "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
         )
         return {}
-    return {shape: Prediction.of(calls, *shape[:2], speed) for shape, calls in steps.items()}
+    return {shape: Prediction.of(calls, shape[0], shape[1], speed) for shape, calls in steps.items()}
 
 
 def _slope(none: Cost, far: Cost) -> tuple[float, float]:

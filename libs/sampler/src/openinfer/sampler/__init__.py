@@ -10,10 +10,11 @@ from openinfer.sampler.errors import (
     SamplerError,
 )
 from openinfer.sampler.noise import fresh_seed, gumbel, hash_u32, seed_words
-from openinfer.sampler.params import SamplingParams
+from openinfer.sampler.params import MAX_LOGPROBS, SamplingParams
 from openinfer.sampler.reference import Samples, sample, sample_arrays
 
 __all__ = [
+    "MAX_LOGPROBS",
     "GrammarFailed",
     "GrammarTimeout",
     "InvalidGrammar",

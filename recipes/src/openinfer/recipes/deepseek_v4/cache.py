@@ -20,6 +20,10 @@ to. So every multiple of 128 tokens is a place where a cached prefix can end: th
 it, and so are the states."""
 
 
+TABLES = ("window_tables", "entry_tables")
+"""The row fields with their block tables."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cache:
     """The tensors of both groups, page-first; layers of a kind in their order. States are float32 (ops.compress)."""

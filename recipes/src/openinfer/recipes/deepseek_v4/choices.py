@@ -16,6 +16,9 @@ import numpy as np
 
 from openinfer.kernels.authoring import Op, Pack, f32, hadamard, q4, rounded
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
+from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.forced import Forced
+from openinfer.recipes.engine.verdict import Reference
 from openinfer.tensor import Stream, Tensor
 
 Array = np.ndarray[Any, Any]
@@ -61,6 +64,18 @@ class Choices:
             f"{self.others} not among the best, "
             f"short by {self.shortfall:.5f} (<= {self.near}) of the scores' deviation"
         )
+
+
+def choices(engine: Engine, reference: Reference, *, quantized: bool, steps: int = 4) -> Iterator[Choices]:
+    """The indexer's and the router's choices in a prompt's chunks and in a few decode steps after it."""
+    witness = Witness(engine.runner.pack, engine.runner.stream, quantized=quantized)
+    forced = Forced(engine, engine.runner.eager(witness))
+    row = forced.join(1, reference.tokens)
+    forced.feed(row, reference.first, engine.runner.buckets.max_tokens)
+    for _ in range(steps):
+        forced.step([(row, 1)])
+    forced.leave()
+    yield from (witness.entries, witness.experts)
 
 
 class Witness:

@@ -6,13 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, load_config, shown
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 CSA, HCA = 4, 128
@@ -140,12 +139,7 @@ class Config:
         return itemsize * (self.count(CSA) * csa + self.count(HCA) * PAGE // HCA * self.head_dim)
 
     @classmethod
-    def load(cls, model_dir: Path) -> Config:
-        """Read config.json (and the eos ids of generation_config.json, if there is one). Raises UnsupportedModel."""
-        return cls.parse(*load_config(model_dir))
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: int | list[int] | None) -> Config:
+    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
         """From the parsed config.json; eos None: that of config.json. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         fields.is_all({"model_type": "deepseek_v4"}, "this recipe runs")

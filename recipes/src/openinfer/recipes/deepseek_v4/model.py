@@ -5,14 +5,14 @@ Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from openinfer.graph import Rows
+from openinfer.graph.runner import Batch, States
 from openinfer.kernels import (
     Pack,
     embed,
-    expand_rows,
     experts,
     gate_up_clamped,
     norm_linear,
@@ -20,8 +20,8 @@ from openinfer.kernels import (
     route,
     select_rows,
 )
-from openinfer.recipes.deepseek_v4.batch import Buffers
-from openinfer.recipes.deepseek_v4.cache import Cache
+from openinfer.recipes.deepseek_v4.buffers import Buffers
+from openinfer.recipes.deepseek_v4.cache import TABLES, Cache
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
@@ -30,8 +30,7 @@ from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.recipes.deepseek_v4.places import Linear, Mixing
 from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Layer, Sparse, Weights
-from openinfer.sampler.gpu import advance, sample, score, top_logprobs
-from openinfer.tensor import Tensor
+from openinfer.tensor import Stream, Tensor
 
 
 class Step(NamedTuple):
@@ -53,32 +52,33 @@ class Model:
     cache: Cache
     cos_sin: Tensor
     compress_cos_sin: Tensor
-    rows: Rows
+    batch: Batch
     buffers: Buffers
     quantized: bool
+    states: States | None = None
+    tables: Sequence[str | None] = TABLES
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, n D]: what `head` needs of each token."""
+        return self.buffers.streams.reshape(self.buffers.streams.shape[0], -1)
 
     def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
         """Tokens of the step to logits of each row's last token; what layers keep of them goes to the cache."""
-        w, b, rows, t, r = self.weights, self.buffers, self.rows, num_tokens, num_rows
-        streams, q_starts = b.streams[:t], rows["q_starts"][: r + 1]
-        expand_rows(
-            pack,
-            token_ids=b.token_ids[:t],
-            positions=b.positions[:t],
-            token_slots=b.token_slots[:t],
-            prompt=rows["prompt"][:t],
-            slots=rows["slots"][:r],
-            q_starts=q_starts,
-            seq_lens=rows["seq_lens"],
-            last_tokens=rows["last_tokens"],
-            alive=rows["alive"],
-        )
-        embed(pack, out=b.y[:t], token_ids=b.token_ids[:t], table=w.embed)
+        w, b, batch, t, r = self.weights, self.buffers, self.batch, num_tokens, num_rows
+        streams = b.streams[:t]
+        embed(pack, out=b.y[:t], token_ids=batch.expand(pack, t, r), table=w.embed)
         spread(pack, streams=streams, x=b.y[:t], add=False)
         for layer in w.layers:
             self.layer(pack, layer, Step(t, r, max_q_len), self.cache.window[:, layer.index])
-        select_rows(pack, out=b.last[:r], x=streams.reshape(t, -1), q_starts=q_starts)
-        self.head(pack, w.head, w.norm, r)
+        q_starts = batch.rows["q_starts"][: r + 1]
+        select_rows(pack, out=batch.last[:r], x=streams.reshape(t, -1), q_starts=q_starts)
+        self.head(pack, r)
 
     def layer(self, pack: Pack, layer: Layer, step: Step, kv: Tensor) -> None:
         """Each sublayer reads one mixture of the streams, and is mixed into all of them. kv: its raw vectors."""
@@ -110,9 +110,9 @@ class Model:
 
     def _attention(self, pack: Pack, attention: Attention, place: int, step: Step, kv: Tensor) -> None:
         """y = attention over the window's raw vectors and the layer's entries."""
-        c, b, rows, t = self.config, self.buffers, self.rows, step.tokens
+        c, b, batch, t = self.config, self.buffers, self.batch, step.tokens
         cos_sin = self.cos_sin if attention.entries is None else self.compress_cos_sin
-        q, positions = b.q[:t], b.positions[:t]
+        q, rows, positions = b.q[:t], batch.rows, batch.positions[:t]
         self._project(pack, b.qkv[:t], b.rounded[:t], attention.into)
         q_kv_write(
             pack,
@@ -123,7 +123,7 @@ class Model:
             kv_norm=attention.kv_norm,
             cos_sin=cos_sin,
             positions=positions,
-            token_slots=b.token_slots[:t],
+            token_slots=batch.token_slots[:t],
             block_tables=rows["window_tables"],
             eps=c.rms_norm_eps,
             quantized=self.quantized,
@@ -147,7 +147,7 @@ class Model:
             sinks=attention.sinks,
             cos_sin=cos_sin,
             positions=positions,
-            token_slots=b.token_slots[:t],
+            token_slots=batch.token_slots[:t],
             kv_tables=rows["window_tables"],
             entry_tables=rows["entry_tables"],
             scale=c.head_dim**-0.5,
@@ -169,7 +169,7 @@ class Model:
 
     def _select(self, pack: Pack, sparse: Sparse, place: int, step: Step) -> Tensor:
         """The entries of a CSA layer; `selected` = those that each token attends to."""
-        c, b, rows, t, cache = self.config, self.buffers, self.rows, step.tokens, self.cache
+        c, b, batch, t, cache = self.config, self.buffers, self.batch, step.tokens, self.cache
         entries, keys = cache.csa_entries[:, place], cache.index_keys[:, place]
         wide = _flat(b.compressing, t, sparse.into.shape[0])
         main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
@@ -186,9 +186,9 @@ class Model:
             weights=wide[:, index : index + c.index_heads],
             keys=keys,
             cos_sin=self.compress_cos_sin,
-            positions=b.positions[:t],
-            token_slots=b.token_slots[:t],
-            block_tables=rows["entry_tables"],
+            positions=batch.positions[:t],
+            token_slots=batch.token_slots[:t],
+            block_tables=batch.rows["entry_tables"],
             scale=(c.index_dim * c.index_heads) ** -0.5,
             quantized=self.quantized,
         )
@@ -204,7 +204,7 @@ class Model:
         rounding: str,
         step: Step,
     ) -> None:
-        rows, r = self.rows, step.rows
+        rows, r = self.batch.rows, step.rows
         compress(
             pack,
             az=az,
@@ -226,7 +226,7 @@ class Model:
 
     def _mixture(self, pack: Pack, layer: Layer, t: int) -> None:
         """y = the experts of each token, and the one that all go through."""
-        c, b, m = self.config, self.buffers, layer.mixture
+        c, b, batch, m = self.config, self.buffers, self.batch, layer.mixture
         ids, weights = b.expert_ids[:t], b.expert_weights[:t]
         self._project(pack, b.router[:t], b.normed[:t], Linear(m.router, None))
         route(
@@ -236,8 +236,8 @@ class Model:
             logits=b.router[:t, : c.num_experts],
             bias=m.bias,
             table=m.table,
-            token_ids=b.token_ids[:t],
-            token_slots=b.token_slots[:t],
+            token_ids=batch.token_ids[:t],
+            token_slots=batch.token_slots[:t],
             scaling=c.routed_scaling_factor,
             first_expert=c.first_expert,
             num_experts=c.local_experts,
@@ -275,13 +275,13 @@ class Model:
             pack, out=out, x=x, weight=weight, scales=scales, groups=1, rounded_x=rounded, quantized=False
         )
 
-    def head(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
-        """local_logits = of the streams in `last`."""
-        c, b = self.config, self.buffers
+    def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
+        """local_logits = of the streams in `batch.last`."""
+        c, b, last = self.config, self.buffers, self.batch.last
         hc_head(
             pack,
             out=b.collapsed[:r],
-            streams=b.last[:r].reshape(r, c.hc_mult, -1),
+            streams=last[:r].reshape(r, c.hc_mult, -1),
             fn=mixing.fn,
             base=mixing.base,
             scale=mixing.scale,
@@ -297,94 +297,13 @@ class Model:
             eps=c.rms_norm_eps,
         )
 
-    def sample(self, pack: Pack, num_rows: int) -> None:
-        """Logits to tokens; ends rows; moves the state of live rows past the step."""
-        b, rows, r = self.buffers, self.rows, num_rows
-        logits, tokens, logprobs = b.logits[:r], b.tokens[:r], b.logprobs[:r]
-        slots, q_starts, emits = rows["slots"][:r], rows["q_starts"][: r + 1], rows["emits"][:r]
-        seq_lens, alive = rows["seq_lens"], rows["alive"]
-        sample(
-            pack,
-            tokens=tokens,
-            logprobs=logprobs,
-            logits=logits,
-            slots=slots,
-            q_starts=q_starts,
-            seq_lens=seq_lens,
-            alive=alive,
-            emits=emits,
-            temperatures=rows["temperatures"],
-            top_ks=rows["top_ks"],
-            top_ps=rows["top_ps"],
-            min_ps=rows["min_ps"],
-            seeds=rows["seeds"],
-            min_lens=rows["min_lens"],
-            stop_ids=rows["stop_ids"],
-            adjusts=rows["adjusts"],
-            prompt_lens=rows["prompt_lens"],
-            penalties=rows["penalties"],
-            prompt_masks=rows["prompt_masks"],
-            output_counts=rows["output_counts"],
-            recent_tokens=rows["recent_tokens"],
-            allowed_masks=rows["allowed_masks"],
-            bias_ids=rows["bias_ids"],
-            biases=rows["biases"],
-            bad_words=rows["bad_words"],
-        )
-        top_logprobs(
-            pack,
-            ids=b.top_ids[:r],
-            values=b.top_values[:r],
-            logits=logits,
-            slots=slots,
-            alive=alive,
-            emits=emits,
-            num_logprobs=rows["num_logprobs"],
-        )
-        advance(
-            pack,
-            result=b.result[:r],
-            tokens=tokens,
-            logprobs=logprobs,
-            slots=slots,
-            q_starts=q_starts,
-            emits=emits,
-            alive=alive,
-            seq_lens=seq_lens,
-            last_tokens=rows["last_tokens"],
-            limits=rows["limits"],
-            min_lens=rows["min_lens"],
-            stop_ids=rows["stop_ids"],
-            adjusts=rows["adjusts"],
-            output_counts=rows["output_counts"],
-            recent_tokens=rows["recent_tokens"],
-        )
+    def head(self, pack: Pack, num_rows: int) -> None:
+        """Logits of the streams in `batch.last`."""
+        self.logits_of(pack, self.weights.head, self.weights.norm, num_rows)
 
-    def score(self, pack: Pack, offset: int) -> None:
-        """Log-probabilities of the prompt tokens from `offset` on that a step is asked about, as many as the buffer of
-        logits has rows. After forward and sample of the step: it takes their hidden states and their buffers."""
-        b, w, rows = self.buffers, self.weights, self.rows
-        size, streams = b.logits.shape[0], b.streams.reshape(b.streams.shape[0], -1)
-        part, tops = slice(offset, offset + size), rows["score_tops"][offset : offset + size]
-        select_rows(pack, out=b.last, x=streams, q_starts=rows["score_after"][offset : offset + size + 1])
-        self.head(pack, w.head, w.norm, size)
-        score(
-            pack,
-            logprobs=b.score_logprobs[part],
-            ranks=b.score_ranks[part],
-            logits=b.logits,
-            targets=rows["score_targets"][part],
-        )
-        top_logprobs(
-            pack,
-            ids=b.score_top_ids[part],
-            values=b.score_top_values[part],
-            logits=b.logits,
-            slots=rows["score_rows"],
-            alive=tops,
-            emits=tops,
-            num_logprobs=tops,
-        )
+    def clear(self, stream: Stream) -> None:
+        """Zero the padding pages."""
+        self.cache.zero_(stream, pages=1)
 
 
 def _flat(buffer: Tensor, tokens: int, columns: int) -> Tensor:

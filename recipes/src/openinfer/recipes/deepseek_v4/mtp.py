@@ -13,7 +13,7 @@ from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import spread
 from openinfer.recipes.deepseek_v4.places import Linear
 from openinfer.recipes.deepseek_v4.weights import Mtp
-from openinfer.tensor import Arena, Tensor
+from openinfer.tensor import Arena, Tensor, int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Further:
         b, pages = model.buffers, model.cache.window.shape[0]
         kv = arena.alloc((pages, PAGE, model.config.head_dim), b.streams.dtype, "MTP window")
         streams = arena.alloc(b.streams.shape, b.streams.dtype, "MTP streams")
-        return cls(model, model.weights.mtp, arena.alloc(b.token_ids.shape, b.token_ids.dtype), kv, streams)
+        return cls(model, model.weights.mtp, arena.alloc(model.batch.token_ids.shape, int32), kv, streams)
 
     def forward(self, pack: Pack, step: Step) -> None:
         """Between forward and sample of a step: streams of the main model's last layer to those of this one, in
@@ -56,8 +56,8 @@ class Further:
         """Logits after the tokens ends[1:] - 1 (int32 [R + 1], as q_starts), in the model's buffer of logits."""
         b, rows = self.model.buffers, ends.shape[0] - 1
         streams = b.streams.reshape(b.streams.shape[0], -1)
-        select_rows(pack, out=b.last[:rows], x=streams, q_starts=ends)
-        self.model.head(pack, self.mtp.head, self.mtp.norm, rows)
+        select_rows(pack, out=self.model.batch.last[:rows], x=streams, q_starts=ends)
+        self.model.logits_of(pack, self.mtp.head, self.mtp.norm, rows)
 
     def _normed(self, pack: Pack, out: Tensor, x: Tensor, weight: Tensor) -> None:
         eps, quantized = self.model.config.rms_norm_eps, self.model.quantized

@@ -2,112 +2,55 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from openinfer.recipes.deepseek_v4.options import DeepseekOptions
+from openinfer.recipes.deepseek_v4.published import SIZES, config_json
+from openinfer.recipes.engine import Recipe, Source
 
 if TYPE_CHECKING:
-    from openinfer.frontend.contract import EngineSpec
+    from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
+    from openinfer.recipes.engine.engine import Engine
+
+SMALL = {
+    "hidden_size": 128, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128], "num_attention_heads": 2,
+    "head_dim": 128, "q_lora_rank": 128, "o_groups": 2, "o_lora_rank": 64, "index_n_heads": 16, "index_head_dim": 64,
+    "index_topk": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "num_hash_layers": 1, "vocab_size": 1024, "max_position_embeddings": 8192,
+}  # fmt: skip
 
 
-class DeepseekV4Recipe:
+class DeepseekV4Recipe(Recipe[DeepseekOptions]):
     """Serves DeepSeek-V4 checkpoints."""
 
-    name = "deepseek_v4"
+    name, options, target = "deepseek_v4", DeepseekOptions, "openinfer.recipes.deepseek_v4.recipe:build"
+    small: Mapping[str, Any] = {**config_json("Flash", layers=3), **SMALL}
 
-    def matches(self, config: Mapping[str, object]) -> bool:
+    def matches(self, config: Mapping[str, Any]) -> bool:
         """Whether config.json is a DeepSeek-V4's."""
         return config.get("model_type") == "deepseek_v4"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The engine's flags, named as users of vLLM know them."""
-        add = parser.add_argument_group("engine (deepseek_v4)").add_argument
-        add(
-            "--device",
-            default="auto",
-            help="auto (a GPU if there is one), cuda, cuda:N or cpu; default: %(default)s",
-        )
-        add(
-            "--dtype",
-            choices=("auto", "bfloat16", "float32"),
-            default="auto",
-            help="auto, bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
-        )
-        add(
-            "--max-model-len",
-            type=int,
-            help="tokens of a sequence, prompt and output; default: what the model and the cache allow",
-        )
-        add("--max-num-seqs", type=int, default=256, help="sequences that run at once; default: %(default)s")
-        add(
-            "--max-num-batched-tokens",
-            type=int,
-            help="tokens of a step; default: 2048 on a GPU, 512 on a CPU",
-        )
-        add(
-            "--max-num-queued-reqs",
-            type=int,
-            default=1024,
-            help="requests that may wait; default: %(default)s",
-        )
-        self._add_memory(add)
+    def blueprint(self, source: Source, options: DeepseekOptions, *, ranks: int = 1) -> DeepseekV4:
+        """The model of a source. Without a checkpoint its experts are in FP4, as the published ones are."""
+        from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
+        from openinfer.recipes.deepseek_v4.config import Config
+        from openinfer.recipes.deepseek_v4.places import Format
 
-    def _add_memory(self, add: Callable[..., argparse.Action]) -> None:
-        """What memory is used for, and how steps are run."""
-        add(
-            "--gpu-memory-utilization",
-            type=float,
-            default=0.9,
-            help="part of the GPU's memory to take; default: %(default)s",
-        )
-        add(
-            "--kv-cache-memory-bytes",
-            type=int,
-            help="both groups of the cache in bytes, instead of what the memory leaves (cpu: 2 GiB)",
-        )
-        add(
-            "--activation-quantization",
-            choices=("on", "off"),
-            default="on",
-            help="on: round activations, cached vectors and the indexer to FP8 and FP4 where the published code does, "
-            "for which the weights were trained; default: %(default)s",
-        )
-        add(
-            "--enforce-eager",
-            action="store_true",
-            help="launch kernels one by one instead of replaying graphs",
-        )
-        add(
-            "--enable-prefix-caching",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="share cached prefixes",
-        )
-        add(
-            "--scheduling-policy",
-            default="fcfs",
-            help="fcfs, priority, fair-share, deadline, longest-prefix, or your own as MODULE:FUNCTION (called with "
-            "max_batched_tokens=N); options behind commas, as in deadline,ttft_s=0.2,tpot_s=0.02; default: %(default)s",
-        )
-        add(
-            "--trace",
-            metavar="FILE",
-            help="write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
-            "kernels (through CUPTI, where it is installed); steps get slower",
-        )
+        config = Config.parse(source.config, source.eos).of_rank(0, ranks)
+        form = Format.of(source.checkpoint) if source.checkpoint else Format(fp4_experts=True)
+        return DeepseekV4(config, form, options)
 
-    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
-        """All the flags above, by name."""
-        names = (
-            "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs",
-            "gpu_memory_utilization", "kv_cache_memory_bytes", "activation_quantization", "enforce_eager",
-            "enable_prefix_caching", "scheduling_policy", "trace",
-        )  # fmt: skip
-        kwargs = {"model_dir": str(model_dir), **{name: getattr(args, name) for name in names}}
-        from openinfer.frontend.contract import EngineSpec
-
-        return EngineSpec("openinfer.recipes.deepseek_v4.startup:build", kwargs)
+    def published(self) -> Mapping[str, Mapping[str, Any]]:
+        """The published sizes."""
+        return {size: config_json(size) for size in SIZES}
 
 
 RECIPE = DeepseekV4Recipe()
+
+
+def build(model_dir: str, **flags: Any) -> Engine:
+    """The engine for a checkpoint directory; `flags` are DeepseekOptions' fields."""
+    from openinfer.recipes.engine import startup
+
+    return startup.build(RECIPE, model_dir, **flags).engine

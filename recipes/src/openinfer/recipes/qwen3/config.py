@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, load_config, shown
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 
@@ -44,14 +43,8 @@ class Config:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     @classmethod
-    def load(cls, model_dir: Path) -> Config:
-        """Read config.json (and the eos ids of generation_config.json, if there is one). Raises UnsupportedModel."""
-        raw, eos = load_config(model_dir)
-        return cls.parse(raw, raw.get("eos_token_id") if eos is None else eos)
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: int | list[int] | None) -> Config:
-        """From the parsed config.json. Raises UnsupportedModel naming the key."""
+    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
+        """From the parsed config.json; eos None: those of config.json. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         _refuse(fields)
         heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
@@ -76,7 +69,7 @@ class Config:
             windows=_windows(fields),
             inv_freq=inv_freq,
             rope_scale=rope_scale,
-            eos_token_ids=eos_ids(eos, vocab),
+            eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
         )
 
     def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -2,114 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from openinfer.recipes.engine import Options, Recipe, SetupError, Source
+from openinfer.recipes.qwen3.published import SIZES, config_json
 
 if TYPE_CHECKING:
-    from openinfer.frontend.contract import EngineSpec
+    from openinfer.recipes.engine.engine import Engine
+    from openinfer.recipes.qwen3.blueprint import Qwen3
 
 
-class Qwen3Recipe:
+class Qwen3Recipe(Recipe[Options]):
     """Serves dense Qwen3 checkpoints."""
 
-    name = "qwen3"
+    name, options, target = "qwen3", Options, "openinfer.recipes.qwen3.recipe:build"
+    small: Mapping[str, Any] = {
+        "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+        "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 16, "vocab_size": 1024,
+        "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    }  # fmt: skip
 
-    def matches(self, config: Mapping[str, object]) -> bool:
+    def matches(self, config: Mapping[str, Any]) -> bool:
         """Whether config.json is a dense Qwen3's."""
         return config.get("model_type") == "qwen3"
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The engine's flags, named as users of vLLM know them."""
-        add = parser.add_argument_group("engine (qwen3)").add_argument
-        add(
-            "--device",
-            default="auto",
-            help="auto (a GPU if there is one), cuda, cuda:N or cpu; default: %(default)s",
-        )
-        add(
-            "--dtype",
-            choices=("auto", "bfloat16", "float32"),
-            default="auto",
-            help="auto, bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
-        )
-        add(
-            "--max-model-len",
-            type=int,
-            help="tokens of a sequence, prompt and output; default: what the model and the cache allow",
-        )
-        add("--max-num-seqs", type=int, default=256, help="sequences that run at once; default: %(default)s")
-        add(
-            "--max-num-batched-tokens",
-            type=int,
-            help="tokens of a step; default: 2048 on a GPU, 512 on a CPU",
-        )
-        add(
-            "--max-num-queued-reqs",
-            type=int,
-            default=1024,
-            help="requests that may wait; default: %(default)s",
-        )
-        add(
-            "--gpu-memory-utilization",
-            type=float,
-            default=0.9,
-            help="part of the GPU's memory to take; default: %(default)s",
-        )
-        add(
-            "--kv-cache-memory-bytes",
-            type=int,
-            help="KV cache in bytes, instead of what the memory leaves (cpu: 2 GiB)",
-        )
-        add(
-            "--block-size",
-            type=int,
-            default=16,
-            help="tokens of a cache page: 16, 32 or 64; default: %(default)s",
-        )
-        add(
-            "--enforce-eager",
-            action="store_true",
-            help="launch kernels one by one instead of replaying graphs",
-        )
-        add(
-            "--enable-prefix-caching",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help="share cached prefixes",
-        )
-        add(
-            "--scheduling-policy",
-            default="fcfs",
-            help="fcfs, priority, fair-share, deadline, longest-prefix, or your own as MODULE:FUNCTION (called with "
-            "max_batched_tokens=N); options behind commas, as in deadline,ttft_s=0.2,tpot_s=0.02; default: %(default)s",
-        )
+    def blueprint(self, source: Source, options: Options, *, ranks: int = 1) -> Qwen3:
+        """The model of a source."""
+        from openinfer.recipes.qwen3.blueprint import Qwen3
+        from openinfer.recipes.qwen3.config import Config
 
-        add(
-            "--batch-invariant",
-            action="store_true",
-            help="one kernel an op and no splits, so that a row's logits are the same bits whatever else is in its "
-            "steps; slower on a GPU, and so always on a CPU",
-        )
-        add(
-            "--trace",
-            metavar="FILE",
-            help="write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
-            "kernels (through CUPTI, where it is installed); steps get slower",
-        )
+        if ranks != 1:
+            raise SetupError(f"{ranks} ranks: qwen3 runs on one GPU")
+        return Qwen3(Config.parse(source.config, source.eos), options.block_size)
 
-    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
-        """All the flags above, by name."""
-        names = (
-            "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs",
-            "gpu_memory_utilization", "kv_cache_memory_bytes", "block_size", "enforce_eager", "enable_prefix_caching",
-            "scheduling_policy", "trace", "batch_invariant",
-        )  # fmt: skip
-        kwargs = {"model_dir": str(model_dir), **{name: getattr(args, name) for name in names}}
-        from openinfer.frontend.contract import EngineSpec
-
-        return EngineSpec("openinfer.recipes.qwen3.startup:build", kwargs)
+    def published(self) -> Mapping[str, Mapping[str, Any]]:
+        """The published sizes."""
+        return {size: config_json(size) for size in SIZES}
 
 
 RECIPE = Qwen3Recipe()
+
+
+def build(model_dir: str, **flags: Any) -> Engine:
+    """The engine for a checkpoint directory; `flags` are Options' fields."""
+    from openinfer.recipes.engine import startup
+
+    return startup.build(RECIPE, model_dir, **flags).engine

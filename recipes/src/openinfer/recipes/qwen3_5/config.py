@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, load_config, shown
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -95,12 +94,7 @@ class Config:
         return self.num_linear * (recurrent + self.conv_kernel * self.conv_size * itemsize)
 
     @classmethod
-    def load(cls, model_dir: Path) -> Config:
-        """Read config.json (and the eos ids of generation_config.json, if there is one). Raises UnsupportedModel."""
-        return cls.parse(*load_config(model_dir))
-
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: int | list[int] | None) -> Config:
+    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
         """From the parsed config.json, nested or flat; eos None: those of config.json. Raises UnsupportedModel naming
         the key."""
         whole, model_type = Fields(raw), raw.get("model_type")

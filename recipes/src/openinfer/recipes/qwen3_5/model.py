@@ -1,17 +1,19 @@
-"""Qwen3.5, as a straight list of op calls: two segments of a step, `forward` and `sample`; and `score`, for prompts.
-
-Written once, run by every pack. Shapes: T tokens of the step, R rows (sequences) in it, S slots.
+"""Qwen3.5 as a straight list of op calls. Written once, run by every pack.
+Shapes: T tokens of the step, R rows (sequences) in it, S slots.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from openinfer.graph import Rows
+import numpy as np
+
+from openinfer.graph.runner import Batch
 from openinfer.kernels import (
     Pack,
     embed,
-    expand_rows,
     experts_add,
     gate_up_silu,
     linear_add,
@@ -19,14 +21,62 @@ from openinfer.kernels import (
     route_topk,
     select_rows,
 )
-from openinfer.recipes.qwen3_5.batch import Buffers
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
+from openinfer.recipes.qwen3_5.states import States
 from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
-from openinfer.sampler.gpu import advance, sample, score, top_logprobs
-from openinfer.tensor import Tensor
+from openinfer.tensor import Arena, Stream, Tensor, int32
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Activations, allocated once for the largest step; a smaller step uses their first rows. `ba`, `router` and the
+    experts' are one element wide where the model has no use for them."""
+
+    x: Tensor
+    qkv: Tensor
+    heads: Tensor
+    mixed: Tensor
+    values: Tensor
+    mlp: Tensor
+    ba: Tensor
+    router: Tensor
+    expert_ids: Tensor
+    expert_weights: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        config: Config,
+        weights: Weights,
+        arena: Arena,
+        dtype: np.dtype[Any],
+        max_tokens: int,
+    ) -> Buffers:
+        """For steps of at most max_tokens tokens."""
+        mixers = [layer.mixer for layer in weights.layers]
+        delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))
+        mlp, experts = weights.layers[0].mlp, config.experts
+        router = mlp.router.weight.shape[0] if isinstance(mlp, Mixture) else 1
+        chosen = experts.chosen if experts else 1
+
+        def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
+            return arena.alloc((max_tokens, width), kind)
+
+        return cls(
+            x=by_token(config.hidden_size),
+            qkv=by_token(config.qkv_size),
+            heads=by_token(config.num_heads * config.head_dim),
+            mixed=by_token(delta.in_proj.weight.shape[0]),
+            values=by_token(config.z_size),
+            mlp=by_token(experts.shared_size if experts else config.intermediate_size),
+            ba=by_token(delta.ba.weight.shape[0] if delta.ba else 1),
+            router=by_token(router),
+            expert_ids=by_token(chosen, int32),
+            expert_weights=by_token(chosen),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +85,7 @@ class Model:
 
     kv [pages, full layers, 2, G, page_size, d], state float32 [blocks, linear layers, Hv, dk, dv] and conv_state
     [blocks, linear layers, K, C]: page-first, so that a page or a block holds all layers. cos_sin float32
-    [max_model_len, 2, rotary_dim / 2]. max_snapshots: of a row in a step.
+    [max_model_len, 2, rotary_dim / 2].
     """
 
     config: Config
@@ -44,27 +94,26 @@ class Model:
     state: Tensor
     conv_state: Tensor
     cos_sin: Tensor
-    rows: Rows
+    batch: Batch
     buffers: Buffers
-    max_snapshots: int
+    states: States
+    tables: Sequence[str | None] = ("block_tables", None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, H]: what `head` needs of each token."""
+        return self.buffers.x
 
     def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
         """Tokens of the step to logits of each row's last token; keys and values go to the cache, states move on."""
-        c, w, b, rows, t, r = self.config, self.weights, self.buffers, self.rows, num_tokens, num_rows
-        x, q_starts = b.x[:t], rows["q_starts"][: r + 1]
-        expand_rows(
-            pack,
-            token_ids=b.token_ids[:t],
-            positions=b.positions[:t],
-            token_slots=b.token_slots[:t],
-            prompt=rows["prompt"][:t],
-            slots=rows["slots"][:r],
-            q_starts=q_starts,
-            seq_lens=rows["seq_lens"],
-            last_tokens=rows["last_tokens"],
-            alive=rows["alive"],
-        )
-        embed(pack, out=x, token_ids=b.token_ids[:t], table=w.embed)
+        w, batch, t, r = self.weights, self.batch, num_tokens, num_rows
+        x = self.buffers.x[:t]
+        embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         full = linear = 0
         for layer in w.layers:
             if isinstance(layer.mixer, Attention):
@@ -74,16 +123,31 @@ class Model:
                 self._delta_net(pack, layer.input_norm, layer.mixer, linear, t, r, max_q_len)
                 linear += 1
             self._mlp(pack, layer, t)
-        select_rows(pack, out=b.last[:r], x=x, q_starts=q_starts)
+        select_rows(pack, out=batch.last[:r], x=x, q_starts=batch.rows["q_starts"][: r + 1])
+        self.head(pack, r)
+
+    def head(self, pack: Pack, num_rows: int) -> None:
+        """Logits of the hidden states in `batch.last`."""
+        w, r = self.weights, num_rows
         norm_linear(
-            pack, out=b.logits[:r], x=b.last[:r], norm_weight=w.norm, weight=w.lm_head, eps=c.rms_norm_eps
+            pack,
+            out=self.batch.logits[:r],
+            x=self.batch.last[:r],
+            norm_weight=w.norm,
+            weight=w.lm_head,
+            eps=self.config.rms_norm_eps,
         )
+
+    def clear(self, stream: Stream) -> None:
+        """Zero the padding page and the padding block of state."""
+        for memory in (self.kv, self.state, self.conv_state):
+            memory[0].zero_(stream)
 
     def _attention(
         self, pack: Pack, norm: Tensor, mixer: Attention, kv: Tensor, t: int, r: int, max_q_len: int
     ) -> None:
         """x += the gated full attention of its norm."""
-        c, b, rows = self.config, self.buffers, self.rows
+        c, b, batch = self.config, self.buffers, self.batch
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
         norm_linear(
             pack,
@@ -102,13 +166,8 @@ class Model:
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,
             cos_sin=self.cos_sin,
-            positions=b.positions[:t],
-            token_slots=b.token_slots[:t],
-            slots=rows["slots"][:r],
-            q_starts=rows["q_starts"][: r + 1],
-            seq_lens=rows["seq_lens"],
-            alive=rows["alive"],
-            block_tables=rows["block_tables"],
+            block_tables=batch.rows["block_tables"],
+            **batch.step(t, r),
             eps=c.rms_norm_eps,
             scale=c.head_dim**-0.5,
             max_q_len=max_q_len,
@@ -119,7 +178,7 @@ class Model:
         self, pack: Pack, norm: Tensor, mixer: DeltaNet, index: int, t: int, r: int, max_q_len: int
     ) -> None:
         """x += the gated delta net of its norm; `index`: of the layer among its kind."""
-        c, b, rows = self.config, self.buffers, self.rows
+        c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
         x, mixed = b.x[:t], b.mixed[:t]
         into = mixer.in_proj
         norm_linear(
@@ -154,8 +213,8 @@ class Model:
             alive=rows["alive"],
             state_from=rows["state_from"],
             state_to=rows["state_to"],
-            snapshot_ends=rows["snapshot_ends"][: r * self.max_snapshots].reshape(r, -1),
-            snapshot_blocks=rows["snapshot_blocks"][: r * self.max_snapshots].reshape(r, -1),
+            snapshot_ends=rows["snapshot_ends"][: r * most].reshape(r, -1),
+            snapshot_blocks=rows["snapshot_blocks"][: r * most].reshape(r, -1),
             eps=c.rms_norm_eps,
             max_q_len=max_q_len,
         )
@@ -181,7 +240,7 @@ class Model:
             expert_ids=ids,
             expert_weights=weights,
             logits=router[:, :count],
-            token_slots=b.token_slots[:t],
+            token_slots=self.batch.token_slots[:t],
         )
         experts_add(
             pack,
@@ -196,97 +255,6 @@ class Model:
             eps=eps,
         )
         linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales)
-
-    def sample(self, pack: Pack, num_rows: int) -> None:
-        """Logits to tokens; ends rows; moves the state of live rows past the step."""
-        b, rows, r = self.buffers, self.rows, num_rows
-        logits, tokens, logprobs = b.logits[:r], b.tokens[:r], b.logprobs[:r]
-        slots, q_starts, emits = rows["slots"][:r], rows["q_starts"][: r + 1], rows["emits"][:r]
-        seq_lens, alive = rows["seq_lens"], rows["alive"]
-        sample(
-            pack,
-            tokens=tokens,
-            logprobs=logprobs,
-            logits=logits,
-            slots=slots,
-            q_starts=q_starts,
-            seq_lens=seq_lens,
-            alive=alive,
-            emits=emits,
-            temperatures=rows["temperatures"],
-            top_ks=rows["top_ks"],
-            top_ps=rows["top_ps"],
-            min_ps=rows["min_ps"],
-            seeds=rows["seeds"],
-            min_lens=rows["min_lens"],
-            stop_ids=rows["stop_ids"],
-            adjusts=rows["adjusts"],
-            prompt_lens=rows["prompt_lens"],
-            penalties=rows["penalties"],
-            prompt_masks=rows["prompt_masks"],
-            output_counts=rows["output_counts"],
-            recent_tokens=rows["recent_tokens"],
-            allowed_masks=rows["allowed_masks"],
-            bias_ids=rows["bias_ids"],
-            biases=rows["biases"],
-            bad_words=rows["bad_words"],
-        )
-        top_logprobs(
-            pack,
-            ids=b.top_ids[:r],
-            values=b.top_values[:r],
-            logits=logits,
-            slots=slots,
-            alive=alive,
-            emits=emits,
-            num_logprobs=rows["num_logprobs"],
-        )
-        advance(
-            pack,
-            result=b.result[:r],
-            tokens=tokens,
-            logprobs=logprobs,
-            slots=slots,
-            q_starts=q_starts,
-            emits=emits,
-            alive=alive,
-            seq_lens=seq_lens,
-            last_tokens=rows["last_tokens"],
-            limits=rows["limits"],
-            min_lens=rows["min_lens"],
-            stop_ids=rows["stop_ids"],
-            adjusts=rows["adjusts"],
-            output_counts=rows["output_counts"],
-            recent_tokens=rows["recent_tokens"],
-        )
-
-    def score(self, pack: Pack, offset: int) -> None:
-        """Log-probabilities of the prompt tokens from `offset` on that a step is asked about, as many as the buffer of
-        logits has rows. After forward and sample of the step: it takes their hidden states and their buffers."""
-        b, w, rows = self.buffers, self.weights, self.rows
-        size = b.logits.shape[0]
-        part, tops = slice(offset, offset + size), rows["score_tops"][offset : offset + size]
-        select_rows(pack, out=b.last, x=b.x, q_starts=rows["score_after"][offset : offset + size + 1])
-        norm_linear(
-            pack, out=b.logits, x=b.last, norm_weight=w.norm, weight=w.lm_head, eps=self.config.rms_norm_eps
-        )
-        score(
-            pack,
-            logprobs=b.score_logprobs[part],
-            ranks=b.score_ranks[part],
-            logits=b.logits,
-            targets=rows["score_targets"][part],
-        )
-        top_logprobs(
-            pack,
-            ids=b.score_top_ids[part],
-            values=b.score_top_values[part],
-            logits=b.logits,
-            slots=rows["score_rows"],
-            alive=tops,
-            emits=tops,
-            num_logprobs=tops,
-        )
 
 
 def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.qwen3_5.config import Config, Experts
 from openinfer.tensor import (
     Arena,

@@ -51,34 +51,36 @@ def adjustment_fields(vocabulary: int) -> list[SlotField]:
 
 def adjustment_values(
     params: SamplingParams, prompt: Sequence[int], output: Sequence[int], vocabulary: int
-) -> dict[str, Array]:
-    """What to write at the slot of a sequence that joins: arrays by field of `adjustment_fields`, one of [1] for those
-    of no axis.
+) -> dict[str, float | Array]:
+    """What to write at the slot of a sequence that joins, by field of `adjustment_fields`: a number for a field of no
+    axis, else an array.
 
     prompt: ids of the prompt; output: ids generated before, which a sequence has that was preempted. Ids must be below
     `vocabulary`. What is not named may stay as it is in the slot.
     """
     flags = Adjustment(0)
-    values: dict[str, Array] = {"prompt_lens": np.array([len(prompt)], np.int32)}
+    values: dict[str, float | Array] = {"prompt_lens": len(prompt)}
     if params.allowed_token_ids:
         flags |= Adjustment.ALLOWED
         values["allowed_masks"] = _mask(params.allowed_token_ids, vocabulary)
     if params.bad_words_token_ids:
         flags |= Adjustment.BAD_WORDS
-        values["bad_words"] = words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), -1, np.int32)
+        words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH), -1, np.int32)
+        values["bad_words"] = words
         for row, word in zip(words, params.bad_words_token_ids, strict=False):
             row[-len(word) :] = word
         if output:
-            values["recent_tokens"] = recent = np.zeros(MAX_BAD_WORD_LENGTH, np.int32)
+            recent = np.zeros(MAX_BAD_WORD_LENGTH, np.int32)
+            values["recent_tokens"] = recent
             last = np.array(output[-MAX_BAD_WORD_LENGTH:], np.int32)
             end = len(prompt) + len(output)
             recent[np.arange(end - len(last), end) % MAX_BAD_WORD_LENGTH] = last
     if params.logit_bias:
         flags |= Adjustment.BIAS
-        values["bias_ids"] = np.full(MAX_LOGIT_BIASES, -1, np.int32)
-        values["biases"] = np.zeros(MAX_LOGIT_BIASES, np.float32)
+        ids, biases = np.full(MAX_LOGIT_BIASES, -1, np.int32), np.zeros(MAX_LOGIT_BIASES, np.float32)
         count = len(params.logit_bias)
-        values["bias_ids"][:count], values["biases"][:count] = zip(*params.logit_bias, strict=True)
+        ids[:count], biases[:count] = zip(*params.logit_bias, strict=True)
+        values |= {"bias_ids": ids, "biases": biases}
     if params.has_penalties:
         flags |= Adjustment.PENALTIES
         values["penalties"] = np.array(
@@ -88,7 +90,7 @@ def adjustment_values(
         if output:
             counts = np.bincount(np.array(output), minlength=2 * count_words(vocabulary))
             values["output_counts"] = np.minimum(counts, 0xFFFF).astype(np.uint16).view(np.int32)
-    values["adjusts"] = np.array([flags], np.int32)
+    values["adjusts"] = int(flags)
     return values
 
 

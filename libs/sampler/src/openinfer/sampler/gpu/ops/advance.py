@@ -8,6 +8,7 @@ import numpy as np
 
 from openinfer.kernels.authoring import Command, Cost, Op, Target, Workload, expect, launch
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
+from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, expect_state
 from openinfer.tensor import Tensor, float32, int32
 
 
@@ -22,12 +23,7 @@ def _contract(
     alive: Tensor,
     seq_lens: Tensor,
     last_tokens: Tensor,
-    limits: Tensor,
-    min_lens: Tensor,
-    stop_ids: Tensor,
-    adjusts: Tensor,
-    output_counts: Tensor,
-    recent_tokens: Tensor,
+    **state: Tensor,
 ) -> None:
     """Move the state of a step's live rows past it, and write result int32 [R, 3]: token, RowStatus, bits of
     the logprob.
@@ -55,12 +51,7 @@ def _contract(
     expect("emits", emits, (rows,), int32)
     for name, tensor in (("alive", alive), ("seq_lens", seq_lens), ("last_tokens", last_tokens)):
         expect(name, tensor, (size,), int32)
-    expect("limits", limits, (size,), int32)
-    expect("min_lens", min_lens, (size,), int32)
-    expect("stop_ids", stop_ids, (size, -1), int32)
-    expect("adjusts", adjusts, (size,), int32)
-    expect("output_counts", output_counts, (size, -1), int32)
-    expect("recent_tokens", recent_tokens, (size, -1), int32)
+    expect_state(state, ADVANCE_FIELDS, size)
 
 
 def _reference(
@@ -74,13 +65,9 @@ def _reference(
     alive: Array,
     seq_lens: Array,
     last_tokens: Array,
-    limits: Array,
-    min_lens: Array,
-    stop_ids: Array,
-    adjusts: Array,
-    output_counts: Array,
-    recent_tokens: Array,
+    **state: Array,
 ) -> None:
+    limits, min_lens, stop_ids, adjusts, output_counts, recent_tokens = (state[n] for n in ADVANCE_FIELDS)
     result[:] = NO_TOKEN, RowStatus.IDLE, 0
     q_lens = np.diff(q_starts)
     rows = np.flatnonzero((alive[slots] != 0) & (q_lens > 0))
@@ -119,12 +106,7 @@ def _launches(
     alive: Tensor,
     seq_lens: Tensor,
     last_tokens: Tensor,
-    limits: Tensor,
-    min_lens: Tensor,
-    stop_ids: Tensor,
-    adjusts: Tensor,
-    output_counts: Tensor,
-    recent_tokens: Tensor,
+    **state: Tensor,
 ) -> Iterator[Command]:
     rows, block = slots.shape[0], 128
     yield launch(
@@ -141,16 +123,11 @@ def _launches(
             "alive": alive,
             "seq_lens": seq_lens,
             "last_tokens": last_tokens,
-            "limits": limits,
-            "min_lens": min_lens,
-            "stop_ids": stop_ids,
-            "adjusts": adjusts,
-            "output_counts": output_counts,
-            "recent_tokens": recent_tokens,
+            **{name: state[name] for name in ADVANCE_FIELDS},
             "rows": rows,
-            "stop_width": stop_ids.shape[1],
-            "count_width": output_counts.shape[1],
-            "recent": recent_tokens.shape[1],
+            "stop_width": state["stop_ids"].shape[1],
+            "count_width": state["output_counts"].shape[1],
+            "recent": state["recent_tokens"].shape[1],
         },
         {
             "BLOCK": block,

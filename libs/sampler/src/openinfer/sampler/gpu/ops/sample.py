@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import Aligned, Command, Cost, Op, Scratch, Target, Workload, expect, launch
-from openinfer.sampler.gpu.ops.adjustments import adjust_row, count_words, mask_words
+from openinfer.sampler.gpu.ops.adjustments import adjust_row
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array
+from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, SAMPLE_FIELDS, expect_state
 from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
 from openinfer.sampler.params import GREEDY_TEMPERATURE
 from openinfer.sampler.reference import choose, log_sum_exp, without
@@ -44,23 +45,7 @@ def _contract(
     seq_lens: Tensor,
     alive: Tensor,
     emits: Tensor,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    min_ps: Tensor,
-    seeds: Tensor,
-    min_lens: Tensor,
-    stop_ids: Tensor,
-    adjusts: Tensor,
-    prompt_lens: Tensor,
-    penalties: Tensor,
-    prompt_masks: Tensor,
-    output_counts: Tensor,
-    recent_tokens: Tensor,
-    allowed_masks: Tensor,
-    bias_ids: Tensor,
-    biases: Tensor,
-    bad_words: Tensor,
+    **state: Tensor,
 ) -> None:
     """Draw tokens int32 [R] from logits float32 [R, V], with the meaning of
     `openinfer.sampler.sample_arrays`.
@@ -80,7 +65,7 @@ def _contract(
     float32 [S, B]. PENALTIES: penalties float32 [S, 3] (repetition, frequency, presence); prompt_masks int32
     [S, (V + 31) // 32]; output_counts int32 [S, (V + 1) // 2], two 16-bit counts a word, the lower first. A row
     at position prompt_lens[slot] (int32 [S]) has no output: its counts are set to zero here, whatever they were.
-    `adjustment_values` makes what a sequence that joins has to write; `advance` keeps output_counts and
+    `values` makes what a sequence that joins has to write; `advance` keeps output_counts and
     recent_tokens.
 
     logprobs float32 [R] are the chosen tokens' under the raw logits. A row that does not sample gets token -1
@@ -94,28 +79,11 @@ def _contract(
     expect("slots", slots, (rows,), int32)
     expect("q_starts", q_starts, (rows + 1,), int32)
     expect("emits", emits, (rows,), int32)
-    for name, tensor in (
-        ("seq_lens", seq_lens),
-        ("alive", alive),
-        ("top_ks", top_ks),
-        ("min_lens", min_lens),
-    ):
+    for name, tensor in (("seq_lens", seq_lens), ("alive", alive)):
         expect(name, tensor, (size,), int32)
-    for name, tensor in (("temperatures", temperatures), ("top_ps", top_ps), ("min_ps", min_ps)):
-        expect(name, tensor, (size,), float32)
-    expect("seeds", seeds, (size, 2), int32)
-    expect("stop_ids", stop_ids, (size, -1), int32)
-    for name, tensor in (("adjusts", adjusts), ("prompt_lens", prompt_lens)):
-        expect(name, tensor, (size,), int32)
-    vocabulary = logits.shape[1]
-    expect("penalties", penalties, (size, 3), float32)
-    expect("prompt_masks", prompt_masks, (size, mask_words(vocabulary)), int32)
-    expect("output_counts", output_counts, (size, count_words(vocabulary)), int32)
-    expect("allowed_masks", allowed_masks, (size, mask_words(vocabulary)), int32)
-    expect("bias_ids", bias_ids, (size, -1), int32)
-    expect("biases", biases, bias_ids.shape, float32)
-    expect("bad_words", bad_words, (size, -1, -1), int32)
-    expect("recent_tokens", recent_tokens, (size, bad_words.shape[2]), int32)
+    expect_state(state, SAMPLE_FIELDS, size, logits.shape[1])
+    expect("biases", state["biases"], state["bias_ids"].shape, float32)
+    expect("recent_tokens", state["recent_tokens"], (size, state["bad_words"].shape[2]), int32)
 
 
 def _reference(
@@ -128,58 +96,26 @@ def _reference(
     seq_lens: Array,
     alive: Array,
     emits: Array,
-    temperatures: Array,
-    top_ks: Array,
-    top_ps: Array,
-    min_ps: Array,
-    seeds: Array,
-    min_lens: Array,
-    stop_ids: Array,
-    adjusts: Array,
-    prompt_lens: Array,
-    penalties: Array,
-    prompt_masks: Array,
-    output_counts: Array,
-    recent_tokens: Array,
-    allowed_masks: Array,
-    bias_ids: Array,
-    biases: Array,
-    bad_words: Array,
+    **state: Array,
 ) -> None:
     tokens[:], logprobs[:] = NO_TOKEN, 0
     rows = np.flatnonzero((emits != 0) & (alive[slots] != 0))
     slot = slots[rows]
     position = seq_lens[slot] + np.diff(q_starts)[rows]
-    early = (position < min_lens[slot])[:, None] & (stop_ids[slot] < logits.shape[1])
+    stop_ids, adjusts = state["stop_ids"], state["adjusts"]
+    early = (position < state["min_lens"][slot])[:, None] & (stop_ids[slot] < logits.shape[1])
     forbid = np.where(early, stop_ids[slot], -1)
     raw = logits if len(rows) == len(logits) else logits[rows]
     early_ids = forbid if (forbid >= 0).any() else None
     allowed = raw if early_ids is None else without(raw, early_ids)
-    state = {
-        "prompt_lens": prompt_lens,
-        "penalties": penalties,
-        "prompt_masks": prompt_masks,
-        "output_counts": output_counts,
-        "recent_tokens": recent_tokens,
-        "allowed_masks": allowed_masks,
-        "bias_ids": bias_ids,
-        "biases": biases,
-        "bad_words": bad_words,
-    }
     if (adjusts[slot] != 0).any():
         allowed = allowed.copy() if allowed is raw else allowed
         for i in np.flatnonzero(adjusts[slot]):
-            of_row = {name: array[slot[i]] for name, array in state.items()}
+            of_row = {name: state[name][slot[i]] for name in ADJUSTMENTS if name != "adjusts"}
             adjust_row(allowed[i], Adjustment(int(adjusts[slot[i]])), position[i], **of_row)
+    temperatures, top_ks, top_ps, min_ps, seeds = (state[name][slot] for name in SAMPLE_FIELDS[:5])
     chosen, unsound = choose(
-        raw,
-        allowed,
-        temperatures[slot],
-        top_ks[slot],
-        top_ps[slot],
-        min_ps[slot],
-        seeds[slot].view(np.uint32),
-        position,
+        raw, allowed, temperatures, top_ks, top_ps, min_ps, seeds.view(np.uint32), position
     )
     tokens[rows] = np.where(unsound, UNSOUND, chosen)
     for i in np.flatnonzero(~unsound):
@@ -197,23 +133,7 @@ def _launches(
     seq_lens: Tensor,
     alive: Tensor,
     emits: Tensor,
-    temperatures: Tensor,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    min_ps: Tensor,
-    seeds: Tensor,
-    min_lens: Tensor,
-    stop_ids: Tensor,
-    adjusts: Tensor,
-    prompt_lens: Tensor,
-    penalties: Tensor,
-    prompt_masks: Tensor,
-    output_counts: Tensor,
-    recent_tokens: Tensor,
-    allowed_masks: Tensor,
-    bias_ids: Tensor,
-    biases: Tensor,
-    bad_words: Tensor,
+    **state: Tensor,
 ) -> Iterator[Command]:
     rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
 
@@ -233,21 +153,14 @@ def _launches(
         "list_ids": Scratch((rows, LIST), int32),
     }
     adjusted = {"adjusted": Scratch(logits.shape, float32)}
+    bias_width, (_, words, word_length) = state["bias_ids"].shape[1], state["bad_words"].shape
     adjustments: dict[str, Tensor | Aligned | int] = {
-        "prompt_lens": prompt_lens,
-        "penalties": penalties,
-        "prompt_masks": prompt_masks,
-        "output_counts": output_counts,
-        "recent_tokens": recent_tokens,
-        "allowed_masks": allowed_masks,
-        "bias_ids": bias_ids,
-        "biases": biases,
-        "bad_words": bad_words,
-        "mask_width": prompt_masks.shape[1],
-        "count_width": output_counts.shape[1],
-        "bias_width": bias_ids.shape[1],
-        "words": bad_words.shape[1],
-        "word_length": bad_words.shape[2],
+        **{name: state[name] for name in ADJUSTMENTS if name != "adjusts"},
+        "mask_width": state["prompt_masks"].shape[1],
+        "count_width": state["output_counts"].shape[1],
+        "bias_width": bias_width,
+        "words": words,
+        "word_length": word_length,
     }
     step: dict[str, Tensor | Aligned | int] = {
         "logits": logits,
@@ -256,16 +169,9 @@ def _launches(
         "seq_lens": seq_lens,
         "alive": alive,
         "emits": emits,
-        "temperatures": temperatures,
-        "top_ks": top_ks,
-        "top_ps": top_ps,
-        "min_ps": min_ps,
-        "seeds": seeds,
-        "min_lens": min_lens,
-        "stop_ids": stop_ids,
-        "adjusts": adjusts,
+        **{name: state[name] for name in SAMPLE_FIELDS if name == "adjusts" or name not in ADJUSTMENTS},
         "vocabulary": tiles.row_length,
-        "stop_width": stop_ids.shape[1],
+        "stop_width": state["stop_ids"].shape[1],
         "parts": tiles.parts,
     }
     grid, greedy, parts = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}, {"PARTS": tiles.parts_padded}
@@ -279,8 +185,8 @@ def _launches(
         {
             **cut,
             "BINS": BINS,
-            "BIASES": power_of_two(bias_ids.shape[1]),
-            "WORDS": power_of_two(bad_words.shape[1]),
+            "BIASES": power_of_two(bias_width),
+            "WORDS": power_of_two(words),
             **{str(a.name): int(a) for a in Adjustment},
         },
         num_warps=8,

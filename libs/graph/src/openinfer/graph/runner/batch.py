@@ -1,0 +1,124 @@
+"""Batch: the rows of a step on the device, and the buffers that every model's step has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+
+from openinfer.graph.rows import Field, Rows
+from openinfer.graph.runner.scoring import padded, score_fields
+from openinfer.kernels import Pack, expand_rows
+from openinfer.sampler.gpu import SampleBuffers, fields
+from openinfer.tensor import Arena, Stream, Tensor, int32
+
+
+class StepRows(TypedDict):
+    """A step's rows and tokens, by the names under which ops take them. T tokens, R rows, S slots, all int32."""
+
+    positions: Tensor
+    """[T]: a token's place in its sequence."""
+    token_slots: Tensor
+    """[T]: the slot of a token's sequence; 0 for padding and for dead rows."""
+    slots: Tensor
+    """[R]"""
+    q_starts: Tensor
+    """[R + 1]: where a row's tokens begin."""
+    seq_lens: Tensor
+    """[S]: tokens of a sequence before the step."""
+    alive: Tensor
+    """[S]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What every model's step reads and writes, for at most T tokens and R rows. A smaller step uses the first rows.
+
+    The arena of `allocate` owns the memory; `rows.close()` gives back the host's staging buffers.
+    """
+
+    rows: Rows
+    token_ids: Tensor  # int32 [T]
+    positions: Tensor  # int32 [T]
+    token_slots: Tensor  # int32 [T]
+    last: Tensor  # [R, W]: hidden states of each row's last token
+    sampled: SampleBuffers
+
+    @classmethod
+    def allocate(
+        cls,
+        arena: Arena,
+        stream: Stream,
+        own_fields: Sequence[Field],
+        *,
+        max_rows: int,
+        max_tokens: int,
+        vocab_size: int,
+        width: int,
+        dtype: np.dtype[Any],
+    ) -> Batch:
+        """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states."""
+        rows = Rows(arena, [*row_fields(max_rows, max_tokens, vocab_size), *own_fields], stream)
+        return cls(
+            rows,
+            token_ids=arena.alloc((max_tokens,), int32),
+            positions=arena.alloc((max_tokens,), int32),
+            token_slots=arena.alloc((max_tokens,), int32),
+            last=arena.alloc((max_rows, width), dtype),
+            sampled=SampleBuffers.allocate(arena, max_rows, padded(max_tokens, max_rows), vocab_size),
+        )
+
+    @property
+    def logits(self) -> Tensor:
+        """float32 [R, V]: of each row's last token."""
+        return self.sampled.logits
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the buffers, the rows aside."""
+        buffers = (self.token_ids, self.positions, self.token_slots, self.last)
+        sampled = (getattr(self.sampled, name) for name in SampleBuffers.__slots__)
+        return sum(tensor.nbytes for tensor in (*buffers, *sampled))
+
+    def step(self, num_tokens: int, num_rows: int) -> StepRows:
+        """The rows and tokens of a step, after `expand`."""
+        return StepRows(
+            positions=self.positions[:num_tokens],
+            token_slots=self.token_slots[:num_tokens],
+            slots=self.rows["slots"][:num_rows],
+            q_starts=self.rows["q_starts"][: num_rows + 1],
+            seq_lens=self.rows["seq_lens"],
+            alive=self.rows["alive"],
+        )
+
+    def expand(self, pack: Pack, num_tokens: int, num_rows: int) -> Tensor:
+        """Write id, position and slot of each token of the step; every forward pass begins so. The ids, int32 [T]."""
+        token_ids = self.token_ids[:num_tokens]
+        expand_rows(
+            pack,
+            token_ids=token_ids,
+            prompt=self.rows["prompt"][:num_tokens],
+            last_tokens=self.rows["last_tokens"],
+            **self.step(num_tokens, num_rows),
+        )
+        return token_ids
+
+
+def row_fields(max_rows: int, max_tokens: int, vocab_size: int) -> list[Field]:
+    """The fields of every model's batch. By slot (0 is padding): the state of a sequence, the sampler's among it. By
+    row: the sequences of the step. By token: ids that prompt chunks bring, -1 where the token sampled last is fed;
+    and what is asked about prompts."""
+    slots = max_rows + 1
+    return [
+        Field("alive", (slots,), device_written=True),
+        Field("seq_lens", (slots,), device_written=True),
+        Field("last_tokens", (slots,), device_written=True),
+        *[Field(f.name, (slots, *f.shape), f.dtype, f.device_written) for f in fields(vocab_size)],
+        Field("slots", (max_rows,)),
+        Field("q_starts", (max_rows + 1,)),
+        Field("emits", (max_rows,)),
+        Field("prompt", (max_tokens,)),
+        *score_fields(max_rows, max_tokens),
+    ]

@@ -1,0 +1,82 @@
+"""What a runner needs of a model. Nothing here knows a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from openinfer.graph.rows import Rows
+from openinfer.graph.runner.batch import Batch
+from openinfer.kernels import Pack
+from openinfer.scheduler import Seq, Step
+from openinfer.tensor import Stream, Tensor
+
+
+class States(Protocol):
+    """State of a sequence that no block table describes, such as recurrent state with snapshots."""
+
+    def join(self, rows: Rows, joined: Sequence[Seq[Any]]) -> None:
+        """Write the fields of the sequences that join. Called before every launch; mostly no sequence joins."""
+
+    def chunks(self, rows: Rows, step: Step[Any], num_rows: int) -> None:
+        """Write what the step's prompt chunks keep. Called when the rows of a step with chunks have changed; the step
+        runs in a bucket of `num_rows` rows."""
+
+
+class Constraint(Protocol):
+    """What a sequence may say next. openinfer.sampler.constraint.Constraint is one."""
+
+    ended: bool
+    """Set by the runner when the sequence is over."""
+    problem: str
+    """Why no token was left to choose; empty while there is one."""
+
+    def accept(self, token: int) -> None:
+        """Go on by a token that was drawn under the mask. Never raises for a token that the mask allowed."""
+
+
+class Masks(Protocol):
+    """Makes masks of allowed tokens; openinfer.sampler.constraint.Masks is one."""
+
+    def fill(self, constraints: Sequence[Any]) -> tuple[np.ndarray[Any, Any], list[bool]]:
+        """Of each constraint a mask, int32 [n, (V + 31) // 32] with a bit a token, lowest first, valid until the next
+        call; and whether nothing but EOS may come."""
+
+
+class Model(Protocol):
+    """Weights, cache and buffers of one model, laid out, and its forward pass: eight names.
+
+    Every method only puts work on the stream of its pack, so that a graph can capture it.
+    """
+
+    @property
+    def batch(self) -> Batch:
+        """The rows of a step and the buffers that every model has."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+
+    @property
+    def tables(self) -> Sequence[str | None]:
+        """By group of the pool, the row field with its block tables; None for a group whose tables are not read."""
+
+    @property
+    def states(self) -> States | None:
+        """What writes the rest of a sequence's state."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """[T, W]: what `head` needs of each token, after `forward`."""
+
+    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+        """The step's tokens to logits of each row's last token; the cache moves on. Rows have at most `max_q_len`
+        tokens."""
+
+    def head(self, pack: Pack, num_rows: int) -> None:
+        """batch.logits[:num_rows] of batch.last[:num_rows]."""
+
+    def clear(self, stream: Stream) -> None:
+        """Zero the padding blocks of the cache."""

@@ -1,0 +1,372 @@
+"""Runner: steps of the scheduler's loop as changes to Rows and launches of recorded segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.graph.buckets import Buckets, Shape
+from openinfer.graph.pace import StepPace
+from openinfer.graph.readback import Readback
+from openinfer.graph.runner.model import Constraint, Masks, Model
+from openinfer.graph.runner.scoring import (
+    PromptScore,
+    Scores,
+    Share,
+    padded,
+    read_scores,
+    write_scores,
+)
+from openinfer.graph.steps import StepGraphs
+from openinfer.graph.trace import StepTrace
+from openinfer.kernels import Pack, apply_writes, select_rows
+from openinfer.sampler import MAX_LOGPROBS, SamplingParams
+from openinfer.sampler.gpu import RowStatus, sample_rows, score_tokens, values
+from openinfer.scheduler import FinishReason, Row, Seq, Step, StepResult
+from openinfer.tensor import Stream
+
+Array = np.ndarray[Any, Any]
+
+FINISH_REASONS = {
+    RowStatus.STOP: FinishReason.STOP,
+    RowStatus.LENGTH: FinishReason.LENGTH,
+    RowStatus.FAILED: FinishReason.ERROR,
+}
+
+
+@dataclass(slots=True)
+class Sampling:
+    """What a sequence brings to its row: the owner of every Seq that a Runner runs."""
+
+    params: SamplingParams
+    seed: int
+    stop_ids: tuple[int, ...]
+    """Every id that ends the sequence, EOS included unless ignored."""
+    constraint: Constraint | None = None
+    score: PromptScore | None = None
+
+
+Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
+"""The rows of a step that get a token under a grammar: position in the step, sequence, constraint."""
+
+
+class Payload(NamedTuple):
+    """Results of a step along its rows: token ids [R], their log-probabilities [R], and the most likely tokens
+    [R, MAX_LOGPROBS] where a row asked."""
+
+    token_ids: Array
+    logprobs: Array
+    top_ids: Array | None
+    top_logprobs: Array | None
+
+
+class _Launched(NamedTuple):
+    """A step under way, and what its rows asked for."""
+
+    step: Step[Sampling]
+    constrained: Constrained
+    wants_logprobs: bool
+    shares: Sequence[Share]
+
+
+@dataclass(slots=True)
+class Runner:
+    """scheduler.Runner over a model: one stream, results in the order of the steps.
+
+    `record` comes first. `close` gives back graphs and host buffers; the arena owns the device's memory.
+    """
+
+    model: Model
+    pack: Pack
+    stream: Stream
+    graphs: StepGraphs
+    buckets: Buckets
+    readback: Readback
+    pace: StepPace = field(default_factory=StepPace)
+    trace: StepTrace | None = None
+    masks: Masks | None = None
+    """Needed for sequences with a constraint."""
+    _launched: list[_Launched] = field(default_factory=list)
+    _shape: Shape = field(default_factory=lambda: Shape(0, 0, 0))
+    _wants_logprobs: bool = False
+    _constrained: Constrained = ()
+    _asks_logprobs: Array = field(init=False)  # by slot, as is the next
+    _has_constraint: Array = field(init=False)
+    _shares: Sequence[Share] = ()
+    _scores: list[Scores] = field(default_factory=list)
+    _waiting: _Launched | None = None
+    """The last launched step, if its `sample` waits for the result of the step before."""
+
+    def __post_init__(self) -> None:
+        slots = self.model.batch.rows["alive"].shape[0]
+        self._asks_logprobs, self._has_constraint = np.zeros(slots, bool), np.zeros(slots, bool)
+
+    def record(self) -> None:
+        """Record every segment, and wait until the device has them. The weights need not be there yet."""
+        self._warm_up()
+        for key, enqueue in segments(self.model, self.pack, self.buckets).items():
+            self.graphs.record(key, enqueue)
+        self.stream.synchronize()
+
+    def _warm_up(self) -> None:
+        """Run the smallest segment of each kind with all rows dead: what libraries set up at first use must be set up
+        before a capture, because a capture cannot allocate. What dead rows left in the cache is then cleared."""
+        tokens = self.buckets.mixed_tokens[0]
+        smallest = Buckets((1,), (tokens,), (1,))
+        work = segments(self.model, self.pack, smallest)
+        work["upload",]()
+        if self.stream.device.kind == "cuda":
+            for key in (
+                ("forward", Shape(tokens, 1, tokens)),
+                ("forward", Shape(1, 1, 1)),
+                ("sample", 1),
+                ("score", 0),
+            ):
+                work[key]()
+            self.model.clear(self.stream)
+            self.stream.synchronize()
+
+    def eager(self, pack: Pack | None = None) -> Runner:
+        """A runner over the same model and buffers that launches its ops one by one, on `pack` if one is given. Only
+        one of the two may have steps under way. It is not to be closed."""
+        graphs = StepGraphs(self.stream.device, self.stream, capture=False)
+        other = replace(self, pack=pack or self.pack, graphs=graphs)
+        for key, enqueue in segments(other.model, other.pack, other.buckets).items():
+            graphs.record(key, enqueue)
+        return other
+
+    def launch(self, step: Step[Sampling]) -> None:
+        """Write what changed, then put both segments and the read-back on the stream.
+
+        Rows with a constraint need a mask that depends on their last token. While that token is under way only
+        `forward` is launched here; `sample` follows when the token has been collected.
+        """
+        rows, trace = self.model.batch.rows, self.trace
+        if trace is not None:
+            trace.mark("write rows")
+        for slot in step.left:
+            rows.set("alive", slot, 0)
+        for seq in step.joined:
+            self._join(seq)
+        if self.model.states is not None:
+            self.model.states.join(rows, step.joined)
+        for write in step.blocks:
+            table = self.model.tables[write.group]
+            if table is not None:
+                rows.write(table, write.seq.slot, write.blocks, offset=write.first)
+        if step.changed:
+            self._write_batch(step)
+        waits = bool(self._constrained and self._launched)
+        if not waits:
+            self._write_masks(self._constrained)
+        if trace is not None:
+            trace.mark("upload")
+        self.upload()
+        if trace is not None:
+            trace.launch(step.index, bucket=str(self._shape), rows=len(step.rows))
+            trace.mark("launch")
+        self.pace.launch(self._shape, timed=not waits and not self._shares)
+        self.readback.begin(self.stream)
+        self.graphs.launch(("forward", self._shape))
+        self._launched.append(_Launched(step, self._constrained, self._wants_logprobs, self._shares))
+        if waits:
+            self._waiting = self._launched[-1]
+        else:
+            self._sample_now(self._launched[-1])
+
+    def upload(self) -> None:
+        """Bring the batch on the device up to date with the host's writes."""
+        for _ in self.model.batch.rows.uploads(self.stream):
+            self.graphs.launch(("upload",))
+
+    def _sample_now(self, launched: _Launched) -> None:
+        """The second half of a launch; the shape and the rows are still the step's."""
+        self.graphs.launch(("sample", self._shape.rows))
+        b, n = self.model.batch.sampled, len(launched.step.rows)
+        results = [b.result[:n]]
+        if launched.wants_logprobs:
+            results += [b.top_ids[:n], b.top_values[:n]]
+        if launched.shares:
+            scored = sum(share.size for share in launched.shares)
+            for offset in range(0, scored, b.logits.shape[0]):
+                self.graphs.launch(("score", offset))
+            scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
+            results += [tensor[:scored] for tensor in scores]
+        self.readback.enqueue(self.stream, results)
+
+    def _write_masks(self, constrained: Constrained) -> None:
+        if not constrained:
+            return
+        if self.masks is None:
+            raise TypeError("a sequence has a constraint, and the runner no masks")
+        rows = self.model.batch.rows
+        masks, complete = self.masks.fill([constraint for _, _, constraint in constrained])
+        for (_, seq, _), mask, ends in zip(constrained, masks, complete, strict=True):
+            rows.write("allowed_masks", seq.slot, mask)
+            if ends:
+                rows.set("min_lens", seq.slot, 0)  # a complete output ends, however short it is
+
+    def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
+        """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
+        trace = self.trace
+        if trace is not None:
+            trace.mark("read back")
+        arrays = self.readback.take(wait=wait_s is None or wait_s > 0)
+        if trace is not None:
+            trace.mark("reconcile")
+        if arrays is None:
+            return None
+        seconds = self.readback.seconds
+        outlier = self.pace.result(seconds)
+        if trace is not None:
+            trace.result(seconds or 0.0)
+            if outlier is not None:
+                trace.keep()
+        launched, result = self._launched.pop(0), arrays[0]
+        step, tops = launched.step, arrays[1:3] if launched.wants_logprobs else (None, None)
+        self._scores += read_scores(launched.shares, arrays[-4:])
+        if launched.constrained:
+            self._accept(launched.constrained, result)
+        if self._waiting is not None:
+            waiting, self._waiting = self._waiting, None
+            if trace is not None:
+                trace.mark("masks")
+            # Rows that have ended get no mask; the device skips them.
+            self._write_masks([one for one in waiting.constrained if not one[2].ended])
+            self.upload()
+            self._sample_now(waiting)
+        ended = (result[:, 1] > RowStatus.RUNNING).nonzero()[0]
+        finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
+        payload = Payload(result[:, 0], result[:, 2].view(np.float32), *tops)
+        return StepResult(step.index, finished, payload, seconds=seconds)
+
+    def take_scores(self) -> list[Scores]:
+        """Scores of prompts from the steps collected since the last call; a sequence's in the order of its tokens."""
+        taken, self._scores = self._scores, []
+        return taken
+
+    def _accept(self, constrained: Constrained, result: Array) -> None:
+        """Move constraints past the tokens of a step."""
+        for position, _, constraint in constrained:
+            match result[position, 1]:
+                case RowStatus.RUNNING:
+                    constraint.accept(int(result[position, 0]))
+                case RowStatus.STOP | RowStatus.LENGTH | RowStatus.FAILED:
+                    constraint.ended = True
+
+    def _join(self, seq: Seq[Sampling]) -> None:
+        """Write the state of a sequence that got a slot."""
+        rows, slot, sampling = self.model.batch.rows, seq.slot, seq.owner
+        if seq.lease is None:
+            raise TypeError(f"sequence {seq.id} joined without a lease")
+        params, masked = sampling.params, sampling.constraint is not None
+        self._asks_logprobs[slot], self._has_constraint[slot] = bool(params.logprobs), masked
+        self.pace.join(slot, seq.lease.num_cached)
+        rows.set("alive", slot, 1)
+        rows.set("seq_lens", slot, seq.lease.num_cached)
+        state = values(
+            params,
+            seed=sampling.seed,
+            stop_ids=sampling.stop_ids,
+            prompt=seq.tokens[: seq.prompt_len],
+            output=seq.tokens[seq.prompt_len :],
+            max_len=seq.max_len,
+            vocabulary=self.model.vocab_size,
+            masked=masked,
+        )
+        for name, value in state.items():
+            if isinstance(value, np.ndarray):
+                rows.write(name, slot, value)
+            else:
+                rows.set(name, slot, value)
+
+    def _write_batch(self, step: Step[Sampling]) -> None:
+        """Write the step's rows and its prompt chunks, and choose the segment that it runs in."""
+        count, decoding = len(step.rows), step.num_decode  # decode rows have one token each, and emit
+        chunks = step.rows[decoding:]
+        lengths = np.ones(count, np.int32)
+        lengths[decoding:] = [row.num_tokens for row in chunks]
+        starts = np.zeros(count + 1, np.int32)
+        lengths.cumsum(out=starts[1:])
+        total = int(starts[-1])
+        self._shape = self.buckets.choose(total, count)
+        num_rows = self._shape.rows
+        slots, emits = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        slots[:count] = [row.seq.slot for row in step.rows]
+        self.pace.change(slots[:count], lengths)
+        emits[:decoding] = 1
+        emits[decoding:count] = [row.emits for row in chunks]
+        q_starts = np.full(num_rows + 1, total, np.int32)
+        q_starts[: count + 1] = starts
+        rows, placed = self.model.batch.rows, list(zip(chunks, starts[decoding:].tolist(), strict=False))
+        self._wants_logprobs = bool(self._asks_logprobs[slots].any())
+        self._constrained = self._constrained_rows(step, slots, emits)
+        if self.model.states is not None and self._shape.longest > 1:
+            self.model.states.chunks(rows, step, num_rows)
+        asked = [(row, start, wish) for row, start in placed if (wish := row.seq.owner.score) is not None]
+        self._shares = write_scores(rows, self.model.batch.logits.shape[0], asked)
+        rows.write("slots", 0, slots)
+        rows.write("emits", 0, emits)
+        rows.write("q_starts", 0, q_starts)
+        rows.write("prompt", 0, _prompt_ids(placed, self._shape.tokens))
+
+    def _constrained_rows(self, step: Step[Sampling], slots: Array, emits: Array) -> Constrained:
+        has = self._has_constraint[slots]
+        has &= emits != 0
+        seqs = ((at, step.rows[at].seq) for at in has.nonzero()[0].tolist())
+        return [(at, seq, found) for at, seq in seqs if (found := seq.owner.constraint) is not None]
+
+    def close(self) -> None:
+        """Wait for what is under way and give everything back but the memory."""
+        self.stream.synchronize()
+        if self.trace is not None:
+            self.trace.close()
+        self.graphs.close()
+        self.readback.close()
+        self.model.batch.rows.close()
+
+
+def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, ...], Callable[[], None]]:
+    """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
+    ("forward", shape), ("sample", rows), ("score", first token)."""
+    batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
+    work: dict[tuple[object, ...], Callable[[], None]] = {
+        ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
+    }
+    for shape in buckets.segments():
+        work["forward", shape] = partial(model.forward, pack, *shape)
+    for rows in buckets.sample_rows():
+        work["sample", rows] = partial(sample_rows, pack, batch.rows, batch.sampled, rows)
+    for offset in range(0, most, batch.logits.shape[0]):
+        work["score", offset] = partial(_score, model, pack, offset)
+    return work
+
+
+def _score(model: Model, pack: Pack, offset: int) -> None:
+    """Scores of as many prompt tokens as the buffer of logits has rows. It runs after forward and sample of the step,
+    since it takes their hidden states and overwrites their logits."""
+    batch = model.batch
+    size = batch.logits.shape[0]
+    after = batch.rows["score_after"][offset : offset + size + 1]
+    select_rows(pack, out=batch.last, x=model.hidden, q_starts=after)
+    model.head(pack, size)
+    score_tokens(pack, batch.rows, batch.sampled, offset)
+
+
+def _prompt_ids(placed: Sequence[tuple[Row[Sampling], int]], num_tokens: int) -> Array:
+    """The ids that chunks bring, int32 [num_tokens]; -1 where the token sampled last is fed."""
+    prompt = np.full(num_tokens, -1, np.int32)
+    for row, start in placed:
+        if row.start is not None:
+            prompt[start : start + row.num_tokens] = row.seq.tokens[row.start : row.start + row.num_tokens]
+    return prompt
+
+
+def readback_bytes(max_rows: int, max_tokens: int) -> int:
+    """What the results of one step take at most in the read-back ring."""
+    tops = 2 * MAX_LOGPROBS
+    return 4 * (max_rows * (3 + tops) + padded(max_tokens, max_rows) * (2 + tops)) + 7 * 64

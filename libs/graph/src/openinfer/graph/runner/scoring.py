@@ -1,0 +1,103 @@
+"""Log-probabilities of prompts: which tokens of a step's chunks are scored, and the scores that were read back.
+
+The hidden states of a chunk are still there when its step has sampled. The state before each token that a request asks
+about goes through lm_head again, in slices as large as the buffer of logits. So scoring needs no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.graph.rows import Field, Rows
+from openinfer.scheduler import Row, Seq
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(slots=True)
+class PromptScore:
+    """A sequence's wish: `tops` alternatives of each prompt token beside its own log-probability.
+
+    `done`: positions whose next token has been scored; what is computed again after a preemption is not scored again.
+    """
+
+    tops: int
+    done: int = 0
+
+
+class Share(NamedTuple):
+    """`size` scores of a step belong to `seq`, each with `tops` alternatives."""
+
+    seq: Seq[Any]
+    size: int
+    tops: int
+
+
+class Scores(NamedTuple):
+    """Of consecutive prompt tokens of `seq`: logprobs float32 [n], ranks int32 [n], and the alternatives, top_ids int32
+    and top_logprobs float32 [n, tops]."""
+
+    seq: Seq[Any]
+    logprobs: Array
+    ranks: Array
+    top_ids: Array
+    top_logprobs: Array
+
+
+def padded(max_tokens: int, max_rows: int) -> int:
+    """Tokens of a step, filled up to whole slices of max_rows."""
+    return -(-max_tokens // max_rows) * max_rows
+
+
+def score_fields(max_rows: int, max_tokens: int) -> list[Field]:
+    """By scored token: after which row of the hidden states it stands (1 the first; index 0 is not used), its id, and
+    how many alternatives are asked for. score_rows: 0, 1, 2, ..."""
+    size = padded(max_tokens, max_rows)
+    return [
+        Field("score_after", (size + 1,)),
+        Field("score_targets", (size,)),
+        Field("score_tops", (size,)),
+        Field("score_rows", (max_rows,)),
+    ]
+
+
+def write_scores(
+    rows: Rows, slice_rows: int, asked: Iterable[tuple[Row[Any], int, PromptScore]]
+) -> list[Share]:
+    """Write what a step scores: of each chunk its row, the index of its first token in the step, and the wish."""
+    shares: list[Share] = []
+    after: list[int] = []
+    targets: list[int] = []
+    tops: list[int] = []
+    for row, start, wish in asked:
+        if row.start is None:
+            continue
+        first = max(row.start, wish.done)
+        last = min(row.start + row.num_tokens, row.seq.prompt_len - 1)
+        if first >= last:
+            continue
+        after += range(start + first - row.start + 1, start + last - row.start + 1)
+        targets += row.seq.tokens[first + 1 : last + 1]
+        tops += [wish.tops] * (last - first)
+        wish.done = last
+        shares.append(Share(row.seq, last - first, wish.tops))
+    if shares:
+        rest = padded(len(targets), slice_rows) - len(targets)
+        rows.write("score_rows", 0, np.arange(slice_rows, dtype=np.int32))
+        rows.write("score_after", 1, after)
+        rows.write("score_targets", 0, targets + [-1] * rest)
+        rows.write("score_tops", 0, tops + [0] * rest)
+    return shares
+
+
+def read_scores(shares: Sequence[Share], arrays: Sequence[Array]) -> Iterator[Scores]:
+    """What a step's shares came to, from its logprobs, ranks, top_ids and top_logprobs."""
+    start = 0
+    for seq, size, tops in shares:
+        logprobs, ranks, top_ids, top_logprobs = (array[start : start + size] for array in arrays)
+        yield Scores(seq, logprobs, ranks, top_ids[:, :tops], top_logprobs[:, :tops])
+        start += size

@@ -1,0 +1,178 @@
+"""A DeepSeek-V4 before it has memory: how the cache is shared out, what is allocated, what is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer.graph import Field
+from openinfer.graph.runner import Batch
+from openinfer.kernels import NullPack, Repeated
+from openinfer.kvpool import Eviction, Group
+from openinfer.recipes.deepseek_v4.buffers import Buffers
+from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, eviction, groups
+from openinfer.recipes.deepseek_v4.choices import choices
+from openinfer.recipes.deepseek_v4.config import Config, rope_table
+from openinfer.recipes.deepseek_v4.model import Model
+from openinfer.recipes.deepseek_v4.ops.common import PAGE
+from openinfer.recipes.deepseek_v4.options import DeepseekOptions
+from openinfer.recipes.deepseek_v4.places import Format
+from openinfer.recipes.deepseek_v4.weights import Layer, Weights, validate
+from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.limits import Limits, Room
+from openinfer.recipes.engine.verdict import Check, Reference
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, float32
+
+log = logging.getLogger("openinfer.deepseek_v4")
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekV4(Blueprint[Model]):
+    """engine.Blueprint of a DeepSeek-V4. Its pool has two groups (see `cache`): windows and entries."""
+
+    config: Config
+    form: Format
+    options: DeepseekOptions
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        return self.config.eos_token_ids
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def page_size(self) -> int:
+        return PAGE
+
+    @property
+    def quantized(self) -> bool:
+        """Whether activations are rounded where the published code rounds them."""
+        return self.options.activation_quantization == "on"
+
+    def decode_rows(self, max_rows: int) -> Sequence[int]:
+        """At most 7 padding rows."""
+        return (1, 2, 4, *range(8, max_rows, 8))
+
+    def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        validate(checkpoint, self.config, self.form)
+
+    def share(self, limits: Limits, room: Room) -> Sequence[int]:
+        """Entries are kept as long as their sequence: there is room for the longest that --max-model-len asks for. Of
+        the window group rows need few pages, but each place where a cached prefix can end is one. So with the prefix
+        cache it gets half of the room (with which prefixes are found best: kvpool's bench_eviction.py)."""
+        window, entry = (group.block_bytes for group in self.groups(limits))
+        most = limits.max_rows * limits.max_blocks + 1  # every row at full length
+        least = min(3, most)  # the window may lie on two pages
+        longest = limits.max_blocks + 1 if self.options.max_model_len is not None else 0
+        windows = max(least, min(most, room.nbytes // 2 // window, (room.nbytes - longest * entry) // window))
+        busy = window_pages(limits.max_rows, 2 * limits.max_tokens, limits.max_model_len) + 1
+        if not self.options.enable_prefix_caching:
+            windows = min(windows, busy)
+        entries = min(most, (room.nbytes - windows * window) // entry) if entry else most
+        if room.nbytes < windows * window or entries < least:
+            raise room.refusal(
+                "the cache",
+                f"a page for windows takes {window / 1e6:.1f} MB, one for entries {entry / 1e6:.1f} MB, and {least} of "
+                "each are needed; ",
+            )
+        windows = min(windows, entries)
+        if windows < busy:
+            log.warning(
+                "%d pages for windows, where %d sequences in full steps use %d: some will wait or be preempted",
+                windows - 1, limits.max_rows, busy - 1,
+            )  # fmt: skip
+        return windows, entries
+
+    def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
+        windows, entries = blocks or (2, 2)
+        return groups(self.config, limits.dtype.itemsize, windows, entries)
+
+    def eviction(self, group: Group) -> Eviction:
+        return eviction(group)
+
+    def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
+        c, (windows, entries) = self.config, blocks
+        weights = Weights.allocate(c, arena, limits.dtype, self.form)
+        tables = []
+        for frequencies in (c.main_freq, c.compress_freq):
+            table = arena.alloc((limits.max_model_len, 2, len(frequencies)), float32, "cos_sin")
+            if arena.device.kind != "null":
+                table.copy_from(rope_table(frequencies, limits.max_model_len), stream)
+            tables.append(table)
+        batch = Batch.allocate(
+            arena, stream, [Field(name, (limits.max_rows + 1, limits.max_blocks)) for name in TABLES],
+            max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
+            width=c.hc_mult * c.hidden_size, dtype=limits.dtype,
+        )  # fmt: skip
+        buffers = Buffers.allocate(c, arena, limits, batch.logits, self.quantized)
+        cache = Cache.allocate(c, arena, limits.dtype, windows, entries)
+        if arena.device.kind == "cuda":
+            cache.zero_(stream)
+        return Model(c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
+
+    def load(
+        self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
+    ) -> LoadReport:
+        return model.weights.load(checkpoint, stream, progress)
+
+    def traced(self, model: Model, pack: NullPack) -> Model:
+        kinds = {_kind(layer): layer for layer in model.weights.layers}
+        counts = Counter(_kind(layer) for layer in model.weights.layers)
+        layers = Repeated(pack, ((layer, counts[kind]) for kind, layer in kinds.items()))
+        return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
+
+    def memory(self, model: Model) -> Mapping[str, int]:
+        weights = Arena(Device("null"), None)
+        Weights.allocate(self.config, weights, model.cache.window.dtype, self.form)
+        buffers = {getattr(model.buffers, f.name) for f in dataclasses.fields(model.buffers)}
+        return {
+            "weights": weights.used,
+            "activations": sum(tensor.nbytes for tensor in buffers if tensor is not model.batch.logits),
+            "rotary tables": model.cos_sin.nbytes + model.compress_cos_sin.nbytes,
+        }
+
+    def controls(self, model: Model) -> Iterator[Control]:
+        turned = [
+            (table, table.numpy() * np.array([1, -1], np.float32)[:, None])
+            for table in (model.cos_sin, model.compress_cos_sin)
+        ]
+        yield Control("rotation backwards", turned)
+        swapped = [
+            (tensor, np.roll(tensor.numpy(), tensor.shape[0] // 2, axis=0))
+            for layer in model.weights.layers
+            for tensor in (layer.mixture.shared_gate_up.weight, layer.mixture.shared_gate_up.scales)
+            if tensor is not None
+        ]
+        yield Control("gate and up swapped in shared experts", swapped)
+        compressors = [e.compressor for x in model.weights.layers if (e := x.attention.entries) is not None]
+        smaller = [(c.norm, c.norm.numpy() * np.float32(0.25)) for c in compressors]
+        yield Control("entries of the wrong size", smaller, min_tokens=2 * PAGE)
+
+    def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
+        return [one.rounded() for one in references] if self.quantized else references
+
+    def checks(self, engine: Engine, references: Sequence[Reference]) -> Iterator[Check]:
+        return choices(engine, references[-1], quantized=self.quantized)
+
+
+def window_pages(rows: int, tokens: int, longest: int) -> int:
+    """Pages of the window group that are enough for rows of at most `longest` tokens, `tokens` of them being written:
+    of each row the two that the window may lie on and one that it writes, and those that prompts write beyond that."""
+    return min(3 * rows + -(-tokens // PAGE), rows * -(-longest // PAGE))
+
+
+def _kind(layer: Layer) -> tuple[type, bool]:
+    """What the ops of a layer depend on: its kind of entries, and whether its experts are chosen by table."""
+    return type(layer.attention.entries), layer.mixture.table is None

@@ -1,0 +1,80 @@
+"""Activations of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.recipes.deepseek_v4.config import Config
+from openinfer.recipes.deepseek_v4.places import padded as padded_rows
+from openinfer.recipes.engine.limits import Limits
+from openinfer.tensor import Arena, Tensor, float32, int32
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Activations, allocated once for the largest step; a smaller step uses their first rows. `rounded` is `normed`
+    where the products' inputs are not rounded, `local_logits` are the batch's logits where there is one rank."""
+
+    streams: Tensor
+    mix: Tensor
+    normed: Tensor
+    rounded: Tensor
+    y: Tensor
+    qkv: Tensor
+    qr: Tensor
+    q: Tensor
+    heads: Tensor
+    groups: Tensor
+    compressing: Tensor
+    index_q: Tensor
+    selected: Tensor
+    router: Tensor
+    expert_ids: Tensor
+    expert_weights: Tensor
+    hidden: Tensor
+    shared: Tensor
+    collapsed: Tensor
+    local_logits: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        config: Config,
+        arena: Arena,
+        limits: Limits,
+        logits: Tensor,
+        quantized: bool,
+    ) -> Buffers:
+        """For the largest step. logits: the batch's. quantized: products round their inputs."""
+        c, hidden, n = config, config.hidden_size, config.hc_mult
+        compressing = 4 * (c.head_dim + c.index_dim) + c.index_heads
+
+        def by_token(*shape: int, kind: np.dtype[Any] = limits.dtype) -> Tensor:
+            return arena.alloc((limits.max_tokens, *shape), kind)
+
+        normed = by_token(hidden)
+        return cls(
+            streams=by_token(n, hidden),
+            mix=by_token(n + n * n, kind=float32),
+            normed=normed,
+            rounded=by_token(hidden) if quantized else normed,
+            y=by_token(hidden),
+            qkv=by_token(c.q_lora_rank + c.head_dim),
+            qr=by_token(c.q_lora_rank),
+            q=by_token(c.local_heads, c.head_dim),
+            heads=by_token(c.local_heads * c.head_dim),
+            groups=by_token(c.local_groups * c.o_lora_rank),
+            compressing=by_token(compressing, kind=float32),
+            index_q=by_token(c.index_heads, c.index_dim),
+            selected=by_token(c.index_topk, kind=int32),
+            router=by_token(padded_rows(c.num_experts), kind=float32),
+            expert_ids=by_token(c.experts_per_token, kind=int32),
+            expert_weights=by_token(c.experts_per_token, kind=float32),
+            hidden=by_token(c.local_shared),
+            shared=by_token(hidden),
+            collapsed=arena.alloc((limits.max_rows, hidden), limits.dtype),
+            local_logits=logits if c.ranks == 1 else arena.alloc((limits.max_rows, c.local_vocab), float32),
+        )

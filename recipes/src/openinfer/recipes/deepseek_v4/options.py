@@ -1,0 +1,25 @@
+"""The flags of a DeepSeek-V4 engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from openinfer.recipes.engine import Options, option
+
+
+@dataclass(frozen=True, slots=True)
+class DeepseekOptions(Options):
+    """Those of every engine, and whether activations are rounded."""
+
+    refused: ClassVar[dict[str, str]] = {
+        "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",
+        "batch_invariant": "its kernels split their sums by the number of tokens",
+    }
+
+    activation_quantization: str = option(
+        "on",
+        "on: round activations, cached vectors and the indexer to FP8 and FP4 where the published code does, for which "
+        "the weights were trained",
+        choices=("on", "off"),
+    )

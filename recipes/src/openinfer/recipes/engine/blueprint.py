@@ -1,0 +1,107 @@
+"""Blueprint: what a recipe makes of one checkpoint. All that depends on the model, and nothing that does not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from openinfer.graph.runner import Model
+from openinfer.kernels import NullPack
+from openinfer.kvpool import Eviction, Group, Lru
+from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.limits import Limits, Room
+from openinfer.recipes.engine.verdict import Check, Reference
+from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor
+
+M = TypeVar("M", bound=Model)
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A model made wrong on purpose, for the accuracy gate: these tensors get these values, and the gate must turn
+    red. min_tokens: prompts that show it have at least so many."""
+
+    name: str
+    changes: Sequence[tuple[Tensor, np.ndarray[Any, Any]]]
+    min_tokens: int = 0
+
+
+class Blueprint(ABC, Generic[M]):
+    """A model before it has memory. Nothing here touches a device; `lay_out` takes what its arena gives.
+
+    `blocks`: blocks of each group of the pool, the padding block included.
+    """
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def eos_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int:
+        """Tokens that a sequence may have by the model's own account."""
+
+    @property
+    @abstractmethod
+    def page_size(self) -> int:
+        """Tokens of an entry of a block table."""
+
+    @abstractmethod
+    def decode_rows(self, max_rows: int) -> Iterable[int]:
+        """Sizes of decode steps that deserve a recording of their own."""
+
+    @abstractmethod
+    def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        """Raise CheckpointError unless the checkpoint holds exactly the tensors that the model takes."""
+
+    @abstractmethod
+    def share(self, limits: Limits, room: Room) -> Sequence[int]:
+        """Blocks of each group in this room. Raises room.refusal(...) where they are too few to run one sequence."""
+
+    @abstractmethod
+    def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
+        """The pool's groups. None: the smallest ones, for a plan."""
+
+    def eviction(self, group: Group) -> Eviction:
+        """In which order cached blocks of a group are given up: the least recently used first."""
+        return Lru(group)
+
+    @abstractmethod
+    def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> M:
+        """Take all memory of the model from the arena: weights, uninitialised; tables; batch; buffers; cache, zeroed,
+        because a kernel may multiply what no sequence wrote by zero."""
+
+    @abstractmethod
+    def load(
+        self, model: M, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
+    ) -> LoadReport:
+        """Fill the weights. Raises what load_tensors does."""
+
+    @abstractmethod
+    def traced(self, model: M, pack: NullPack) -> M:
+        """The model with one layer of each kind, which counts for all (kernels.Repeated): layers of a kind differ in
+        addresses only."""
+
+    @abstractmethod
+    def memory(self, model: M) -> Mapping[str, int]:
+        """Bytes of the model by what they are for, the batch and the cache aside."""
+
+    @abstractmethod
+    def controls(self, model: M) -> Iterable[Control]:
+        """What the accuracy gate must notice."""
+
+    def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
+        """The references that an engine with these options is compared with."""
+        return references
+
+    def checks(self, engine: Engine, references: Sequence[Reference]) -> Iterable[Check]:
+        """What the gate checks besides log-probabilities."""
+        return ()

@@ -1,0 +1,389 @@
+"""The engine: frontend.contract over the step loop."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Literal, NamedTuple
+
+from openinfer.frontend.contract import (
+    Command,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    Rejected,
+    Request,
+    ResetPrefixCache,
+    Scheduled,
+    StepOutputs,
+    StepTimes,
+    TokenLogprobs,
+    TokenTable,
+    Update,
+)
+from openinfer.frontend.errors import Unsupported
+from openinfer.graph.runner import Payload, PromptScore, Runner, Sampling
+from openinfer.kernels import Store
+from openinfer.kvpool import Pool, hash_blocks
+from openinfer.sampler import MAX_LOGPROBS, fresh_seed
+from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
+from openinfer.sampler.gpu import MAX_STOP_IDS
+from openinfer.sampler.grammar import Compiler
+from openinfer.scheduler import (
+    Finished as SeqFinished,
+)
+from openinfer.scheduler import (
+    FinishReason,
+    Policy,
+    RejectReason,
+    Row,
+    Seq,
+    StepLoop,
+    Tokens,
+)
+from openinfer.scheduler import (
+    Rejected as SeqRejected,
+)
+from openinfer.scheduler import (
+    Scheduled as SeqScheduled,
+)
+from openinfer.tensor import DriverCounts
+
+REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
+    RejectReason.TOO_LONG: "too_long",
+    RejectReason.POOL_TOO_SMALL: "too_long",
+    RejectReason.QUEUE_FULL: "queue_full",
+}
+
+FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
+"""What every engine honours."""
+
+
+class Emitting(NamedTuple):
+    """The rows that get a token in a step, kept while the batch does not change. A steady step then has one call a row:
+    `appends`, which put the tokens where the scheduler finds them."""
+
+    rows: Sequence[Row[Sampling]]
+    positions: list[int]
+    ids: list[int]
+    appends: list[Callable[[int], None]]
+    wants_logprobs: bool
+
+    @classmethod
+    def of(cls, event: Tokens[Sampling, Payload]) -> Emitting:
+        emitting = list(event.emitting())
+        seqs = [seq for _, seq in emitting]
+        return cls(
+            event.rows,
+            [position for position, _ in emitting],
+            [seq.id for seq in seqs],
+            [seq.tokens.append for seq in seqs],
+            any(seq.owner.params.logprobs is not None for seq in seqs),
+        )
+
+
+NO_ROWS = Emitting((), [], [], [], False)
+
+
+class Engine:
+    """A model behind the engine contract. Single-threaded: one thread submits, aborts and steps."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: Pool,
+        policy: Policy,
+        store: Store | None,
+        *,
+        name: str,
+        eos_token_ids: Sequence[int],
+        max_rows: int,
+        max_model_len: int,
+        max_queued: int,
+    ) -> None:
+        self._pool, self._store = pool, store
+        self._vocab_size, self._eos_token_ids = runner.model.vocab_size, tuple(eos_token_ids)
+        self._uses_priority = policy.uses_priority
+        self.runner = runner
+        self._loop = StepLoop(
+            runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued
+        )
+        self._seqs: dict[int, Seq[Sampling]] = {}
+        self._max_rows, self._max_queued = max_rows, max_queued
+        self._table: TokenTable | None = None
+        self._grammars: PendingGrammars[Seq[Sampling]] | None = None
+        self._updates: list[Update] = []
+        self._stats = EngineStats()
+        self._batch = NO_ROWS
+        self._counts_at_ready = DriverCounts.now()
+        self.info = EngineInfo(
+            model=name,
+            max_model_len=max_model_len,
+            vocab_size=self._vocab_size,
+            eos_token_ids=list(eos_token_ids),
+            kv_capacity_tokens=pool.capacity_tokens,
+            block_size=pool.groups[0].block_size,
+            features=[
+                *FEATURES,
+                *["prefix_cache"] * pool.prefix_cache,
+                *["priority"] * self._uses_priority,
+                *["grammar"] * (importlib.util.find_spec("llguidance") is not None),
+            ],
+            hang_timeout_s=10.0 if runner.stream.device.kind == "cuda" else 60.0,
+        )
+
+    @property
+    def pool(self) -> Pool:
+        """Where sequences have their blocks."""
+        return self._pool
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or reject it in the next step's outputs."""
+        problem = self._problem(request)
+        if problem is not None:
+            self._updates.append(problem)
+            return
+        params = request.sampling
+        stop_ids = (
+            params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_token_ids)
+        )
+        seed = fresh_seed() if params.seed is None else params.seed
+        salt, tokens = request.cache_salt.encode(), list(request.prompt_token_ids)
+        sampling = Sampling(params, seed, stop_ids)
+        if request.prompt_logprobs is not None:
+            sampling.score = PromptScore(request.prompt_logprobs)
+            salt += (
+                b"\0%d" % request.id
+            )  # cached blocks have no scores: it shares only its own, after a preemption
+        # Made once, however often the queue is looked through.
+        hashes = hash_blocks(tokens, self._pool.hash_block_size, salt) if self._pool.prefix_cache else None
+        seq = Seq(
+            request.id,
+            tokens,
+            request.max_tokens,
+            priority=request.priority,
+            tenant=request.tenant,
+            arrival=request.arrival,
+            salt=salt,
+            hashes=hashes,
+            owner=sampling,
+        )
+        if request.grammar is not None and self._grammars is not None:
+            self._grammars.start(request.id, seq, request.grammar)
+        else:
+            self._enqueue(seq)
+
+    def _enqueue(self, seq: Seq[Sampling]) -> None:
+        try:
+            self._loop.submit(seq)
+        except SeqRejected as e:
+            self._updates.append(Rejected(seq.id, str(e), REJECT_CODES.get(e.reason, "invalid")))
+            return
+        self._seqs[seq.id] = seq
+
+    def _enqueue_compiled(self, wait_s: float) -> None:
+        """Queue requests whose grammar is compiled, and reject those whose grammar is malformed. Waits up to
+        `wait_s` for the first."""
+        if self._grammars is None or not self._grammars:
+            return
+        vocab = self._vocab_size
+        for _, seq, matcher, problem in self._grammars.ready(wait_s):
+            if matcher is None:
+                self._updates.append(Rejected(seq.id, problem, "grammar"))
+                continue
+            sampling = seq.owner
+            sampling.constraint = Constraint(matcher, sampling.params.allowed_token_ids, vocab)
+            self._enqueue(seq)
+
+    def _problem(self, request: Request) -> Rejected | None:
+        vocab = self._vocab_size
+        params = request.sampling
+        if request.priority != 0 and not self._uses_priority:
+            return Rejected(
+                request.id,
+                f"priority is {request.priority}; this engine's scheduling policy does not use it "
+                "(--scheduling-policy priority does)",
+                "unsupported",
+            )
+        ids = request.prompt_token_ids
+        if ids and not (min(ids) >= 0 and max(ids) < vocab):
+            return Rejected(request.id, f"prompt token ids must be in [0, {vocab})")
+        if params.max_token_id >= vocab:
+            return Rejected(
+                request.id,
+                f"the sampling parameters name token {params.max_token_id}; ids must be in [0, {vocab})",
+            )
+        if len(params.stop_token_ids) + len(self._eos_token_ids) > MAX_STOP_IDS:
+            return Rejected(
+                request.id,
+                f"at most {MAX_STOP_IDS - len(self._eos_token_ids)} stop_token_ids are possible",
+            )
+        if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
+            return Rejected(
+                request.id, f"prompt_logprobs is {request.prompt_logprobs}; 0 to {MAX_LOGPROBS} are possible"
+            )
+        return None if request.grammar is None else self._grammar_problem(request.id)
+
+    def _grammar_problem(self, request_id: int) -> Rejected | None:
+        if self._grammars is None:
+            return Rejected(
+                request_id, "grammars need a TokenTable, which this engine was not given", "unsupported"
+            )
+        if len(self._grammars) + self._loop.stats.waiting >= self._max_queued:
+            waiting = (
+                f"{len(self._grammars)} requests wait for their grammar, {self._loop.stats.waiting} for a row"
+            )
+            return Rejected(request_id, f"{waiting} (max_queued {self._max_queued}); try later", "queue_full")
+        return None
+
+    def abort(self, request_id: int) -> None:
+        """End a request; its terminal comes with a later step."""
+        if self._grammars is not None and self._grammars.drop(request_id):
+            self._updates.append(Finished(request_id, "abort"))
+        else:
+            self._loop.abort(request_id)
+
+    def control(self, command: Command) -> None:
+        """Carry out a command."""
+        match command:
+            case ResetPrefixCache():
+                if not self._pool.reset_prefix_cache():
+                    raise Unsupported("the prefix cache can be reset only while no request runs")
+            case TokenTable():
+                self._take_tokens(command)
+
+    def _take_tokens(self, table: TokenTable) -> None:
+        """Get ready for grammars."""
+        if table == self._table:
+            return  # from another frontend of the same model
+        if "grammar" not in self.info.features or self._table is not None:
+            raise Unsupported(
+                "this engine takes no TokenTable: it has another, or openinfer-sampler[grammar] is missing"
+            )
+        self._table = table
+        vocab = self._vocab_size
+        special_ids = [token for token in table.special_ids if token < vocab]
+        compiler = Compiler(table.tokens[:vocab], special_ids, self._eos_token_ids, vocabulary=vocab)
+        self._grammars = PendingGrammars(compiler)
+        self.runner.masks = Masks(self._max_rows, vocab)
+
+    def step(self, wait: float) -> StepOutputs:
+        """One turn of the loop."""
+        trace = self.runner.trace
+        if trace is not None:
+            trace.mark("plan")
+        self._enqueue_compiled(0.0 if self._updates or self._loop.has_work else wait)
+        outputs = StepOutputs(updates=self._updates)
+        self._updates = []
+        events = self._loop.step(0.0 if outputs.updates else wait)
+        if self._loop.has_work and not self._loop.live:
+            events += self._loop.drain()  # the next step may be far off: blocks go back now
+        if trace is not None:
+            trace.mark("outputs")
+        self._prompt_logprobs(outputs)
+        for event in events:
+            match event:
+                case Tokens():
+                    self._tokens(event, outputs)
+                case SeqScheduled(seq, num_cached):
+                    self._stats.prompt_tokens += seq.prompt_len
+                    outputs.updates.append(Scheduled(seq.id, num_cached, time.monotonic()))
+                case SeqFinished(seq, reason):
+                    outputs.updates.append(self._finished(seq, reason))
+        if trace is not None:
+            trace.mark("")
+        return outputs
+
+    def _prompt_logprobs(self, outputs: StepOutputs) -> None:
+        """What has been found out about prompts; that of requests which have ended is dropped."""
+        for seq, *columns in self.runner.take_scores():
+            if seq.id in self._seqs:
+                logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
+                entries = map(TokenLogprobs, logprobs, top_ids, top_logprobs, ranks)
+                outputs.prompt_logprobs.append(PromptLogprobs(seq.id, list(entries)))
+
+    def _tokens(self, event: Tokens[Sampling, Payload], outputs: StepOutputs) -> None:
+        payload = event.payload
+        if not isinstance(payload, Payload):
+            raise TypeError(f"a step's payload is {type(payload).__name__}")
+        batch = self._batch
+        if event.rows is not batch.rows or event.dead:
+            batch = Emitting.of(event)
+            self._batch = batch if len(batch.ids) == len(event.rows) else NO_ROWS
+        token_ids = payload.token_ids.tolist()
+        if len(batch.ids) != len(event.rows):
+            token_ids = [token_ids[position] for position in batch.positions]
+        for append, token in zip(batch.appends, token_ids, strict=True):
+            append(token)
+        outputs.request_ids += batch.ids
+        outputs.token_ids += token_ids
+        self._stats.generation_tokens += len(token_ids)
+        if batch.wants_logprobs:
+            self._logprobs(event, payload, outputs)
+        elif outputs.logprobs is not None:
+            outputs.logprobs += [None] * len(token_ids)
+
+    def _logprobs(self, event: Tokens[Sampling, Payload], payload: Payload, outputs: StepOutputs) -> None:
+        """One entry a token where a request of the step asked; None for those that did not."""
+        entries: list[TokenLogprobs | None] = []
+        for position, seq in event.emitting():
+            count = seq.owner.params.logprobs
+            if count is None:
+                entries.append(None)
+                continue
+            ids: list[int] = []
+            values: list[float] = []
+            if count and payload.top_ids is not None and payload.top_logprobs is not None:
+                ids = payload.top_ids[position, :count].tolist()
+                values = payload.top_logprobs[position, :count].tolist()
+            entries.append(TokenLogprobs(float(payload.logprobs[position]), ids, values))
+        outputs.logprobs = (outputs.logprobs or [None] * (len(outputs.token_ids) - len(entries))) + entries
+
+    def _finished(self, seq: Seq[Sampling], reason: FinishReason) -> Finished | Failed:
+        del self._seqs[seq.id]
+        match reason:
+            case FinishReason.STOP:
+                return Finished(seq.id, "stop", seq.tokens[-1])
+            case FinishReason.LENGTH:
+                return Finished(seq.id, "length")
+            case FinishReason.ABORT:
+                return Finished(seq.id, "abort")
+            case FinishReason.ERROR:
+                constraint = seq.owner.constraint
+                problem = constraint.problem if constraint is not None else ""
+                if problem:
+                    return Failed(seq.id, problem, "grammar")
+                return Failed(seq.id, "the model's output was not finite")
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the counters."""
+        stats, loop, pool, pace = copy(self._stats), self._loop.stats, self._pool, self.runner.pace
+        stats.running, stats.waiting, stats.steps, stats.preemptions = (
+            loop.running,
+            loop.waiting + (len(self._grammars) if self._grammars is not None else 0),
+            loop.steps,
+            loop.preemptions,
+        )
+        stats.kv_used_tokens = pool.used_tokens
+        stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
+        stats.compiles_after_ready = self._store.misses_after_seal if self._store else 0
+        if self.runner.stream.device.kind == "cuda":
+            now, ready = DriverCounts.now(), self._counts_at_ready
+            stats.allocations_after_ready = now.allocations - ready.allocations
+            stats.host_waits_after_ready = now.waits - ready.waits - self.runner.readback.waits
+        stats.outlier_steps = pace.num_outliers
+        stats.step_times = [
+            StepTimes(name, t.steps, t.predicted_s, t.measured_s)
+            for name, t in pace.account(whole=not loop.running)
+        ]
+        return stats
+
+    def close(self) -> None:
+        """Wait for the device and give everything back."""
+        if self._grammars is not None:
+            self._grammars.close()
+        self.runner.close()

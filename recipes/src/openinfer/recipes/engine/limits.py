@@ -1,0 +1,103 @@
+"""The flags held against the model and the device: every size of an engine, decided before memory is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.recipes.engine.errors import SetupError
+from openinfer.recipes.engine.options import Options
+from openinfer.tensor import Device, bfloat16, dtypes, float32
+
+log = logging.getLogger("openinfer.engine")
+
+OUTSIDE_BYTES = 1 << 30
+"""Device memory that is not in the arena: the context, cubins, cuBLASLt, graph executables."""
+CPU_CACHE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes of an engine. page_size: tokens of an entry of a block table."""
+
+    max_model_len: int
+    max_rows: int
+    max_tokens: int
+    page_size: int
+    dtype: np.dtype[Any]
+
+    @property
+    def max_blocks(self) -> int:
+        """Entries of a block table."""
+        return -(-self.max_model_len // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes for the cache and states, beside `fixed_bytes` of weights and buffers."""
+
+    nbytes: int
+    device: Device
+    fixed_bytes: int
+
+    @classmethod
+    def on(cls, device: Device, options: Options, fixed_bytes: int) -> Room:
+        """What the flags or the device's free memory leave."""
+        if options.kv_cache_memory_bytes is not None:
+            return cls(options.kv_cache_memory_bytes, device, fixed_bytes)
+        if device.kind == "cpu":
+            return cls(CPU_CACHE_BYTES, device, fixed_bytes)
+        taken = device.total_memory - device.free_memory
+        share = int(device.total_memory * options.gpu_memory_utilization)
+        return cls(share - taken - OUTSIDE_BYTES - fixed_bytes, device, fixed_bytes)
+
+    def refusal(self, what: str, detail: str = "") -> SetupError:
+        """The error for a room that is too small for `what`."""
+        return SetupError(
+            f"no room for {what}: {self.nbytes / 1e9:.2f} GB are left on {self.device} beside "
+            f"{self.fixed_bytes / 1e9:.2f} GB of weights and buffers; {detail}lower --max-num-seqs or "
+            "--max-num-batched-tokens, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
+        )
+
+
+def decide(options: Options, device: Device, max_positions: int, page_size: int) -> Limits:
+    """Fill in what the flags leave open. Raises SetupError for what the model or the device cannot have."""
+    if device.kind == "null":
+        raise SetupError("--device null plans and runs nothing; use cpu or cuda")
+    default = bfloat16 if device.kind == "cuda" else float32
+    dtype = default if options.dtype == "auto" else dtypes.of(options.dtype)
+    if device.kind == "cuda" and dtype != bfloat16:
+        raise SetupError(
+            f"--dtype {options.dtype} is not possible on {device}: cuda runs bfloat16, cpu float32 or bfloat16"
+        )
+    wanted = max_positions if options.max_model_len is None else options.max_model_len
+    if not 2 <= wanted <= max_positions:
+        raise SetupError(
+            f"--max-model-len {wanted}: this model has positions for 2 to {max_positions} tokens"
+        )
+    usual = 2048 if device.kind == "cuda" else 512
+    tokens = options.max_num_batched_tokens or max(usual, options.max_num_seqs)
+    if tokens < options.max_num_seqs:
+        raise SetupError(
+            f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {options.max_num_seqs}"
+        )
+    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype)
+
+
+def fit(limits: Limits, options: Options, capacity: int) -> Limits:
+    """A sequence must fit a cache of `capacity` tokens: shorten the default length, refuse a chosen one."""
+    if capacity >= limits.max_model_len:
+        return limits
+    if options.max_model_len is not None:
+        raise SetupError(
+            f"--max-model-len {options.max_model_len} needs as many tokens of cache; there is room for {capacity}: "
+            "lower it, or raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+        )
+    log.warning(
+        "max-model-len is lowered from %d to %d: the cache holds no more", limits.max_model_len, capacity
+    )
+    return dataclasses.replace(limits, max_model_len=capacity)

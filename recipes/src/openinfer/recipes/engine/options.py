@@ -1,0 +1,125 @@
+"""Options: an engine's flags in one place. Parser, help, refusals and the flag reference are made from the fields."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+from openinfer.recipes.engine.errors import SetupError
+
+if TYPE_CHECKING:
+    from openinfer.scheduler import Policy
+
+T = TypeVar("T")
+
+
+def option(
+    default: T, text: str, *, kind: type = str, choices: Sequence[T] | None = None, metavar: str | None = None
+) -> T:
+    """A field of Options. text: its help. kind: what the command line's word is converted to; bool makes a flag that
+    takes no word, with `--no-` where the default is True."""
+    given = {"text": text, "kind": kind, "choices": choices, "metavar": metavar}
+    made: Any = dataclasses.field(default=default, metadata=given)
+    return cast(T, made)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The flags of every engine. None: chosen at start-up, and said in the log.
+
+    A recipe adds flags in a subclass. `refused` maps fields that its models cannot have to the reason.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
+    dtype: str = option(
+        "auto",
+        "bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    max_model_len: int | None = option(
+        None, "tokens of a sequence, prompt and output; default: what the model and the cache allow", kind=int
+    )
+    max_num_seqs: int = option(256, "sequences that run at once", kind=int)
+    max_num_batched_tokens: int | None = option(
+        None, "tokens of a step; default: 2048 on a GPU, 512 on a CPU", kind=int
+    )
+    max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int)
+    gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to take", kind=float)
+    kv_cache_memory_bytes: int | None = option(
+        None, "bytes for the cache and states, instead of what the memory leaves (cpu: 2 GiB)", kind=int
+    )
+    block_size: int = option(16, "tokens of a cache page", kind=int, choices=(16, 32, 64))
+    enforce_eager: bool = option(False, "launch kernels one by one instead of replaying graphs", kind=bool)
+    enable_prefix_caching: bool = option(True, "share cached prefixes", kind=bool)
+    scheduling_policy: str | Policy = option(  # noqa: RUF009
+        "fcfs",
+        "fcfs, priority, fair-share, deadline, longest-prefix, or your own as MODULE:FUNCTION (called with "
+        "max_batched_tokens=N); options behind commas, as in deadline,ttft_s=0.2,tpot_s=0.02",
+    )
+    batch_invariant: bool = option(
+        False,
+        "one kernel an op and no splits, so that a row's logits are the same bits whatever else is in its steps; "
+        "slower on a GPU, and always so on a CPU",
+        kind=bool,
+    )
+    trace: str | None = option(
+        None,
+        "write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and kernels "
+        "(through CUPTI, where it is installed); steps get slower",
+        metavar="FILE",
+    )
+
+    def check(self, recipe: str) -> None:
+        """Raise SetupError for a flag that the recipe's models cannot have, or a value that no engine takes."""
+        for field in dataclasses.fields(self):
+            value, flag = getattr(self, field.name), flag_of(field.name)
+            if field.name in self.refused and value != field.default:
+                raise SetupError(
+                    f"{flag} is not possible with {recipe}: {self.refused[field.name]}; leave the flag out"
+                )
+            choices = field.metadata["choices"]
+            if choices is not None and value not in choices:
+                raise SetupError(f"{flag} {value}: {', '.join(map(str, choices))} are possible")
+        if self.max_num_seqs < 1 or self.max_num_queued_reqs < 1:
+            raise SetupError("--max-num-seqs and --max-num-queued-reqs must be at least 1")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
+
+
+O = TypeVar("O", bound=Options)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def add_arguments(options: type[Options], parser: argparse.ArgumentParser, recipe: str) -> None:
+    """Add a flag for every field."""
+    add = parser.add_argument_group(f"engine ({recipe})").add_argument
+    for field in dataclasses.fields(options):
+        given: dict[str, Any] = {"default": field.default, "help": help_of(options, field)}
+        if field.metadata["kind"] is bool:
+            given["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+        else:
+            given |= {key: field.metadata[key] for key in ("choices", "metavar")}
+            given["type"] = field.metadata["kind"]
+        add(flag_of(field.name), **given)
+
+
+def help_of(options: type[Options], field: dataclasses.Field[Any]) -> str:
+    """The text of a field, with its default or the reason why it is refused."""
+    if field.name in options.refused:
+        return f"not possible with this model: {options.refused[field.name]}"
+    shown = field.default is not None and field.metadata["kind"] is not bool
+    return str(field.metadata["text"]) + ("; default: %(default)s" if shown else "")
+
+
+def parsed(options: type[O], args: argparse.Namespace) -> O:
+    """The options that the command line gave."""
+    return options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(options)})

@@ -1,0 +1,84 @@
+"""Recipe: what the command line asks of a recipe. Importing this imports no model code and no driver."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic
+
+from openinfer.recipes.engine.config_fields import load_config
+from openinfer.recipes.engine.options import O, add_arguments, parsed
+
+if TYPE_CHECKING:
+    from openinfer.frontend.contract import EngineSpec
+    from openinfer.recipes.engine.blueprint import Blueprint
+    from openinfer.tensor import Checkpoint
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a model is made from: config.json, the EOS ids of generation_config.json, and the tensors if they are there.
+
+    A plan needs no tensors: without a checkpoint a recipe takes the formats that config.json implies. eos: as the file
+    has them; None: as config.json says.
+    """
+
+    config: Json
+    eos: object = None
+    checkpoint: Checkpoint | None = None
+
+    @classmethod
+    def read(cls, model_dir: Path) -> Source:
+        """From a checkpoint directory. Raises UnsupportedModel."""
+        return cls(*load_config(model_dir))
+
+
+class Recipe(ABC, Generic[O]):
+    """One family of models. An object of a subclass is registered under the entry-point group `openinfer.recipes`.
+
+    Every command of `openinfer` works with it: serve, bench, explain, tune, compile, selftest.
+    """
+
+    name: str
+    """Short, as users see it."""
+    options: type[O]
+    """Its flags."""
+    target: str
+    """"package.module:function" that builds the engine in its own process, called with model_dir and the options."""
+    small: Json
+    """config.json of a model with one layer of each kind, as small as the kernels take. It is for tests, and for what
+    the host does for a step."""
+
+    @abstractmethod
+    def matches(self, config: Json) -> bool:
+        """Whether config.json is one of this family's. Never raises."""
+
+    @abstractmethod
+    def blueprint(self, source: Source, options: O, *, ranks: int = 1) -> Blueprint[Any]:
+        """The model of a source. ranks: the part of the first of so many GPUs. Raises UnsupportedModel, SetupError."""
+
+    def published(self) -> Mapping[str, Json]:
+        """config.json of published models by a short name; wheels may carry kernels for these."""
+        return {}
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the engine's flags, named as users of vLLM know them."""
+        add_arguments(self.options, parser, self.name)
+
+    def parsed(self, args: argparse.Namespace) -> O:
+        """The options that the command line gave. Raises SetupError."""
+        options = parsed(self.options, args)
+        options.check(self.name)
+        return options
+
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
+        """The engine for a checkpoint. Raises SetupError."""
+        from openinfer.frontend.contract import EngineSpec
+
+        return EngineSpec(self.target, {"model_dir": str(model_dir), **dataclasses.asdict(self.parsed(args))})

@@ -1,0 +1,256 @@
+"""From a checkpoint on disk to an engine that is ready: plan memory, load weights, get kernels, record steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace
+from openinfer.graph.runner import Runner, readback_bytes, segments
+from openinfer.kernels import (
+    Call,
+    CpuPack,
+    CublasLt,
+    CudaDriver,
+    KernelSpec,
+    LaunchPack,
+    NullPack,
+    Pack,
+    Store,
+    Target,
+    cublas_available,
+    predictions,
+)
+from openinfer.kvpool import Pool
+from openinfer.recipes.engine.blueprint import Blueprint, M
+from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.limits import Limits, Room, decide, fit
+from openinfer.recipes.engine.options import O, Options
+from openinfer.recipes.engine.recipe import Recipe, Source
+from openinfer.scheduler import Policy, make_policy
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    CudaError,
+    Device,
+    DriverNotFound,
+    ProgressBar,
+    Stream,
+    uint8,
+)
+
+log = logging.getLogger("openinfer.engine")
+
+STEPS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, the
+    workspace, and the calls of every step by its shape. Made without a GPU."""
+
+    fixed_bytes: int
+    specs: list[KernelSpec] = field(default_factory=list)
+    scratch_bytes: int = 0
+    zeroed_bytes: int = 0
+    steps: Mapping[Shape, list[Call]] = field(default_factory=dict)
+
+
+class Built(NamedTuple):
+    """An engine that is ready, and what its recipe made of the checkpoint."""
+
+    engine: Engine
+    blueprint: Blueprint[Any]
+
+
+def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
+    """The engine for a checkpoint directory. `flags` are the fields of the recipe's options.
+
+    Raises UnsupportedModel, CheckpointError or SetupError for what the user can mend.
+    """
+    options, path = recipe.options(**flags), Path(model_dir)
+    options.check(recipe.name)
+    trace = _trace(options)  # CUPTI must be attached before the CUDA context exists
+    with _phase("configuration and checkpoint header"):
+        source, device = Source.read(path), open_device(options.device)
+        checkpoint = Checkpoint(path)
+    with checkpoint:
+        blueprint = recipe.blueprint(dataclasses.replace(source, checkpoint=checkpoint), options)
+        limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
+        policy = _policy(options, limits)
+        blueprint.validate(checkpoint, limits)
+        made = _make(blueprint, checkpoint, options, limits, device, trace)
+    engine = Engine(
+        made.runner, made.pool, policy, made.store,
+        name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
+        max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
+    )  # fmt: skip
+    log.info(
+        "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache (%s), %d recorded steps",
+        path.name, device, limits.dtype, limits.max_rows, limits.max_tokens, made.limits.max_model_len,
+        engine.info.kv_capacity_tokens,
+        ", ".join(f"{group.num_blocks - 1} blocks of {group.name}" for group in made.pool.groups),
+        len(made.runner.graphs),
+    )  # fmt: skip
+    if "grammar" not in engine.info.features:
+        log.info("no structured output: pip install 'openinfer-recipes[grammar]'")
+    return Built(engine, blueprint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    runner: Runner
+    pool: Pool
+    store: Store | None
+    limits: Limits
+
+
+def _make(
+    blueprint: Blueprint[Any],
+    checkpoint: Checkpoint,
+    options: Options,
+    limits: Limits,
+    device: Device,
+    trace: StepTrace | None,
+) -> _Made:
+    """Plan, take the memory, and load the weights while kernels are made and steps are recorded."""
+    buckets = buckets_for(blueprint, limits)
+    target = (
+        options_target(options, Target.of(device, cublas=cublas_available()))
+        if device.kind == "cuda"
+        else None
+    )
+    with ThreadPoolExecutor(2) as worker:
+        activated = worker.submit(device.activate)  # a context takes as long as the plan
+        with _phase("plan"):
+            plan = make_plan(blueprint, limits, buckets, target)
+            activated.result()
+            blocks = blueprint.share(limits, Room.on(device, options, plan.fixed_bytes))
+            pool = Pool(
+                blueprint.groups(limits, blocks),
+                prefix_cache=options.enable_prefix_caching,
+                eviction=blueprint.eviction,
+            )
+            limits = fit(limits, options, pool.capacity_tokens)
+        with _phase("memory"):
+            cache = sum(group.num_blocks * group.block_bytes for group in pool.groups)
+            arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
+            model = blueprint.lay_out(arena, stream, limits, blocks)
+        # Recording depends on no weight's value.
+        weights = worker.submit(_load, blueprint, model, checkpoint, device)
+        predicted = worker.submit(predictions, plan.steps, target)
+        store = Store(target.arch) if target else None
+        pack = make_pack(device, target, stream, store, arena, plan)
+        graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
+        readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), STEPS_IN_FLIGHT)
+        runner = Runner(model, pack, stream, graphs, buckets, readback, StepPace(predicted.result()), trace)
+        with _phase("steps"):
+            runner.record()
+        with _phase("rest of the weights"):
+            log.info("weights: %.2f GB at %.2f GB/s", *weights.result())
+    if store is not None:
+        store.seal()
+    return _Made(runner, pool, store, limits)
+
+
+def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
+    """The shapes that an engine of these limits records."""
+    return Buckets.up_to(limits.max_rows, limits.max_tokens, blueprint.decode_rows(limits.max_rows))
+
+
+def options_target(options: Options, target: Target) -> Target:
+    """The target as the flags want it. cuBLASLt's kernels depend on the number of tokens."""
+    if not options.batch_invariant:
+        return target
+    return dataclasses.replace(target, batch_invariant=True, cublas=False)
+
+
+def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target: Target | None) -> Plan:
+    """Trace every segment on the null device. Without a target only the memory is planned."""
+    null, smallest = Device("null"), blueprint.groups(limits)
+    arena = Arena(null, None)
+    model = blueprint.lay_out(arena, Stream(null), limits, [1] * len(smallest))
+    fixed = arena.used - sum(group.block_bytes for group in smallest)
+    if target is None:
+        return Plan(fixed)
+    pack = NullPack(target)
+    traced = blueprint.traced(model, pack)
+    calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
+    steps = {shape: calls["forward", shape] + calls["sample", shape.rows] for shape in buckets.segments()}
+    scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
+    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, steps)
+
+
+def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[KernelSpec]:
+    """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
+    blueprint = recipe.blueprint(source, options)
+    limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
+    return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target)).specs
+
+
+def make_pack(
+    device: Device, target: Target | None, stream: Stream, store: Store | None, arena: Arena, plan: Plan
+) -> Pack:
+    """What ops run on, with the kernels and the workspace of the plan (from `arena`): the CPU's without a target."""
+    if target is None or store is None:
+        return CpuPack()
+    with _phase("kernels"):
+        bar = ProgressBar("compiling", things="kernels")
+        log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))
+    scratch = arena.alloc((plan.scratch_bytes,), uint8, "scratch") if plan.scratch_bytes else None
+    zeroed = arena.alloc((plan.zeroed_bytes,), uint8, "semaphores") if plan.zeroed_bytes else None
+    if zeroed is not None:
+        zeroed.zero_(stream)
+    with _phase("libraries"):
+        cublas = CublasLt() if target.cublas else None
+    return LaunchPack(target, CudaDriver(device, stream, store, cublas), scratch, zeroed)
+
+
+def open_device(name: str) -> Device:
+    """The device of a flag; auto: a GPU if there is one."""
+    if name != "auto":
+        return Device.parse(name)
+    try:
+        device = Device("cuda", 0)
+        log.info("device: %s, %s", device, device.name)
+        return device
+    except (DriverNotFound, CudaError) as e:
+        log.info("device: cpu (no usable GPU: %s)", e)
+        return Device("cpu")
+
+
+def _load(blueprint: Blueprint[M], model: M, checkpoint: Checkpoint, device: Device) -> tuple[float, float]:
+    """Load the weights on a stream of their own, since the engine's is being captured: GB, and GB/s."""
+    with Stream(device) as stream:
+        report = blueprint.load(model, checkpoint, stream, ProgressBar("loading weights"))
+    return report.bytes / 1e9, report.gbytes_per_s
+
+
+def _trace(options: Options) -> StepTrace | None:
+    if not options.trace:
+        return None
+    trace = StepTrace(Path(options.trace))
+    log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
+    return trace
+
+
+def _policy(options: Options, limits: Limits) -> Policy:
+    """The flag's, or the object that the caller of build() made. Raises InvalidSetup (a ValueError)."""
+    if isinstance(options.scheduling_policy, str):
+        return make_policy(options.scheduling_policy, max_batched_tokens=limits.max_tokens)
+    return options.scheduling_policy
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """One log line a phase, with its seconds."""
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.2f s", name, time.perf_counter() - start)

@@ -1,0 +1,112 @@
+"""A Qwen3 before it has memory: how the cache is shared out, what is allocated, what is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer.graph import Field
+from openinfer.graph.runner import Batch
+from openinfer.kernels import NullPack, Repeated
+from openinfer.kvpool import Group
+from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.limits import Limits, Room
+from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.qwen3.model import Buffers, Model
+from openinfer.recipes.qwen3.weights import Weights, validate
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, float32, load_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3(Blueprint[Model]):
+    """engine.Blueprint of a dense Qwen3. Its pool has one group: pages with the keys and values of all layers."""
+
+    config: Config
+    page_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        return self.config.eos_token_ids
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    def decode_rows(self, max_rows: int) -> Sequence[int]:
+        """At most 15 padding rows up to 128 rows, and 31 above: products of 17 rows take as long as those of 32."""
+        return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
+
+    def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        weights = Weights.allocate(self.config, Arena(Device("null"), None), limits.dtype)
+        validate(checkpoint, self.config, weights)
+
+    def _page_bytes(self, limits: Limits) -> int:
+        return self.config.kv_bytes_per_token(limits.dtype.itemsize) * self.page_size
+
+    def share(self, limits: Limits, room: Room) -> Sequence[int]:
+        """No more pages than every row at full length uses."""
+        pages = min(room.nbytes // self._page_bytes(limits), limits.max_rows * limits.max_blocks + 1)
+        if pages < 3:
+            raise room.refusal("the KV cache")
+        return (pages,)
+
+    def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
+        (pages,) = blocks or (2,)
+        return [Group("kv", self.page_size, pages, self._page_bytes(limits))]
+
+    def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
+        c, (pages,) = self.config, blocks
+        weights = Weights.allocate(c, arena, limits.dtype)
+        cos_sin = arena.alloc((limits.max_model_len, 2, c.head_dim // 2), float32, "cos_sin")
+        if arena.device.kind != "null":
+            cos_sin.copy_from(c.rope_table(limits.max_model_len), stream)
+        batch = Batch.allocate(
+            arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
+            max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
+            width=c.hidden_size, dtype=limits.dtype,
+        )  # fmt: skip
+        buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens)
+        shape = (pages, c.num_layers, 2, c.num_kv_heads, self.page_size, c.head_dim)
+        kv = arena.alloc(shape, limits.dtype, "kv cache")
+        if arena.device.kind == "cuda":
+            kv.zero_(stream)
+        return Model(c, weights, kv, cos_sin, batch, buffers)
+
+    def load(
+        self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
+    ) -> LoadReport:
+        return load_tensors(checkpoint, model.weights.loads(self.config), stream, progress)
+
+    def traced(self, model: Model, pack: NullPack) -> Model:
+        windows = Counter(self.config.windows)
+        kinds = Repeated(pack, zip(model.weights.layers, windows.values(), strict=False))
+        return dataclasses.replace(
+            model,
+            config=dataclasses.replace(self.config, num_layers=len(windows), windows=tuple(windows)),
+            weights=dataclasses.replace(model.weights, layers=kinds),
+        )
+
+    def memory(self, model: Model) -> Mapping[str, int]:
+        weights = Arena(Device("null"), None)
+        Weights.allocate(self.config, weights, model.kv.dtype)
+        buffers = sum(
+            getattr(model.buffers, field.name).nbytes for field in dataclasses.fields(model.buffers)
+        )
+        return {"weights": weights.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
+
+    def controls(self, model: Model) -> Iterator[Control]:
+        table = np.array(model.cos_sin.numpy())
+        backwards = table * np.array([1, -1], np.float32)[:, None]
+        yield Control("rotation backwards", [(model.cos_sin, backwards)])
+        layer = model.weights.layers[len(model.weights.layers) // 2]
+        weight = np.array(layer.gate_up.numpy())
+        swapped = np.roll(weight, len(weight) // 2, axis=0)
+        yield Control("gate and up swapped in one layer", [(layer.gate_up, swapped)])

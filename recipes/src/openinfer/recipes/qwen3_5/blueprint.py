@@ -1,0 +1,154 @@
+"""A Qwen3.5 before it has memory: how cache and states are shared out, what is allocated, what is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer.graph import Field
+from openinfer.graph.runner import Batch
+from openinfer.kernels import NullPack, Repeated
+from openinfer.kvpool import Group
+from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.limits import Limits, Room
+from openinfer.recipes.qwen3_5.config import Config
+from openinfer.recipes.qwen3_5.model import Buffers, Model
+from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
+from openinfer.recipes.qwen3_5.options import HybridOptions
+from openinfer.recipes.qwen3_5.states import Boundaries, States
+from openinfer.recipes.qwen3_5.weights import DeltaNet, Format, Mixture, Weights, validate
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, float32
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen35(Blueprint[Model]):
+    """engine.Blueprint of a Qwen3.5. Its pool has two groups: pages with keys and values of the full layers, and blocks
+    with the recurrent states of a sequence, of which snapshots are kept where a cached prefix may end."""
+
+    config: Config
+    form: Format
+    options: HybridOptions
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        return self.config.eos_token_ids
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def page_size(self) -> int:
+        return self.options.block_size
+
+    def decode_rows(self, max_rows: int) -> Sequence[int]:
+        """At most 31 padding rows: their programs end at once, and weights are read for 32 rows as for one."""
+        return (1, 2, 4, 8, 16, *range(32, max_rows, 32))
+
+    def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        weights = Weights.allocate(self.config, Arena(Device("null"), None), limits.dtype, self.form)
+        validate(checkpoint, weights)
+
+    def _block_bytes(self, limits: Limits) -> tuple[int, int]:
+        itemsize = limits.dtype.itemsize
+        return self.config.kv_bytes_per_token(itemsize) * self.page_size, self.config.state_bytes(itemsize)
+
+    def _states_wanted(self) -> int:
+        """One a row, as many again for snapshots, and the padding block."""
+        return self.options.max_num_seqs * (2 if self.options.enable_prefix_caching else 1) + 1
+
+    def share(self, limits: Limits, room: Room) -> Sequence[int]:
+        """States get no more than half of the room. With fewer states than rows, rows wait for one as they do for
+        pages. No more pages than every row at full length uses."""
+        page, state = self._block_bytes(limits)
+        states = min(self._states_wanted(), room.nbytes // 2 // state)
+        pages = min((room.nbytes - states * state) // page, limits.max_rows * limits.max_blocks + 1)
+        if pages < 3 or states < 2:
+            raise room.refusal("the KV cache and the recurrent states")
+        return pages, states
+
+    def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
+        pages, states = blocks or (2, 2)
+        page, state = self._block_bytes(limits)
+        return [
+            Group("kv", self.page_size, pages, page),
+            Group("state", STATE_CHUNK, states, state, snapshots=True),
+        ]
+
+    def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
+        c, dtype, (pages, num_states) = self.config, limits.dtype, blocks
+        weights = Weights.allocate(c, arena, dtype, self.form)
+        cos_sin = arena.alloc((limits.max_model_len, 2, len(c.inv_freq)), float32, "cos_sin")
+        if arena.device.kind != "null":
+            cos_sin.copy_from(c.rope_table(limits.max_model_len), stream)
+        states = States(Boundaries(self.options.snapshot_interval), limits.max_tokens)
+        slots, snapshots = limits.max_rows + 1, limits.max_rows * states.max_snapshots
+        batch = Batch.allocate(
+            arena, stream,
+            [
+                Field("block_tables", (slots, limits.max_blocks)),
+                Field("state_from", (slots,)),
+                Field("state_to", (slots,)),
+                Field("snapshot_ends", (snapshots,)),
+                Field("snapshot_blocks", (snapshots,)),
+            ],
+            max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
+            width=c.hidden_size, dtype=dtype,
+        )  # fmt: skip
+        buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
+        page = (c.num_full, 2, c.num_kv_heads, self.page_size, c.head_dim)
+        kv = arena.alloc((pages, *page), dtype, "kv cache")
+        recurrent = (c.num_linear, c.value_heads, c.key_dim, c.value_dim)
+        state = arena.alloc((num_states, *recurrent), float32, "recurrent states")
+        ring = (c.num_linear, c.conv_kernel, c.conv_size)
+        conv_state = arena.alloc((num_states, *ring), dtype, "convolution states")
+        if arena.device.kind == "cuda":
+            for memory in (kv, state, conv_state):
+                memory.zero_(stream)
+        return Model(c, weights, kv, state, conv_state, cos_sin, batch, buffers, states)
+
+    def load(
+        self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
+    ) -> LoadReport:
+        return model.weights.load(checkpoint, stream, progress)
+
+    def traced(self, model: Model, pack: NullPack) -> Model:
+        kinds = {type(layer.mixer): layer for layer in model.weights.layers}
+        counts = Counter(type(layer.mixer) for layer in model.weights.layers)
+        layers = Repeated(pack, ((layer, counts[kind]) for kind, layer in kinds.items()))
+        return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
+
+    def memory(self, model: Model) -> Mapping[str, int]:
+        weights, dtype = Arena(Device("null"), None), model.kv.dtype
+        Weights.allocate(self.config, weights, dtype, self.form)
+        buffers = sum(
+            getattr(model.buffers, field.name).nbytes for field in dataclasses.fields(model.buffers)
+        )
+        return {
+            "weights": weights.used,
+            "activations": buffers,
+            "rotary table": model.cos_sin.nbytes,
+            "recurrent states": self._states_wanted() * self.config.state_bytes(dtype.itemsize),
+        }
+
+    def controls(self, model: Model) -> Iterator[Control]:
+        table = np.array(model.cos_sin.numpy())
+        backwards = table * np.array([1, -1], np.float32)[:, None]
+        yield Control("rotation backwards", [(model.cos_sin, backwards)])
+        mlp = model.weights.layers[1].mlp
+        up = mlp.gate_up.weight
+        weight = np.array(up.numpy())
+        name = "experts" if isinstance(mlp, Mixture) else "MLP"
+        swapped = np.roll(weight, weight.shape[-2] // 2, axis=-2)
+        yield Control(f"gate and up swapped in one {name}", [(up, swapped)])
+        delta = next(x.mixer for x in model.weights.layers if isinstance(x.mixer, DeltaNet))
+        decay = np.array(delta.decay.numpy())
+        yield Control("one layer forgets too fast", [(delta.decay, decay * np.float32(4))])

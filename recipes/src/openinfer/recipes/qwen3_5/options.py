@@ -1,0 +1,35 @@
+"""The flags of a Qwen3.5 engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from openinfer.recipes.engine import Options, SetupError, option
+
+CHUNK = 64
+"""Tokens after which a state may be kept: ops.gated_delta_net.STATE_CHUNK, which importing it here would make slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class HybridOptions(Options):
+    """Those of every engine, and how often recurrent states are kept."""
+
+    refused: ClassVar[dict[str, str]] = {
+        "batch_invariant": "how a prompt is cut into steps changes what the delta rule's kernels round"
+    }
+
+    snapshot_interval: int = option(
+        512,
+        "tokens between snapshots of a prompt's recurrent state, where a cached prefix can end (besides the prompt's "
+        f"end and the powers of two below): a multiple of {CHUNK}",
+        kind=int,
+    )
+
+    def check(self, recipe: str) -> None:
+        """Raise SetupError; see Options."""
+        Options.check(self, recipe)
+        if self.snapshot_interval < CHUNK or self.snapshot_interval % CHUNK:
+            raise SetupError(
+                f"--snapshot-interval {self.snapshot_interval}: it must be a multiple of {CHUNK} tokens"
+            )

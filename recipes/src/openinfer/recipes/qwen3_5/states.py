@@ -1,0 +1,87 @@
+"""Where the recurrent states of rows are read and written, and where in a prompt snapshots of them are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph import Rows
+from openinfer.kvpool import Lease
+from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
+from openinfer.scheduler import Seq, Step
+
+STATES = 1
+"""The pool's group of recurrent states; group 0 has the pages of full attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundaries:
+    """Where snapshots of a prompt's state are taken: at the powers of two from STATE_CHUNK on below `interval`, so that
+    short shared prefixes are found too, at its multiples, and where the last whole chunk of the prompt ends."""
+
+    interval: int
+
+    def within(self, start: int, end: int, prompt: int) -> list[int]:
+        """Those in (start, end] of a prompt of so many tokens; the last of them leaves a token to compute."""
+        regular = {*range(self.interval, end + 1, self.interval), (prompt - 1) // STATE_CHUNK * STATE_CHUNK}
+        power = STATE_CHUNK
+        while power < self.interval:
+            regular.add(power)
+            power *= 2
+        return sorted(n for n in regular if start < n <= end and n < prompt)
+
+    def most(self, num_tokens: int) -> int:
+        """At most so many are within a chunk of num_tokens tokens."""
+        powers = (self.interval // STATE_CHUNK).bit_length()
+        return num_tokens // self.interval + powers + 1
+
+
+@dataclass(slots=True)
+class States:
+    """graph.runner.States of Qwen3.5: a row reads the snapshot at the end of its cached prefix, then its own block."""
+
+    boundaries: Boundaries
+    max_tokens: int
+    _joined: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def max_snapshots(self) -> int:
+        """Of a row in a step."""
+        return self.boundaries.most(self.max_tokens)
+
+    def join(self, rows: Rows, joined: Sequence[Seq[Any]]) -> None:
+        """Write where a joining sequence reads its state, and where it keeps it."""
+        for slot, live in self._joined:  # their first step has read what they started from
+            rows.set("state_from", slot, live)
+        self._joined = []
+        for seq in joined:
+            lease = _lease(seq)
+            (live,) = lease.block_table(STATES)
+            sources = [copy.source for copy in lease.copies if copy.group == STATES]
+            rows.set("state_from", seq.slot, sources[0] if sources else live)
+            rows.set("state_to", seq.slot, live)
+            self._joined.append((seq.slot, live))
+
+    def chunks(self, rows: Rows, step: Step[Any], num_rows: int) -> None:
+        """Write where the step's chunks leave snapshots, as far as the pool has room. The lease's commit makes these
+        findable."""
+        wanted = np.zeros((2, num_rows, self.max_snapshots), np.int32)
+        for index, row in enumerate(step.rows[step.num_decode :], start=step.num_decode):
+            if row.start is None:
+                continue
+            lease, count = _lease(row.seq), 0
+            for end in self.boundaries.within(row.start, row.start + row.num_tokens, row.seq.target):
+                for copy in lease.snapshot(end) or ():
+                    wanted[:, index, count] = end, copy.target
+                    count += 1
+        rows.write("snapshot_ends", 0, wanted[0].reshape(-1))
+        rows.write("snapshot_blocks", 0, wanted[1].reshape(-1))
+
+
+def _lease(seq: Seq[Any]) -> Lease:
+    if not isinstance(seq.lease, Lease):
+        raise TypeError(f"sequence {seq.id} has no lease of the pool")
+    return seq.lease

@@ -1,0 +1,115 @@
+"""The accuracy gate of every recipe, on the CPU: every path passes against the goldens, every control turns it red."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from openinfer.cli import recipes
+from openinfer.recipes.deepseek_v4.choices import Choices, Witness
+from openinfer.recipes.engine import gate
+from openinfer.recipes.engine.forced import Forced, NoRoom
+from openinfer.recipes.engine.startup import Built, build
+from openinfer.recipes.engine.verdict import judge, limits
+
+GOLDENS = Path(__file__).parent / "goldens"
+SMALL = {"device": "cpu", "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 1024}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen3-tiny": ({"kv_cache_memory_bytes": 256 << 20}, 4),
+    "qwen3_5-tiny": ({"kv_cache_memory_bytes": 256 << 20}, 5),
+    "deepseek_v4-tiny": ({"kv_cache_memory_bytes": 96 << 20, "activation_quantization": "off"}, 6),
+}
+"""By golden: flags, and how many controls there are."""
+PATHS = 10
+
+
+class Case(NamedTuple):
+    built: Built
+    golden: Any
+    controls: int
+
+
+def built(name: str, **flags: Any) -> Built:
+    path = GOLDENS / name
+    return build(recipes.find(path), path, **{**SMALL, **MODELS[name][0], **flags})
+
+
+@pytest.fixture(params=MODELS)
+def case(request, golden_of):
+    made = built(request.param)
+    yield Case(made, golden_of(request.param), MODELS[request.param][1])
+    made.engine.pool.check_integrity()
+    assert made.engine.pool.num_free == made.engine.pool.num_total, "blocks were not given back"
+    made.engine.close()
+
+
+def test_every_path_passes(references, case):
+    sequences = references(case.golden)
+    found = list(gate.run(case.built.engine, sequences))
+    assert len(found) == PATHS
+    found += case.built.blueprint.checks(case.built.engine, sequences)
+    assert [str(verdict) for verdict in found if not verdict.passed] == []
+
+
+def test_every_control_fails(references, case):
+    engine, blueprint, sequences = *case.built, references(case.golden)
+    controls = blueprint.controls(engine.runner.model)
+    found = list(gate.negative_controls(engine, sequences, controls))
+    assert len(found) == case.controls
+    assert [str(verdict) for verdict in found if verdict.passed] == []
+    few = gate.decode_all(engine, sequences[:2], chunk=512)
+    assert judge("put right again", limits(sequences), sequences[:2], few).passed
+
+
+def test_long_prompts_pass(references, case):
+    found = list(gate.run_long(case.built.engine, references(case.golden)[1:3]))
+    assert len(found) == 3
+    assert [str(verdict) for verdict in found if not verdict.passed] == []
+
+
+def test_an_engine_that_rounds_is_held_against_the_run_that_does(references, deepseek):
+    engine, blueprint = built("deepseek_v4-tiny", activation_quantization="on")
+    sequences = references(deepseek)
+    rounded = blueprint.comparable(sequences)
+    found = gate.decode_all(engine, rounded, chunk=512)
+    assert judge("rounded", limits(rounded), rounded, found).passed
+    engine.close()
+    plain, blueprint = built("deepseek_v4-tiny")
+    assert blueprint.comparable(sequences) is sequences
+    found = gate.decode_all(plain, rounded, chunk=512)
+    assert not judge("not rounded", limits(sequences), rounded, found).passed  # negative control
+    plain.close()
+
+
+def test_choices_of_others_are_noticed(references, deepseek):
+    """The judge of choices: what the indexer and the router chose passes, and another choice does not."""
+    engine, _ = built("deepseek_v4-tiny")
+    sequence = references(deepseek)[-1]
+    witness = Witness(engine.runner.pack, engine.runner.stream, quantized=False)
+    forced = Forced(engine, engine.runner.eager(witness))
+    forced.feed(forced.join(1, sequence.tokens), 260, 512)
+    forced.leave()
+    engine.close()
+    assert witness.entries.passed
+    assert witness.experts.passed
+    assert witness.entries.chosen == 2 * 4 * 16  # two layers, four tokens, sixteen entries
+    scores = np.arange(100.0)
+    for got in ([*range(85, 100), 40], [*range(85, 100), 99]):
+        wrong = Choices("wrong", 0.02)
+        wrong.take(scores, np.array(got), 16)
+        assert not wrong.passed
+
+
+def test_a_cache_that_is_too_small_is_named():
+    engine, _ = built(
+        "deepseek_v4-tiny", max_num_seqs=2, enable_prefix_caching=False, kv_cache_memory_bytes=10 << 20
+    )
+    forced = Forced(engine)
+    with pytest.raises(NoRoom, match="--kv-cache-memory-bytes"):
+        forced.feed(forced.join(1, [5] * 100_000), 100_000, 512)
+    forced.leave()
+    assert engine.pool.num_free == engine.pool.num_total
+    engine.close()
