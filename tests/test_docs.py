@@ -73,3 +73,18 @@ def test_every_fault_has_its_test_in_ci() -> None:
         found = [(one, [q for name, q in names_in(one[0]).items() if one[1] in name]) for one in row]
         assert [one for one, quick in found if not quick] == [], "no such test"
         assert any(any(quick) for _, quick in found), f"none in CI: {row}"
+
+
+def test_the_metrics_that_are_said_to_be_the_same_are_there() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    same, _, rest = text.partition("## With a difference")
+    said = set(re.findall(r"`(vllm:\w+)`", same))
+    missing = set(re.findall(r"`(vllm:\w+)`", rest.partition("## Not here")[2])) - {
+        "vllm:e2e_request_latency_seconds"
+    }
+    source = (ROOT / "libs/frontend/src/openinfer/frontend/http/metrics.py").read_text()
+    made = {f"vllm:{name}" for name in re.findall(r'new\(\s*"(\w+)"', source)} | set(
+        re.findall(r'"(vllm:\w+)"', source)
+    )
+    assert said == made
+    assert not missing & made

@@ -218,3 +218,24 @@ def test_a_wish_of_a_schema_is_warned_of(start: Any) -> None:
         answer = live.post(CHAT, messages=HI, max_tokens=3, **fields)
         assert answer.status_code == 200, answer.text
         assert [f"uniqueItems in {field}" in said for said in warnings(answer)] == [True]
+
+
+def test_metrics_of_vllm_and_of_the_process(live: Any) -> None:
+    assert live.post(CHAT, messages=HI, max_tokens=3).status_code == 200
+    lines = dict(
+        line.rsplit(" ", 1) for line in live.http.get("/metrics").text.splitlines() if line[0] != "#"
+    )
+    assert float(lines["process_resident_memory_bytes"]) > 1e6
+    found = {name.partition("{")[0].removesuffix("_total"): name for name in lines}
+    assert 'reason="capacity"' in found["vllm:num_requests_waiting_by_reason"]
+    sources = [
+        float(value) for name, value in lines.items() if name.startswith("vllm:prompt_tokens_by_source_total")
+    ]
+    whole = [float(value) for name, value in lines.items() if name.startswith("vllm:prompt_tokens_total")]
+    assert sum(sources) == sum(whole) > 0
+    awake = [
+        value
+        for name, value in lines.items()
+        if "engine_sleep_state" in name and 'sleep_state="awake"' in name
+    ]
+    assert awake == ["1.0"]

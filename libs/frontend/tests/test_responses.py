@@ -116,7 +116,15 @@ def test_turns_go_back(speak: Any) -> None:
         ({"input": "x", "include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"input": "x", "background": True}, "background", "not supported"),
         ({"input": "x", "text": {"format": {"type": "json_object"}}}, "text", "not supported"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools", "web_search"),
+        ({"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "none"),
+        ({"input": "x", "tools": [{"name": "f"}]}, "tools", r"tools\[0\].type"),
+        ({"input": "x", "tools": [{"type": "function", "name": "a b"}]}, "tools", r"tools\[0\]: Expected"),
+        (
+            {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "'web_search'",
+        ),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "store: false"),
         ({"input": "x", "tools": [TOOL], "tool_choice": "required"}, "tool_choice", "no grammars"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "messages", "not JSON"),
@@ -135,3 +143,97 @@ def test_an_engine_that_dies_is_an_error_event(start: Any) -> None:
         *_, last = client.responses.create(model="fake", input="hi", stream=True)
     assert last.type == "error"
     assert "step failed" in last.message
+
+
+def test_tools_of_the_service_are_left_out_with_a_warning(speak: Any) -> None:
+    client = speak("ok")
+    tools: list[Any] = [{"type": "web_search"}, TOOL, {"type": "custom", "name": "c"}, {"type": "namespace"}]
+    bare = client.responses.create(model="fake", input="hi", tools=[TOOL], max_output_tokens=5)
+    raw = client.responses.with_raw_response.create(
+        model="fake", input="hi", tools=tools, max_output_tokens=5
+    )
+    (warning,) = raw.headers.get_list("warning")
+    assert "tools of type web_search, custom, namespace are left out" in warning
+    answer = raw.parse()
+    assert answer.usage.input_tokens == bare.usage.input_tokens
+    assert [tool.type for tool in answer.tools][:2] == ["web_search", "function"]
+    assert answer.usage.input_tokens_details.cache_write_tokens == 0
+
+
+def test_items_may_be_named_for_a_while_unless_the_client_stores_nothing(speak: Any) -> None:
+    client = speak(TEXT)
+    request: dict[str, Any] = {"model": "fake", "tools": [TOOL], "max_output_tokens": 300}
+    ask: dict[str, Any] = {"role": "user", "content": "hi"}
+    for stream in (False, True):
+        answer = client.responses.create(**request, input=[ask], stream=stream)
+        first = [*answer][-1].response if stream else answer
+        call = next(item for item in first.output if item.type == "function_call")
+        result: dict[str, Any] = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        named = [{"type": "item_reference", "id": item.id} for item in first.output]
+        sent = [item.model_dump(exclude_none=True) for item in first.output]
+        short, long = (
+            client.responses.create(**request, input=[ask, *items, result]).usage.input_tokens
+            for items in (named, sent)
+        )
+        assert short == long
+    private = client.responses.create(**request, input=[ask], store=False)
+    with pytest.raises(openai.BadRequestError, match="store: false"):
+        client.responses.create(**request, input=[{"type": "item_reference", "id": private.output[0].id}])
+
+
+def test_the_oldest_items_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openinfer.frontend.http import kept
+
+    monkeypatch.setattr(kept, "MAX_ITEMS", 2)
+    items = kept.KeptItems()
+    items.keep({"id": name} for name in "abc")
+    assert items.find("c", "input[0]") == {"id": "c"}
+    with pytest.raises(kept.APIError, match="'a'"):
+        items.find("a", "input[0]")
+    monkeypatch.setattr(kept, "MAX_BYTES", 20)
+    items.keep([{"id": "d", "text": "x" * 30}])
+    with pytest.raises(kept.APIError):
+        items.find("c", "input[0]")
+
+
+def test_thoughts_are_their_own_summary_if_one_is_asked_for(speak: Any) -> None:
+    client = speak(TEXT)
+    request: dict[str, Any] = {"model": "fake", "input": "hi", "tools": [TOOL], "max_output_tokens": 300}
+    whole = client.responses.create(**request, reasoning={"summary": "auto"})
+    assert [part.text for part in whole.output[0].summary] == ["hm"]
+    events = list(client.responses.create(**request, reasoning={"summary": "auto"}, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.reasoning_summary_text.delta"]
+    assert "".join(deltas) == "hm"
+    kinds_of_summary = [
+        event.type.removeprefix("response.reasoning_summary_") for event in events if "summary" in event.type
+    ]
+    assert kinds_of_summary[0] == "part.added"
+    assert kinds_of_summary[-2:] == ["text.done", "part.done"]
+    assert client.responses.create(**request).output[0].summary == []
+    back: list[Any] = [
+        {"role": "user", "content": "hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "a long thought"}]},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "more"},
+    ]
+    assert client.responses.create(model="fake", input=back, max_output_tokens=3).status == "incomplete"
+
+
+def test_some_of_the_tools_may_be_offered(speak: Any) -> None:
+    client = speak("ok")
+    other = {**TOOL, "name": "other"}
+    counts = [
+        client.responses.create(model="fake", input="hi", max_output_tokens=5, **options).usage.input_tokens
+        for options in (
+            {"tools": [TOOL]},
+            {
+                "tools": [TOOL, other],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "weather"}],
+                },
+            },
+        )
+    ]
+    assert counts[0] == counts[1]

@@ -13,6 +13,7 @@ from openinfer.frontend.http import messages_body, responses_body
 from openinfer.frontend.http.body import MAX_TOOLS, ToolSpec, decode_body
 from openinfer.frontend.http.chat import Chat, ParserFactory, chat_messages
 from openinfer.frontend.http.chat_body import tool_object
+from openinfer.frontend.http.kept import KeptItems
 from openinfer.frontend.http.messages_body import MessagesBody, messages_chat, messages_common
 from openinfer.frontend.http.messages_shape import MessagesShape
 from openinfer.frontend.http.params import Plan, max_tokens_for, prompt_ids
@@ -53,13 +54,14 @@ class Dialects:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._kept = KeptItems()
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
         arrival, service = time.monotonic(), self._service
         body = decode_body(await read_body(request), ResponsesBody, responses_body.REFUSED)
         model, plan, ids, limit, new_parser = await self.prepare_response(request, body)
-        shape = ResponsesShape(model, body, plan, service.tokenizer, new_parser)
+        shape = ResponsesShape(model, body, plan, service.tokenizer, new_parser, self._kept)
         return service.answer(request, plan, [ids], [limit], arrival, shape)
 
     async def prepare_response(
@@ -68,7 +70,9 @@ class Dialects:
         """As Service.prepare_answer."""
         service, field = self._service, "max_output_tokens"
         model, plan = service.check(responses_common(body), None, "text")
-        ids, plan, new_parser = await service.prepare_chat(request, responses_chat(body), plan, "input")
+        ids, plan, new_parser = await service.prepare_chat(
+            request, responses_chat(body, self._kept), plan, "input"
+        )
         limit = max_tokens_for(len(ids), body.max_output_tokens, None, plan, service.client.info, field)
         return model, plan, ids, limit, new_parser
 

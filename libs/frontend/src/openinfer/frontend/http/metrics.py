@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
@@ -115,6 +115,7 @@ class Metrics:
         )
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # of this HTTP process alone
 
     def finished(self, request: Request, reason: str, tokens: int, times: Times, cached: int) -> None:
         """A sequence ended in order; cached: of its prompt's tokens."""
@@ -181,6 +182,17 @@ class Metrics:
             gauge = GaugeMetricFamily(name, text, labels=_LABELS)
             gauge.add_metric(labels, value)
             yield gauge
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Sequences in the queue.", labels=[*_LABELS, "reason"]
+        )
+        waiting.add_metric([*labels, "capacity"], float(stats.waiting))
+        yield waiting
+        asleep = GaugeMetricFamily(
+            "vllm:engine_sleep_state", "This engine never sleeps.", labels=[*_LABELS, "sleep_state"]
+        )
+        for state, value in (("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)):
+            asleep.add_metric([*labels, state], value)
+        yield asleep
         blocks = info.kv_capacity_tokens // info.block_size if info.block_size else 0
         gauge = GaugeMetricFamily(
             "vllm:cache_config_info", "KV cache layout.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
@@ -218,6 +230,14 @@ class Metrics:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, float(value))
             yield counter
+        sources = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens of scheduled sequences.",
+            labels=[*_LABELS, "source"],
+        )
+        sources.add_metric([*labels, "local_compute"], float(stats.prompt_tokens - stats.prefix_hit_tokens))
+        sources.add_metric([*labels, "local_cache_hit"], float(stats.prefix_hit_tokens))
+        yield sources
         yield from self._steps(labels, stats.step_times)
         ended, refused = "Sequences that ended.", "Sequences the engine refused."
         for name, text, label, reasons, cells in (

@@ -1,6 +1,7 @@
-"""The body of /v1/responses, and the chat it stands for. Nothing is stored: what refers to a stored one is refused."""
+"""The body of /v1/responses, and the chat it stands for. Items of answers are kept for a while, answers are not."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -8,17 +9,19 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.body import MAX_TOOLS, CommonBody, FunctionSpec, ToolName
 from openinfer.frontend.http.chat import Chat, chat_messages, text_of
 from openinfer.frontend.http.chat_body import tool_object, verbosity_warnings
+from openinfer.frontend.http.kept import KeptItems
 from openinfer.frontend.http.structured import JsonObjectFormat, JsonSchemaFormat, JsonSchemaSpec, TextFormat
 
 __all__ = ["ResponsesBody", "responses_chat", "responses_common"]
 
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
 _TEXT_KINDS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 MAX_INCLUDED = 16
 
 
 class ResponseTool(FunctionSpec, kw_only=True):
-    """One of `tools`; only functions are."""
+    """One of `tools` that the model may call: the client's own function."""
 
     type: Literal["function"]
 
@@ -30,8 +33,16 @@ class ChosenTool(msgspec.Struct):
     name: ToolName
 
 
+class AllowedTools(msgspec.Struct):
+    """tool_choice, to offer some of the tools."""
+
+    type: Literal["allowed_tools"]
+    tools: list[dict[str, Any]]
+    mode: Literal["auto", "required"] = "auto"
+
+
 class Effort(msgspec.Struct):
-    """reasoning. A summary is never made, so asking for one changes nothing."""
+    """reasoning. A summary is the thoughts themselves."""
 
     effort: str | None = None
     summary: str | None = None
@@ -57,8 +68,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    """Those that are not functions are left out of the prompt: only a service could run them."""
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
     text: TextOptions | None = None
@@ -66,7 +78,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     """Nothing is left out of an input that is too long: it is refused."""
     store: bool | None = None
-    """Taken, and not done: the answer says store: false."""
+    """false: the items of the answer are not kept for an item_reference. An answer itself never is."""
     include: Annotated[list[str], msgspec.Meta(max_length=MAX_INCLUDED)] | None = None
     """Of what can be had on demand there is one thing that an answer here could lack: log-probabilities."""
     metadata: dict[str, str] | None = None
@@ -104,8 +116,8 @@ def responses_common(body: ResponsesBody) -> CommonBody:
     )
 
 
-def responses_chat(body: ResponsesBody) -> Chat:
-    """Raises APIError (400) naming the item."""
+def responses_chat(body: ResponsesBody, kept: KeptItems) -> Chat:
+    """kept: what items may refer to. Raises APIError (400) naming the item."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -113,18 +125,63 @@ def responses_chat(body: ResponsesBody) -> Chat:
     if not items:
         raise APIError("input must be a text or hold at least one item", param="input")
     for index, item in enumerate(items):
-        _add(messages, item, f"input[{index}]")
-    choice = body.tool_choice or "auto"
+        where = f"input[{index}]"
+        if item.get("type") == "item_reference":
+            item = kept.find(item.get("id"), where)
+        _add(messages, item, where)
+    warnings = _ignored(body)
+    tools = _functions(body.tools or (), warnings)
+    choice, tools = _choice(body.tool_choice or "auto", tools)
     return Chat(
         messages=chat_messages(messages),
-        tools=[tool_object(tool) for tool in body.tools or ()],
-        tool_choice=f"tool {choice.name}" if isinstance(choice, ChosenTool) else choice,
-        strict=[tool.name for tool in body.tools or () if tool.strict],
+        tools=[tool_object(tool) for tool in tools],
+        tool_choice=choice,
+        strict=[tool.name for tool in tools if tool.strict],
         parallel_calls=body.parallel_tool_calls is not False,
         effort=body.reasoning.effort if body.reasoning else None,
         options=body.chat_template_kwargs or {},
-        warnings=_ignored(body),
+        warnings=warnings,
     )
+
+
+def _functions(tools: Sequence[dict[str, Any]], warnings: list[str]) -> list[ResponseTool]:
+    """The tools that are functions; what is said of the others goes to `warnings`."""
+    found, left_out = [], []
+    for index, tool in enumerate(tools):
+        if tool.get("type") == "function":
+            found.append(_typed(tool, ResponseTool, "tools", f"tools[{index}]"))
+        elif isinstance(tool.get("type"), str):
+            left_out.append(tool["type"])
+        else:
+            raise APIError(f"tools[{index}].type must be a string such as 'function'", param="tools")
+    if left_out:
+        named = ", ".join(dict.fromkeys(left_out))
+        warnings.append(f"tools of type {named} are left out: this server runs no tools of its own")
+    return found
+
+
+def _choice(choice: str | dict[str, Any], tools: list[ResponseTool]) -> tuple[str, list[ResponseTool]]:
+    """tool_choice as Chat has it, and the tools that it leaves."""
+    if isinstance(choice, str):
+        return choice, tools
+    if choice.get("type") == "function":
+        return f"tool {_typed(choice, ChosenTool, 'tool_choice', 'tool_choice').name}", tools
+    if choice.get("type") == "allowed_tools":
+        allowed = _typed(choice, AllowedTools, "tool_choice", "tool_choice")
+        names = {tool.get("name") for tool in allowed.tools}
+        return allowed.mode, [tool for tool in tools if tool.name in names]
+    raise APIError(
+        f"tool_choice asks for a tool of type {choice.get('type')!r}, and this server runs no tools of its own",
+        param="tool_choice",
+        code="unsupported",
+    )
+
+
+def _typed(value: dict[str, Any], kind: type[_Kind], field: str, where: str) -> _Kind:
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise APIError(f"{where}: {error}".replace("`", ""), param=field) from error
 
 
 def _ignored(body: ResponsesBody) -> list[str]:
@@ -146,8 +203,11 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> No
                 text = text_of(content, f"{where}.content", _TEXT_KINDS)
                 messages.append({"role": "system" if role == "developer" else role, "content": text})
         case "reasoning":
-            content = item.get("content")
-            thought = text_of(content, f"{where}.content", ("reasoning_text",)) if content else ""
+            # Some clients send a summary back, and nothing else of what they got.
+            content = item.get("content") or item.get("summary")
+            thought = (
+                text_of(content, f"{where}.content", ("reasoning_text", "summary_text")) if content else ""
+            )
             turn = _assistant_turn(messages)
             turn["reasoning"] = turn.get("reasoning", "") + thought
         case "function_call":

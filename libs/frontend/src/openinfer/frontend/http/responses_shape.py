@@ -9,6 +9,7 @@ from openinfer.frontend.chat import Content, Part, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice, Usage
+from openinfer.frontend.http.kept import KeptItems
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.reader import Reader, new_call_id
 from openinfer.frontend.http.responses_body import ResponsesBody
@@ -28,12 +29,15 @@ class ResponsesShape:
         plan: Plan,
         tokenizer: Tokenizer | None,
         new_parser: ParserFactory | None,
+        kept: KeptItems,
     ) -> None:
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._body = body
         self._plan = plan
+        self._kept = kept
+        self._summarizes = body.reasoning is not None and body.reasoning.summary not in (None, "none")
         self._reader = Reader(new_parser, tokenizer)
         self._items: list[dict[str, Any]] = []
         self._open: type[Part] | None = None
@@ -52,6 +56,7 @@ class ResponsesShape:
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         status = _status(choices[0])
         closed = self._close()
+        self._keep()
         response = self._response(status, choices[0], usage)
         return closed + self._event(f"response.{status}", response=response)
 
@@ -63,10 +68,15 @@ class ResponsesShape:
         for part in self._reader.take(choice)[0]:
             self._grow(part)
         self._close()
+        self._keep()
         return encode(self._response(_status(choice), choice, usage))
 
     def refusal(self, error: APIError) -> bytes:
         return error_body(error)
+
+    def _keep(self) -> None:
+        if self._body.store is not False:
+            self._kept.keep(self._items)
 
     def _grow(self, part: Part) -> bytes:
         """Add a part; the events that say so."""
@@ -81,7 +91,12 @@ class ResponsesShape:
             return said + self._event(
                 "response.output_text.delta", **place, content_index=0, delta=part.text, logprobs=[]
             )
-        return said + self._event("response.reasoning_text.delta", **place, content_index=0, delta=part.text)
+        said += self._event("response.reasoning_text.delta", **place, content_index=0, delta=part.text)
+        if self._summarizes:
+            said += self._event(
+                "response.reasoning_summary_text.delta", **place, summary_index=0, delta=part.text
+            )
+        return said
 
     def _begin(self, part: Part) -> bytes:
         self._open = type(part)
@@ -103,6 +118,11 @@ class ResponsesShape:
         if not isinstance(part, ToolCall):
             begun = _text_part(part, "")
             said += self._event("response.content_part.added", **self._place(), content_index=0, part=begun)
+        if isinstance(part, Reasoning) and self._summarizes:
+            empty = {"type": "summary_text", "text": ""}
+            said += self._event(
+                "response.reasoning_summary_part.added", **self._place(), summary_index=0, part=empty
+            )
         return said
 
     def _close(self) -> bytes:
@@ -125,6 +145,12 @@ class ResponsesShape:
         extra: dict[str, Any] = {"logprobs": []} if kind is Content else {}
         said = self._event(f"response.{name}.done", **place, content_index=0, text=text, **extra)
         said += self._event("response.content_part.done", **place, content_index=0, part=done)
+        if kind is Reasoning and self._summarizes:
+            summary = {"type": "summary_text", "text": text}
+            item["summary"] = [summary]
+            place["summary_index"] = 0
+            said += self._event("response.reasoning_summary_text.done", **place, text=text)
+            said += self._event("response.reasoning_summary_part.done", **place, part=summary)
         return said + self._event("response.output_item.done", output_index=index, item=item)
 
     def _place(self) -> dict[str, Any]:
@@ -154,7 +180,10 @@ class ResponsesShape:
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": body.reasoning.summary if body.reasoning else None,
+            },
             "store": False,
             "temperature": sampling.temperature,
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
@@ -169,7 +198,8 @@ class ResponsesShape:
     def _usage(self, usage: Usage) -> dict[str, Any]:
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            # No token costs more for being kept in the prefix cache.
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
