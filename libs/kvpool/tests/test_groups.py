@@ -352,3 +352,34 @@ def test_used_tokens_beside_a_window_are_those_of_the_fuller_group():
     with pool.acquire([1]) as lease:
         lease.reserve(16)
         assert pool.used_tokens == pool.capacity_tokens == sys.maxsize
+
+
+def test_the_source_of_a_copy_stays_until_a_commit_goes_further_than_it():
+    pool = Pool([Group("kv", 4, 20), Group("state", 4, 4, snapshots=True)])
+    computed(pool, [1] * 9, [8]).release()
+    lease = pool.acquire([1] * 12)
+    lease.reserve(12)
+    [copy] = lease.copies
+    assert lease.num_cached == 8
+    lease.commit([1] * 12, 8)  # what was cached is confirmed; the copy may be under way
+    assert pool.block_state(copy.source, 1) is BlockState.SHARED
+    others = [pool.acquire([9]) for _ in range(3)]
+    assert [other.reserve(1) is not None for other in others].count(True) == 1  # one block is left, not two
+    lease.commit([1] * 12, 9)
+    assert pool.block_state(copy.source, 1) is BlockState.CACHED
+    for holder in (lease, *others):
+        holder.release()
+    pool.check_integrity()
+
+
+def test_the_source_of_a_tail_stays_until_a_commit_goes_further_than_it():
+    pool = Pool([Group("kv", 4, 20)], share_tails=1)
+    computed(pool, [1] * 8).release()
+    lease = pool.acquire([1, 1, 1, 1, 1, 1, 2, 2])
+    lease.reserve(8)
+    [copy] = lease.copies
+    lease.commit([1, 1, 1, 1, 1, 1, 2, 2], lease.num_cached)
+    assert pool.block_state(copy.source) is BlockState.SHARED
+    lease.commit([1, 1, 1, 1, 1, 1, 2, 2], lease.num_cached + 1)
+    assert pool.block_state(copy.source) is BlockState.CACHED
+    lease.release()

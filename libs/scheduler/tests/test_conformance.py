@@ -50,6 +50,13 @@ class ShortestForEver(Batching):
         return sorted(self.waiting, key=lambda seq: len(seq.tokens))
 
 
+class NewestFirst(Batching):
+    """The latest arrival first: whoever came before a crowd waits as long as the crowd comes."""
+
+    def __init__(self, budget):
+        super().__init__(budget, rank=lambda seq: -seq.arrival)
+
+
 class NeverAges(Batching):
     """Priorities without ageing."""
 
@@ -113,6 +120,7 @@ class LosesATurn(StepLoop):
     ("broken", "rule"),
     [
         (ShortestForEver, "test_no_starvation"),
+        (NewestFirst, "test_no_starvation"),
         (NeverAges, "test_no_starvation"),
         (Overspends, "test_budget"),
         (WantsTheWholePrompt, "test_idle_machine"),

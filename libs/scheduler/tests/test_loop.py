@@ -21,7 +21,7 @@ from openinfer.scheduler import (
     StepResult,
     Tokens,
 )
-from openinfer.scheduler.testing import SimplePool
+from openinfer.scheduler.testing import FakeRunner, SimplePool, generate
 
 
 class ScriptedRunner:
@@ -232,6 +232,7 @@ def test_a_dry_pool_drains_then_preempts_the_latest_and_recomputes_it():
         [old],
     )
     assert (young.tokens, old.confirmed, loop.stats.preemptions) == ([2] * 7 + [7, 7], 8, 1)
+    assert (young.confirmed, young.bound) == (0, 0)  # nothing of it is computed, as far as anyone may rely on
     runner.done(3, (old.slot, FinishReason.STOP))
     turn(loop)
     turn(loop)
@@ -620,3 +621,81 @@ def test_a_row_that_stood_still_gets_its_step_all_the_same():
     runner.done(4, (seq.slot, FinishReason.LENGTH))
     assert Finished(seq, FinishReason.LENGTH) in turn(loop)
     assert not loop.has_work
+
+
+class WatchedPool(SimplePool):
+    """Notes which part of itself admissions are to leave free."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.left = []
+
+    def acquire(self, tokens, salt=b"", hashes=None):
+        lease = super().acquire(tokens, salt, hashes)
+        reach = lease.reach
+        lease.reach = lambda leave=0.0: (self.left.append(leave), reach(leave))[1]
+        return lease
+
+
+class PreemptsFourTimes(FirstCome):
+    """Sends the latest of two that run back to the queue, four times."""
+
+    times = 4
+
+    def plan(self, view):
+        decision = super().plan(view)
+        if self.times and len(view.running) > 1:
+            decision.preempt = [list(view.running)[-1]]
+        return decision
+
+    def on_preempt(self, seq):
+        super().on_preempt(seq)
+        self.times -= 1
+
+
+def test_headroom_rises_with_each_preemption_and_falls_with_each_ending():
+    pool = WatchedPool([(4, 400)])
+    loop = StepLoop(
+        FakeRunner([4]), pool, PreemptsFourTimes(32), max_rows=2, max_model_len=900, max_headroom=0.5
+    )
+    long = max(
+        ([a, b] for a in range(1, 31) for b in range(1, 31)), key=lambda prompt: len(generate(prompt, 300)[0])
+    )
+    loop.submit(Seq(0, long, 290))  # runs all the while: the first of an idle loop may take everything
+    loop.step()
+    for number in range(1, 35):
+        loop.submit(Seq(number, [number % 30 + 1] * 5, 3))
+        while len(loop.live) > 1:
+            for event in loop.step(None):
+                if isinstance(event, Tokens):
+                    for position, seq in event.emitting():
+                        seq.tokens.extend(event.payload[position])
+        assert loop.live, "the long one has ended"
+    assert 3 / 32 < max(pool.left) <= 4 / 32
+    after = pool.left[pool.left.index(max(pool.left)) :]
+    assert after == sorted(after, reverse=True)
+    assert 0 < after[-1] < after[0] / 2
+
+
+def test_blocks_of_a_row_that_stops_before_the_launch_are_not_written():
+    runner = ScriptedRunner()
+    loop, _pool = make(runner, blocks=1 + 5, max_model_len=16)
+    seqs = [Seq(number, [number] * 7, 9) for number in (1, 2)]
+    for seq in seqs:
+        loop.submit(seq)
+    turn(loop)
+    turn(loop)
+    runner.done(1)
+    turn(loop)
+    turn(loop)  # both need a third block: the last one goes to one row, the other finds the pool dry
+    assert (len(runner.steps), loop.stats.dry) == (2, 1)
+    [lucky] = [seq for seq in seqs if seq.lease.num_tokens == 12]
+    loop.abort(lucky.id)
+    heir = Seq(3, [3] * 3, 9)
+    loop.submit(heir)
+    runner.done(2)
+    for _ in range(3):
+        turn(loop)
+    written = [write.seq for step in runner.steps[2:] for write in step.blocks]
+    assert written
+    assert lucky not in written

@@ -207,6 +207,20 @@ class EvictionSuite:
         for seed in range(5):
             self._grow_and_shrink(seed)
 
+    def test_a_parent_that_is_let_go_later_and_by_less_still_outlives_its_children(self) -> None:
+        for early, late in ((2, 0), (0, 2), (1, 1)):
+            policy = self.make_policy(PAGES[0])
+            policy.add(b"grandchild", b"child", early)
+            policy.add(b"child", b"parent", early)
+            policy.add(b"parent", None, late)  # another lease had it until now
+            policy.add(b"stranger", None, 1)
+            popped = [policy.pop() for _ in range(4)]
+            family = [name for name in popped if name != b"stranger"]
+            expect(
+                family == [b"grandchild", b"child", b"parent"],
+                f"popped {popped}, let go with priority {early}, the parent with {late}",
+            )
+
     def test_the_same_calls_give_the_same_order(self) -> None:
         expect(self._grow_and_shrink(1) == self._grow_and_shrink(1), "two equal histories popped differently")
 
