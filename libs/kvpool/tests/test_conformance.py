@@ -140,8 +140,10 @@ class NoSalt(Pool):
 class NothingLeft(Pool):
     """Caches the whole prompt."""
 
-    def _match(self, tokens, chain, limit):
-        return super()._match(tokens, chain, len(tokens))
+    def __init__(self, groups):
+        super().__init__(groups)
+        match = self._index.match
+        self._index.match = lambda tokens, chain, limit: match(tokens, chain, len(tokens))
 
 
 class CommitsAhead(Altered):

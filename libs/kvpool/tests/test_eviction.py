@@ -19,7 +19,7 @@ def left(pool, *prompts):
     """How much of each is cached, without a trace."""
     found = []
     for tokens in prompts:
-        end, _, _ = pool._match([*tokens, 0], pool._chain([*tokens, 0], b"", None), len(tokens))
+        end, _, _ = pool._index.match([*tokens, 0], pool._index.chain([*tokens, 0], b"", None), len(tokens))
         found.append(end)
     return found
 

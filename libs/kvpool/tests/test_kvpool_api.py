@@ -1,8 +1,10 @@
 """The public names are the listed ones, sorted, and importing them is cheap and needs nothing."""
 
+import ast
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import openinfer.kvpool
 
@@ -34,3 +36,15 @@ def test_import_needs_the_standard_library_only_and_is_quick():
     ]
     assert min(float(output.split("\n")[0]) for output in outputs) < 0.1
     assert outputs[0].split("\n")[1].split() == ["openinfer"]
+
+
+def test_no_module_reaches_into_the_private_names_of_another():
+    for path in Path(openinfer.kvpool.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr.startswith("_")
+                and not node.attr.startswith("__")
+            ):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                assert own or node.attr == "_fields", f"{path}:{node.lineno}: {ast.unparse(node)}"

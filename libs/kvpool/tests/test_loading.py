@@ -173,24 +173,24 @@ class FreesAtOnce(Pool):
     """Gives the blocks of a released lease back while they are on their way."""
 
     def acquire(self, tokens, salt=b"", hashes=None, *, priority=0):
-        for load, (lease, parts) in list(self._loads.items()):
+        under_way = self._loads._under_way
+        for load, (lease, _, parts) in list(under_way.items()):
             if lease._released:
                 for part in parts:
                     part.release()
-                self._loads[load] = self._loads[load]._replace(parts=[])
+                under_way[load] = under_way[load]._replace(parts=[])
         return super().acquire(tokens, salt, hashes, priority=priority)
 
 
 class FindsTooEarly(Pool):
     """Makes findable what is on its way."""
 
-    def _begin(self, *args):
-        begun = super()._begin(*args)
-        for load, under_way in self._loads.items():
-            for group, part in enumerate(under_way.parts):
+    def acquire(self, tokens, salt=b"", hashes=None, *, priority=0):
+        for load, (_, _, parts) in self._loads._under_way.items():
+            for group, part in enumerate(parts):
                 if not all(map(part.ledger.complete, part.blocks)):
                     part.register({piece.name for piece in load.pieces if piece.group == group})
-        return begun
+        return super().acquire(tokens, salt, hashes, priority=priority)
 
 
 @pytest.mark.parametrize("broken", [TrustsEveryPiece, FreesAtOnce, FindsTooEarly])
@@ -202,6 +202,6 @@ def test_a_broken_pool_does_not_pass(broken, monkeypatch):
             return pool
 
     if broken is TrustsEveryPiece:
-        monkeypatch.setattr("openinfer.kvpool.pool.Part", broken)
+        monkeypatch.setattr("openinfer.kvpool.loading.Part", broken)
     with pytest.raises((Broken, KeyError, AttributeError)):
         Suite().test_random_histories()

@@ -18,7 +18,8 @@ from .hold import Hold
 from .lease import Lease
 from .loading import Load, Loader, Piece
 from .parts import Copy
-from .pool import Pool, PoolStats
+from .pool import Pool
+from .stats import PoolStats
 
 __all__ = [
     "AllBlocksCleared",

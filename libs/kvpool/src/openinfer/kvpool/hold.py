@@ -45,7 +45,8 @@ class Hold:
         for ledger, blocks in parts:
             ledger.share(blocks)
 
-    def _held(self, ledger: Ledger) -> Iterator[int]:
+    def held(self, ledger: Ledger) -> Iterator[int]:
+        """Blocks of a group in use, for audits."""
         for other, blocks in self._parts:
             if other is ledger and not self._released:
                 yield from blocks

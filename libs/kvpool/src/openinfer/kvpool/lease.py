@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from .errors import InvalidTokens, LeaseLoading, LeaseReleased
 from .hashing import Chain
+from .loading import Loads
+from .matching import Index
 from .parts import Copy, Pages, Snapshots
-
-if TYPE_CHECKING:
-    from .pool import Pool
+from .stats import PoolStats
 
 
 class Lease:
@@ -33,14 +33,20 @@ class Lease:
     ends in a snapshot or inside a page."""
 
     def __init__(
-        self, pool: Pool, parts: list[Pages | Snapshots], chain: Chain, tokens: Sequence[int], priority: int
+        self,
+        index: Index,
+        loads: Loads[Lease],
+        stats: PoolStats,
+        chain: Chain,
+        tokens: Sequence[int],
+        priority: int,
     ) -> None:
         self.num_cached = 0
         self.num_tokens = 0
         self.hashes = chain.names
         self.copies = []
-        self._pool = pool
-        self._parts = parts
+        self._index, self._loads, self._stats = index, loads, stats
+        self._parts = index.parts(priority)
         self._chain = chain
         self._num_queried: int | None = len(tokens)  # None: counted, by the first reserve
         self._tokens: Sequence[int] = tokens  # until the first reserve
@@ -51,6 +57,8 @@ class Lease:
         self._has_sources = False  # until the first commit that goes further
         self._copies_due = False  # until the first reserve that grows
         self._released = False
+        if index.enabled and len(tokens) > 1:
+            self._attach(*index.find(tokens, chain))
 
     def _attach(self, num_cached: int, tables: Sequence[list[int]], sources: Sequence[int]) -> None:
         self.num_cached = self._num_committed = num_cached
@@ -66,7 +74,7 @@ class Lease:
     def num_loadable(self) -> int:
         """Tokens after num_cached that load() would bring; 0 after the first reserve. Looked up once. O(blocks)."""
         if self._num_loadable is None:
-            end = self._pool._loadable(self._tokens, self._chain) if self._num_queried is not None else 0
+            end = self._loads.reach(self._tokens, self._chain) if self._num_queried is not None else 0
             self._num_loadable = max(0, end - self.num_cached)
         return self._num_loadable
 
@@ -79,9 +87,8 @@ class Lease:
         self._check_live()
         if not self.num_loadable:
             return False
-        self._loading = self._pool._begin(
-            self, self._tokens, self._chain, self.num_cached + self.num_loadable, leave
-        )
+        end = self.num_cached + self.num_loadable
+        self._loading = self._loads.begin(self, self._tokens, self._chain, end, leave, self._landed)
         return self._loading
 
     def _landed(self) -> None:
@@ -89,8 +96,8 @@ class Lease:
         self._loading = False
         if self._released:
             return
-        old, self._parts = self._parts, self._pool._new_parts(self._priority)
-        self._attach(*self._pool._find(self._tokens, self._chain))
+        old, self._parts = self._parts, self._index.parts(self._priority)
+        self._attach(*self._index.find(self._tokens, self._chain))
         for part in old:
             part.release()
         self._num_loadable = 0
@@ -148,8 +155,8 @@ class Lease:
     def _count_query(self) -> None:
         # Counted here, not in acquire: a sequence may be looked up many times before there is room for it.
         if self._num_queried is not None:
-            self._pool.stats.query_tokens += self._num_queried
-            self._pool.stats.hit_tokens += self.num_cached
+            self._stats.query_tokens += self._num_queried
+            self._stats.hit_tokens += self.num_cached
             self._num_queried, self._tokens = None, ()
             self._num_loadable = 0
 
@@ -162,9 +169,9 @@ class Lease:
         without. Raises LeaseReleased; InvalidTokens for other boundaries, or when nothing is reserved yet.
         """
         self._check_live()
-        if boundary % self._pool.boundary_size or not self._num_committed <= boundary <= self.num_tokens:
+        if boundary % self._index.step or not self._num_committed <= boundary <= self.num_tokens:
             raise InvalidTokens(
-                f"cannot take a snapshot at {boundary} tokens: give a multiple of {self._pool.boundary_size} "
+                f"cannot take a snapshot at {boundary} tokens: give a multiple of {self._index.step} "
                 f"from {self._num_committed} (committed) to {self.num_tokens} (reserved)"
             )
         states = [(group, part) for group, part in enumerate(self._parts) if isinstance(part, Snapshots)]
@@ -172,7 +179,7 @@ class Lease:
             raise InvalidTokens(
                 "there is no live state yet: reserve room for more than the cached tokens first"
             )
-        if not self._pool.prefix_cache or any(not part.has_room(boundary) for _, part in states):
+        if not self._index.enabled or any(not part.has_room(boundary) for _, part in states):
             return None
         return [Copy(group, part.table[0], part.snapshot(boundary), boundary) for group, part in states]
 
@@ -213,7 +220,7 @@ class Lease:
         self.num_tokens = 0
         self.copies.clear()
 
-    def _held(self, group: int) -> Iterator[int]:
+    def held(self, group: int) -> Iterator[int]:
         """Blocks in use, for audits."""
         return self._parts[group].held()
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from .errors import EvictionError
 from .events import EventLog
 from .eviction import Eviction
 from .group import BlockState, Group
+from .stats import PoolStats
 from .tails import Tails
-
-if TYPE_CHECKING:
-    from .pool import PoolStats
 
 
 class Ledger:

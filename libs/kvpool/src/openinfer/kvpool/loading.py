@@ -6,14 +6,15 @@ until the loader says that it is done with them, whatever becomes of the lease.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from .hashing import Chain
 from .ledger import Ledger
-
-if TYPE_CHECKING:
-    from .lease import Lease
+from .matching import Index
+from .stats import PoolStats
 
 
 class Piece(NamedTuple):
@@ -74,6 +75,11 @@ class Part:
         """Blocks to be filled."""
         return self.blocks.count(0)
 
+    def room(self, leave: float) -> int:
+        """Blocks that there are for it."""
+        group = self.ledger.group
+        return self.ledger.num_free - (0 if group.snapshots else math.ceil(leave * (group.num_blocks - 1)))
+
     def allocate(self) -> Iterator[tuple[bytes, int]]:
         """Take the missing blocks: name and block of each. There must be room."""
         fresh = iter(self.ledger.allocate(self.num_missing))
@@ -100,12 +106,80 @@ class Part:
         self.ledger.release([block for block in reversed(self.blocks) if block], 0)
 
 
-class LoadUnderWay(NamedTuple):
-    """Whose load it is, and what it uses."""
+Owner = TypeVar("Owner")
+"""Whoever waits for a load: a Lease."""
 
-    lease: Lease
+
+class _UnderWay(NamedTuple, Generic[Owner]):
+    """Who waits for a load, what to tell him of its end, and what the load uses."""
+
+    owner: Owner
+    landed: Callable[[], None]
     parts: Sequence[Part]
 
+
+class Loads(Generic[Owner]):
+    """The loads of a pool. loader None: nothing can be loaded."""
+
+    def __init__(self, index: Index, loader: Loader | None, stats: PoolStats) -> None:
+        self._index, self._loader, self._stats = index, loader, stats
+        self._under_way: dict[Load, _UnderWay[Owner]] = {}
+
+    def reach(self, tokens: Sequence[int], chain: Chain) -> int:
+        """The longest prefix that is there when what the loader holds is loaded. 0 without a loader. O(blocks)."""
+        return 0 if self._loader is None else self._index.match_with(tokens, chain, self._loader.holds)
+
+    def begin(
+        self,
+        owner: Owner,
+        tokens: Sequence[int],
+        chain: Chain,
+        end: int,
+        leave: float,
+        landed: Callable[[], None],
+    ) -> bool:
+        """Load what is not cached of the first `end` tokens, and call `landed` at the end. False: there is no room."""
+        if self._loader is None:
+            return False
+        parts = [self._part(ledger, tokens, chain, end) for ledger in self._index.ledgers]
+        for part in parts:
+            part.share()
+        if any(part.num_missing > part.room(leave) for part in parts if part.num_missing):
+            for part in parts:
+                part.release()
+            return False
+        load = Load([Piece(group, *fresh) for group, part in enumerate(parts) for fresh in part.allocate()])
+        self._under_way[load] = _UnderWay(owner, landed, parts)
+        self._loader.begin(load)
+        return True
+
+    def _part(self, ledger: Ledger, tokens: Sequence[int], chain: Chain, end: int) -> Part:
+        group = ledger.group
+        start = end - group.num_needed(end) * group.block_size
+        names = self._index.names(ledger, chain.names, start, end)
+        if group.snapshots:
+            return Part(ledger, names, None, chain.root, ())
+        parent = chain.names[start // self._index.unit - 1] if start else None
+        return Part(ledger, names, parent, chain.root, tokens[start:end])
+
+    def poll(self, wait_s: float | None) -> list[Owner]:
+        """Whose loads have ended."""
+        if self._loader is None or not self._under_way:
+            return []
+        ended = []
+        for load in self._loader.poll(wait_s):
+            owner, landed, parts = self._under_way.pop(load)
+            for group, part in enumerate(parts):
+                part.register({p.name for p in load.pieces if p.group == group and p not in load.failed})
+            landed()
+            for part in parts:
+                part.release()
+            self._stats.loaded += len(load.pieces) - len(load.failed)
+            self._stats.failed += len(load.failed)
+            ended.append(owner)
+        return ended
+
     def held(self, group: int) -> Iterator[int]:
-        """Blocks in use, for audits."""
-        yield from self.parts[group].blocks
+        """Blocks of a group in use, for audits."""
+        for load in self._under_way.values():
+            yield from load.parts[group].blocks

@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from .errors import IntegrityError, InvalidGroup, InvalidTokens
+from .errors import IntegrityError, InvalidGroup
 from .events import EventBatch, EventLog
 from .eviction import POLICIES, Eviction
 from .group import BlockState, Group
-from .hashing import Chain
 from .hold import Hold, with_ancestors
 from .lease import Lease
 from .ledger import Ledger
-from .loading import Load, Loader, LoadUnderWay, Part, Piece
-from .parts import Pages, Snapshots
+from .loading import Loader, Loads
+from .matching import Index
+from .stats import PoolStats
 from .tails import Tails
-
-
-@dataclass(slots=True)
-class PoolStats:
-    """Counters since the pool was made. Blocks are summed over groups."""
-
-    allocated: int = 0
-    """Blocks handed out."""
-    evicted: int = 0
-    """Cached blocks dropped to make room."""
-    registered: int = 0
-    """Blocks that became findable."""
-    query_tokens: int = 0
-    """Tokens asked for by leases that went on to reserve."""
-    hit_tokens: int = 0
-    """Of these, tokens found in the prefix cache, loaded ones included."""
-    loaded: int = 0
-    """Blocks that a loader brought."""
-    failed: int = 0
-    """Blocks that a loader was asked for and did not bring."""
 
 
 class Pool:
@@ -70,11 +48,6 @@ class Pool:
         self.groups = tuple(groups)
         self.prefix_cache = prefix_cache
         self.stats = PoolStats()
-        sizes = [group.block_size for group in groups]
-        # One hash chain serves all groups: a name stands for the whole prefix up to a position, so it is
-        # enough to have one at every position where any group's block may end.
-        self.hash_block_size = math.gcd(*sizes)
-        self.boundary_size = math.lcm(*sizes)
         make = POLICIES[eviction] if isinstance(eviction, str) else eviction
         self._events = EventLog() if events else None
         self._ledgers = [
@@ -88,8 +61,9 @@ class Pool:
             )
             for index, group in enumerate(groups)
         ]
-        self._loader = loader
-        self._loads: dict[Load, LoadUnderWay] = {}
+        self._index = Index(self._ledgers, enabled=prefix_cache)
+        self.hash_block_size, self.boundary_size = self._index.unit, self._index.step
+        self._loads: Loads[Lease] = Loads(self._index, loader, self.stats)
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # only for check_integrity
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()  # likewise
 
@@ -145,93 +119,10 @@ class Pool:
         salt) or its beginning, where the caller has them already. `priority` is for eviction, after the
         release. The caller owns the lease. Raises InvalidTokens when there are more hashes than whole blocks.
         """
-        chain = self._chain(tokens, salt, hashes)
-        lease = Lease(self, self._new_parts(priority), chain, tokens, priority)
+        chain = self._index.chain(tokens, salt, hashes)
+        lease = Lease(self._index, self._loads, self.stats, chain, tokens, priority)
         self._leases.add(lease)
-        if self.prefix_cache and len(tokens) > 1:
-            lease._attach(*self._find(tokens, chain))
         return lease
-
-    def _find(self, tokens: Sequence[int], chain: Chain) -> tuple[int, list[list[int]], list[int]]:
-        """As _match, for the longest prefix that leaves a token to compute, and with its tail if tails are shared."""
-        end, tables, sources = self._match(tokens, chain, len(tokens) - 1)
-        if self._ledgers[0].tails is not None:
-            end += self._match_tails(tokens, end, chain, sources)
-        return end, tables, sources
-
-    def _new_parts(self, priority: int) -> list[Pages | Snapshots]:
-        return [
-            (Snapshots if ledger.group.snapshots else Pages)(
-                ledger, ledger.group.block_size // self.hash_block_size, priority
-            )
-            for ledger in self._ledgers
-        ]
-
-    def _chain(self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None) -> Chain:
-        unit = self.hash_block_size
-        if hashes is not None and len(hashes) * unit > len(tokens):
-            raise InvalidTokens(
-                f"{len(hashes)} hashes of {unit} tokens each do not fit {len(tokens)} tokens; "
-                f"give hash_blocks(tokens, {unit}, salt)"
-            )
-        return Chain(unit, salt, list(hashes or ()), enabled=self.prefix_cache)
-
-    def _match(
-        self, tokens: Sequence[int], chain: Chain, limit: int
-    ) -> tuple[int, list[list[int]], list[int]]:
-        """Longest cached prefix in whole blocks, at most `limit` tokens; its pages and its snapshot, by group."""
-        unit, step = self.hash_block_size, self.boundary_size
-        end = limit // step * step
-        # All at once, though a miss may come early: commit() needs the names of the computed blocks anyway.
-        chain.extend(tokens, end // unit)
-        hashes = chain.names
-        tables: list[list[int]] = [[] for _ in self.groups]
-        for index, ledger in enumerate(self._ledgers):
-            if ledger.group.window is None and not ledger.group.snapshots:
-                tables[index] = ledger.match(self._names(ledger, hashes, 0, end))
-                end = min(end, len(tables[index]) * ledger.group.block_size) // step * step
-        end = self._last_boundary(hashes, end)
-        sources = [0] * len(self.groups)
-        for index, ledger in enumerate(self._ledgers):
-            size, window = ledger.group.block_size, ledger.group.window
-            if ledger.group.snapshots:
-                sources[index] = (ledger.find(hashes[end // unit - 1]) or 0) if end else 0
-            elif window is not None:
-                first = max(end - window, 0) // size
-                tables[index] = [0] * first + ledger.match(self._names(ledger, hashes, first * size, end))
-            else:
-                del tables[index][end // size :]
-        return end, tables, sources
-
-    def _names(self, ledger: Ledger, hashes: list[bytes], start: int, end: int) -> list[bytes]:
-        """Names of the blocks of tokens start..end."""
-        scale, unit = ledger.group.block_size // self.hash_block_size, self.hash_block_size
-        return hashes[start // unit + scale - 1 : end // unit : scale]
-
-    def _last_boundary(self, hashes: list[bytes], end: int) -> int:
-        """The last boundary up to `end` where windows and snapshots are there. O(blocks)."""
-        runs = [
-            (ledger.group, _runs(ledger.has(self._names(ledger, hashes, 0, end))))
-            for ledger in self._ledgers
-            if ledger.group.window is not None or ledger.group.snapshots
-        ]
-        return last_boundary(runs, end, self.boundary_size)
-
-    def _match_tails(self, tokens: Sequence[int], end: int, chain: Chain, sources: list[int]) -> int:
-        """Tokens found in a block that begins as tokens[end:] do, the same number in every group."""
-        prefix = chain.names[end // self.hash_block_size - 1] if end else chain.root
-        tokens = tokens[end : min(end + self.boundary_size, len(tokens) - 1)]
-        count = len(tokens)
-        for index, ledger in enumerate(self._ledgers):
-            name, shared = ledger.tails.find(prefix, tokens) if ledger.tails is not None else (None, 0)
-            sources[index] = (ledger.find(name) or 0) if name is not None else 0
-            count = min(count, shared)
-        if not all(sources):
-            sources[:] = [0] * len(sources)
-            return 0
-        return count
-
-    # -- loading --
 
     def poll(self, wait_s: float | None = 0.0) -> list[Lease]:
         """Leases whose load has ended, each once; also those that were released meanwhile, whose blocks are back now.
@@ -239,70 +130,7 @@ class Pool:
         num_cached says what is there: blocks that did not come are left to compute. Waits up to wait_s seconds (None:
         no limit) for the end of a load if none has ended, and not at all if nothing loads.
         """
-        if self._loader is None or not self._loads:
-            return []
-        ended = []
-        for load in self._loader.poll(wait_s):
-            lease, parts = self._loads.pop(load)
-            for group, part in enumerate(parts):
-                part.register({p.name for p in load.pieces if p.group == group and p not in load.failed})
-            lease._landed()
-            for part in parts:
-                part.release()
-            self.stats.loaded += len(load.pieces) - len(load.failed)
-            self.stats.failed += len(load.failed)
-            ended.append(lease)
-        return ended
-
-    def _loadable(self, tokens: Sequence[int], chain: Chain) -> int:
-        """The longest prefix that is there when what the loader has is loaded. O(blocks)."""
-        if self._loader is None or not self.prefix_cache or len(tokens) < 2:
-            return 0
-        end, unit = (len(tokens) - 1) // self.boundary_size * self.boundary_size, self.hash_block_size
-        chain.extend(tokens, end // unit)
-        runs = []
-        for group, ledger in enumerate(self._ledgers):
-            names = self._names(ledger, chain.names, 0, end)
-            there = ledger.has(names)
-            missing = [index for index, has in enumerate(there) if not has]
-            held = self._loader.holds(group, [names[index] for index in missing])
-            for index, has in zip(missing, held, strict=True):
-                there[index] = bool(has)
-            runs.append((ledger.group, _runs(there)))
-        return last_boundary(runs, end, self.boundary_size)
-
-    def _begin(self, lease: Lease, tokens: Sequence[int], chain: Chain, end: int, leave: float) -> bool:
-        """Load what is not cached of the first `end` tokens. False: there is no room."""
-        parts = []
-        for ledger in self._ledgers:
-            size = ledger.group.block_size
-            start = end - ledger.group.num_needed(end) * size
-            names = self._names(ledger, chain.names, start, end)
-            before = (
-                chain.names[start // self.hash_block_size - 1]
-                if start and not ledger.group.snapshots
-                else None
-            )
-            parts.append(
-                Part(ledger, names, before, chain.root, () if ledger.group.snapshots else tokens[start:end])
-            )
-        for part in parts:
-            part.share()
-        room = [
-            part.ledger.num_free - math.ceil(leave * (part.ledger.group.num_blocks - 1)) for part in parts
-        ]
-        if self._loader is None or any(
-            part.num_missing > max(0, r) for part, r in zip(parts, room, strict=True)
-        ):
-            for part in parts:
-                part.release()
-            return False
-        load = Load([Piece(group, *fresh) for group, part in enumerate(parts) for fresh in part.allocate()])
-        self._loads[load] = LoadUnderWay(lease, parts)
-        self._loader.begin(load)
-        return True
-
-    # -- keeping --
+        return self._loads.poll(wait_s)
 
     def hold(self, blocks: Sequence[int], group: int = 0) -> Hold:
         """Keep complete blocks of a group, and the pages that they descend from, as they are until released.
@@ -314,10 +142,10 @@ class Pool:
 
     def pin(self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None) -> Hold:
         """Keep the longest cached prefix of `tokens` (all of it, if whole blocks) until released."""
-        chain = self._chain(tokens, salt, hashes)
+        chain = self._index.chain(tokens, salt, hashes)
         if not self.prefix_cache:
             return self._keep(Hold([]))
-        end, tables, sources = self._match(tokens, chain, len(tokens))
+        end, tables, sources = self._index.match(tokens, chain, len(tokens))
         blocks = [
             [block for block in (*table, source) if block]
             for table, source in zip(tables, sources, strict=True)
@@ -352,27 +180,12 @@ class Pool:
         leases, holds = list(self._leases), list(self._holds)
         problems: list[str] = []
         for group, ledger in enumerate(self._ledgers):
-            uses = [block for lease in leases for block in lease._held(group)]
-            uses += [block for hold in holds for block in hold._held(ledger)]
-            uses += [block for load in self._loads.values() for block in load.held(group)]
+            uses = [block for lease in leases for block in lease.held(group)]
+            uses += [block for hold in holds for block in hold.held(ledger)]
+            uses += self._loads.held(group)
             problems += ledger.problems(uses)
         if problems:
             raise IntegrityError(problems)
-
-
-def _runs(there: Iterable[bool]) -> list[int]:
-    """For each block, how many blocks in a row are there up to it."""
-    run = 0
-    return [run := run + 1 if has else 0 for has in there]
-
-
-def last_boundary(runs: Sequence[tuple[Group, list[int]]], end: int, step: int) -> int:
-    """The last multiple of `step` up to `end` where each group has the run of blocks that a sequence needs there."""
-    while end:
-        if all(run[end // group.block_size - 1] >= group.num_needed(end) for group, run in runs):
-            break
-        end -= step
-    return end
 
 
 def _check(

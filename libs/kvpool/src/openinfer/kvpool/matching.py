@@ -1,0 +1,142 @@
+"""Index: which prefix of a sequence is cached, in every group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from .errors import InvalidTokens
+from .group import Group
+from .hashing import Chain
+from .ledger import Ledger
+from .parts import Pages, Snapshots
+
+
+class Index:
+    """Looks prefixes up in the ledgers of a pool.
+
+    One hash chain serves all groups: a name stands for the whole prefix up to a position, so a name at every position
+    where a block of any group may end is enough. `unit`: tokens between two names. `step`: tokens between two positions
+    where blocks of all groups end; a prefix ends there. enabled=False: nothing is found and nothing hashed.
+    """
+
+    def __init__(self, ledgers: Sequence[Ledger], *, enabled: bool) -> None:
+        sizes = [ledger.group.block_size for ledger in ledgers]
+        self.ledgers, self.enabled = ledgers, enabled
+        self.unit, self.step = math.gcd(*sizes), math.lcm(*sizes)
+
+    def find(self, tokens: Sequence[int], chain: Chain) -> tuple[int, list[list[int]], list[int]]:
+        """As match(), for the longest prefix that leaves a token to compute, and with its tail if tails are shared."""
+        end, tables, sources = self.match(tokens, chain, len(tokens) - 1)
+        if self.ledgers[0].tails is not None:
+            end += self._match_tails(tokens, end, chain, sources)
+        return end, tables, sources
+
+    def parts(self, priority: int) -> list[Pages | Snapshots]:
+        """What a new lease has of each group: nothing yet."""
+        return [
+            (Snapshots if ledger.group.snapshots else Pages)(
+                ledger, ledger.group.block_size // self.unit, priority
+            )
+            for ledger in self.ledgers
+        ]
+
+    def chain(self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None) -> Chain:
+        """The names of a sequence's blocks, those given and those to be made."""
+        unit = self.unit
+        if hashes is not None and len(hashes) * unit > len(tokens):
+            raise InvalidTokens(
+                f"{len(hashes)} hashes of {unit} tokens each do not fit {len(tokens)} tokens; "
+                f"give hash_blocks(tokens, {unit}, salt)"
+            )
+        return Chain(unit, salt, list(hashes or ()), enabled=self.enabled)
+
+    def match(
+        self, tokens: Sequence[int], chain: Chain, limit: int
+    ) -> tuple[int, list[list[int]], list[int]]:
+        """Longest cached prefix in whole blocks, at most `limit` tokens; its pages and its snapshot, by group."""
+        unit, step = self.unit, self.step
+        end = limit // step * step
+        # All at once, though a miss may come early: commit() needs the names of the computed blocks anyway.
+        chain.extend(tokens, end // unit)
+        hashes = chain.names
+        tables: list[list[int]] = [[] for _ in self.ledgers]
+        for index, ledger in enumerate(self.ledgers):
+            if ledger.group.window is None and not ledger.group.snapshots:
+                tables[index] = ledger.match(self.names(ledger, hashes, 0, end))
+                end = min(end, len(tables[index]) * ledger.group.block_size) // step * step
+        end = self._last_boundary(hashes, end)
+        sources = [0] * len(self.ledgers)
+        for index, ledger in enumerate(self.ledgers):
+            size, window = ledger.group.block_size, ledger.group.window
+            if ledger.group.snapshots:
+                sources[index] = (ledger.find(hashes[end // unit - 1]) or 0) if end else 0
+            elif window is not None:
+                first = max(end - window, 0) // size
+                tables[index] = [0] * first + ledger.match(self.names(ledger, hashes, first * size, end))
+            else:
+                del tables[index][end // size :]
+        return end, tables, sources
+
+    def names(self, ledger: Ledger, hashes: list[bytes], start: int, end: int) -> list[bytes]:
+        """Names of the blocks of tokens start..end."""
+        scale, unit = ledger.group.block_size // self.unit, self.unit
+        return hashes[start // unit + scale - 1 : end // unit : scale]
+
+    def _last_boundary(self, hashes: list[bytes], end: int) -> int:
+        """The last boundary up to `end` where windows and snapshots are there. O(blocks)."""
+        runs = [
+            (ledger.group, _runs(ledger.has(self.names(ledger, hashes, 0, end))))
+            for ledger in self.ledgers
+            if ledger.group.window is not None or ledger.group.snapshots
+        ]
+        return _last_boundary(runs, end, self.step)
+
+    def _match_tails(self, tokens: Sequence[int], end: int, chain: Chain, sources: list[int]) -> int:
+        """Tokens found in a block that begins as tokens[end:] do, the same number in every group."""
+        prefix = chain.names[end // self.unit - 1] if end else chain.root
+        tokens = tokens[end : min(end + self.step, len(tokens) - 1)]
+        count = len(tokens)
+        for index, ledger in enumerate(self.ledgers):
+            name, shared = ledger.tails.find(prefix, tokens) if ledger.tails is not None else (None, 0)
+            sources[index] = (ledger.find(name) or 0) if name is not None else 0
+            count = min(count, shared)
+        if not all(sources):
+            sources[:] = [0] * len(sources)
+            return 0
+        return count
+
+    def match_with(
+        self, tokens: Sequence[int], chain: Chain, holds: Callable[[int, list[bytes]], Sequence[bool]]
+    ) -> int:
+        """The longest prefix that leaves a token to compute, if what is not cached of it is held elsewhere. holds: by
+        group and names, which blocks those are. O(blocks)."""
+        if not self.enabled or len(tokens) < 2:
+            return 0
+        end = (len(tokens) - 1) // self.step * self.step
+        chain.extend(tokens, end // self.unit)
+        runs = []
+        for group, ledger in enumerate(self.ledgers):
+            names = self.names(ledger, chain.names, 0, end)
+            there = ledger.has(names)
+            missing = [index for index, has in enumerate(there) if not has]
+            held = holds(group, [names[index] for index in missing])
+            for index, has in zip(missing, held, strict=True):
+                there[index] = bool(has)
+            runs.append((ledger.group, _runs(there)))
+        return _last_boundary(runs, end, self.step)
+
+
+def _runs(there: Iterable[bool]) -> list[int]:
+    """For each block, how many blocks in a row are there up to it."""
+    run = 0
+    return [run := run + 1 if has else 0 for has in there]
+
+
+def _last_boundary(runs: Sequence[tuple[Group, list[int]]], end: int, step: int) -> int:
+    """The last multiple of `step` up to `end` where each group has the run of blocks that a sequence needs there."""
+    while end:
+        if all(run[end // group.block_size - 1] >= group.num_needed(end) for group, run in runs):
+            break
+        end -= step
+    return end
