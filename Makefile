@@ -20,12 +20,12 @@ TESTING := .venv-test/.installed
 PIP := -m pip --disable-pip-version-check install -qq
 
 # $(call make_venv,FOLDER): the environment, with what builds the packages, so that one pip call installs all of them
-# and finds each library's siblings here.
+# and finds each library's siblings here. The pip that Python 3.11 brings does not find siblings that are wanted with extras.
 define make_venv
 	@test -n "$(PYTHON)" || { echo "openinfer needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Making $(1) with $(PYTHON) ..."
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	@$(1)/bin/python $(PIP) hatchling editables
+	@$(1)/bin/python $(PIP) 'pip>=25' hatchling editables
 endef
 
 .PHONY: serve test test-all clean
