@@ -1,9 +1,11 @@
 """`--frontends N`, as processes: one port, one engine, totals from anyone, and what happens when one of them dies."""
 
+import asyncio
 import contextlib
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+
+from openinfer.frontend import EngineSpec
+from openinfer.frontend.frontends import Frontends
+from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.web import WebOptions
 
 ENDLESS = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
@@ -376,3 +384,38 @@ def test_a_port_in_use_is_said_though_sharing_is_open_to_all(model_dir: Path, la
     for count in (1, 2):
         with pytest.raises(AssertionError, match="Address already in use"):
             launch(model_dir, "--frontends", count, "--port", port)
+
+
+@pytest.mark.parametrize("fails", ["_make_engine", "_start_engine", "_spawn"])
+def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
+    model_dir: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> ProcessDriver:
+        return ProcessDriver(EngineSpec("openinfer.frontend.testing:FakeEngine", {}), close_timeout_s=0.2)
+
+    def odd(*_: object) -> None:
+        raise RuntimeError("not foreseen")
+
+    async def main() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            fields = dict.fromkeys(WebOptions.__struct_fields__)
+            options = msgspec.convert(
+                fields
+                | {
+                    "model_dir": str(model_dir), "served_model_name": [], "skip_tokenizer_init": True,
+                    "coded_template": False, "generation_config": "vllm", "shutdown_timeout": 0.0,
+                    "log_level": "info", "log_format": "text", "log_requests": False,
+                },
+                WebOptions,
+            )  # fmt: skip
+            parent = Frontends(options, make, [listener], restart_engine=True, engine_hang_timeout=None)
+            ready = asyncio.Event()
+            engines: list[ProcessDriver] = []
+            running = asyncio.create_task(parent.run(engines.append, ready.set))
+            await asyncio.wait_for(ready.wait(), 10)
+            monkeypatch.setattr(parent, fails, odd)
+            pid = parent._children[0].pid if fails == "_spawn" else engines[0].pid
+            os.kill(pid, signal.SIGKILL)
+            return await asyncio.wait_for(running, 20)
+
+    assert asyncio.run(main()) == 1

@@ -109,3 +109,33 @@ def test_an_engine_that_dies_again_and_again_is_given_up(monkeypatch: pytest.Mon
         assert len(drivers) == 4
 
     run(use, die_at_step=2)
+
+
+class Odd(Exception):
+    """Nothing that anybody foresaw, such as zmq.ZMQError, which is no OSError."""
+
+
+@pytest.mark.parametrize("fails", ["make_driver", "start"])
+def test_a_restart_that_fails_in_an_unforeseen_way_is_final(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(*_: object) -> None:
+        raise Odd("not foreseen")
+
+    async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
+        if fails == "make_driver":
+            monkeypatch.setattr(client, "_make_driver", odd)
+        else:
+            monkeypatch.setattr(ProcessDriver, "_launch", odd)
+        os.kill(drivers[0].pid, signal.SIGKILL)
+        why = await asyncio.wait_for(client.died(), 10)
+        assert "cannot be restarted: not foreseen" in why
+        assert client.health() == (False, why)
+        with pytest.raises(EngineDeadError, match="not foreseen"):
+            client.submit(
+                Request(id=9, prompt_token_ids=[1], sampling=SamplingParams(), max_tokens=1, arrival=0.0),
+                print,
+            )
+        monkeypatch.undo()
+
+    run(use)

@@ -178,3 +178,37 @@ def test_help_is_fast() -> None:
     assert "--max-model-len" in text
     assert "--shutdown-timeout" in text
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_flags_that_would_serve_something_else_are_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for flags, words in (
+        (["--api-key", ""], "not empty"),
+        (["--api-key", " "], "not empty"),
+        (["--api-key", "a\nb"], "printable"),
+        (["--port", "70000"], "70000 is not a port from 0 to 65535"),
+        (["--port", "-1"], "not a port"),
+    ):
+        code, text = run(model_dir, *flags)
+        assert code == 2
+        assert words in text.splitlines()[-1]
+    monkeypatch.setenv("OPENINFER_API_KEY", "")
+    code, text = run(model_dir, "--port", "0")
+    assert code == 2
+    assert "OPENINFER_API_KEY" in text
+    assert "unset it" in text
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_a_directory_that_is_too_long_for_sockets_is_one_line(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frontends: int
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    code, text = run(model_dir, "--port", "0", "--frontends", frontends)
+    assert code == 1
+    assert "Traceback" not in text
+    assert "TMPDIR says where it lies" in text.splitlines()[-1]
+    assert not list(long.iterdir())

@@ -252,3 +252,17 @@ def test_deepseek_tools_keep_all_reasoning() -> None:
     assert text.endswith(
         f"{U}<tool_result>1st</tool_result>\n\n<tool_result>2nd</tool_result>\n\nb{A}<think>"
     )
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": NaN}', "{", "[" * 9999, "[1]"])
+def test_arguments_that_are_no_json_text_are_a_400(start: Any, arguments: str) -> None:
+    live = start()
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "y"},
+    ]
+    answer = live.post("/v1/chat/completions", messages=messages, max_tokens=1)
+    assert answer.status_code == 400
+    assert "messages[1].tool_calls[0].function.arguments" in answer.json()["error"]["message"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from openinfer.frontend.errors import EngineStartError
+from openinfer.frontend.errors import EngineStartError, one_line
 from openinfer.frontend.frontend_process import Engine, FrontendBoot, Lost, Order, Report, Stop
 from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.server import on_signals
@@ -77,7 +77,7 @@ class Frontends:
             ready = [asyncio.get_running_loop().create_future() for _ in boards]
             for index in range(len(boards)):
                 mine_first = [str(boards[index]), *(str(b) for b in boards if b != boards[index])]
-                keepers.append(asyncio.create_task(self._keep_child(index, mine_first, ready[index])))
+                keepers.append(asyncio.create_task(self._keep(index, mine_first, ready[index])))
             self._engine = self._make_engine()
             started = asyncio.create_task(self._start_engine())
             keepers.append(started)
@@ -135,30 +135,48 @@ class Frontends:
         self._tell(Engine(self._address))
 
     async def _keep_engine(self) -> None:
-        """Watch the engine, and start it anew if that is wanted."""
+        """Watch the engine, and start it anew if that is wanted, until it is final."""
+        try:
+            reason = await self._restart_while_possible()
+        except Exception as error:  # whatever it is: children that wait for a restart must not wait for ever
+            _log.exception("the engine cannot be restarted")
+            reason = f"the engine cannot be restarted: {one_line(error)}"
+        self._ending = True
+        self._tell(Lost(reason, final=True))
+        self._failed.set()
+
+    async def _restart_while_possible(self) -> str:
+        """Why there will be no engine any more."""
         assert self._engine is not None
         budget = Budget()
         while True:
             reason = await broken(self._engine, self._restart_engine)
             again = self._restart_engine and budget.take()
-            if self._restart_engine and not again:
-                reason = f"{reason}; it was restarted {MAX_RESTARTS} times already"
             self._address = None
-            self._ending = not again
-            self._tell(Lost(reason, final=not again))
             self._engine.lose(reason)
+            if not again:
+                limit = f"; it was restarted {MAX_RESTARTS} times already" if self._restart_engine else ""
+                return reason + limit
+            self._tell(Lost(reason, final=False))
             await self._engine.close()
-            if again:
-                _log.error("restarting the engine: %s", reason)
-                self._engine = self._make_engine()
-                try:
-                    await self._start_engine()
-                    continue
-                except (EngineStartError, OSError) as error:
-                    self._ending = True
-                    self._tell(Lost(f"{reason}; it does not start again: {error}", final=True))
+            _log.error("restarting the engine: %s", reason)
+            self._engine = self._make_engine()
+            try:
+                await self._start_engine()
+            except (EngineStartError, OSError) as error:
+                return f"{reason}; it does not start again: {one_line(error)}"
+
+    async def _keep(self, index: int, boards: list[str], ready: "asyncio.Future[None]") -> None:
+        """_keep_child; a failure of it fails the start, or ends the server."""
+        try:
+            await self._keep_child(index, boards, ready)
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+                return
+            _log.exception("HTTP process %d cannot be kept", index)
+            self._tell(Stop())
             self._failed.set()
-            return
 
     async def _keep_child(self, index: int, boards: list[str], ready: "asyncio.Future[None]") -> None:
         """Run one child, and another when it dies; one that never got ready fails the start."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from openinfer.frontend.client import MESSAGES_A_TURN
-from openinfer.frontend.errors import MissingExtraError
+from openinfer.frontend.errors import EngineStartError, MissingExtraError
 from openinfer.frontend.wire import FromEngine, Hello, ToEngine
 
 try:
@@ -25,6 +25,7 @@ class Link:
 
     address: of the engine's socket. client: our number.
     receive: takes the messages read in one turn. lose: told when a frame cannot be read.
+    Raises EngineStartError where the address cannot be used, such as a path that is too long.
     """
 
     def __init__(
@@ -44,7 +45,16 @@ class Link:
         self._socket.set_hwm(0)  # never drop, never block: what is in flight is bounded by the requests
         self._socket.setsockopt(zmq.IDENTITY, str(client).encode())
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            self._context.term()
+            path = address.removeprefix("ipc://")
+            raise EngineStartError(
+                f"the engine's socket {path} ({len(path)} characters) cannot be used: {error}; "
+                "TMPDIR says where it lies"
+            ) from error
         self._loop.add_reader(self._socket.fileno(), self._schedule)
         self.send(Hello())
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from openinfer.frontend.client import Driver, Health, Sink
 from openinfer.frontend.contract import Command, EngineInfo, EngineStats, Request, TokenTable
-from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported
+from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 
 __all__ = ["MAX_RESTARTS", "WINDOW_S", "Budget", "RestartingClient", "broken"]
 
@@ -102,6 +102,15 @@ class RestartingClient:
     async def _keep(self) -> None:
         """Watch, and restart, until it is final."""
         assert self._lost is not None
+        try:
+            self._down = await self._restart_while_possible()
+        except Exception as error:  # whatever it is: one who waits for a restart must not wait for ever
+            _log.exception("the engine cannot be restarted")
+            self._down = f"the engine cannot be restarted: {one_line(error)}"
+        self._lost.set_result(self._down)
+
+    async def _restart_while_possible(self) -> str:
+        """Why there will be no engine any more."""
         while True:
             reason = await broken(self._driver, self._watch_hangs)
             self._down = f"{reason}; restarting it"
@@ -109,17 +118,14 @@ class RestartingClient:
             await self._driver.close()
             now = time.monotonic()
             if not self._budget.take():
-                self._down = f"{reason}; it was restarted {MAX_RESTARTS} times already"
-                break
+                return f"{reason}; it was restarted {MAX_RESTARTS} times already"
             _log.error("restarting the engine: %s", reason)
             self._driver = self._make_driver()
             try:
                 await self._begin()
             except (EngineStartError, EngineDeadError, Unsupported, OSError) as error:
-                self._down = f"{reason}; it does not start again: {error}"
-                break
+                return f"{reason}; it does not start again: {one_line(error)}"
             _log.info("the engine runs again after %.1f s", time.monotonic() - now)
-        self._lost.set_result(self._down)
 
 
 class Budget:

@@ -44,9 +44,10 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="checkpoint directory")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    server.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    server.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one")
     server.add_argument(
         "--api-key",
+        type=_key,
         default=None,
         help="wanted on all paths but probes and /; OPENINFER_API_KEY in the environment does not show in ps",
     )
@@ -161,7 +162,11 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     130 or 143 when interrupted or terminated while starting. Errors are one line on stderr.
     """
     args = build_parser(recipe, prog).parse_args(argv)
-    args.api_key = args.api_key or os.environ.get("OPENINFER_API_KEY")
+    try:
+        args.api_key = args.api_key or _key_of_environment()
+    except FlagError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
     set_up_logging(args.log_level, args.log_format, [args.api_key] if args.api_key else [])
     import asyncio
 
@@ -364,6 +369,27 @@ def _strings(text: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise argparse.ArgumentTypeError(f"{text} is not a JSON list of strings")
     return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:  # the system would take what is left of it in 16 bits
+        raise argparse.ArgumentTypeError(f"{value} is not a port from 0 to 65535")
+    return value
+
+
+def _key(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError("an API key is a text of printable characters, and not empty")
+    return text
+
+
+def _key_of_environment() -> str | None:
+    given = os.environ.get("OPENINFER_API_KEY")
+    try:
+        return None if given is None else _key(given)
+    except argparse.ArgumentTypeError as error:
+        raise FlagError(f"OPENINFER_API_KEY: {error}; unset it to serve without a key") from None
 
 
 def _seconds(text: str) -> float:

@@ -1,10 +1,11 @@
 """A chat as all chat endpoints understand it: checked messages and tools in, prompt text and output parser out."""
 
 import dataclasses
-import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from openinfer.frontend.chat import OutputParser, ToolFormat
 from openinfer.frontend.chat.output import END_THINK, THINK, Schemas
@@ -283,9 +284,11 @@ def _call(call: object, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise APIError(f"{where}.function.arguments is not JSON", param="messages") from error
+            arguments = msgspec.json.decode(
+                arguments
+            )  # half a surrogate pair, which is no text, is an error to it
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise APIError(f"{where}.function.arguments is not JSON: {error}", param="messages") from error
     if not isinstance(arguments, dict):
         raise APIError(f"{where}.function.arguments must be a JSON object", param="messages")
     return {**call, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
