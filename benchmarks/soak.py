@@ -183,7 +183,7 @@ def main() -> None:
         found = soak(port, pids, args.requests)
     name = "a fake engine" if args.what == "fake" else Path(args.what).name + " on the CPU"
     results = []
-    for what, memory in zip(["server", "engine"], found["private_bytes"], strict=True):
+    for what, memory in zip(["server", "engine", "renderer"], found["private_bytes"], strict=False):
         grown, noise = slope(found["requests"], memory)
         print(f"{what}: {memory[-1] / 2**20:.1f} MiB, {grown:+.1f} ± {noise:.1f} bytes a request")
         row = {"what": what, "bytes_a_request": round(grown, 2), "noise": round(noise, 2)}

@@ -1,49 +1,130 @@
-"""Bounds on what a connection may cost: how large the head of a request, how long in coming, how slow a reader."""
+"""Bounds on what a connection may cost: what it may send, how long a head may take, how slow a reader may be."""
 
 import asyncio
 import time
 from collections.abc import Collection
 from typing import Any
 
-__all__ = ["HEAD_BYTES", "HEAD_TIMEOUT_S", "READ_TIMEOUT_S", "close_stalled", "http_protocol"]
+from openinfer.frontend.http.framing import Framing, Violation
 
-HEAD_BYTES = 64 << 10
-"""Request line and headers together."""
+__all__ = ["HEAD_TIMEOUT_S", "READ_TIMEOUT_S", "close_stalled", "http_protocol", "parser_name"]
+
 HEAD_TIMEOUT_S = 20.0
 """From the connection, or the answer before, to the end of the head."""
 READ_TIMEOUT_S = 120.0
 """For a client whose socket is full to take something."""
+MAX_PIPELINED = 16
+"""Requests of a connection that have no answer yet."""
 SWEEP_S = 2.0
 
 
 def http_protocol() -> Any:
-    """What uvicorn is to read requests with: httptools where [fast] is installed, else h11, which has its own bound."""
+    """What uvicorn is to read requests with: httptools where [fast] is installed, else h11; both behind `Framing`."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
-        return "h11"
+        from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class Bounded(HttpToolsProtocol):
-        """httptools keeps a head of any size. Counted are the bytes of reads in which no head ended."""
+        return _strict(H11Protocol)
+    return _strict(_without_upgrades(HttpToolsProtocol))
 
-        _head_bytes = 0
-        _in_head = True
+
+def parser_name(protocol: Any) -> str:
+    """Which parser a protocol of http_protocol() has."""
+    return "h11" if any(base.__name__ == "H11Protocol" for base in protocol.__mro__) else "httptools"
+
+
+def _strict(parser: Any) -> Any:
+    """A uvicorn protocol that sees only bytes which `Framing` has passed."""
+
+    class Strict(parser):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._framing = Framing()
+            self._answered = 0
+            self._refused = False
 
         def data_received(self, data: bytes) -> None:
-            self._head_bytes += len(data)
-            super().data_received(data)
-            if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-                self.send_400_response(f"The head of the request is larger than {HEAD_BYTES} bytes.")
+            if self._refused:
+                return
+            sound, violation = self._framing.feed(data)
+            if violation is None and self._framing.heads - self._answered > MAX_PIPELINED:
+                violation = Violation(f"More than {MAX_PIPELINED} requests wait for their answers.")
+                sound = 0
+            if sound:
+                super().data_received(data if sound == len(data) else data[:sound])
+            if violation is not None and not self.transport.is_closing():
+                self._refuse(str(violation))
+
+        def on_response_complete(self) -> None:
+            self._answered += 1
+            super().on_response_complete()
+
+        def _refuse(self, message: str) -> None:
+            """Nothing more is read. An answer to a whole request is sent to its end before."""
+            self._refused = True
+            cycle = self.cycle
+            if cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started):
+                self.send_400_response(message)
+            elif cycle.more_body:
+                self.transport.close()
+            else:
+                self.shutdown()
+
+    return Strict
+
+
+def _without_upgrades(parser: Any) -> Any:
+    """httptools takes what follows an Upgrade for another protocol, and a request's body would be lost. No upgrade is
+    offered here, so that the request is read again without the wish."""
+    import httptools
+
+    class Plain(parser):  # type: ignore[misc]
+        parser: Any
+        _wished = False
+
+        def data_received(self, data: bytes) -> None:
+            self._unset_keepalive_if_required()
+            try:
+                while data:
+                    data = self._feed(data)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+
+        def _feed(self, data: bytes) -> bytes:
+            """What is left to be read by another parser."""
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                method = self.parser.get_method()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserError("no tunnels") from None
+                head = _head_without_upgrade(method, self.url, self.headers)
+                self.parser, self._wished = httptools.HttpRequestParser(self), False
+                return head + data[upgrade.args[0] :]
+            return b""
 
         def on_headers_complete(self) -> None:
-            self._in_head = False
-            super().on_headers_complete()
+            self._wished = bool(self.parser.should_upgrade())
+            if not self._wished:
+                super().on_headers_complete()
 
         def on_message_complete(self) -> None:
-            self._in_head, self._head_bytes = True, 0
-            super().on_message_complete()
+            if not self._wished:
+                super().on_message_complete()
 
-    return Bounded
+    return Plain
+
+
+def _head_without_upgrade(method: bytes, url: bytes, headers: Collection[tuple[bytes, bytes]]) -> bytes:
+    lines = [b"%b %b HTTP/1.1" % (method, url)]
+    for name, value in headers:
+        if name == b"connection":
+            tokens = {token.strip().lower() for token in value.split(b",")} & {b"close", b"keep-alive"}
+            lines += [b"connection: %b" % token for token in tokens]
+        elif name not in (b"upgrade", b"http2-settings"):
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join([*lines, b"", b""])
 
 
 async def close_stalled(connections: Collection[Any]) -> None:

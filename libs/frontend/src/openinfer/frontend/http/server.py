@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 import uvicorn
 from starlette.applications import Starlette
 
-from openinfer.frontend.http.connections import close_stalled, http_protocol
+from openinfer.frontend.http.connections import close_stalled, http_protocol, parser_name
 from openinfer.frontend.http.service import Service
 
 __all__ = ["on_signals", "run_server"]
@@ -99,7 +99,7 @@ async def _run(
     if now is None:
         now = asyncio.Event()
         on_signals(stop, now)
-    parser = config.http if isinstance(config.http, str) else "httptools"
+    parser = parser_name(config.http)
     _log.info(
         "event loop %s, HTTP parser %s", type(asyncio.get_running_loop()).__module__.partition(".")[0], parser
     )

@@ -1,0 +1,137 @@
+"""Where messages of a connection begin and end, read strictly and before any HTTP parser: one rule for all of them.
+
+What two parsers may read differently is refused: it is how requests are smuggled past a proxy. And what no parser
+bounds is bounded: a head, the lines between chunks, trailers.
+"""
+
+__all__ = ["HEAD_BYTES", "Framing", "Violation"]
+
+HEAD_BYTES = 64 << 10
+"""Request line and headers together; trailers likewise."""
+CHUNK_LINE_BYTES = 256
+MAX_BODY_DIGITS = 18
+
+_TOKENS = frozenset(b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+
+
+class Violation(Exception):
+    """The bytes are no HTTP/1.1 as this server takes it; the message is for the client."""
+
+
+class Framing:
+    """Follows the bytes of one connection. `heads`: how many heads have ended."""
+
+    def __init__(self) -> None:
+        self.heads = 0
+        self._line = bytearray()  # one that has not ended
+        self._room = HEAD_BYTES  # of the head, of a chunk's line, or of trailers
+        self._lines: list[bytes] = []
+        self._skip = 0  # bytes of a body, or of a chunk, still to come
+        self._part = "head"  # head, body, size, data, after or trailers
+
+    @property
+    def in_head(self) -> bool:
+        """Between messages, or within a head."""
+        return self._part == "head"
+
+    def feed(self, data: bytes) -> tuple[int, Violation | None]:
+        """How many bytes are sound, and what is wrong with the next one, if there is something."""
+        at = 0
+        try:
+            while at < len(data):
+                if self._skip:
+                    step = min(self._skip, len(data) - at)
+                    self._skip -= step
+                    at += step
+                    if not self._skip:
+                        self._begin("after" if self._part == "data" else "head")
+                else:
+                    at = self._take_line(data, at)
+        except Violation as violation:
+            return at, violation
+        return at, None
+
+    def _begin(self, part: str) -> None:
+        self._part = part
+        self._lines.clear()
+        self._room = {"size": CHUNK_LINE_BYTES, "after": 2}.get(part, HEAD_BYTES)
+
+    def _take_line(self, data: bytes, at: int) -> int:
+        """Read up to the end of a line, or of the data; where that is."""
+        end = data.find(b"\n", at)
+        stop = len(data) if end < 0 else end + 1
+        self._room -= stop - at
+        if self._room < 0:
+            if self._part == "head":
+                raise Violation(f"The head of the request is larger than {HEAD_BYTES} bytes.")
+            raise Violation("A chunk or the trailers of the request are too long.")
+        self._line += data[at:stop]
+        if end >= 0:
+            line = bytes(self._line)
+            self._line.clear()
+            if not line.endswith(b"\r\n") or b"\r" in line[:-2]:
+                raise Violation("A line of the request does not end with CRLF.")
+            self._end_line(line[:-2])
+        return stop
+
+    def _end_line(self, line: bytes) -> None:
+        match self._part:
+            case "head":
+                if line:
+                    self._check_header(line, bool(self._lines))
+                    self._lines.append(line)
+                elif self._lines:  # empty lines before a request are ignored
+                    self._end_head()
+            case "size":
+                self._begin_chunk(line)
+            case "after":
+                if line:
+                    raise Violation("A chunk of the request is not as long as it says.")
+                self._begin("size")
+            case _:
+                if line:
+                    self._check_header(line, True)
+                else:
+                    self._begin("head")
+
+    def _check_header(self, line: bytes, is_header: bool) -> None:
+        name, colon, _ = line.partition(b":")
+        if is_header and (not colon or not name or not _TOKENS.issuperset(name)):
+            raise Violation("A header of the request is malformed or folded.")
+
+    def _end_head(self) -> None:
+        self.heads += 1
+        request, *lines = self._lines
+        values: dict[bytes, list[bytes]] = {b"host": [], b"content-length": [], b"transfer-encoding": []}
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if (found := values.get(name.lower())) is not None:
+                found.append(value.strip(b" \t"))
+        hosts, lengths, codings = values.values()
+        old = request.endswith(b" HTTP/1.0")
+        if len(hosts) > 1 or not (hosts or old):
+            raise Violation("The request must have one Host header.")
+        if codings:
+            if lengths or old or [coding.lower() for coding in codings] != [b"chunked"]:
+                raise Violation(
+                    "Transfer-Encoding must be chunked, alone, without Content-Length, and in HTTP/1.1."
+                )
+            self._begin("size")
+            return
+        self._begin("head")
+        if lengths:
+            if len(lengths) > 1 or not lengths[0].isdigit() or len(lengths[0]) > MAX_BODY_DIGITS:
+                raise Violation("Content-Length must be one number.")
+            self._skip = int(lengths[0])
+            self._part = "body" if self._skip else "head"
+
+    def _begin_chunk(self, line: bytes) -> None:
+        digits = line.partition(b";")[0].rstrip(b" \t")
+        try:
+            size = int(digits, 16) if digits.isalnum() and len(digits) <= 15 else -1
+        except ValueError:
+            size = -1
+        if size < 0:
+            raise Violation("A chunk of the request has no size.")
+        self._begin("data" if size else "trailers")
+        self._skip = size
