@@ -5,9 +5,7 @@ What only a server needs is imported when there is one to start: `--help` answer
 
 import argparse
 import contextlib
-import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -16,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openinfer.frontend import flag_types
 from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
 from openinfer.frontend.logs import say, set_up_logging
 from openinfer.frontend.recipe import Recipe
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Recipe", "build_parser", "serve"]
 
-MAX_FRONTENDS = 64
 TOOL_PARSERS = ("deepseek_v4", "hermes", "qwen3_coder", "qwen3_xml")
 REASONING_PARSERS = ("deepseek_v4", "qwen3")
 """The formats of `chat` by name, which is not imported for a help text."""
@@ -44,10 +42,12 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="checkpoint directory")
     server = parser.add_argument_group("server")
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    server.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one")
+    server.add_argument(
+        "--port", type=flag_types.port, default=8000, help="port to listen on; 0 takes a free one"
+    )
     server.add_argument(
         "--api-key",
-        type=_key,
+        type=flag_types.key,
         default=None,
         help="wanted on all paths but probes and /; OPENINFER_API_KEY in the environment does not show in ps",
     )
@@ -92,14 +92,14 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--frontends",
-        type=_count,
+        type=flag_types.count,
         default=1,
         metavar="N",
         help="HTTP processes on the one port, over the one engine",
     )
     server.add_argument(
         "--engine-hang-timeout",
-        type=_seconds,
+        type=flag_types.seconds,
         default=None,
         metavar="S",
         help="requests but no engine step for this long makes /health 503; None: as the engine says, 10 s on a GPU and "
@@ -112,7 +112,7 @@ def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--shutdown-timeout",
-        type=_seconds,
+        type=flag_types.seconds,
         default=30.0,
         metavar="S",
         help="how long SIGTERM lets running requests finish",
@@ -141,7 +141,9 @@ def _add_origins(server: Any) -> None:
         ("methods", ["*"], "methods that such pages may use"),
         ("headers", ["*"], "headers that such pages may send"),
     ):
-        server.add_argument(f"--allowed-{name}", type=_strings, default=default, metavar="JSON", help=what)
+        server.add_argument(
+            f"--allowed-{name}", type=flag_types.strings, default=default, metavar="JSON", help=what
+        )
     server.add_argument(
         "--allow-credentials", action="store_true", help="such pages may send the browser's cookies along"
     )
@@ -163,7 +165,7 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     """
     args = build_parser(recipe, prog).parse_args(argv)
     try:
-        args.api_key = args.api_key or _key_of_environment()
+        args.api_key = args.api_key or flag_types.key_of_environment()
     except FlagError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
@@ -326,7 +328,7 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:
-        raise ValueError(
+        raise FlagError(
             f"--ssl-certfile {certificate}, --ssl-keyfile {key}: {error.strerror or error}"
         ) from error
 
@@ -359,48 +361,3 @@ def _bind(host: str, port: int, count: int) -> list[socket.socket]:
             listener.close()
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listeners
-
-
-def _strings(text: str) -> list[str]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise argparse.ArgumentTypeError(f"{text} is not a JSON list of strings")
-    return value
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value < 1 << 16:  # the system would take what is left of it in 16 bits
-        raise argparse.ArgumentTypeError(f"{value} is not a port from 0 to 65535")
-    return value
-
-
-def _key(text: str) -> str:
-    if not text.strip() or not text.isprintable():
-        raise argparse.ArgumentTypeError("an API key is a text of printable characters, and not empty")
-    return text
-
-
-def _key_of_environment() -> str | None:
-    given = os.environ.get("OPENINFER_API_KEY")
-    try:
-        return None if given is None else _key(given)
-    except argparse.ArgumentTypeError as error:
-        raise FlagError(f"OPENINFER_API_KEY: {error}; unset it to serve without a key") from None
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MAX_FRONTENDS:
-        raise argparse.ArgumentTypeError(f"{value} is not a number from 1 to {MAX_FRONTENDS}")
-    return value

@@ -4,6 +4,8 @@ What two parsers may read differently is refused: it is how requests are smuggle
 bounds is bounded: a head, the lines between chunks, trailers.
 """
 
+import re
+
 __all__ = ["HEAD_BYTES", "Framing", "Violation"]
 
 HEAD_BYTES = 64 << 10
@@ -12,6 +14,8 @@ CHUNK_LINE_BYTES = 256
 MAX_BODY_DIGITS = 18
 
 _TOKENS = frozenset(b"!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+_WHOLE_HEAD = re.compile(rb"[^\r\n]+\r\n(?:[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[^\r\n]*\r\n)*\r\n")
+"""A sound head that is there at once, as nearly all are."""
 
 
 class Violation(Exception):
@@ -45,6 +49,9 @@ class Framing:
                     at += step
                     if not self._skip:
                         self._begin("after" if self._part == "data" else "head")
+                elif self._part == "head" and not self._lines and not self._line:
+                    whole = _WHOLE_HEAD.match(data, at, at + HEAD_BYTES)
+                    at = self._take_line(data, at) if whole is None else self._take_head(whole)
                 else:
                     at = self._take_line(data, at)
         except Violation as violation:
@@ -55,6 +62,11 @@ class Framing:
         self._part = part
         self._lines.clear()
         self._room = {"size": CHUNK_LINE_BYTES, "after": 2}.get(part, HEAD_BYTES)
+
+    def _take_head(self, whole: re.Match[bytes]) -> int:
+        self._lines += whole[0][:-4].split(b"\r\n")
+        self._end_head()
+        return whole.end()
 
     def _take_line(self, data: bytes, at: int) -> int:
         """Read up to the end of a line, or of the data; where that is."""

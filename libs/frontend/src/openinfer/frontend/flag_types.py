@@ -1,0 +1,56 @@
+"""Types of the command line's flags: each takes a text and raises argparse.ArgumentTypeError saying what is allowed."""
+
+import argparse
+import json
+import os
+
+from openinfer.frontend.errors import FlagError
+
+__all__ = ["MAX_FRONTENDS", "count", "key", "key_of_environment", "port", "seconds", "strings"]
+
+MAX_FRONTENDS = 64
+
+
+def strings(text: str) -> list[str]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON list of strings")
+    return value
+
+
+def port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 1 << 16:  # the system would take what is left of it in 16 bits
+        raise argparse.ArgumentTypeError(f"{value} is not a port from 0 to 65535")
+    return value
+
+
+def key(text: str) -> str:
+    if not text.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError("an API key is a text of printable characters, and not empty")
+    return text
+
+
+def key_of_environment() -> str | None:
+    given = os.environ.get("OPENINFER_API_KEY")
+    try:
+        return None if given is None else key(given)
+    except argparse.ArgumentTypeError as error:
+        raise FlagError(f"OPENINFER_API_KEY: {error}; unset it to serve without a key") from None
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MAX_FRONTENDS:
+        raise argparse.ArgumentTypeError(f"{value} is not a number from 1 to {MAX_FRONTENDS}")
+    return value
