@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from openinfer.kernels import H200, SPEEDS, Cost, NullPack
+from openinfer.kernels import GPUS, H200, Cost, NullPack
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
@@ -20,12 +20,11 @@ from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import OUTSIDE_BYTES
 from openinfer.recipes.engine.segments import Outline
 
-PEAK_BYTES, PEAK_FLOPS = 4.8e12, 989e12
-"""Of an H200: what floors are by."""
+FIGURES = GPUS[H200.gpu]
 COLLECTIVE_S, LINK = 12e-6, 300e9
 """Assumed, not measured: the latency of an all-reduce over NVLink in a graph, and the bytes a second that each rank
 sends in one."""
-MEMORY = 150.1e9 * 0.9
+MEMORY = FIGURES.memory_bytes * 0.9
 """Bytes of a GPU that an engine takes."""
 RANKS = (2, 4, 8)
 STEPS = ((1, 4096, 0), (8, 4096, 0), (32, 4096, 0), (128, 4096, 0), (0, 0, 4096))
@@ -89,7 +88,7 @@ def figures(size: str) -> Iterator[str]:
     yield ""
     yield "| step | GPUs | MB read and written | floor | kernels | collectives | expected |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
-    speed = SPEEDS["NVIDIA H200"]
+    speed = FIGURES.fitted
     for step in STEPS:
         rows, context, prompt = step
         name = f"prompt of {prompt}" if prompt else f"decode {rows} x {context}"
@@ -97,7 +96,7 @@ def figures(size: str) -> Iterator[str]:
         for ranks in RANKS:
             own = traced(models[ranks], step)
             costs = share(whole, own, ranks)
-            floor = sum(cost.floor_s(PEAK_BYTES, PEAK_FLOPS) for cost in costs)
+            floor = sum(cost.floor_s(FIGURES.peak.bytes_per_s, FIGURES.peak.flops_per_s) for cost in costs)
             between = collectives(whole_config, rows or 1, rows + prompt, ranks)
             ops = sum(cost.floor_s(speed.bytes_per_s, speed.flops_per_s) for cost in costs)
             expected = ops + own.kernels * speed.kernel_s + between

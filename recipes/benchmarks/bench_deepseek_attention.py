@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, Launch, Op, Workload
+from openinfer.kernels import GPUS, H200, Command, Cost, Launch, Op, Workload
 from openinfer.kernels.tuner import DeviceMeter as Bench
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.compress import compress
@@ -30,7 +30,7 @@ from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
-BANDWIDTH, FLOPS = 4.59e12, 780e12
+BANDWIDTH, FLOPS = GPUS[H200.gpu].measured.bytes_per_s, GPUS[H200.gpu].measured.flops_per_s
 HEADS, DIM, ROTARY, LOW_RANK, INDEX_DIM, TOPK, PAGE = 64, 512, 64, 1024, 128, 512, 128
 LAYERS = 6
 DECODE, PROMPT, CONTEXT = (1, 8, 32, 128), 4096, 4096

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels import Command, Cost, KernelsError, Launch, Op, Target, Workload
+from openinfer.kernels import GPUS, H200, Command, Cost, KernelsError, Launch, Op, Target, Workload
 from openinfer.kernels import packed_experts as mixture
 from openinfer.kernels.formats import q8
 from openinfer.kernels.ops.experts import experts
@@ -31,7 +31,7 @@ from openinfer.kernels.tuner import DeviceMeter
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
-BANDWIDTH, FLOPS = 4.59e12, 990e12
+BANDWIDTH, FLOPS = GPUS[H200.gpu].measured.bytes_per_s, GPUS[H200.gpu].peak.flops_per_s
 COLD = 300 << 20
 """Bytes that the copies of an op's weights have together, at least."""
 

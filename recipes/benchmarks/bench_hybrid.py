@@ -26,6 +26,8 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).parents[2] / "libs/kernels/benchmarks"), str(Path(__file__).parent)]
 
 from openinfer.kernels import (  # noqa: E402
+    GPUS,
+    H200,
     Command,
     Cost,
     CpuPack,
@@ -48,7 +50,7 @@ from openinfer.recipes.qwen3_5 import delta  # noqa: E402
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net  # noqa: E402
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32  # noqa: E402
 
-BANDWIDTH, FLOPS = 4.59e12, 780e12
+BANDWIDTH, FLOPS = GPUS[H200.gpu].measured.bytes_per_s, GPUS[H200.gpu].measured.flops_per_s
 LAYERS, KEY_HEADS, HEADS, DIM, TAPS = 24, 16, 32, 128, 4
 WIDTH = (2 * KEY_HEADS + HEADS) * DIM
 DECODE, PROMPTS = (1, 8, 32, 64, 128, 256), (128, 1024, 4096, 16384)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from openinfer.kernels import (
+    GPUS,
     H200,
-    SPEEDS,
     Cost,
     NullPack,
     Op,
@@ -112,7 +112,7 @@ def test_steps_have_predictions_where_the_speed_is_known(caplog):
     caplog.set_level("INFO", "openinfer.kernels")
     steps = {(256, 4, 256): calls(Arena(Device("null"), None))}
     (found,) = predictions(steps, H200).values()
-    assert found == Prediction.of(steps[256, 4, 256], 256, 4, SPEEDS[H200.gpu])
+    assert found == Prediction.of(steps[256, 4, 256], 256, 4, GPUS[H200.gpu].fitted)
     assert predictions(steps, None) == {}
     assert not caplog.messages
     assert predictions(steps, Target(90, 132, gpu="Unknown")) == {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from openinfer.kernels import Cost, Op, Workload
+from openinfer.kernels import GPUS, H200, Cost, Op, Workload
 from openinfer.tensor import Tensor
 
 BATCH = ("slots", "q_starts")
@@ -18,14 +18,16 @@ BATCH = ("slots", "q_starts")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device can do at most: bytes/s to and from its memory, FLOP/s of its matrix units in bf16."""
+    """What a device can do at most: bytes/s to and from its memory, FLOP/s of its matrix units in bf16, and bytes/s to
+    other GPUs. The defaults are of an H200: what was measured, and the vendor's figure for links."""
 
-    bytes_per_s: float = 4.59e12
-    flops_per_s: float = 780e12
+    bytes_per_s: float = GPUS[H200.gpu].measured.bytes_per_s
+    flops_per_s: float = GPUS[H200.gpu].measured.flops_per_s
+    link_bytes_per_s: float = GPUS[H200.gpu].link_bytes_per_s
 
     def floor_us(self, cost: Cost) -> float:
         """Microseconds below which no implementation of one call can be."""
-        return cost.floor_s(self.bytes_per_s, self.flops_per_s) * 1e6
+        return cost.floor_s(self.bytes_per_s, self.flops_per_s, self.link_bytes_per_s) * 1e6
 
 
 class OpCall(NamedTuple):

@@ -15,7 +15,7 @@ from openinfer.cli import bench_ledger, bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
-from openinfer.kernels import H200, NullPack, Target
+from openinfer.kernels import GPUS, H200, NullPack, Target
 from openinfer.recipes.engine import SetupError, Source
 from openinfer.recipes.engine.segments import Outline, Steps
 
@@ -58,7 +58,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpu-memory",
         type=float,
-        default=150.1,
+        default=GPUS[H200.gpu].memory_bytes / 1e9,
         metavar="GB",
         help="of the GPU; default: %(default)s (H200)",
     )

@@ -48,13 +48,13 @@ from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import Call, NullPack, Repeated
-from openinfer.kernels.prediction import SPEEDS, Prediction, Speed, predictions
+from openinfer.kernels.prediction import Prediction, predictions
 from openinfer.kernels.store import Compiled, Prepared, Store
-from openinfer.kernels.target import H200, Target
+from openinfer.kernels.target import GPUS, H200, Figures, Speed, Target
 
 __all__ = [
+    "GPUS",
     "H200",
-    "SPEEDS",
     "Aligned",
     "Call",
     "Collective",
@@ -67,6 +67,7 @@ __all__ = [
     "CpuPack",
     "CublasLt",
     "CudaDriver",
+    "Figures",
     "InterpDriver",
     "InvalidTable",
     "KernelMissing",

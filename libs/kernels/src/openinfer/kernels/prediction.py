@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
-from openinfer.kernels.target import Target
+from openinfer.kernels.target import GPUS, Speed, Target
 
 log = logging.getLogger("openinfer.kernels")
 
@@ -21,19 +21,6 @@ Shape = TypeVar("Shape", bound=tuple[int, int, int])
 
 _FAR = 1 << 20  # tokens and pairs, for the slope of a cost
 _TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on the line to be taken for one
-
-
-class Speed(NamedTuple):
-    """Of a GPU with these kernels: memory and matrix products while they run, and what a kernel takes besides."""
-
-    bytes_per_s: float
-    flops_per_s: float
-    kernel_s: float
-
-
-SPEEDS = {"NVIDIA H200": Speed(4.10e12, 547e12, 5.0e-6)}
-"""By the GPU's name. H200: least squares over 29 decode, prompt and mixed steps of Qwen3-4B, which it meets within 21 %
-(10 % for most)."""
 
 
 class _Varying(NamedTuple):
@@ -96,13 +83,13 @@ def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) ->
     has fitted speeds, to that GPU or to batch-invariant kernels, which the log says; nor without a target (a CPU)."""
     if target is None:
         return {}
-    speed = SPEEDS.get(target.gpu)
-    if speed is None or target.batch_invariant:
+    figures = GPUS.get(target.gpu)
+    if figures is None or target.batch_invariant:
         log.info(
             "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
         )
         return {}
-    return {shape: Prediction.of(calls, shape[0], shape[1], speed) for shape, calls in steps.items()}
+    return {shape: Prediction.of(calls, shape[0], shape[1], figures.fitted) for shape, calls in steps.items()}
 
 
 def _slope(none: Cost, far: Cost) -> tuple[float, float]:
