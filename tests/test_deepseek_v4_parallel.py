@@ -53,7 +53,9 @@ def test_ranks_have_all_of_the_model_between_them(ranks: int) -> None:
         arena = Arena(Device("null"), None)
         weights = Weights.allocate(whole.of_rank(rank, ranks), arena, bfloat16, Format(fp4_experts=True))
         assert arena.used == pytest.approx(same + shared / ranks, rel=1e-3)
-        own = {name.split(".experts.")[1].split(".")[0] for name in weights.names() if ".experts." in name}
+        own = {
+            name.split(".experts.")[1].split(".")[0] for name in weights.places.names() if ".experts." in name
+        }
         assert own == {str(e) for e in np.arange(256).reshape(ranks, -1)[rank]}
         assert not experts & own
         experts |= own

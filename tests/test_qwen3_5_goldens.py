@@ -324,9 +324,9 @@ def experts_apart(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[str,
 def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid, session, tmp_path):
     write_fp8(hybrid.path, tmp_path / "fp8", tmp_path / "bf16")
     small, same = load_model(tmp_path / "fp8"), load_model(tmp_path / "bf16")
-    scaled = [load.dst for load in small.weights.loads if load.dst.dtype == float8_e4m3fn]
+    scaled = [load.dst for load in small.weights.places.loads if load.dst.dtype == float8_e4m3fn]
     assert len(scaled) > 20
-    assert not any(load.dst.dtype == float8_e4m3fn for load in same.weights.loads)
+    assert not any(load.dst.dtype == float8_e4m3fn for load in same.weights.places.loads)
     prompt = hybrid.prompt(2)
     got, want = last_logits(small, prompt), last_logits(same, prompt)
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)

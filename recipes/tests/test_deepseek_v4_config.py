@@ -67,12 +67,12 @@ def test_published_sizes_have_their_inventory(size: str) -> None:
 def test_every_published_tensor_is_loaded_and_stays_packed() -> None:
     config, arena = Config.parse(config_json("Flash")), Arena(Device("null"), None)
     weights = Weights.allocate(config, arena, bfloat16, Format(fp4_experts=True, mtp=True))
-    names = list(weights.names())
+    names = list(weights.places.names())
     entries = list(inventory(config, fp4_experts=True))
     assert sorted(names) == sorted(entry.name for entry in entries)
     assert arena.used == pytest.approx(sum(entry.nbytes for entry in entries), rel=1e-3)
     plain = Weights.allocate(config, Arena(Device("null"), None), bfloat16, Format(fp4_experts=True))
-    assert set(plain.names()) == {entry.name for entry in entries if not entry.name.startswith("mtp.")}
+    assert set(plain.places.names()) == {entry.name for entry in entries if not entry.name.startswith("mtp.")}
 
 
 def test_a_model_cut_short_has_a_plan_for_a_million_tokens_on_a_gpu() -> None:

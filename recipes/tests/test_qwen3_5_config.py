@@ -38,7 +38,7 @@ def weights_of(config: Config) -> Weights:
 def test_published_sizes_have_their_parameters(size: str) -> None:
     config = Config.parse(config_json(size))
     weights = weights_of(config)
-    names = [*weights.loads, *weights.conversions]
+    names = [*weights.places.loads, *weights.places.conversions]
     count = sum(math.prod(place.dst.shape) for place in names)
     parameters, cache, states = PUBLISHED[size]
     assert count == parameters
@@ -72,17 +72,19 @@ def test_published_sizes_have_a_plan_on_a_gpu(size: str, fp8: bool) -> None:
 def test_block_scaled_checkpoints_keep_their_weights_in_one_byte(size: str) -> None:
     plain = weights_of(Config.parse(config_json(size)))
     small = weights_of(Config.parse(config_json(size, fp8=True)))
-    kept = {load.name for load in small.loads if load.dst.dtype != float8_e4m3fn}
+    kept = {load.name for load in small.places.loads if load.dst.dtype != float8_e4m3fn}
     assert "model.language_model.layers.0.linear_attn.in_proj_a.weight" in kept
     assert "model.language_model.layers.3.self_attn.q_proj.weight" not in kept
     sizes = [
-        sum(load.dst.nbytes for load in w.loads if "embed" not in load.name and "head" not in load.name)
+        sum(
+            load.dst.nbytes for load in w.places.loads if "embed" not in load.name and "head" not in load.name
+        )
         for w in (plain, small)
     ]
     assert sizes[1] == pytest.approx(sizes[0] / 2, rel=0.01)
-    scales = [place for place in small.conversions if place.name.endswith("_scale_inv")]
-    assert len(scales) == sum(load.dst.dtype == float8_e4m3fn for load in small.loads)
-    widths = {math.ceil(load.dst.shape[-1] / 128) for load in small.loads}
+    scales = [place for place in small.places.conversions if place.names[0].endswith("_scale_inv")]
+    assert len(scales) == sum(load.dst.dtype == float8_e4m3fn for load in small.places.loads)
+    widths = {math.ceil(load.dst.shape[-1] / 128) for load in small.places.loads}
     assert {place.dst.shape[-1] for place in scales} <= widths
 
 
@@ -91,8 +93,8 @@ def test_flat_and_nested_configs_are_the_same_model() -> None:
     flat = {**nested["text_config"], "model_type": "qwen3_5_text", "tie_word_embeddings": True}
     a, b = Config.parse(nested), Config.parse(flat)
     assert (a.full, a.hidden_size, a.tie_word_embeddings) == (b.full, b.hidden_size, b.tie_word_embeddings)
-    assert weights_of(a).loads[0].name == "model.language_model.embed_tokens.weight"
-    assert weights_of(b).loads[0].name == "model.embed_tokens.weight"
+    assert weights_of(a).places.loads[0].name == "model.language_model.embed_tokens.weight"
+    assert weights_of(b).places.loads[0].name == "model.embed_tokens.weight"
     assert a.full[:4] == (False, False, False, True)
 
 

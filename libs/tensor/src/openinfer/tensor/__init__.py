@@ -39,6 +39,7 @@ from openinfer.tensor.errors import (
 )
 from openinfer.tensor.loading import Load, LoadReport, load_tensors
 from openinfer.tensor.memory import PinnedBuffer
+from openinfer.tensor.places import Conversion, Places
 from openinfer.tensor.progress import ProgressBar
 from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
@@ -51,6 +52,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ClosedError",
+    "Conversion",
     "CudaError",
     "DTypeError",
     "Device",
@@ -63,6 +65,7 @@ __all__ = [
     "LoadReport",
     "OutOfMemory",
     "PinnedBuffer",
+    "Places",
     "ProgressBar",
     "ShapeError",
     "Stream",

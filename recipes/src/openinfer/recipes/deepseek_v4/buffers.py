@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.weights import padded as padded_rows
 from openinfer.recipes.deepseek_v4.config import Config
-from openinfer.recipes.deepseek_v4.places import padded as padded_rows
 from openinfer.recipes.engine.limits import Limits
 from openinfer.tensor import Arena, Tensor, float32, int32
 

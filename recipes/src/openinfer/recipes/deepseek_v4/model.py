@@ -20,6 +20,7 @@ from openinfer.kernels import (
     route,
     select_rows,
 )
+from openinfer.kernels.weights import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache
 from openinfer.recipes.deepseek_v4.config import Config
@@ -28,7 +29,7 @@ from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
-from openinfer.recipes.deepseek_v4.places import Linear, Mixing
+from openinfer.recipes.deepseek_v4.places import Mixing
 from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Layer, Sparse, Weights
 from openinfer.tensor import Stream, Tensor
 

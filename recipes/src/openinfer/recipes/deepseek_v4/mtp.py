@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from openinfer.kernels import Pack, embed, norm_rows, project, select_rows
+from openinfer.kernels.weights import Linear
 from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import spread
-from openinfer.recipes.deepseek_v4.places import Linear
 from openinfer.recipes.deepseek_v4.weights import Mtp
 from openinfer.tensor import Arena, Tensor, int32
 

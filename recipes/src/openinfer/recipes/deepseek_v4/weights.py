@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.weights import Linear
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.inventory import IGNORED, inventory
-from openinfer.recipes.deepseek_v4.places import Conversion, Format, Linear, Mixing, Places, check_scales
-from openinfer.tensor import (
-    Arena,
-    Checkpoint,
-    CheckpointError,
-    Load,
-    LoadReport,
-    Stream,
-    Tensor,
-    float32,
-    int32,
-    load_tensors,
-)
+from openinfer.recipes.deepseek_v4.places import Format, Mixing, ModelPlaces, check_scales
+from openinfer.tensor import Arena, Checkpoint, LoadReport, Places, Stream, Tensor, float32, int32
 
 Array = np.ndarray[Any, Any]
 
@@ -110,8 +100,7 @@ class Mtp:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights, and where each comes from: `loads` go as they are, `conversions` are made on the host, `pads` are
-    zero."""
+    """All weights, and where each comes from."""
 
     embed: Tensor  # [V, D]
     layers: tuple[Layer, ...]
@@ -119,14 +108,12 @@ class Weights:
     norm: Tensor
     lm_head: Tensor  # [V, D]
     mtp: Mtp | None
-    loads: tuple[Load, ...]
-    conversions: tuple[Conversion, ...]
-    pads: tuple[Tensor, ...]
+    places: Places
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`."""
-        p, c = Places(arena, dtype, form), config
+        p, c = ModelPlaces(arena, dtype, form=form, expand=dtype == float32), config
         embed = p.plain("embed.weight", c.vocab_size, c.hidden_size)
         layers = tuple(
             _layer(p, c, f"layers.{n}.", n, c.ratios[:n].count(ratio), ratio, n < c.num_hash_layers)
@@ -135,35 +122,15 @@ class Weights:
         head, norm = p.mixing("hc_head", c, c.hc_mult, 1), p.gain("norm", c.hidden_size)
         lm_head = p.plain("head.weight", c.local_vocab, c.hidden_size)
         mtp = _mtp(p, c) if form.mtp else None
-        return cls(
-            embed, layers, head, norm, lm_head, mtp, tuple(p.loads), tuple(p.conversions), tuple(p.pads)
-        )
+        return cls(embed, layers, head, norm, lm_head, mtp, p)
 
     def load(
         self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
     ) -> LoadReport:
         """Fill all of them. Raises what load_tensors does, and CheckpointError for an expert that does not exist or a
         scale that kernels do not take."""
-        check_scales(checkpoint, self.names())
-        report = load_tensors(checkpoint, self.loads, stream, progress)
-        converted = []  # uploads read them until the stream is idle
-        for names, dst, convert in self.conversions:
-            try:
-                array = np.ascontiguousarray(convert(*map(checkpoint.array, names)), dst.dtype)
-            except ValueError as e:
-                raise CheckpointError(checkpoint.directory, names[0], str(e)) from e
-            dst.copy_from(array, stream)
-            converted.append(array)
-        for pad in self.pads:
-            pad.zero_(stream)
-        stream.synchronize()
-        return report
-
-    def names(self) -> Iterator[str]:
-        """Of the tensors that are loaded."""
-        yield from (load.name for load in self.loads)
-        for conversion in self.conversions:
-            yield from conversion.names
+        check_scales(checkpoint, self.places.names())
+        return self.places.load(checkpoint, stream, progress)
 
 
 def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
@@ -174,7 +141,7 @@ def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
     checkpoint.require(expected, ignore=IGNORED if config.mtp else ("mtp.*",))
 
 
-def _layer(p: Places, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
+def _layer(p: ModelPlaces, c: Config, at: str, index: int, place: int, ratio: int, hashed: bool) -> Layer:
     numbers = (2 + c.hc_mult) * c.hc_mult
     return Layer(
         index=index,
@@ -188,21 +155,21 @@ def _layer(p: Places, c: Config, at: str, index: int, place: int, ratio: int, ha
     )
 
 
-def _attention(p: Places, c: Config, at: str, ratio: int) -> Attention:
+def _attention(p: ModelPlaces, c: Config, at: str, ratio: int) -> Attention:
     width, groups = c.local_heads * c.head_dim, c.local_groups
     return Attention(
-        into=p.linear((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
+        into=p.packed((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
         q_norm=p.gain(at + "q_norm", c.q_lora_rank),
         kv_norm=p.gain(at + "kv_norm", c.head_dim),
-        q=p.linear((at + "wq_b", width), columns=c.q_lora_rank),
+        q=p.packed((at + "wq_b", width), columns=c.q_lora_rank),
         sinks=p.plain(at + "attn_sink", c.local_heads, dtype=float32),
-        out_a=p.linear((at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
-        out_b=p.linear((at + "wo_b", c.hidden_size), columns=groups * c.o_lora_rank),
+        out_a=p.packed((at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
+        out_b=p.packed((at + "wo_b", c.hidden_size), columns=groups * c.o_lora_rank),
         entries=_entries(p, c, at, ratio),
     )
 
 
-def _entries(p: Places, c: Config, at: str, ratio: int) -> Heavy | Sparse | None:
+def _entries(p: ModelPlaces, c: Config, at: str, ratio: int) -> Heavy | Sparse | None:
     if ratio == 0:
         return None
 
@@ -223,24 +190,29 @@ def _entries(p: Places, c: Config, at: str, ratio: int) -> Heavy | Sparse | None
         into=p.stack(*own, *further, columns=c.hidden_size),
         compressor=compressor(main, c.head_dim),
         index_compressor=compressor(index, c.index_dim),
-        index_q=p.linear((at + "indexer.wq_b", c.index_heads * c.index_dim), columns=c.q_lora_rank),
+        index_q=p.packed((at + "indexer.wq_b", c.index_heads * c.index_dim), columns=c.q_lora_rank),
     )
 
 
-def _mixture(p: Places, c: Config, at: str, hashed: bool) -> Mixture:
-    count, inter, hidden, fp4 = c.local_experts, c.moe_intermediate_size, c.hidden_size, p.form.fp4_experts
+def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
+    count, inter, hidden = c.local_experts, c.moe_intermediate_size, c.hidden_size
     bias = table = None
     if hashed:
-        table = p.arena.alloc((c.vocab_size, c.experts_per_token), int32, at + "gate.tid2eid")
-        p.conversions.append(Conversion((at + "gate.tid2eid",), table, _table_of(c.num_experts)))
+        table = p.converted(
+            at + "gate.tid2eid",
+            c.vocab_size,
+            c.experts_per_token,
+            convert=_table_of(c.num_experts),
+            dtype=int32,
+        )
     else:
         bias = p.plain(at + "gate.bias", c.num_experts, dtype=float32)
-    gate_up = p.packed((count,), [inter, inter], hidden, fp4=fp4, name=at + "experts")
-    down = p.packed((count,), [hidden], inter, fp4=fp4, name=at + "experts")
+    gate_up = p.empty((count,), [inter, inter], hidden, p.experts, at + "experts")
+    down = p.empty((count,), [hidden], inter, p.experts, at + "experts")
     for expert in range(count):
         module = f"{at}experts.{c.first_expert + expert}."
-        p.fill(_expert(gate_up, expert), [module + "w1", module + "w3"], [inter, inter])
-        p.fill(_expert(down, expert), [module + "w2"], [hidden])
+        p.fill(gate_up[expert], [module + "w1", module + "w3"], [inter, inter], p.experts)
+        p.fill(down[expert], [module + "w2"], [hidden], p.experts)
     shared = at + "shared_experts."
     return Mixture(
         router=p.stack((at + "gate", c.num_experts), columns=hidden),
@@ -248,15 +220,11 @@ def _mixture(p: Places, c: Config, at: str, hashed: bool) -> Mixture:
         table=table,
         gate_up=gate_up,
         down=down,
-        shared_gate_up=p.linear(
+        shared_gate_up=p.packed(
             (shared + "w1", c.local_shared), (shared + "w3", c.local_shared), columns=hidden
         ),
-        shared_down=p.linear((shared + "w2", hidden), columns=c.local_shared),
+        shared_down=p.packed((shared + "w2", hidden), columns=c.local_shared),
     )
-
-
-def _expert(linear: Linear, expert: int) -> Linear:
-    return Linear(linear.weight[expert], None if linear.scales is None else linear.scales[expert])
 
 
 def _table_of(count: int) -> Callable[[Array], Array]:
@@ -270,11 +238,11 @@ def _table_of(count: int) -> Callable[[Array], Array]:
     return convert
 
 
-def _mtp(p: Places, c: Config) -> Mtp:
+def _mtp(p: ModelPlaces, c: Config) -> Mtp:
     at, hidden = "mtp.0.", c.hidden_size
     return Mtp(
-        e_proj=p.linear((at + "e_proj", hidden), columns=hidden),
-        h_proj=p.linear((at + "h_proj", hidden), columns=hidden),
+        e_proj=p.packed((at + "e_proj", hidden), columns=hidden),
+        h_proj=p.packed((at + "h_proj", hidden), columns=hidden),
         e_norm=p.gain(at + "enorm", hidden),
         h_norm=p.gain(at + "hnorm", hidden),
         layer=_layer(p, c, at, 0, 0, 0, hashed=False),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.authoring import SCALE_BLOCK
+from openinfer.kernels.weights import FP8_FLOAT32, Linear, LinearPlaces, Packing, padded
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.qwen3_5.config import Config, Experts
 from openinfer.tensor import (
@@ -15,28 +17,17 @@ from openinfer.tensor import (
     Checkpoint,
     Load,
     LoadReport,
+    Places,
     Stream,
     Tensor,
     bfloat16,
     float8_e4m3fn,
     float32,
-    load_tensors,
 )
 
 Array = np.ndarray[Any, Any]
-BLOCK = 128
-"""Rows and columns of an FP8 weight that share a scale."""
 NEVER_FP8 = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
 """Modules that block-scaled checkpoints keep in BF16, by the ends of their names."""
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
-
-
-def _padded(rows: int) -> int:
-    """Rows of a weight that products take: a multiple of 16."""
-    return -(-rows // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +67,6 @@ class Format:
         if self.scaled is None:
             return not module.endswith(NEVER_FP8)
         return module in self.scaled
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight [N, K] (of experts [E, N, K]) in the model's dtype, or float8_e4m3fn with float32 scales."""
-
-    weight: Tensor
-    scales: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,32 +132,21 @@ class Mtp:
     norm: Tensor
 
 
-class Conversion(NamedTuple):
-    """Tensor `name` of the checkpoint, float32 on the host, goes to `dst` as `convert` makes it."""
-
-    name: str
-    dst: Tensor
-    convert: Callable[[Array], Array]
-
-
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights, and where each comes from: `loads` go as they are, `conversions` through the host, `pads` are zero.
-    With tied embeddings `lm_head` is `embed`."""
+    """All weights, and where each comes from. With tied embeddings `lm_head` is `embed`."""
 
     embed: Tensor  # [V, H]
     layers: tuple[Layer, ...]
     norm: Tensor
     lm_head: Tensor  # [V, H]
     mtp: Mtp | None
-    loads: tuple[Load, ...]
-    conversions: tuple[Conversion, ...]
-    pads: tuple[Tensor, ...]
+    places: Places
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
-        p = _Places(arena, dtype, form)
+        p = _Places(arena, dtype, form=form)
         embed = p.plain(form.prefix + "embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = tuple(
             _layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)
@@ -182,32 +154,23 @@ class Weights:
         norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
         head = embed if form.tied else p.plain("lm_head.weight", config.vocab_size, config.hidden_size)
         mtp = _mtp(p, config) if form.mtp else None
-        return cls(embed, layers, norm, head, mtp, tuple(p.loads), tuple(p.conversions), tuple(p.pads))
+        return cls(embed, layers, norm, head, mtp, p)
 
     def load(
         self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None
     ) -> LoadReport:
-        """Fill all of them. Raises what load_tensors does."""
-        report = load_tensors(checkpoint, self.loads, stream, progress)
-        converted = []  # uploads read them until the stream is idle
-        for name, dst, convert in self.conversions:
-            array = np.ascontiguousarray(convert(checkpoint.array(name).astype(np.float32)), np.float32)
-            dst.copy_from(array, stream)
-            converted.append(array)
-        for pad in self.pads:
-            pad.zero_(stream)
-        stream.synchronize()
-        return report
+        """Fill all of them. Raises what Places.load does."""
+        return self.places.load(checkpoint, stream, progress)
 
 
 def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly these tensors in the dtypes that they may have. (Vision
     weights, MTP weights that are not loaded and a head that is tied are ignored.)"""
     expected: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
-    for load in weights.loads:
+    for load in weights.places.loads:
         wanted = float8_e4m3fn if load.dst.dtype == float8_e4m3fn else bfloat16
         expected[load.name] = (load.dst.shape, (wanted,))
-    for name, dst, _ in weights.conversions:
+    for (name,), dst, _ in weights.places.conversions:
         expected[name] = (dst.shape, (bfloat16, float32))
     ignored = ["model.visual.*", *([] if weights.mtp else ["mtp.*"])]
     if weights.lm_head is weights.embed:
@@ -215,62 +178,36 @@ def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     checkpoint.require(expected, ignore=ignored)
 
 
-@dataclass(slots=True)
-class _Places:
-    """Makes tensors in an arena and notes what goes where."""
+@dataclass(slots=True, kw_only=True)
+class _Places(LinearPlaces):
+    """Places of a checkpoint of one format."""
 
-    arena: Arena
-    dtype: np.dtype[Any]
     form: Format
-    loads: list[Load] = field(default_factory=list)
-    conversions: list[Conversion] = field(default_factory=list)
-    pads: list[Tensor] = field(default_factory=list)
-
-    def plain(self, name: str, *shape: int) -> Tensor:
-        """A tensor of the model's dtype, as it is in the checkpoint."""
-        tensor = self.arena.alloc(shape, self.dtype, name)
-        self.loads.append(Load(name, tensor))
-        return tensor
 
     def wide(self, name: str, size: int, convert: Callable[[Array], Array]) -> Tensor:
-        """A float32 vector."""
-        tensor = self.arena.alloc((size,), float32, name)
-        self.conversions.append(Conversion(name, tensor, convert))
-        return tensor
+        """A float32 vector; `convert` gets float32 values."""
+        return self.converted(name, size, convert=lambda w: convert(w.astype(np.float32)))
 
     def gain(self, name: str, size: int) -> Tensor:
         """The weight of a norm that multiplies by 1 + w: in float32, where the sum is exact."""
         return self.wide(name, size, lambda w: np.float32(1) + w)
 
-    def linear(self, *parts: tuple[str, int], columns: int, pad: int = 0) -> Linear:
-        """Projections (module, rows) stacked in one weight, with `pad` rows of zeros after them."""
-        kinds = {self.form.is_fp8(module) for module, _ in parts}
-        names = ", ".join(module for module, _ in parts)
+    def packing(self, module: str) -> Packing | None:
+        """FP8 or, of a module that is not packed, None."""
+        return FP8_FLOAT32 if self.form.is_fp8(module) else None
+
+    def stack(self, *parts: tuple[str, int], columns: int, pad: int = 0) -> Linear:
+        """Projections (module, rows) in one weight, with `pad` rows of zeros after them."""
+        kinds = {self.packing(module) for module, _ in parts}
+        names, rows = ", ".join(module for module, _ in parts), [rows for _, rows in parts]
         if len(kinds) == 2:
             raise UnsupportedModel(f"{names}: some are FP8 and some are not; they are run as one product")
-        fp8, rows = kinds == {True}, [rows for _, rows in parts]
-        if fp8 and any(size % BLOCK for size in rows[:-1]) and rows[0] * len(rows) != sum(rows):
+        (packing,) = kinds
+        if packing and any(size % SCALE_BLOCK for size in rows[:-1]) and rows[0] * len(rows) != sum(rows):
             raise UnsupportedModel(
-                f"{names}: FP8 blocks of {BLOCK} rows do not fit projections of {rows} rows"
+                f"{names}: FP8 blocks of {SCALE_BLOCK} rows do not fit projections of {rows} rows"
             )
-        weight = self.arena.alloc((sum(rows) + pad, columns), float8_e4m3fn if fp8 else self.dtype, names)
-        scales = None
-        if fp8:
-            scales = self.arena.alloc((sum(map(_blocks, rows)), _blocks(columns)), float32, names)
-        start = block = 0
-        for module, size in parts:
-            own = None if scales is None else scales[block : block + _blocks(size)]
-            self.put(module, weight[start : start + size], own)
-            start, block = start + size, block + _blocks(size)
-        if pad:
-            self.pads.append(weight[start:])
-        return Linear(weight, scales)
-
-    def put(self, module: str, weight: Tensor, scales: Tensor | None) -> None:
-        """A module's weight, and its scales if it has them."""
-        self.loads.append(Load(module + ".weight", weight))
-        if scales is not None:
-            self.conversions.append(Conversion(module + ".weight_scale_inv", scales, lambda scale: scale))
+        return self.linear(*parts, columns=columns, packing=packing, pad=pad)
 
 
 def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
@@ -291,83 +228,68 @@ def _attention(p: _Places, config: Config, at: str) -> Attention:
     q, kv = 2 * config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = ((at + "q_proj", q), (at + "k_proj", kv), (at + "v_proj", kv))
     return Attention(
-        qkv=p.linear(*parts, columns=config.hidden_size),
+        qkv=p.stack(*parts, columns=config.hidden_size),
         q_norm=p.gain(at + "q_norm.weight", config.head_dim),
         k_norm=p.gain(at + "k_norm.weight", config.head_dim),
-        o=p.linear((at + "o_proj", config.hidden_size), columns=q // 2),
+        o=p.stack((at + "o_proj", config.hidden_size), columns=q // 2),
     )
 
 
 def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
     hidden, heads = config.hidden_size, config.value_heads
     qkvz = [(at + "in_proj_qkv", config.conv_size), (at + "in_proj_z", config.z_size)]
-    ba, pad = [(at + "in_proj_b", heads), (at + "in_proj_a", heads)], _padded(2 * heads) - 2 * heads
+    ba, pad = [(at + "in_proj_b", heads), (at + "in_proj_a", heads)], padded(2 * heads) - 2 * heads
     ba_too = p.form.is_fp8(at + "in_proj_qkv") == p.form.is_fp8(at + "in_proj_b")
     if ba_too:
         qkvz += ba
     conv = p.arena.alloc((config.conv_size, config.conv_kernel), p.dtype, at + "conv1d")
     p.loads.append(Load(at + "conv1d.weight", conv.reshape(config.conv_size, 1, config.conv_kernel)))
     return DeltaNet(
-        in_proj=p.linear(*qkvz, columns=hidden, pad=pad if ba_too else 0),
-        ba=None if ba_too else p.linear(*ba, columns=hidden, pad=pad),
+        in_proj=p.stack(*qkvz, columns=hidden, pad=pad if ba_too else 0),
+        ba=None if ba_too else p.stack(*ba, columns=hidden, pad=pad),
         conv=conv,
         decay=p.wide(at + "A_log", heads, lambda a_log: -np.exp(a_log)),
         dt_bias=p.wide(at + "dt_bias", heads, lambda bias: bias),
         norm=p.wide(at + "norm.weight", config.value_dim, lambda w: w),
-        out=p.linear((at + "out_proj", hidden), columns=config.z_size),
+        out=p.stack((at + "out_proj", hidden), columns=config.z_size),
     )
 
 
 def _mlp(p: _Places, width: int, hidden: int, at: str) -> Mlp:
     return Mlp(
-        gate_up=p.linear((at + "gate_proj", width), (at + "up_proj", width), columns=hidden),
-        down=p.linear((at + "down_proj", hidden), columns=width),
+        gate_up=p.stack((at + "gate_proj", width), (at + "up_proj", width), columns=hidden),
+        down=p.stack((at + "down_proj", hidden), columns=width),
     )
 
 
 def _mixture(p: _Places, experts: Experts, hidden: int, at: str) -> Mixture:
     count, width = experts.count, experts.intermediate_size
     router = ((at + "gate", count), (at + "shared_expert_gate", 1))
-    fp8 = p.form.is_fp8(at + "experts.0.gate_proj")
-    dtype = float8_e4m3fn if fp8 else p.dtype
-
-    def new(rows: int, columns: int, blocks: int) -> Linear:
-        weight = p.arena.alloc((count, rows, columns), dtype, at + "experts")
-        shape = (count, blocks, _blocks(columns))
-        return Linear(weight, p.arena.alloc(shape, float32, at + "experts") if fp8 else None)
-
-    gate_up = new(2 * width, hidden, 2 * _blocks(width))
-    down = new(hidden, width, _blocks(hidden))
+    packing = p.packing(at + "experts.0.gate_proj")
+    gate_up = p.empty((count,), [width, width], hidden, packing, at + "experts")
+    down = p.empty((count,), [hidden], width, packing, at + "experts")
     if p.form.unfused_experts:
-        _experts_apart(p, width, gate_up, down, at)
+        for expert in range(count):
+            name = f"{at}experts.{expert}."
+            p.fill(gate_up[expert], [name + "gate_proj", name + "up_proj"], [width, width], packing)
+            p.fill(down[expert], [name + "down_proj"], [hidden], packing)
     else:
         p.loads += [
             Load(at + "experts.gate_up_proj", gate_up.weight),
             Load(at + "experts.down_proj", down.weight),
         ]
     return Mixture(
-        router=p.linear(*router, columns=hidden, pad=_padded(count + 1) - count - 1),
+        router=p.stack(*router, columns=hidden, pad=padded(count + 1) - count - 1),
         gate_up=gate_up,
         down=down,
         shared=_mlp(p, experts.shared_size, hidden, at + "shared_expert."),
     )
 
 
-def _experts_apart(p: _Places, width: int, gate_up: Linear, down: Linear, at: str) -> None:
-    """Each expert's three projections as tensors of their own."""
-    for expert in range(down.weight.shape[0]):
-        name, both, last = f"{at}experts.{expert}.", gate_up.weight[expert], down.weight[expert]
-        scales = None if gate_up.scales is None else gate_up.scales[expert]
-        blocks = _blocks(width)
-        p.put(name + "gate_proj", both[:width], None if scales is None else scales[:blocks])
-        p.put(name + "up_proj", both[width:], None if scales is None else scales[blocks:])
-        p.put(name + "down_proj", last, None if down.scales is None else down.scales[expert])
-
-
 def _mtp(p: _Places, config: Config) -> Mtp:
     hidden = config.hidden_size
     return Mtp(
-        fc=p.linear(("mtp.fc", hidden), columns=2 * hidden),
+        fc=p.stack(("mtp.fc", hidden), columns=2 * hidden),
         embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),

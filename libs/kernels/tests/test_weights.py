@@ -1,0 +1,170 @@
+"""Weights of linear layers: where each tensor of a checkpoint goes, stacked, packed, expanded and padded."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from openinfer.kernels.formats import dequantized
+from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, LinearPlaces
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    CheckpointError,
+    Device,
+    Stream,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e8m0fnu,
+    float32,
+    uint8,
+)
+
+TAGS = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path, rng):
+    """checkpoint(**arrays): these tensors, opened."""
+    opened = []
+
+    def write(arrays):
+        header, at = {}, 0
+        for name, array in arrays.items():
+            place = [at, at + array.nbytes]
+            header[name] = {
+                "dtype": TAGS[array.dtype.name],
+                "shape": list(array.shape),
+                "data_offsets": place,
+            }
+            at += array.nbytes
+        raw = json.dumps(header).encode()
+        data = b"".join(array.tobytes() for array in arrays.values())
+        (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+        opened.append(Checkpoint(tmp_path))
+        return opened[-1]
+
+    yield write
+    for made in opened:
+        made.close()
+
+
+@pytest.fixture
+def places():
+    """places(dtype, **options): on the CPU."""
+    return lambda dtype=bfloat16, **options: LinearPlaces(Arena(Device("cpu"), 1 << 22), dtype, **options)
+
+
+def codes(rng, *shape):
+    return rng.integers(0, 120, shape, np.uint8).view(float8_e4m3fn)
+
+
+def of(packing, rng, name, n, k):
+    """A module's tensors in a checkpoint. Scales differ by row and by column of blocks."""
+    blocks = (-(-n // 128), -(-k // 128))
+    if packing.fp4:
+        scales = rng.integers(120, 130, (n, k // 32), np.uint8).view(float8_e8m0fnu)
+        return {
+            f"{name}.weight": rng.integers(-128, 128, (n, k // 2)).astype(np.int8),
+            f"{name}.scale": scales,
+        }
+    exponents = 2 * np.arange(blocks[0])[:, None] + np.arange(blocks[1])
+    if packing == FP8_FLOAT32:
+        return {
+            f"{name}.weight": codes(rng, n, k),
+            f"{name}.weight_scale_inv": (2.0**exponents).astype(bfloat16),
+        }
+    scales = (120 + exponents).astype(np.uint8).view(float8_e8m0fnu)
+    return {f"{name}.weight": codes(rng, n, k), f"{name}.scale": scales}
+
+
+def meant(tensors, name, packing):
+    """The float32 values of a module."""
+    weight, scales = tensors[f"{name}.weight"], tensors[name + packing.scales]
+    scales = scales.astype(np.float32) if packing == FP8_FLOAT32 else scales.view(np.uint8)
+    return dequantized(weight.view(np.uint8) if packing.fp4 else weight, scales)
+
+
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize("packing", [FP8_FLOAT32, FP8_E8M0, FP4_E8M0], ids=["float32", "e8m0", "fp4"])
+@pytest.mark.parametrize(("first", "second", "k"), [(256, 256, 256), (128, 80, 384)])
+def test_packed_projections_are_stacked(checkpoint, places, rng, packing, expand, first, second, k):
+    """A grid of scales is square where a projection is 256 x 256: its transpose must show."""
+    tensors = of(packing, rng, "a", first, k) | of(packing, rng, "b", second, k)
+    p = places(float32 if expand else bfloat16, expand=expand)
+    linear = p.linear(("a", first), ("b", second), columns=k, packing=packing, pad=16)
+    p.load(checkpoint(tensors), Stream(Device("cpu")))
+    weight = linear.weight.numpy()
+    assert weight.shape[0] == first + second + 16
+    if expand:
+        assert linear.scales is None
+        got = weight[: first + second]
+    else:
+        scales = linear.scales.numpy()
+        assert scales.dtype == (float32 if packing == FP8_FLOAT32 else uint8)
+        parts = (
+            (scales[: first // 128], scales[first // 128 :])
+            if not packing.fp4
+            else (scales[:first], scales[first:])
+        )
+        halves = (weight[:first], weight[first : first + second])
+        rows = [dequantized(w, s[: len(w)] if packing.fp4 else s) for w, s in zip(halves, parts, strict=True)]
+        got = np.concatenate(rows)
+    want = np.concatenate([meant(tensors, name, packing) for name in ("a", "b")])
+    np.testing.assert_array_equal(got, want)
+    assert not weight[first + second :].view(np.uint8).any()
+
+
+def test_experts_are_filled_one_by_one(checkpoint, places, rng):
+    tensors = {}
+    for expert in range(3):
+        tensors |= of(FP8_FLOAT32, rng, f"{expert}.gate", 128, 256) | of(
+            FP8_FLOAT32, rng, f"{expert}.up", 128, 256
+        )
+    p = places()
+    linear = p.empty((3,), [128, 128], 256, FP8_FLOAT32, "experts")
+    for expert in range(3):
+        p.fill(linear[expert], [f"{expert}.gate", f"{expert}.up"], [128, 128], FP8_FLOAT32)
+    p.load(checkpoint(tensors), Stream(Device("cpu")))
+    assert sorted(p.names()) == sorted(tensors)
+    got = dequantized(linear.weight.numpy(), linear.scales.numpy(), parts=2)
+    for expert in range(3):
+        parts = [meant(tensors, f"{expert}.{name}", FP8_FLOAT32) for name in ("gate", "up")]
+        np.testing.assert_array_equal(got[expert], np.concatenate(parts))
+
+
+def test_plain_weights_and_vectors(checkpoint, places, rng):
+    tensors = {
+        "a.weight": rng.standard_normal((5, 32)).astype(bfloat16),
+        "b.weight": rng.standard_normal((6, 32)).astype(bfloat16),
+        "norm": rng.standard_normal(32).astype(bfloat16),
+    }
+    p = places()
+    stacked, gain = (
+        p.linear(("a", 5), ("b", 6), columns=32, pad=5),
+        p.converted("norm", 32, convert=lambda w: 1 + w),
+    )
+    p.load(checkpoint(tensors), Stream(Device("cpu")))
+    assert stacked.scales is None
+    np.testing.assert_array_equal(
+        stacked.weight.numpy()[:11], np.concatenate([tensors["a.weight"], tensors["b.weight"]])
+    )
+    assert not stacked.weight.numpy()[11:].any()
+    np.testing.assert_array_equal(gain.numpy(), (1 + tensors["norm"]).astype(float32))
+
+
+def test_values_that_a_conversion_refuses_are_an_error_of_the_checkpoint(checkpoint, places):
+    def refuse(array):
+        raise ValueError("names expert 9; there are 8")
+
+    p = places()
+    p.converted("table", 4, convert=refuse)
+    with pytest.raises(CheckpointError, match="'table': names expert 9; there are 8"):
+        p.load(checkpoint({"table": np.zeros(4, np.float32)}), Stream(Device("cpu")))

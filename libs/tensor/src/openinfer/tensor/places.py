@@ -1,0 +1,80 @@
+"""Places: the weights of a model in an arena, and which tensors of a checkpoint fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from openinfer.tensor.arena import Arena
+from openinfer.tensor.checkpoint import Checkpoint
+from openinfer.tensor.dtypes import float32
+from openinfer.tensor.errors import CheckpointError
+from openinfer.tensor.loading import Load, LoadReport, Progress, load_tensors
+from openinfer.tensor.stream import Stream
+from openinfer.tensor.tensor import Tensor
+
+
+class Conversion(NamedTuple):
+    """The tensors `names` of a checkpoint become `dst` on the host: `convert` gets their arrays, in that order."""
+
+    names: tuple[str, ...]
+    dst: Tensor
+    convert: Callable[..., np.ndarray[Any, Any]]
+
+
+@dataclass(slots=True)
+class Places:
+    """Makes tensors in `arena` and notes what fills them: `loads` as they are, `conversions` through the host, `pads`
+    with zeros. `dtype`: of tensors that are not told otherwise. The arena owns the memory."""
+
+    arena: Arena
+    dtype: np.dtype[Any]
+    loads: list[Load] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
+    pads: list[Tensor] = field(default_factory=list)
+
+    def plain(self, name: str, *shape: int, dtype: np.dtype[Any] | None = None) -> Tensor:
+        """A tensor as it is in the checkpoint."""
+        tensor = self.arena.alloc(shape, self.dtype if dtype is None else dtype, name)
+        self.loads.append(Load(name, tensor))
+        return tensor
+
+    def converted(
+        self,
+        name: str,
+        *shape: int,
+        convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+        dtype: np.dtype[Any] = float32,
+    ) -> Tensor:
+        """A tensor made of one of the checkpoint's. `convert` may raise ValueError for values that make none."""
+        tensor = self.arena.alloc(shape, dtype, name)
+        self.conversions.append(Conversion((name,), tensor, convert))
+        return tensor
+
+    def names(self) -> Iterator[str]:
+        """The checkpoint's tensors that are read."""
+        yield from (load.name for load in self.loads)
+        for conversion in self.conversions:
+            yield from conversion.names
+
+    def load(self, checkpoint: Checkpoint, stream: Stream, progress: Progress | None = None) -> LoadReport:
+        """Fill all of them; `stream` is idle again afterwards. The report is of `loads`.
+
+        Raises what load_tensors does, and CheckpointError where a conversion raises ValueError.
+        """
+        report = load_tensors(checkpoint, self.loads, stream, progress)
+        converted = []  # uploads read these arrays until the stream is idle
+        for names, dst, convert in self.conversions:
+            try:
+                array = np.ascontiguousarray(convert(*map(checkpoint.array, names)), dst.dtype)
+            except ValueError as e:
+                raise CheckpointError(checkpoint.directory, names[0], str(e)) from e
+            dst.copy_from(array, stream)
+            converted.append(array)
+        for pad in self.pads:
+            pad.zero_(stream)
+        stream.synchronize()
+        return report
