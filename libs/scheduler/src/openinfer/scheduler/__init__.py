@@ -1,4 +1,4 @@
-"""Continuous batching: policies, and the step loop that runs one step ahead. Pure logic, no dependency."""
+"""Continuous batching: scheduling policies, and a step loop that runs one step ahead. Pure logic, no dependency."""
 
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
 from .events import Event, Finished, Scheduled, Tokens

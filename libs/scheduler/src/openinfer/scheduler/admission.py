@@ -1,4 +1,4 @@
-"""Which sequences a loop can take at all, and which there is room for now."""
+"""Admission: the lengths that a loop can serve, and room for a waiting sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sequence import Owner, Seq
 
 
 def refusal(seq: Seq[Any], max_model_len: int, capacity_tokens: int) -> Rejected | None:
-    """What submit() raises for a sequence whose lengths the loop or the pool cannot serve, or None."""
+    """The error that submit() raises for a sequence that is too long for the model or the pool, or None."""
     if not seq.prompt_len or seq.max_tokens < 1:
         return Rejected(
             RejectReason.INVALID,
@@ -36,29 +36,30 @@ def refusal(seq: Seq[Any], max_model_len: int, capacity_tokens: int) -> Rejected
 
 
 class Headroom:
-    """Room that admissions leave free: the guard against thrashing.
+    """Blocks that admissions leave free, against thrashing.
 
-    Admission is optimistic (nobody's output is reserved, nor what chunks need of windows), so a pool can be filled
-    with sequences that then preempt each other. The level follows the recent number of preemptions for each sequence
-    that ended: each preemption adds 1/32, each ending takes 1/32 of the level away. Where nothing is preempted it is 0.
+    Admission is optimistic: it reserves neither a sequence's output nor the window blocks of later chunks. So
+    admitted sequences can fill the pool and then preempt each other. The level follows the recent preemptions per
+    ended sequence: a preemption adds 1/32, and an ending multiplies the level by 31/32. Without preemptions the
+    level is 0.
     """
 
     def __init__(self, ceiling: float) -> None:
         self._ceiling = ceiling
         self.level = 0.0
-        """The part of each group's blocks that is left."""
+        """The part of each group's blocks that admissions leave free, 0..1."""
 
     def on_preempt(self) -> None:
-        """Too much was admitted."""
+        """A running sequence was preempted: too many were admitted."""
         self.level = min(self._ceiling, self.level + 1 / 32)
 
     def on_finish(self) -> None:
-        """What was admitted is getting done."""
+        """An admitted sequence ended."""
         self.level -= self.level / 32
 
 
 def num_cached(pool: Pool, seq: Seq[Any]) -> int:
-    """Tokens of a waiting sequence that the pool has cached."""
+    """Cached tokens of a waiting sequence."""
     lease = pool.acquire(seq.tokens, seq.salt, seq.hashes)
     found = lease.num_cached
     lease.release()
@@ -66,15 +67,15 @@ def num_cached(pool: Pool, seq: Seq[Any]) -> int:
 
 
 def promise(lease: Lease, seq: Seq[Any], num_tokens: int, leave: float) -> bool:
-    """Room for all that the sequence has in groups that keep all; in windows for a chunk of num_tokens tokens, or fewer
-    where they have less room. False: no room. leave: the part of the pool that is to stay free."""
+    """Reserve the whole sequence in groups without a window, and a chunk of up to num_tokens tokens in windows.
+    leave: the part of the pool that must stay free. False: no room."""
     end = min(lease.num_cached + num_tokens, len(seq.tokens), lease.reach(leave))
     return end > lease.num_cached and lease.reserve(end, len(seq.tokens), leave) is not None
 
 
 def room_for(seq: Seq[Owner], end: int, writes: list[BlockWrite[Owner]]) -> int:
-    """Make room for the tokens of a prefilling sequence up to `end`, or as far as windows have room. Returns how far
-    that is; what its tables get is appended to `writes`."""
+    """Reserve a prefilling sequence's tokens up to `end`, or as far as windows have room. Returns that end, and
+    appends the new blocks to `writes`."""
     lease = seq.lease
     if lease is None or end <= lease.num_tokens:
         return end

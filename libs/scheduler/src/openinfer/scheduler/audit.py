@@ -1,4 +1,4 @@
-"""The loop's integrity check: its books compared with each other, from scratch."""
+"""The loop's integrity check: compares its books with each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .stats import Stats
 
 @dataclass(slots=True)
 class Books:
-    """What a loop keeps, as its check() shows it."""
+    """The state of a loop that check() compares."""
 
     clock: Clock
     stats: Stats
@@ -32,7 +32,7 @@ class Books:
 
 
 def problems(books: Books) -> Iterator[str]:
-    """Every contradiction, in words. O(rows + waiting)."""
+    """Every contradiction in the books, in words. O(rows + waiting)."""
     launched, collected = books.clock.launched, books.clock.collected
     if [step.index for step in books.in_flight] != list(range(collected + 1, launched + 1)):
         yield f"steps in flight are not {collected + 1}..{launched}"

@@ -11,22 +11,23 @@ from .sequence import Owner, Seq
 
 
 class DecodeRows(Generic[Owner]):
-    """Every decode row is in every step, so a row without drafts advances by one token a step: its counters follow
-    from the step index, and the step that outgrows its blocks is known when it gets them. The calendar holds it under
-    that step. Rows with drafts are looked at in each step instead.
+    """All decode rows run in every step. A row without drafts advances by one token a step, so its counters follow from
+    the step index. The step that outgrows its blocks is known when the row gets them, and the calendar lists the row
+    under that step. The loop looks at rows with drafts in each step instead.
 
-    The entry of a row that has left stays until it is due. The entry of a row that advanced by less than it might have
-    is due too early, and is then scheduled again.
+    An entry stays in the calendar when its row leaves; the loop drops it when it is due. A row that advanced by
+    less than it might have is due too early, and the loop schedules it again.
     """
 
     def __init__(self) -> None:
         self.rows: dict[Seq[Owner], Row[Owner]] = {}
         self.drafts: Mapping[Seq[Owner], int] = {}
-        """Of rows that have any. Replaced, never changed: steps keep it."""
+        """Number of drafts of each row that has any. The mapping is replaced and never changed, because steps keep
+        it."""
         self.listed: list[Row[Owner]] | None = []
-        """The rows as a list, the same object while nothing changes; None: rebuild() first."""
+        """The rows as a list, the same object while nothing changes. None: call rebuild() first."""
         self.horizon = 0
-        """No row runs in a later step, by its length: rows with drafts may end earlier."""
+        """The last step in which a row can run, by the rows' lengths. Rows with drafts may end earlier."""
         self.calendar: dict[int, list[Seq[Owner]]] = {}
         """Rows that need blocks, by step. Stale: an entry under another step than seq.crossing."""
 
@@ -36,7 +37,7 @@ class DecodeRows(Generic[Owner]):
         return len(self.rows) + sum(self.drafts.values())
 
     def enter(self, seq: Seq[Owner], index: int) -> None:
-        """The last chunk of its prompt is in step `index`."""
+        """Add a sequence. The last chunk of its prompt is in step `index`."""
         seq.base, seq.entered, seq.ahead = seq.target, index, 0
         seq.last_step = index + seq.max_len - 1 - seq.target
         self.rows[seq] = Row(seq, 1, True, None)
@@ -44,7 +45,7 @@ class DecodeRows(Generic[Owner]):
         self.schedule(seq)
 
     def discard(self, seq: Seq[Owner]) -> None:
-        """It ended or is preempted, if it is here."""
+        """Remove a sequence that ended or is preempted, if it decodes."""
         if self.rows.pop(seq, None) is not None:
             self.listed, seq.crossing = None, 0
             if seq in self.drafts:
@@ -59,7 +60,7 @@ class DecodeRows(Generic[Owner]):
     # -- drafts --
 
     def draft(self, wanted: Mapping[Seq[Owner], int], index: int) -> None:
-        """Give rows their drafts of step `index`: as many as wanted, and as the sequence may have tokens left."""
+        """Set the drafts of step `index`: the wanted number, limited by the tokens that the sequence has left."""
         drafts = {}
         for seq, count in wanted.items():
             if seq not in self.rows or count < 0:
@@ -77,24 +78,24 @@ class DecodeRows(Generic[Owner]):
                 seq.crossing = 0
             self.drafts, self.listed = drafts, None
         if not any(seq.last_step >= index for seq in self.rows):
-            self.horizon = index - 1  # drafts that were kept brought all rows closer to their ends
+            self.horizon = index - 1  # accepted drafts brought all rows closer to their ends
 
     def undraft(self, seq: Seq[Owner]) -> None:
-        """The row has no drafts from now on."""
+        """Take the drafts of a row away."""
         self.drafts = {other: count for other, count in self.drafts.items() if other is not seq}
         self.rows[seq] = Row(seq, 1, True, None)
         self.listed = None
         self.schedule(seq)
 
     def launched(self) -> None:
-        """A step with these drafts was launched."""
+        """Count the drafts of a step that is launched."""
         for seq, count in self.drafts.items():
             seq.ahead += count
             seq.base += count
 
     def advance(self, step: Step[Owner], advanced: Mapping[Seq[Owner], int], gone: Set[Seq[Owner]]) -> None:
-        """Correct the counters of rows that did not advance by one token in a step, as the clock has them do.
-        advanced: rows that advanced by less than their q_len. gone: rows that are not looked at any more."""
+        """Correct the counters of rows that did not advance by one token in a step, which the clock assumes.
+        advanced: rows that advanced by less than their q_len. gone: rows that have left. Raises ContractError."""
         for seq, count in advanced.items():
             q_len = 1 + step.drafts.get(seq, 0)
             if not 0 <= count <= q_len:
@@ -112,7 +113,7 @@ class DecodeRows(Generic[Owner]):
     # -- the calendar --
 
     def schedule(self, seq: Seq[Owner]) -> None:
-        """Note the first step for which the blocks of a row without drafts do not suffice, if it may live to see it."""
+        """List a row without drafts under the first step that outgrows its blocks, if the row can reach that step."""
         room = seq.lease.num_tokens if seq.lease else 0
         seq.crossing = 0
         if room < seq.max_len - 1:

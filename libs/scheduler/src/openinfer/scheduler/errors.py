@@ -3,10 +3,10 @@
     SchedulerError (Exception)
      ├─ InvalidSetup    (ValueError)      a loop or policy that cannot work as configured
      ├─ Rejected        (ValueError)      submit() refuses a sequence; `reason` says why
-     ├─ ContractError   (RuntimeError)    runner, policy or owner broke its contract
+     ├─ ContractError   (RuntimeError)    runner, pool, policy, speculation or engine broke its contract
      └─ IntegrityError  (RuntimeError)    check() found the loop's books wrong: a bug
 
-What a runner raises itself passes through unchanged.
+An exception of the runner passes through unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Rejected(SchedulerError, ValueError):
 
 
 class ContractError(SchedulerError, RuntimeError):
-    """The runner, the policy or the owner of the tokens did what its contract forbids."""
+    """The runner, the pool, the policy, the speculation or the engine broke its contract."""
 
 
 class IntegrityError(SchedulerError, RuntimeError):

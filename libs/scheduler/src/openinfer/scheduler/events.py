@@ -1,4 +1,4 @@
-"""What StepLoop.step() returns: events, in order. Of a sequence: Scheduled, Tokens ..., Finished, no more."""
+"""Events: the results of StepLoop.step(), in order. A sequence has one Scheduled, its Tokens, and one Finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sequence import FinishReason, Owner, Payload, Seq
 
 @dataclass(frozen=True, slots=True)
 class Scheduled(Generic[Owner]):
-    """A sequence runs for the first time (not again after a preemption)."""
+    """A sequence runs for the first time. A resumed sequence makes no such event."""
 
     seq: Seq[Owner]
     num_cached: int
@@ -21,13 +21,13 @@ class Scheduled(Generic[Owner]):
 
 @dataclass(frozen=True, slots=True)
 class Tokens(Generic[Owner, Payload]):
-    """A step that emitted was read. Columnar: one event a step, however many rows."""
+    """The host read a step that emitted tokens. One event a step, for all rows."""
 
     step: int
     rows: Sequence[Row[Owner]]
-    """The step's rows in batch order, as launched; `payload` is laid out by the runner along them."""
+    """The rows of the step, as launched. The runner lays `payload` out along them."""
     dead: Set[Seq[Owner]]
-    """Rows to skip: they ended or were aborted before this step counted. Empty nearly always."""
+    """Sequences whose rows must be skipped, because they ended or were aborted earlier. Mostly empty."""
     payload: Payload
     advanced: Mapping[int, int] | None = None
     """As in StepResult: decode rows, by slot, that advanced by less than their q_len."""
@@ -43,7 +43,7 @@ class Tokens(Generic[Owner, Payload]):
                 yield position, row.seq
 
     def num_tokens(self, position: int) -> int:
-        """Tokens that an emitting row has here: more than one only where drafts were kept."""
+        """Tokens that an emitting row has here: more than one only where drafts were accepted."""
         row = self.rows[position]
         if row.start is not None:
             return 1
@@ -52,11 +52,11 @@ class Tokens(Generic[Owner, Payload]):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[Owner]):
-    """The one terminal event of a sequence. Its tokens have all been reported."""
+    """The last event of a sequence. All its tokens were reported before."""
 
     seq: Seq[Owner]
     reason: FinishReason
 
 
 Event: TypeAlias = Scheduled[Owner] | Tokens[Owner, Payload] | Finished[Owner]
-"""What step() and drain() return a list of."""
+"""step() and drain() return a list of these."""

@@ -1,4 +1,4 @@
-"""Loads: the waiting sequences whose prefix is brought from elsewhere, and those for whom it has come."""
+"""Loads: waiting sequences whose prefix the pool loads, and waiting sequences whose load has ended."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .stats import Stats
 
 
 class Loads(Generic[Owner]):
-    """A sequence that loads has a lease and no row. When its load has ended it waits as before, and keeps the lease
-    until it is admitted, or until the blocks are needed for a row."""
+    """A sequence that loads has a lease and no row. When its load has ended, the sequence waits again. It keeps the
+    lease until the loop admits it, or until a row needs the blocks."""
 
     def __init__(self, pool: Pool, stats: Stats) -> None:
         self.under_way: dict[Lease, Seq[Owner] | None] = {}
-        """Until poll() names the lease; None: it was released meanwhile. The pool has its blocks until then."""
+        """Leases that load. None: the sequence was aborted, and the pool keeps the blocks until the load has ended."""
         self.ended: dict[Seq[Owner], None] = {}
         """Waiting sequences that hold the lease of an ended load, the oldest first."""
         self._pool, self._stats = pool, stats
 
     def begin(self, seq: Seq[Owner], lease: Lease, leave: float) -> bool:
-        """Load what the lease can. False: there is no room."""
+        """Start to load a waiting sequence's prefix. False: there is no room."""
         if not lease.load(leave):
             return False
         self.under_way[lease] = seq
@@ -32,7 +32,8 @@ class Loads(Generic[Owner]):
         return True
 
     def poll(self, wait_s: float | None) -> bool:
-        """Whether a load has ended. Waits for one, up to wait_s seconds."""
+        """Move sequences whose load has ended. Waits for a load, up to wait_s seconds. Returns whether any has
+        ended."""
         leases = self._pool.poll(wait_s)
         for lease in leases:
             if lease not in self.under_way:
@@ -45,8 +46,7 @@ class Loads(Generic[Owner]):
         return bool(leases)
 
     def drop(self, seq: Seq[Owner]) -> None:
-        """Release the lease of a waiting sequence, if it has one. What was loaded stays cached until its room is
-        needed."""
+        """Release the lease of a waiting sequence, if it has one. Loaded blocks stay cached until they are evicted."""
         if seq.lease is not None:
             if seq.state is SeqState.LOADING:
                 self.under_way[seq.lease] = None
@@ -56,7 +56,7 @@ class Loads(Generic[Owner]):
             seq.lease = None
 
     def drop_latest(self, spared: Seq[Owner] | None = None) -> bool:
-        """Drop the sequence whose load ended last, or the one before it. False: there is none."""
+        """Drop the lease of the sequence whose load ended last, except `spared`. False: there is no such sequence."""
         latest = next((seq for seq in reversed(self.ended) if seq is not spared), None)
         if latest is not None:
             self.drop(latest)

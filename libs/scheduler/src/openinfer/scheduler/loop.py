@@ -1,12 +1,13 @@
-"""StepLoop: plans and launches one step ahead of what it has read, and reconciles what comes back.
+"""StepLoop: plans and launches a step before it has read the step before, and reconciles the results.
 
-Host work is O(changes). Decode rows are in every step, so their counters follow from the step index (sequence.Clock),
-and a calendar keyed by step says which rows need a block when. A steady step touches no row, except rows with drafts:
-how far those advance is known only when a step was read.
+Host work is O(changes). Decode rows run in every step, so their counters follow from the step index (sequence.Clock),
+and a calendar lists the rows that need blocks by step. A steady step touches no row without drafts. The advance of a
+row with drafts is known only from the step's result.
 
-The hard cases are kept few. Rows that end on the device while a step is in flight stay in that step as dead rows; slot
-and lease go back when it is collected (the fence); a step of such rows alone is not launched where their length tells.
-Preemption happens only with nothing in flight, when every token is known; a dry pool therefore drains first.
+A row that ends on the device while a step is in flight stays in that step as a dead row. The loop gives its slot
+and lease back when it has read the last step that has the row (the fence). It launches no step whose rows all end
+earlier by their length. It preempts only with nothing in flight, when every token is known. So it drains before it
+preempts.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from .sequence import Clock, FinishReason, Owner, Payload, Seq, SeqState
 from .speculation import Speculation
 from .stats import Stats
 
-LOOK_AHEAD = 48  # tokens of room beyond what a decode row needs: fewer requests to the pool,
-ROOMY = 16  # as long as the pool has more than so many free blocks a row
-COMMIT_EVERY = 256  # tokens of a decode row, in one go; the rest when it ends
+LOOK_AHEAD = 48  # a decode row reserves this many tokens more than it needs, to ask the pool less often,
+ROOMY = 16  # if the pool has more free blocks a row than this
+COMMIT_EVERY = 256  # a decode row commits this many tokens at a time, and the rest when it ends
 _NOBODY: frozenset[Seq[Any]] = frozenset()
 
 
 class StepLoop(Generic[Owner, Payload]):
-    """Drives a runner: who runs, with which blocks, and what came of it.
+    """Drives a runner: chooses the rows of each step, reserves their blocks, and reports the results. The loop is
+    single-threaded. The engine calls submit, abort and step.
 
-    Single-threaded; the owner calls submit, abort and step. max_rows: slots of the batch. max_model_len: tokens a
-    sequence may have, prompt and output. max_queued: sequences that may wait. depth: steps in flight at most (2 keeps
-    the device busy while the host reads). max_headroom: part of the pool that admissions may leave free after
-    preemptions, 0..1 (admission.Headroom). speculation: chooses how many drafts decode rows verify; None: no row has
-    any. clock: seconds; the one that Seq.arrival is taken from, if the policy compares the two. The loop owns the
-    leases; pool, runner, policy and speculation stay the caller's. Raises InvalidSetup.
+    max_rows: slots of the batch. max_model_len: tokens of a sequence, prompt and output. max_queued: sequences that may
+    wait. depth: steps in flight at most; 2 keeps the device busy while the host reads. max_headroom: part of the pool
+    that admissions may leave free after preemptions, 0..1 (admission.Headroom). speculation: chooses the drafts of
+    decode rows; None: no row has drafts. clock: seconds. Seq.arrival must come from this clock if the policy uses it.
+
+    The loop owns the leases. Pool, runner, policy and speculation stay the caller's. Raises InvalidSetup.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class StepLoop(Generic[Owner, Payload]):
         self._clock, self._now = Clock(), clock
         self._look_up = partial(num_cached, pool)
         self._headroom = Headroom(max_headroom)
-        self._collected_at = 0.0  # when the last result was read
+        self._collected_at = 0.0  # time of reading the last result
         self._live: dict[int, Seq[Owner]] = {}  # by request id, until Finished
         self._running: dict[Seq[Owner], None] = {}  # in order of admission
         self._prefilling: dict[Seq[Owner], None] = {}
@@ -84,19 +86,21 @@ class StepLoop(Generic[Owner, Payload]):
         self._free_slots = list(range(max_rows, 0, -1))
         self._loads: Loads[Owner] = Loads(pool, self.stats)
         self._in_flight: deque[Step[Owner]] = deque()
-        self._fences: dict[int, list[Seq[Owner]]] = {}  # ended sequences, by the step that lets go of them
-        self._leaving: set[Seq[Owner]] = set()  # all in _fences
-        self._left: list[int] = []  # for the next step
-        self._blocks: list[BlockWrite[Owner]] = []  # likewise
-        self._events: list[Event[Owner, Payload]] = []  # for the next step() to return
-        self._changed = False  # something happened that the policy has not been asked about
-        self._failure: Exception | None = None  # what ended the loop
-        self._blocked = False  # no room for who is next; looked up again only after something happened
+        self._fences: dict[
+            int, list[Seq[Owner]]
+        ] = {}  # ended sequences, by the last step that has their rows
+        self._leaving: set[Seq[Owner]] = set()  # the sequences of _fences
+        self._left: list[int] = []  # slots that the next step must end
+        self._blocks: list[BlockWrite[Owner]] = []  # table writes of the next step
+        self._events: list[Event[Owner, Payload]] = []  # the next step() returns these
+        self._changed = False  # the policy must be asked again
+        self._failure: Exception | None = None  # the exception that ended the loop
+        self._blocked = False  # no room for the next admission: do not look again until something changes
 
-    # -- the owner's side --
+    # -- for the engine --
 
     def submit(self, seq: Seq[Owner]) -> None:
-        """Queue a new sequence. Raises Rejected, and then the sequence is the caller's again."""
+        """Queue a new sequence. Raises Rejected; the loop then keeps nothing of the sequence."""
         problem = refusal(seq, self.max_model_len, self._pool.capacity_tokens)
         if seq.id in self._live or seq.clock is not None:
             problem = Rejected(
@@ -120,9 +124,9 @@ class StepLoop(Generic[Owner, Payload]):
         self._policy.on_submit(seq)
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a sequence from outside; `reason` STOP for a stop string. False if no such sequence is live.
+        """End a sequence. `reason`: STOP for a stop string. False: no live sequence has this id.
 
-        The next step() reports Finished and no token more; what is in flight runs out unseen.
+        The next step() reports Finished. The loop drops the tokens of steps in flight.
         """
         seq = self._live.get(request_id)
         if seq is None:
@@ -134,22 +138,22 @@ class StepLoop(Generic[Owner, Payload]):
 
     @property
     def has_work(self) -> bool:
-        """Whether step() has anything to do or to report."""
+        """Whether step() has work to do or an event to report."""
         return bool(self._live or self._in_flight or self._events)
 
     @property
     def live(self) -> Sequence[Seq[Owner]]:
-        """All sequences without a terminal event so far."""
+        """All sequences that have no terminal event yet."""
         return list(self._live.values())
 
     def step(self, wait_s: float | None = 0.0) -> list[Event[Owner, Payload]]:
-        """One turn: launch a step if there is one to launch, then read what is ready.
+        """One turn: launch a step if possible, then read the results that are ready.
 
-        Waits for a result, up to wait_s seconds (None: as long as it takes), only when there is nothing to
-        report and the pipeline is full or nothing could be launched. Returns at once when idle.
+        Waits up to wait_s seconds (None: no limit) for a result or the end of a load. It waits only if there is nothing
+        to report and no further step can be launched. Returns at once when idle.
 
-        Raises what the runner raises, after telling what happened before. The loop is lost then, and says so
-        at every call; `live` are those who wait for a terminal event in vain.
+        Raises the exceptions of the runner, after it has returned the events before. The loop has then failed, and
+        every later call raises the same. `live` has the sequences without a terminal event.
         """
         if self._failure is not None:
             raise self._failure
@@ -180,7 +184,7 @@ class StepLoop(Generic[Owner, Payload]):
             self._changed = loads.poll(wait_s) or self._changed
 
     def drain(self) -> list[Event[Owner, Payload]]:
-        """Launch nothing more, wait for all that is in flight, and report it."""
+        """Wait for all steps in flight and report their events. Launches nothing."""
         events, self._events = self._events, []
         while self._in_flight:
             result = self._runner.collect(None)
@@ -202,8 +206,8 @@ class StepLoop(Generic[Owner, Payload]):
             return False
         chunks: list[Row[Owner]] = []
         joined: list[Seq[Owner]] = []
-        short = False  # a chunk is smaller than the policy wants, for want of blocks
-        # The step that preempts for want of blocks admits nobody: they were taken for those who run.
+        short = False  # a chunk is smaller than the policy wants, because blocks are short
+        # A step that preempts admits no sequence: the running rows need the blocks.
         stuck = self.stats.waiting > 0 and not self._running
         if preemptions == self.stats.preemptions and (self._changed or self._prefilling or stuck):
             self._blocked = self._blocked and not self._changed and bool(self._running)
@@ -219,7 +223,7 @@ class StepLoop(Generic[Owner, Payload]):
                     short = short or chunk.num_tokens < min(num_tokens, seq.remaining)
                     if chunk.num_tokens > 0:
                         chunks.append(chunk)
-            if not short:  # who runs goes first
+            if not short:  # running sequences get blocks before admissions
                 self._admit(decision, chunks, joined, events)
         decode_rows = decode.rebuild() if decode.listed is None else decode.listed
         rows = decode_rows + chunks if chunks else decode_rows
@@ -227,7 +231,7 @@ class StepLoop(Generic[Owner, Payload]):
             self.stats.dry += 1
             self._preempt(self._policy.victim(self._view(index)))
         if not rows or (self._in_flight and not chunks and index > decode.horizon):
-            return False  # no row runs, or only rows that end in the step under way
+            return False  # no row runs, or all rows end in a step that is in flight
         changed = rows is not self._last_rows
         num_decode = len(decode_rows)
         step = Step(
@@ -245,7 +249,7 @@ class StepLoop(Generic[Owner, Payload]):
         return True
 
     def _grow(self, index: int) -> bool:
-        """Blocks for the decode rows that need some in step `index`. False: the pool is dry, drain first."""
+        """Reserve blocks for the decode rows that need some in step `index`. False: too few are free, drain first."""
         decode = self._decode
         ahead = LOOK_AHEAD if self._pool.num_free > ROOMY * self.max_rows else 0
         for seq, count in decode.drafts.items():
@@ -253,17 +257,17 @@ class StepLoop(Generic[Owner, Payload]):
             if lease is None or needed <= lease.num_tokens:
                 continue
             if not (self._reserve(seq, lease, needed, ahead) or self._reserve(seq, lease, needed, 0)):
-                decode.undraft(seq)  # no row is preempted for drafts
+                decode.undraft(seq)  # the loop preempts no row for drafts
         due = decode.calendar.pop(index, [])
         while due:
             seq, lease = due[-1], due[-1].lease
             if seq.crossing != index or lease is None:
-                due.pop()  # stale
+                due.pop()  # a stale entry
             elif self._reserve(seq, lease, seq.base + index - seq.entered, ahead):
                 due.pop()
                 decode.schedule(seq)
             elif ahead:
-                ahead = 0  # many blocks are free, but not of every group
+                ahead = 0  # many blocks are free, but not in every group
             elif self._gives_back((seq,) if self._in_flight else self._running) or self._loads.drop_latest():
                 pass
             elif self._in_flight:
@@ -274,9 +278,9 @@ class StepLoop(Generic[Owner, Payload]):
         return True
 
     def _reserve(self, seq: Seq[Owner], lease: Lease, num_tokens: int, ahead: int) -> bool:
-        """Room for the tokens of a decode row, and for so many more. False: there is none."""
+        """Reserve a decode row's num_tokens tokens, and `ahead` more. False: no room."""
         if num_tokens - seq.committed >= COMMIT_EVERY:
-            self._commit(seq)  # first: its window may give back what it then takes
+            self._commit(seq)  # before the reserve, because the window may give blocks back
         grown = lease.reserve(min(num_tokens + ahead, seq.max_len - 1))
         if grown is None:
             return False
@@ -329,7 +333,7 @@ class StepLoop(Generic[Owner, Payload]):
                 events.append(Scheduled(seq, lease.num_cached))
 
     def _lease(self, seq: Seq[Owner], num_tokens: int) -> Lease | None:
-        """A waiting sequence's lease, with room for a first chunk. None: it loads, or there is no room (_blocked)."""
+        """The lease of a waiting sequence, with room for its first chunk. None: it loads, or there is no room."""
         if seq.state is SeqState.LOADING:
             return None
         loads, leave = self._loads, self._headroom.level if self._running else 0.0
@@ -337,9 +341,7 @@ class StepLoop(Generic[Owner, Payload]):
             seq.lease = self._pool.acquire(seq.tokens, seq.salt, seq.hashes)
             if seq.lease.num_loadable:
                 if len(loads.under_way) >= len(self._free_slots):
-                    self._blocked = (
-                        True  # what is loaded for more sequences than get a row would be in the way
-                    )
+                    self._blocked = True  # without a free row, loaded blocks would only occupy the pool
                     loads.drop(seq)
                     return None
                 if loads.begin(seq, seq.lease, leave):
@@ -356,13 +358,13 @@ class StepLoop(Generic[Owner, Payload]):
         return None
 
     def _advance_prefill(self, row: Row[Owner], index: int) -> None:
-        """A chunk was launched; if it was the last, the row decodes from the next step on."""
+        """Count a launched chunk. After the last chunk the row decodes from the next step on."""
         seq = row.seq
         seq.scheduled += row.num_tokens
         self.stats.prefill_tokens += row.num_tokens
         if row.emits:
             del self._prefilling[seq]
-            self._changed = True  # its share of the next step's tokens is free
+            self._changed = True  # the next step has tokens for other prompts
             seq.state = SeqState.DECODE
             self._decode.enter(seq, index)
 
@@ -379,7 +381,7 @@ class StepLoop(Generic[Owner, Payload]):
         self._policy.on_step(step, self._collected_at - began if result.seconds is None else result.seconds)
         ended, gone, failed = [], _NOBODY, _NOBODY
         if self._leaving:
-            gone = frozenset(self._leaving)  # the tokens of these rows are dropped
+            gone = frozenset(self._leaving)  # the loop drops the tokens of these rows
         if step.drafts or result.advanced:
             advanced = {self._seq_at(slot, step.index): n for slot, n in (result.advanced or {}).items()}
             self._decode.advance(step, advanced, gone)
@@ -410,20 +412,20 @@ class StepLoop(Generic[Owner, Payload]):
         return seq
 
     def _commit(self, seq: Seq[Owner]) -> None:
-        # The owner may not have appended the newest tokens yet; they are committed next time.
+        # The engine may not have appended the newest tokens yet; the next commit takes them.
         if seq.lease is not None:
             seq.committed = min(seq.confirmed, len(seq.tokens))
             seq.lease.commit(seq.tokens, seq.committed)
 
     def _gives_back(self, seqs: Iterable[Seq[Owner]]) -> bool:
-        """Commit what is confirmed of them: whether blocks come back, because windows have moved on."""
+        """Commit the confirmed tokens of these sequences. Returns whether windows gave blocks back."""
         free = self._pool.num_free
         for seq in seqs:
             self._commit(seq)
         return self._pool.num_free > free
 
     def _end(self, seq: Seq[Owner], reason: FinishReason, events: list[Event[Owner, Payload]]) -> None:
-        """The one terminal of a sequence. Slot and lease stay until no launched step uses them."""
+        """End a sequence. It keeps slot and lease until no step in flight has its row."""
         waiting = seq not in self._running
         if waiting:
             self._loads.drop(seq)
@@ -445,7 +447,7 @@ class StepLoop(Generic[Owner, Payload]):
             self._let_go(seq)
 
     def _stop(self, seq: Seq[Owner], state: SeqState) -> None:
-        """Take a sequence out of everything that is launched from now on."""
+        """Take a sequence out of all later steps."""
         seq.prefilled, seq.scheduled = seq.confirmed, seq.bound
         self._changed = True
         if seq in self._running:
@@ -466,7 +468,8 @@ class StepLoop(Generic[Owner, Payload]):
             self._changed = True
 
     def _preempt(self, seq: Seq[Owner]) -> None:
-        """Back to waiting, to be recomputed. Nothing is in flight, so the owner knows all its tokens."""
+        """Send a running sequence back to waiting, to be recomputed. Nothing is in flight, so all its tokens are
+        known."""
         if seq not in self._running:
             raise ContractError(f"the policy preempts request {seq.id}, which is not running")
         if seq.state is SeqState.DECODE and len(seq.tokens) != seq.confirmed + 1:
@@ -486,7 +489,7 @@ class StepLoop(Generic[Owner, Payload]):
         self._policy.on_preempt(seq)
 
     def check(self) -> None:
-        """Compare the books with each other, O(rows). Raises IntegrityError."""
+        """Check the loop's books against each other. O(rows). Raises IntegrityError."""
         books = Books(
             self._clock, self.stats, self._in_flight, self._live, self._running, self._prefilling, self._decode,
             self._loads, self._slots, self._free_slots, self._fences, self._leaving,

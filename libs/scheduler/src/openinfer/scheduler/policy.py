@@ -1,4 +1,4 @@
-"""What a policy is asked and answers. Those that come with the library are in policies/."""
+"""Policy: the protocol of a scheduling policy, its view and its decision. The library's policies are in policies/."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sequence import Seq
 
 @dataclass(slots=True)
 class View:
-    """What a policy may look at. Collections are live and ordered by admission; read only."""
+    """The state that a policy decides from. Collections are live, ordered by admission, and read only."""
 
     step: int
     """Index of the step being planned."""
@@ -22,59 +22,59 @@ class View:
     free_slots: int
     num_free_blocks: int
     decode_tokens: int
-    """Tokens of the decode rows, which run in every step: one a row, and its drafts."""
+    """Tokens of the decode rows in this step: one a row, and its drafts. Decode rows run in every step."""
     decoding: Mapping[Seq[Any], Row[Any]]
     prefilling: dict[Seq[Any], None]
     running: dict[Seq[Any], None]
-    """All that hold a slot, prefilling ones included."""
+    """All sequences that hold a slot, prefilling ones included."""
     num_loading: int
-    """Waiting sequences in state LOADING. To name one of them changes nothing."""
+    """Number of waiting sequences in state LOADING. The loop ignores a policy that admits one of them."""
     look_up: Callable[[Seq[Any]], int]
-    """Tokens of a waiting sequence that are cached now. Costs what the pool's acquire() costs: ask of few."""
+    """Cached tokens of a waiting sequence. A call costs as much as the pool's acquire(), so ask about few."""
 
 
 @dataclass(slots=True)
 class Decision:
-    """A policy's answer, as deltas: whom it does not name goes on as before."""
+    """A policy's answer, as changes: a sequence that it does not name goes on as before."""
 
     chunks: Mapping[Seq[Any], int] = field(default_factory=dict)
-    """Tokens of this step for prefilling sequences, at most (fewer when fewer remain). Unnamed ones pause. An
-    admitted one may be named too, as a cap on its first chunk."""
+    """Tokens of this step for prefilling sequences, at most. A prefilling sequence that is not named pauses. For an
+    admitted sequence the number limits its first chunk."""
     admit: Sequence[Seq[Any]] = ()
     """Waiting sequences to admit, in this order, until slots, blocks or admit_tokens run out. One whose prefix can be
     loaded from elsewhere turns LOADING instead, and waits again when the load has ended: name it again then."""
     admit_tokens: int = 0
-    """Tokens of this step that the admitted ones share, in order. (How many each needs depends on its cached
-    prefix.)"""
+    """Tokens of this step that the admitted sequences share, in order. The cached prefix decides how many each
+    needs."""
     preempt: Sequence[Seq[Any]] = ()
-    """Running sequences to send back to waiting. They are drained first: plan() is asked again until nothing
-    is in flight, and only the last answer counts."""
+    """Running sequences to send back to waiting. The loop first drains: it calls plan() again until nothing is in
+    flight, and only the last answer counts."""
 
 
 class Policy(Protocol):
-    """Who runs. It keeps its own queue of what waits; the on_ calls say what became of its proposals."""
+    """Decides which sequences run. It keeps its own queue of waiting sequences; the on_ calls report the outcomes."""
 
     uses_priority: bool
-    """Whether Seq.priority counts. Where it does not, an engine should refuse a request that sets it."""
+    """Whether the policy uses Seq.priority. If not, an engine should refuse a request that sets a priority."""
 
     def on_submit(self, seq: Seq[Any]) -> None:
         """A new sequence waits."""
 
     def on_admit(self, seq: Seq[Any]) -> None:
-        """A waiting sequence that the policy named got its slot and blocks, and runs."""
+        """A waiting sequence that the policy admitted got its slot and blocks, and runs."""
 
     def on_preempt(self, seq: Seq[Any]) -> None:
-        """A running sequence waits again; what it has computed counts as its prompt now."""
+        """A running sequence waits again. Its prompt and output are its new prompt."""
 
     def on_finish(self, seq: Seq[Any]) -> None:
-        """A sequence ended, running or waiting (aborted)."""
+        """A running or waiting sequence ended."""
 
     def on_step(self, step: Step[Any], seconds: float) -> None:
-        """A step was read; `seconds` it took. Called for every step: do little."""
+        """The host read a step, which took `seconds`. Called for every step, so do little."""
 
     def plan(self, view: View) -> Decision:
-        """What changes with the next step. Called only after something happened or while a prefill is
-        unfinished. May be called again for the same step: it must not count on its answer being used."""
+        """The changes of the next step. Called only after an event or while a prefill is unfinished. The loop may
+        call it again for the same step, so it must not assume that its answer is used."""
 
     def victim(self, view: View) -> Seq[Any]:
-        """Whom of view.running to preempt, now that the pool is dry and nothing is in flight."""
+        """The running sequence to preempt, when the pool has too few blocks and nothing is in flight."""

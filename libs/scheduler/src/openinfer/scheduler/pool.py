@@ -1,4 +1,4 @@
-"""Pool and Lease: where a sequence's blocks come from. `openinfer.kvpool.Pool` is one such pool."""
+"""Pool and Lease: the KV block allocator that the loop asks for blocks. `openinfer.kvpool.Pool` implements both."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ class Lease(Protocol):
 
     @property
     def num_cached(self) -> int:
-        """Tokens found computed, < the tokens acquired for. Pool.poll() may raise it, after load()."""
+        """Tokens of the prefix that are computed already: fewer than the tokens acquired for. Grows when a load
+        ends."""
 
     @property
     def num_loadable(self) -> int:
-        """Tokens after num_cached that load() would bring from elsewhere: memory of the host, a disk, another process.
-        0: none. Asked before the first reserve()."""
+        """Tokens after num_cached that load() would bring from elsewhere: host memory, a disk, another process. Read it
+        before the first reserve(). 0: there is nothing to load."""
 
     def load(self, leave: float = 0.0) -> bool:
-        """Take blocks for the num_loadable tokens, and begin to fill them. Pool.poll() names the lease when that has
-        ended; until then it may only be released. leave: as in reserve(). False: no room, and nothing changed."""
+        """Take blocks for the num_loadable tokens and start to fill them. Pool.poll() returns the lease when the
+        load has ended. Until then the lease may only be released. leave: as in reserve(). False: no room, nothing
+        changed."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit the blocks held."""
+        """Tokens that fit into the blocks held."""
 
     def block_table(self, group: int = 0) -> Sequence[int]:
         """Block ids of a group."""
@@ -32,23 +34,25 @@ class Lease(Protocol):
     def reserve(
         self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
     ) -> list[tuple[int, int, list[int]]] | None:
-        """Grow to num_tokens in all: (group, first new index, new ids) by group; None if dry: nothing changed.
-        Groups that keep all of a sequence grow to kept_tokens, if that is more: windows need not have room for a
-        prompt that only passes through them. leave: the part of a group's blocks, 0..1, that has to stay free."""
+        """Grow until num_tokens tokens fit. Returns (group, index of the first new entry, new block ids) for each group
+        that grew. None: the pool has too few blocks, and nothing changed.
+
+        Groups without a window grow to kept_tokens, if that is more: a prompt passes through a window chunk by chunk.
+        leave: the part of a group's blocks, 0..1, that must stay free."""
 
     def reach(self, leave: float = 0.0) -> int:
-        """The most num_tokens for which reserve(num_tokens, leave=leave) has room now."""
+        """The largest num_tokens for which reserve(num_tokens, leave=leave) has room now."""
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """The first num_confirmed of tokens are computed for certain. Blocks that a window has left behind are given
-        back."""
+        """The first num_confirmed tokens are computed. Their whole blocks may become findable. The lease gives back
+        blocks that have left a window."""
 
     def release(self) -> None:
-        """Give everything back. What is being loaded comes back when the load has ended."""
+        """Give all blocks back. Blocks of a load come back when the load has ended."""
 
 
 class Pool(Protocol):
-    """Where leases come from. openinfer.kvpool.Pool is one; the loop knows only this much."""
+    """Makes leases. The loop uses nothing else of a pool."""
 
     @property
     def num_groups(self) -> int:
@@ -56,21 +60,22 @@ class Pool(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Blocks that could be handed out now."""
+        """Blocks that the pool could hand out now, cached ones included."""
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that a lease can hold when it is alone, reserved token by token with commits between.
-        sys.maxsize: no end."""
+        """The longest sequence that one lease can hold when it has the pool to itself, and reserves and commits
+        token by token. sys.maxsize: no limit."""
 
     def acquire(
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
     ) -> Lease:
-        """A lease holding what is cached of tokens, at least one token short of all. `hashes` may name fewer
-        blocks than tokens have."""
+        """A lease that holds the longest cached prefix of tokens. At least one token is left to compute. hashes: names
+        of the first blocks, if the caller has them."""
 
     def poll(self, wait_s: float | None = 0.0) -> Sequence[Lease]:
-        """Leases whose load has ended, each once; also those that were released meanwhile, whose blocks are back now.
-        num_cached says what is there: a load that failed, in whole or in part, is no error, and its tokens are left to
-        compute. Waits up to wait_s seconds (None: no limit) for the end of a load if none has ended, and not at all
-        if nothing loads. Called in every turn while something loads."""
+        """Leases whose load has ended, each once. A lease that was released meanwhile is among them.
+
+        num_cached has grown by the tokens that came. A load may fail in part or in whole: the missing tokens are
+        left to compute. Waits up to wait_s seconds (None: no limit) if no load has ended; returns at once if
+        nothing loads. The loop calls it in every turn while something loads."""

@@ -1,4 +1,4 @@
-"""Seq: one request as the loop sees it."""
+"""Seq: one request, and the loop's counters of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar, cast
 from .pool import Lease
 
 Owner = TypeVar("Owner")
-"""What an engine keeps with each of its sequences: `Seq.owner`."""
+"""The type of `Seq.owner`: an engine's own record of a sequence."""
 Payload = TypeVar("Payload")
-"""What an engine's runner returns of a step for the engine alone: `StepResult.payload`."""
+"""The type of `StepResult.payload`: a runner's results for its engine."""
 
 
 class SeqState(Enum):
@@ -20,7 +20,7 @@ class SeqState(Enum):
 
     WAITING = "waiting"
     LOADING = "loading"
-    """Part of its prefix is on its way to the pool. It has no row."""
+    """The pool loads a part of its prefix. The sequence has no row."""
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
@@ -30,18 +30,19 @@ class FinishReason(Enum):
     """Why a sequence ended."""
 
     STOP = "stop"
-    """EOS or a stop id (found by the device), or a stop string (by whoever called abort with this reason)."""
+    """The device found EOS or a stop id, or the host found a stop string and called abort with this reason."""
     LENGTH = "length"
     """max_tokens or the model's length is reached."""
     ABORT = "abort"
-    """The host gave it up."""
+    """The host aborted the request."""
     ERROR = "error"
-    """The runner could not go on with this row, whose step does not count; the others are unharmed."""
+    """The runner failed this row. The row's last step does not count; other rows are not affected."""
 
 
 @dataclass(slots=True)
 class Clock:
-    """The loop's two step counters, from which those of decode rows without drafts follow: one token a step."""
+    """The loop's two step counters. Those of a decode row without drafts follow from them: it advances by one a
+    step."""
 
     launched: int = 0
     """Index of the last launched step; 0 before the first."""
@@ -51,14 +52,13 @@ class Clock:
 
 @dataclass(slots=True, eq=False)
 class Seq(Generic[Owner]):
-    """One request. The owner makes it, submits it and appends to `tokens`; the rest is the loop's (read only).
+    """One request. The engine makes it, submits it and appends to `tokens`. All other fields belong to the loop.
 
-    id: unique among live sequences. tokens: prompt, then confirmed output; the owner appends what Tokens
-    events bring, before it calls step() again. max_tokens: output tokens at most, >= 1. priority (lower
-    first), tenant, arrival (seconds, of the loop's clock) and the objectives ttft_s and tpot_s (seconds; None:
-    the policy's) are for policies. salt and hashes are handed to the pool's acquire(). owner: what the
-    engine keeps with the sequence; the loop does not use it. Without an owner the type is Seq[None]. Compared and
-    hashed by identity.
+    id: unique among live sequences. tokens: prompt, then confirmed output; the engine appends the tokens of Tokens
+    events before it calls step() again. max_tokens: limit of output tokens, >= 1. For policies: priority (the lowest
+    first), tenant, arrival (seconds of the loop's clock), and the objectives ttft_s and tpot_s (seconds; None: those of
+    the policy). salt and hashes: arguments of the pool's acquire(). owner: the engine's own record, which the loop does
+    not read; without one the type is Seq[None]. Sequences are compared and hashed by identity.
     """
 
     id: int
@@ -79,16 +79,16 @@ class Seq(Generic[Owner]):
     """Tokens at which the device ends the row (LENGTH): min(max_model_len, prompt_len + max_tokens)."""
     state: SeqState = field(init=False, default=SeqState.WAITING)
     slot: int = field(init=False, default=0)
-    """Row of the device's batch while running; the last one held after that; 0 before the first."""
+    """Row of the batch while the sequence runs, and its last row afterwards. 0: it has had no row."""
     lease: Lease | None = field(init=False, default=None)
-    """Held from admission, or from the start of a load, to preemption or, after the end, to the fence of the last step
-    that ran the row."""
+    """Held from admission or the start of a load. Released at preemption, or after the end with the fence of the last
+    step that has the row."""
     target: int = field(init=False, default=0)
-    """Tokens to prefill, as of the last admission: the prompt, or everything known when it was preempted."""
+    """Tokens to prefill since the last admission: the prompt, and the output if the sequence was preempted."""
     num_preemptions: int = field(init=False, default=0)
     finish_reason: FinishReason | None = field(init=False, default=None)
 
-    # Counters of the loop: its modules write them, and nothing else reads them.
+    # Counters of the loop. Only modules of this library read and write them.
     clock: Clock | None = field(init=False, default=None, repr=False)
     prefilled: int = field(init=False, default=0, repr=False)  # confirmed, outside DECODE
     scheduled: int = field(init=False, default=0, repr=False)  # bound, outside DECODE
@@ -105,15 +105,15 @@ class Seq(Generic[Owner]):
 
     @property
     def confirmed(self) -> int:
-        """Tokens whose KV is known to be computed. 0 while waiting."""
+        """Tokens whose KV is computed for certain. 0 while waiting."""
         if self.state is SeqState.DECODE and self.clock and self.clock.collected >= self.entered:
             return self.base - self.ahead + self.clock.collected - self.entered
         return self.prefilled
 
     @property
     def bound(self) -> int:
-        """The most tokens whose KV is computed when all launched steps are done: every draft counts as accepted. It
-        falls when a step is read whose drafts were not. Blocks are reserved for it."""
+        """Upper bound of the tokens whose KV is computed when all launched steps are done. Every draft in flight
+        counts as accepted; the bound falls when a draft was rejected. The loop reserves blocks for the bound."""
         if self.state is SeqState.DECODE and self.clock:
             return min(self.base + self.clock.launched - self.entered, self.max_len - 1)
         return self.scheduled
@@ -125,5 +125,5 @@ class Seq(Generic[Owner]):
 
     @property
     def num_output(self) -> int:
-        """Output tokens that the owner has appended."""
+        """Output tokens that the engine has appended."""
         return len(self.tokens) - self.prompt_len

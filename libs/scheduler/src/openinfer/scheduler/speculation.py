@@ -1,4 +1,4 @@
-"""Speculation: who says how many drafts a decode row verifies in a step."""
+"""Speculation: the protocol that chooses how many drafts a decode row verifies in a step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from .sequence import Owner, Seq
 
 
 class Speculation(Protocol[Owner]):
-    """Chooses the number of drafts. The drafts themselves stay between the chooser and the runner.
+    """Chooses the number of drafts of each decode row. The draft tokens pass from the engine to the runner, not through
+    the loop.
 
-    A row with k drafts runs as 1 + k tokens, and its step reports how far it advanced (StepResult.advanced). A number
-    may come from the acceptance seen, the cost of the step or the drafts at hand: layers of the model that draft on
-    the device know their number before the drafts exist; a look-up on the host gives none where it found none.
+    A row with k drafts runs as 1 + k tokens, and the step reports how far it advanced (StepResult.advanced). The number
+    can follow from the cost of the step, the acceptance rate, or the drafts at hand: an MTP head drafts on the device,
+    an n-gram look-up on the host, and a look-up that finds nothing gives 0.
     """
 
     def num_drafts(self, view: View) -> Mapping[Seq[Owner], int]:
-        """Drafts of decode rows in step `view.step`, by sequence; a sequence that is not named has none.
+        """Number of drafts of each row in step `view.step`. A row that is not named has none.
 
-        Called before each step that has decode rows, and again if the step cannot be launched yet: do little, and
-        name no row that is not in view.decoding. 1 + k tokens a row, over all rows, must leave room for prompts in
-        what the policy gives a step. The loop lowers a number near the end of a sequence, and sets it to 0 where the
-        pool has no blocks for the drafts: Step.drafts is what runs.
+        The loop calls it before each step that has decode rows, and again if the step cannot be launched yet. Name
+        rows of view.decoding only. The tokens of all decode rows must leave room for prompts in the policy's
+        budget. The loop lowers a number near the end of a sequence, and sets it to 0 if the pool has no blocks for
+        the drafts. Step.drafts has the numbers that run.
         """

@@ -1,4 +1,4 @@
-"""What a loop counts."""
+"""Stats: gauges and counters of a loop."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Stats:
     waiting: int = 0
     """Sequences without a row."""
     loading: int = 0
-    """Of these, sequences whose prefix is being loaded."""
+    """Waiting sequences whose prefix is being loaded."""
     running: int = 0
     in_flight: int = 0
-    """Steps launched and not collected."""
+    """Steps launched and not read yet."""
     steps: int = 0
     """Steps launched."""
     submitted: int = 0
     finished: int = 0
     preemptions: int = 0
     loads: int = 0
-    """Loads begun."""
+    """Loads started."""
     dry: int = 0
-    """Turns without a launch because the pool was dry."""
+    """Turns without a launch, because the pool had too few free blocks."""
     prefill_tokens: int = 0
-    """Tokens launched in chunks, recomputed ones included."""
+    """Prompt tokens launched in chunks, recomputed tokens included."""
     rejected: Counter[RejectReason] = field(default_factory=Counter)

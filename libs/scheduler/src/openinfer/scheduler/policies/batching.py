@@ -1,4 +1,4 @@
-"""Batching: what all policies of this library have in common, and FirstCome, which adds nothing to it."""
+"""Batching: the base of all policies of this library; and FirstCome, which uses it as it stands."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .queues import ArrivalQueue, SortedQueue
 
 
 class Batching:
-    """Continuous batching: decode rows first, then what prefills, then who waits; they mix in a step.
+    """Continuous batching with chunked prefill: a step has the decode rows, then chunks of prefilling sequences, then
+    admitted sequences.
 
-    A step has at most max_batched_tokens tokens (>= the loop's max_rows, so that prefill cannot starve), a chunk at
-    most max_chunk_tokens. With tpot_s, the part of the budget that prompts get adapts so that a step with decode rows
-    takes at most so many seconds (see Pace). rank: who goes first, the lowest first, fixed while a sequence waits;
-    None: in order of arrival, those that were preempted at the head. Victims are taken from the other end.
+    max_batched_tokens: limit of a step's tokens, at least the loop's max_rows, so that prefill cannot starve.
+    max_chunk_tokens: limit of a chunk. tpot_s: seconds that a step with decode rows should take; the tokens for prompts
+    adapt to it (see Pace). rank: the lowest rank goes first; a rank is fixed while its sequence waits. None: order of
+    arrival, preempted sequences first. Victims come from the other end of the order.
 
-    To write a policy of your own, subclass it and override `candidates`, which chooses from `waiting`. Raises
-    InvalidSetup.
+    A policy of your own subclasses this class and overrides `candidates`, which orders `waiting`. Raises InvalidSetup.
     """
 
     uses_priority = False
@@ -52,7 +52,7 @@ class Batching:
         self.waiting.push(seq)
 
     def on_admit(self, seq: Seq[Any]) -> None:
-        """It waits no longer."""
+        """Remove it from the queue."""
         self.waiting.discard(seq)
 
     def on_preempt(self, seq: Seq[Any]) -> None:
@@ -60,20 +60,20 @@ class Batching:
         self.waiting.push(seq)
 
     def on_finish(self, seq: Seq[Any]) -> None:
-        """Forget it."""
+        """Forget a sequence that ended."""
         self.waiting.discard(seq)
 
     def on_step(self, step: Step[Any], seconds: float) -> None:
-        """Learn how long steps take, if there is an objective."""
+        """Learn the time of steps, if there is an objective."""
         if self.pace is not None:
             self.pace.observe(step, seconds)
 
     def candidates(self, view: View) -> Iterable[Seq[Any]]:
-        """The waiting sequences, who should go first first. Read as far as there is room."""
+        """The waiting sequences in the order of admission. The caller reads as far as there is room."""
         return self.waiting
 
     def plan(self, view: View) -> Decision:
-        """Spend what the decode rows leave of the step's budget."""
+        """Give the tokens that decode rows leave to prefilling sequences, then to admissions."""
         if view.max_rows > self.max_batched_tokens:
             raise InvalidSetup(
                 f"max_batched_tokens is {self.max_batched_tokens}, "
@@ -83,7 +83,7 @@ class Batching:
         budget = self.max_batched_tokens - view.decode_tokens
         if self.pace is not None and view.decoding:
             budget = min(budget, self.pace.prompt_tokens)
-        room = min(view.free_slots, budget)  # each takes one token at least
+        room = min(view.free_slots, budget)  # each admission takes at least one token
         waiting = self.candidates(view) if room > 0 else ()
         if view.num_loading:
             waiting = (seq for seq in waiting if seq.state is not SeqState.LOADING)
@@ -96,8 +96,8 @@ class Batching:
         return Decision(chunks, admit, budget)
 
     def _chunks(self, view: View, budget: int, admit: list[Seq[Any]]) -> dict[Seq[Any], int]:
-        """Shares of those that prefill already. By rank, where there is one: newcomers that rank before all of them
-        are left what they need, but never more than three quarters."""
+        """Chunks of the prefilling sequences, by rank if there is one. Admissions that rank before all of them keep the
+        tokens that they need, up to three quarters of the budget."""
         prefilling: Iterable[Seq[Any]] = view.prefilling
         if self._rank is not None and view.prefilling:
             prefilling = sorted(view.prefilling, key=self._rank)
@@ -113,7 +113,8 @@ class Batching:
         return chunks
 
     def victim(self, view: View) -> Seq[Any]:
-        """The lowest in rank; among equals, the latest admitted. The first always gets on, so everything ends."""
+        """The running sequence with the highest rank, the latest admitted among equals. The first one always
+        advances."""
         latest_first = reversed(view.running)
         return next(latest_first) if self._rank is None else max(latest_first, key=self._rank)
 

@@ -1,4 +1,4 @@
-"""FairShare: tenants get equal shares of the work, whoever sends more."""
+"""FairShare: tenants get equal shares of the device, whatever number of requests they send."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from .batching import Batching
 from .queues import ArrivalQueue
 
 OUTPUT_WEIGHT = 2.0
-"""An output token's share of the device's time over a prompt token's, roughly, in a full batch."""
+"""Cost of an output token relative to a prompt token, roughly, in a full batch."""
 MAX_IDLE = 4096
-"""Tenants without requests whose counters are kept."""
+"""Number of idle tenants whose counters are kept."""
 
 
 @dataclass(slots=True)
 class _Tenant:
-    served: float = 0.0  # tokens, weighted; of those that run, the prompts only
+    served: float = 0.0  # weighted tokens; of running sequences, only the prompt tokens
     running: int = 0
-    admitted_at: int = 0  # steps at which the running ones were admitted, in sum
+    admitted_at: int = 0  # sum of the admission steps of its running sequences
     waiting: ArrivalQueue = field(default_factory=ArrivalQueue)
 
     def counter(self, step: int) -> float:
-        """Tokens served up to a step. A row yields one token a step, which saves counting them."""
+        """Weighted tokens served up to a step. A running row counts as one token a step, also with drafts."""
         return self.served + OUTPUT_WEIGHT * (self.running * step - self.admitted_at)
 
 
 class FairShare(Batching):
-    """The tenant (Seq.tenant) that was served least goes first: a virtual token counter for each.
+    """The tenant (Seq.tenant) with the lowest virtual token counter goes first.
 
-    Prompt tokens that had to be computed count when a sequence is admitted, output tokens twice, as they come. A
-    tenant that comes back from idleness starts at the least counter of those that are active: it has saved up
-    nothing, and owes nothing that it did not take from them. When blocks run out, the tenant served most gives up its
-    latest sequence.
+    Computed prompt tokens count when a sequence is admitted. Output tokens count twice, as they come. A tenant that was
+    idle starts at the lowest counter of the active tenants, so it has saved nothing up. When blocks run out, the tenant
+    with the highest counter gives up its latest sequence.
 
     Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024. A plan is O(active tenants).
     """
@@ -53,12 +52,12 @@ class FairShare(Batching):
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s)
         self._active: dict[str, _Tenant] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()  # counters, least recently active first
-        self._since: dict[Seq[Any], int] = {}  # step of admission, of who runs
+        self._since: dict[Seq[Any], int] = {}  # admission step of each running sequence
         self._step = 0
-        self._level = 0.0  # the counter of whoever was active last
+        self._level = 0.0  # counter of the tenant that was active last
 
     def on_submit(self, seq: Seq[Any]) -> None:
-        """Queue it; a tenant that was idle is brought up to the others."""
+        """Queue it. Raise the counter of a tenant that was idle to the lowest of the active tenants."""
         tenant = self._active.get(seq.tenant)
         if tenant is None:
             least = min((other.counter(self._step) for other in self._active.values()), default=self._level)
@@ -66,7 +65,7 @@ class FairShare(Batching):
         tenant.waiting.push(seq)
 
     def on_admit(self, seq: Seq[Any]) -> None:
-        """Charge what is computed of its prompt. What a preemption makes it compute again is not the tenant's fault."""
+        """Charge the prompt tokens that must be computed. Recomputation after a preemption is not charged."""
         tenant = self._active[seq.tenant]
         tenant.waiting.discard(seq)
         tenant.running += 1
@@ -76,12 +75,12 @@ class FairShare(Batching):
             tenant.served += seq.remaining
 
     def on_preempt(self, seq: Seq[Any]) -> None:
-        """Queue it at the head of its tenant's."""
+        """Queue it at the head of its tenant's queue."""
         self._stop(seq)
         self._active[seq.tenant].waiting.push(seq)
 
     def on_finish(self, seq: Seq[Any]) -> None:
-        """Settle its account."""
+        """Charge its output, and forget a tenant without requests."""
         tenant = self._active[seq.tenant]
         if seq in self._since:
             self._stop(seq)
@@ -99,12 +98,12 @@ class FairShare(Batching):
         tenant.served += OUTPUT_WEIGHT * max(0, self._step - since)
 
     def on_step(self, step: Step[Any], seconds: float) -> None:
-        """Time goes on."""
+        """Advance the step counter."""
         self._step = step.index
         super().on_step(step, seconds)
 
     def candidates(self, view: View) -> Iterator[Seq[Any]]:
-        """From the tenant served least, each as if its prompt were computed already."""
+        """Sequences of the tenant with the lowest counter first. Each one adds its prompt to the counter at once."""
         heap = [
             (tenant.counter(self._step), name, iter(tenant.waiting))
             for name, tenant in self._active.items()
@@ -121,5 +120,5 @@ class FairShare(Batching):
             yield seq
 
     def victim(self, view: View) -> Seq[Any]:
-        """The latest admitted of the tenant that was served most."""
+        """The latest admitted sequence of the tenant with the highest counter."""
         return max(reversed(view.running), key=lambda seq: self._active[seq.tenant].counter(self._step))

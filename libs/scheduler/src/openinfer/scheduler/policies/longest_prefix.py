@@ -1,4 +1,4 @@
-"""LongestPrefix: who has most of its prompt cached goes first."""
+"""LongestPrefix: the sequence with the longest cached prefix goes first."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..sequence import Seq
 from .batching import Batching
 
 WINDOW = 32
-"""Of the waiting, so many are compared: those at the head of the queue."""
+"""Number of waiting sequences, from the head of the queue, that are compared."""
 LOOK_UPS = 4
-"""Look-ups a plan."""
+"""Look-ups in the pool per plan."""
 PATIENCE = 64
-"""Admissions that may go ahead of the head of the queue."""
+"""Number of admissions that may overtake the head of the queue."""
 
 
 class LongestPrefix(Batching):
-    """Longest cached prefix first, among the first 32 in order of arrival; the cache is then used before it is evicted.
+    """Longest cached prefix first, among the first 32 in order of arrival. So cached blocks are used before eviction.
 
-    What is cached is asked of the pool, four sequences a plan, in turn, and remembered until their next turn. After 64
-    admissions ahead of it the head of the queue goes first. Seq.hashes makes a look-up cheaper.
+    Each plan looks four sequences up in the pool, in turn, and remembers the lengths until their next turn. After 64
+    admissions that overtook it, the head of the queue goes first. Seq.hashes makes a look-up cheaper.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class LongestPrefix(Batching):
         tpot_s: float | None = None,
     ) -> None:
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s)
-        self._cached: dict[Seq[Any], int] = {}  # the longest since asked about first
+        self._cached: dict[Seq[Any], int] = {}  # the least recently refreshed first
         self._overtaken = 0
 
     def on_admit(self, seq: Seq[Any]) -> None:
-        """Count who overtakes the head of the queue."""
+        """Count admissions that overtake the head of the queue."""
         self._overtaken = 0 if next(iter(self.waiting)) is seq else self._overtaken + 1
         super().on_admit(seq)
         self._cached.pop(seq, None)
@@ -47,7 +47,7 @@ class LongestPrefix(Batching):
         self._cached.pop(seq, None)
 
     def candidates(self, view: View) -> list[Seq[Any]]:
-        """The window by cached prefix, then the rest."""
+        """The first 32 by cached prefix, then the others."""
         window = list(islice(self.waiting, max(WINDOW, view.free_slots)))
         compared = window[:WINDOW]
         self._refresh(view, compared)
@@ -57,7 +57,7 @@ class LongestPrefix(Batching):
         return by_prefix + window[WINDOW:]
 
     def _refresh(self, view: View, window: list[Seq[Any]]) -> None:
-        """Ask about the next four: those never asked about, then those asked about longest ago."""
+        """Refresh the cached-prefix length of four sequences: unknown ones first, then the least recently refreshed."""
         inside = dict.fromkeys(window)
         turns = [seq for seq in window if seq not in self._cached] + [s for s in self._cached if s in inside]
         for seq in turns[:LOOK_UPS]:

@@ -26,9 +26,9 @@ POLICIES: dict[str, Callable[..., Policy]] = {
 def make_policy(spec: str, **options: Any) -> Policy:
     """The policy that `spec` says: NAME or MODULE:FUNCTION, then perhaps options: "deadline,ttft_s=0.2,tpot_s=0.02".
 
-    What it names is called with the keyword arguments `options`, and those of the spec (numbers) over them. Raises
-    InvalidSetup for an unknown name, an option that is none, and a function that cannot be found; what the function
-    raises itself passes through.
+    The class or function gets the keyword arguments `options`; numbers in the spec override them. Raises InvalidSetup
+    for an unknown name, an unknown option, or a function that cannot be found. Other exceptions of the function pass
+    through.
     """
     name, *pairs = spec.split(",")
     factory = POLICIES.get(name) or _imported(name)

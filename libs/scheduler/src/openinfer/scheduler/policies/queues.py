@@ -11,7 +11,7 @@ from ..sequence import Seq
 
 
 class ArrivalQueue:
-    """In order of arrival; who was preempted goes to the head. O(1)."""
+    """In order of arrival, preempted sequences at the head. O(1)."""
 
     def __init__(self) -> None:
         self._seqs: OrderedDict[Seq[Any], None] = OrderedDict()
@@ -34,8 +34,8 @@ class ArrivalQueue:
 
 
 class SortedQueue:
-    """By rank, the lowest first; equals in the order in which they were pushed. The rank is taken when a sequence is
-    pushed. O(log n) comparisons, and a shift of a list."""
+    """By rank, the lowest first; equal ranks in the order of push(). push() reads the rank once. An operation takes
+    O(log n) comparisons and a shift of a list."""
 
     def __init__(self, rank: Callable[[Seq[Any]], float]) -> None:
         self._rank = rank
@@ -56,11 +56,11 @@ class SortedQueue:
             del self._entries[bisect_left(self._entries, key)]
 
     def before(self, rank: float) -> Iterator[Seq[Any]]:
-        """Those whose rank is lower."""
+        """Sequences of a lower rank, the lowest first."""
         return (self._entries[i][2] for i in range(bisect_left(self._entries, (rank,))))
 
     def since(self, rank: float) -> Iterator[Seq[Any]]:
-        """The others."""
+        """The other sequences, the lowest rank first."""
         return (self._entries[i][2] for i in range(bisect_left(self._entries, (rank,)), len(self._entries)))
 
     def __iter__(self) -> Iterator[Seq[Any]]:

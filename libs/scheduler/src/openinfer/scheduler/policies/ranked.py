@@ -1,4 +1,4 @@
-"""Policies that give each sequence a rank: by priority, by deadline."""
+"""Policies that rank sequences: Priority and Deadline."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .queues import SortedQueue
 
 
 class Priority(Batching):
-    """The lowest Seq.priority first; waiting `ageing_s` seconds is worth one level, so nobody starves.
+    """The lowest Seq.priority first. Each `ageing_s` seconds of waiting count as one level, so no sequence starves.
 
-    Since all age alike, a sequence's rank is fixed at arrival. It needs Seq.arrival. A higher priority goes ahead in
-    the queue, in prefill and when blocks run out; it does not take the slot of someone who runs.
+    All sequences age alike, so a rank is fixed at arrival. The policy needs Seq.arrival. Priority decides the order of
+    the queue, of prefill, and of preemption when blocks run out. It does not take the slot of a running sequence.
     """
 
     uses_priority = True
@@ -33,7 +33,7 @@ class Priority(Batching):
         ageing_s: float = 10.0,
     ) -> None:
         if ageing_s <= 0:
-            raise InvalidSetup(f"ageing_s must be positive, given {ageing_s}; math.inf: nobody ages")
+            raise InvalidSetup(f"ageing_s must be positive, given {ageing_s}; math.inf: no ageing")
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s, rank=self._aged)
         self._ageing_s = ageing_s
 
@@ -44,13 +44,13 @@ class Priority(Batching):
 
 
 class Deadline(Batching):
-    """Earliest deadline first: a request should have its first token ttft_s seconds after its arrival, and the others
-    tpot_s apart (Seq.ttft_s and Seq.tpot_s where given).
+    """Earliest deadline first. A request should get its first token ttft_s seconds after its arrival, and the next
+    tokens tpot_s apart. Seq.ttft_s and Seq.tpot_s override these.
 
-    The order is by the latest time at which prefill must start, from the time that steps were seen to take. Under
-    overload that alone would serve only those who are just too late. So who can no longer be in time goes behind who
-    can, except that every fourth admission is of who is late longest. tpot_s sets the pace of
-    prefill; of several objectives among those that run, the tightest. Needs Seq.arrival of the loop's clock.
+    Sequences are ordered by the latest time at which their prefill must start, which follows from measured step times.
+    Under overload, this order alone would serve only sequences that just miss their deadline. So sequences that can
+    still be in time go first, and every fourth admission takes the sequence that is late longest. The tightest tpot_s
+    of the running sequences sets the pace of prefill. The policy needs Seq.arrival of the loop's clock.
     """
 
     def __init__(
@@ -66,14 +66,17 @@ class Deadline(Batching):
         super().__init__(max_batched_tokens, max_chunk_tokens, tpot_s=tpot_s, rank=self._deadline)
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self.waiting = self._deadlines = SortedQueue(self._deadline)
-        self._objectives = SortedQueue(self._objective)  # of those that run with one of their own
+        self._objectives = SortedQueue(
+            self._objective
+        )  # running sequences that have an objective of their own
         self._admitted = 0
         self._step_s = self._token_s = (
-            0.0  # recent means over steps with prompts: of a step, of a prompt token
+            0.0  # recent means over steps with prompts: seconds of a step, seconds of a prompt token
         )
 
     def _deadline(self, seq: Seq[Any]) -> float:
-        """When prefill must start. Preempted ones are in the middle of their answer: before all others."""
+        """Latest start of prefill. Preempted sequences come first, because their clients wait in the middle of an
+        answer."""
         if seq.num_output:
             return -math.inf
         ttft_s = self._ttft_s if seq.ttft_s is None else seq.ttft_s
@@ -83,14 +86,14 @@ class Deadline(Batching):
         return math.inf if seq.tpot_s is None else seq.tpot_s
 
     def on_admit(self, seq: Seq[Any]) -> None:
-        """Count it; heed its objective."""
+        """Count it, and note its objective."""
         super().on_admit(seq)
         self._admitted += 1
         if seq.tpot_s is not None:
             self._objectives.push(seq)
 
     def on_preempt(self, seq: Seq[Any]) -> None:
-        """Its objective rests."""
+        """Drop its objective."""
         super().on_preempt(seq)
         self._objectives.discard(seq)
 
@@ -100,7 +103,7 @@ class Deadline(Batching):
         self._objectives.discard(seq)
 
     def on_step(self, step: Step[Any], seconds: float) -> None:
-        """Learn how long prompts take; pace by the tightest objective."""
+        """Learn the time of prompts, and pace prefill by the tightest objective."""
         tokens = sum([row.num_tokens for row in step.rows[step.num_decode :]])
         if tokens:
             self._step_s += (seconds - self._step_s) / 16
@@ -113,8 +116,9 @@ class Deadline(Batching):
         super().on_step(step, seconds)
 
     def candidates(self, view: View) -> Iterator[Seq[Any]]:
-        """Resumed ones, then those in time, with every fourth place for one who is late."""
-        # Two steps are launched already, and a prompt shares its own with others: some slack pays.
+        """Preempted sequences, then sequences that can meet their deadline; every fourth place goes to one that
+        cannot."""
+        # Two steps are in flight, and a prompt shares its step with others, so it must start this much earlier.
         start = view.now + 4 * self._step_s
         resumed = takewhile(lambda seq: seq.num_output, self._deadlines)
         late = dropwhile(lambda seq: seq.num_output, self._deadlines.before(start))
