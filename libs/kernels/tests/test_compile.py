@@ -20,6 +20,7 @@ from openinfer.kernels import (
     gate_up_silu,
     linear_add,
     norm_linear,
+    norm_rope_attend,
     qk_norm_rope_write,
     select_rows,
 )
@@ -121,6 +122,24 @@ def compile_all(arch, arena, cubins, models):
 @pytest.mark.parametrize("arch", archs_of_today())
 def test_kernels_compile(arch, arena, cubins):
     compile_all(arch, arena, cubins, FEW_MODELS)
+
+
+def test_attention_without_head_norms_compiles(arena, cubins):
+    pack, dim, int32 = NullPack(Target(90, SMS[90])), 128, np.dtype(np.int32)
+    for tokens, rows in ((4, 4), (64, 4)):
+        lengths = {"positions": tokens, "token_slots": tokens, "slots": rows, "q_starts": rows + 1}
+        slots = {"seq_lens": SLOTS, "alive": SLOTS}
+        norm_rope_attend(
+            pack, out=arena.alloc((tokens, 4 * dim), bfloat16), qkv=arena.alloc((tokens, 8 * dim), bfloat16),
+            kv=arena.alloc((9, 2, 2, 16, dim), bfloat16), cos_sin=arena.alloc((99, 2, dim // 2), float32),
+            block_tables=arena.alloc((SLOTS, PAGES_A_ROW), int32), eps=1e-6, scale=1.0, window=0,
+            max_q_len=1 if tokens == rows else tokens,
+            **{name: arena.alloc((size,), int32) for name, size in {**lengths, **slots}.items()},
+        )  # fmt: skip
+    wanted = pack.specs()
+    assert {"attend_new", "qk_norm_rope_write"} <= {spec.function for spec in wanted}
+    assert sum(("q_norm", None) in spec.constants for spec in wanted) == 2
+    Store(90, cubins, folders=[]).prepare(wanted)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, Target, attention, norm_rope_attend
+from openinfer.kernels import ContractError, CpuPack, Target, attention, norm_rope_attend
 from openinfer.tensor import Tensor, bfloat16, float32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
@@ -125,6 +125,21 @@ def test_decode_with_a_window(check_op, rng, normal, window, sms):
 def test_other_steps_take_the_two_ops_kernels(check_op, rng, normal):
     args = step(rng, normal, [3, 1, 20], [70, 130, 0], tokens=30)
     check(check_op, args)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 1, 20]])
+def test_heads_without_norms(check_op, rng, normal, lengths):
+    args = step(rng, normal, lengths, [70, 0, 130])
+    del args["q_norm"], args["k_norm"]
+    check(check_op, args)
+
+
+def test_one_norm_alone_is_refused(rng, normal):
+    args = step(rng, normal, [1], [5])
+    del args["k_norm"]
+    tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    with pytest.raises(ContractError, match="q_norm and k_norm must both be given, or neither"):
+        norm_rope_attend(CpuPack(), **tensors)
 
 
 @pytest.mark.gpu

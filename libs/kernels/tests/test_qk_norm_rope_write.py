@@ -97,6 +97,13 @@ def test_norm_weights_of_float32_are_rounded_once(check_op, rng, normal):
     )
 
 
+@pytest.mark.parametrize("rotary", [64, 32])
+def test_heads_without_norms_are_rotated_as_they_are(check_op, rng, normal, rotary):
+    args = step(rng, normal, 40, 4, 2, 64, 16, rotary=rotary)
+    del args["q_norm"], args["k_norm"]
+    check_written(check_op, args)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_of_a_cache_that_holds_all_layers(check_op, rng, normal, page_size):
     check_written(check_op, step(rng, normal, 133, 4, 2, 64, page_size, layers=3))
@@ -134,6 +141,10 @@ def test_by_hand():
     np.testing.assert_allclose(kv[1, 0, 0, 2], 7 * turned, rtol=1e-6)
     np.testing.assert_array_equal(kv[1, 1, 0, 2], 4 * head)
     assert np.count_nonzero(kv) == 2 * dim
+    plain = {k: Tensor.from_numpy(v) for k, v in args.items() if not k.endswith("norm")}
+    qk_norm_rope_write(CpuPack(), **plain, eps=1e-12)
+    np.testing.assert_allclose(args["q"][0, 0], 2 * turned, rtol=1e-6)
+    np.testing.assert_allclose(kv[1, 0, 0, 2], 3 * turned, rtol=1e-6)
 
 
 def test_few_kernels_serve_all_models_and_steps(arena):

@@ -309,8 +309,10 @@ def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: i
     )
 
 
-def new_tokens(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float) -> Launch:
-    """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin.
+def new_tokens(
+    call: Call, choice: Choice, new: Mapping[str, Arg], left_out: Mapping[str, None], eps: float
+) -> Launch:
+    """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin; `left_out` the norms that are None.
 
     Rows that fill the GPU have a part each, and long ones among them share SPARE_PARTS more; else each has its parts.
     """
@@ -337,6 +339,7 @@ def new_tokens(call: Call, choice: Choice, new: Mapping[str, Arg], eps: float) -
         "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
         "WINDOWED": call.args["window"] != NO_WINDOW,
         "SEARCH": power_of_two(call.rows) if filling else 0,
+        **left_out,
     }
     tile = choice.short
     grid = (call.kv_heads, *items)

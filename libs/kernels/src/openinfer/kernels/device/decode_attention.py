@@ -21,12 +21,13 @@ from openinfer.kernels.device.norm import weighted
 
 @triton.jit
 def _normed(a, b, gain, column, cos, sin, D: tl.constexpr, eps):
-    """Heads as two halves [N, D / 2]: normalised, rotated and rounded."""
+    """Heads as two halves [N, D / 2]: normalised unless `gain` is None, rotated and rounded."""
     dtype = a.dtype
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide_a * wide_a + wide_b * wide_b, 1) / D + eps)[:, None]
-    wide_a = weighted(wide_a * scale, tl.load(gain + column), dtype).to(tl.float32)
-    wide_b = weighted(wide_b * scale, tl.load(gain + D // 2 + column), dtype).to(tl.float32)
+    if gain is not None:
+        scale = tl.rsqrt(tl.sum(wide_a * wide_a + wide_b * wide_b, 1) / D + eps)[:, None]
+        wide_a = weighted(wide_a * scale, tl.load(gain + column), dtype).to(tl.float32)
+        wide_b = weighted(wide_b * scale, tl.load(gain + D // 2 + column), dtype).to(tl.float32)
     return (wide_a * cos - wide_b * sin).to(dtype), (wide_b * cos + wide_a * sin).to(dtype)
 
 
@@ -70,9 +71,10 @@ def attend_new(
     Or a power of two >= rows, and the grid (key heads, items at most), more than rows: rows have the parts that
     `_dealt` gives them.
 
-    qkv [tokens, GROUP * G + 2 G heads, D]; cos_sin float32 [positions, 2, D / 2]. partial: float32 [key heads, rows *
-    parts at most, or items at most, GROUP, D], weight the same less D; arrived: int32 [rows, key heads], zero before
-    and after. MR: GROUP or the next power of two. WINDOWED: whether `window` hides anything.
+    qkv [tokens, GROUP * G + 2 G heads, D]; q_norm and k_norm [D], or None: no norms; cos_sin float32 [positions, 2, D /
+    2]. partial: float32 [key heads, rows * parts at most, or items at most, GROUP, D], weight the same less D; arrived:
+    int32 [rows, key heads], zero before and after. MR: GROUP or the next power of two. WINDOWED: whether `window` hides
+    anything.
     """
     HALF: tl.constexpr = D // 2
     head, kv_heads = tl.program_id(0), tl.num_programs(0)

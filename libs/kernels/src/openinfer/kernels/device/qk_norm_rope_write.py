@@ -18,7 +18,7 @@ def qk_norm_rope_write(
 
     Heads are numbered queries, keys, values; in qkv each query head is followed by its gate if GATED. A head is taken
     in three parts: the two halves of the ROTARY elements that are rotated, and the rest. HALF_BLOCK, REST_BLOCK: their
-    sizes or the next powers of two; REST_BLOCK is 0 where there is no rest.
+    sizes or the next powers of two; REST_BLOCK is 0 where there is no rest. q_norm and k_norm may be None: no norms.
     """
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
@@ -48,17 +48,18 @@ def qk_norm_rope_write(
     scale = tl.rsqrt(square / DIM + eps)[:, None]
 
     dtype = qkv.dtype.element_ty
-    gain = tl.where(is_q, q_norm, k_norm)
-    normed = inside & is_k
-    normed_a = weighted(wide_a * scale, tl.load(gain + column, mask=normed, other=0.0), dtype).to(tl.float32)
-    normed_b = weighted(wide_b * scale, tl.load(gain + HALF + column, mask=normed, other=0.0), dtype).to(
-        tl.float32
-    )
+    if q_norm is not None:
+        gain = tl.where(is_q, q_norm, k_norm)
+        normed = inside & is_k
+        gain_a = tl.load(gain + column, mask=normed, other=0.0)
+        gain_b = tl.load(gain + HALF + column, mask=normed, other=0.0)
+        wide_a = weighted(wide_a * scale, gain_a, dtype).to(tl.float32)
+        wide_b = weighted(wide_b * scale, gain_b, dtype).to(tl.float32)
     angle = cos_sin + position.to(tl.int64) * ROTARY + column
     cos = tl.load(angle, mask=column < HALF, other=0.0)
     sin = tl.load(angle + HALF, mask=column < HALF, other=0.0)
-    a = tl.where(is_k, (normed_a * cos - normed_b * sin).to(dtype), a)
-    b = tl.where(is_k, (normed_b * cos + normed_a * sin).to(dtype), b)
+    a = tl.where(is_k, (wide_a * cos - wide_b * sin).to(dtype), a)
+    b = tl.where(is_k, (wide_b * cos + wide_a * sin).to(dtype), b)
 
     # A page is [K heads | V heads, PAGE, DIM]; tokens of slot 0 are padding and write nowhere.
     to_q = q + (token * heads + head) * DIM
@@ -69,7 +70,8 @@ def qk_norm_rope_write(
     tl.store(to_kv + column, a, mask=inside & to_cache)
     tl.store(to_kv + HALF + column, b, mask=inside & to_cache)
     if REST_BLOCK:
-        rest_gain = tl.load(gain + rest_column, mask=in_rest & is_k, other=0.0)
-        rest = tl.where(is_k, weighted(wide_rest * scale, rest_gain, dtype), rest)
+        if q_norm is not None:
+            rest_gain = tl.load(gain + rest_column, mask=in_rest & is_k, other=0.0)
+            rest = tl.where(is_k, weighted(wide_rest * scale, rest_gain, dtype), rest)
         tl.store(to_q + rest_column, rest, mask=in_rest & is_q)
         tl.store(to_kv + rest_column, rest, mask=in_rest & to_cache)

@@ -12,7 +12,7 @@ from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.ops.attend import attend, require_attention
-from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write, write_launch
+from openinfer.kernels.ops.qk_norm_rope_write import expect_norms, norm_args, qk_norm_rope_write, write_launch
 from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32, int32
@@ -26,8 +26,8 @@ def _contract(
     out: Tensor,
     kv: Tensor,
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     cos_sin: Tensor,
     positions: Tensor,
     token_slots: Tensor,
@@ -55,8 +55,7 @@ def _contract(
         f"out is {out.shape}: not a multiple of {kv_heads} heads of {dim}",
     )
     expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), kv.dtype)
-    expect("q_norm", q_norm, (dim,), kv.dtype)
-    expect("k_norm", k_norm, (dim,), kv.dtype)
+    expect_norms(q_norm, k_norm, dim, kv.dtype)
     expect("cos_sin", cos_sin, (-1, 2, dim // 2), float32)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
@@ -78,7 +77,7 @@ def _contract(
 def _reference(*, out: Array, scale: float, window: int, max_q_len: int, **rest: Any) -> None:
     dim = rest["kv"].shape[-1]
     q = np.empty((out.shape[0], out.shape[1] // dim, dim), out.dtype)
-    qk_norm_rope_write.reference(q=q, **{name: rest[name] for name in WRITING})
+    qk_norm_rope_write.reference(q=q, **{name: rest.get(name) for name in WRITING})
     given = {name: rest[name] for name in ATTENDING}
     attend.reference(out=out, q=q, scale=scale, window=window, max_q_len=max_q_len, **given)
 
@@ -93,10 +92,12 @@ def _launches(
     tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest[name] for name in ATTENDING}}
     call = Call.of(tensors, scale, window)
     if max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant:
-        new = {name: rest[name] for name in ("qkv", "q_norm", "k_norm", "cos_sin")}
-        yield new_tokens(call, choose(target, call), new, eps)
+        norms, left_out = norm_args(rest.get("q_norm"), rest.get("k_norm"))
+        new = {"qkv": rest["qkv"], **norms, "cos_sin": rest["cos_sin"]}
+        yield new_tokens(call, choose(target, call), new, left_out, eps)
         return
-    yield write_launch(target, q=q, **{name: rest[name] for name in WRITING})
+    writing: Mapping[str, Any] = {name: rest.get(name) for name in WRITING}
+    yield write_launch(target, q=q, **writing)
     yield from launches(call, choose(target, call), max_q_len)
 
 

@@ -20,8 +20,8 @@ def _contract(
     q: Tensor,
     kv: Tensor,
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     cos_sin: Tensor,
     positions: Tensor,
     token_slots: Tensor,
@@ -32,13 +32,13 @@ def _contract(
     and v to the cache.
 
     qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads; or [T, (2 A + 2 G) d]: each query head is followed
-    by d columns of its output gate, which are not read here. q out [T, A, d]. kv out
-    [pages, 2, G, page_size, d]: one layer of the cache (K, then V), dense within a page, pages at any stride. q_norm,
-    k_norm [d]. All of one float dtype; q_norm and k_norm may both be float32 (as in norm_linear). cos_sin float32
-    [P, 2, r/2]: cosines and sines by position, P > every position; of each head the first r <= d elements are rotated,
-    element i with i + r/2. positions, token_slots int32 [T]; block_tables int32 [S, B]: the page of position p of
-    slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the padding page, whose content nobody
-    reads: tokens of slot 0 may write there or not at all. d is a multiple of 16.
+    by d columns of its output gate, which are not read here. q out [T, A, d]. kv out [pages, 2, G, page_size, d]: one
+    layer of the cache (K, then V), dense within a page, pages at any stride. q_norm, k_norm [d]. All of one float
+    dtype; q_norm and k_norm may both be float32 (as in norm_linear), or both be left out: then q and k are rotated as
+    they are. cos_sin float32 [P, 2, r/2]: cosines and sines by position, P > every position; of each head the first r
+    <= d elements are rotated, element i with i + r/2. positions, token_slots int32 [T]; block_tables int32 [S, B]: the
+    page of position p of slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the padding page,
+    whose content nobody reads: tokens of slot 0 may write there or not at all. d is a multiple of 16.
     """
     tokens, heads, dim = q.shape
     expect("q", q, (-1, -1, -1), *FLOATS)
@@ -47,8 +47,7 @@ def _contract(
     expect("kv[0]", kv[0], kv.shape[1:])
     gated = qkv.shape[-1] == 2 * (heads + kv_heads) * dim
     expect("qkv", qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), q.dtype)
-    expect("q_norm", q_norm, (dim,), q.dtype, float32)
-    expect("k_norm", k_norm, (dim,), q_norm.dtype)
+    expect_norms(q_norm, k_norm, dim, q.dtype, float32)
     expect("cos_sin", cos_sin, (-1, 2, -1), float32)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
@@ -58,6 +57,15 @@ def _contract(
     rotary = 2 * cos_sin.shape[2]
     require(rotary <= dim, f"cos_sin rotates {rotary} elements of heads of {dim}")
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
+
+
+def expect_norms(q_norm: Tensor | None, k_norm: Tensor | None, dim: int, *dtypes: np.dtype[Any]) -> None:
+    """Raise ContractError unless both norms are [dim], of one of the dtypes, or neither is given."""
+    if q_norm is not None and k_norm is not None:
+        expect("q_norm", q_norm, (dim,), *dtypes)
+        expect("k_norm", k_norm, (dim,), q_norm.dtype)
+    else:
+        require(q_norm is k_norm, "q_norm and k_norm must both be given, or neither")
 
 
 def _rope(x: Array, cos: Array, sin: Array) -> Array:
@@ -71,8 +79,8 @@ def _reference(
     q: Array,
     kv: Array,
     qkv: Array,
-    q_norm: Array,
-    k_norm: Array,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
     cos_sin: Array,
     positions: Array,
     token_slots: Array,
@@ -85,13 +93,23 @@ def _reference(
     step = 2 if split.shape[1] == 2 * (heads + kv_heads) else 1
     first = step * heads  # of the key heads
     cos, sin = cos_sin[positions, 0][:, None], cos_sin[positions, 1][:, None]
-    q[:] = _rope(f32(rms_norm(split[:, :first:step], q_norm, eps)), cos, sin)
+    queries, keys = split[:, :first:step], split[:, first : first + kv_heads]
+    if q_norm is not None and k_norm is not None:
+        queries, keys = rms_norm(queries, q_norm, eps), rms_norm(keys, k_norm, eps)
+    q[:] = _rope(f32(queries), cos, sin)
     live = np.flatnonzero(token_slots)
     position = positions[live]
     page = block_tables[token_slots[live], position // page_size]
-    key = _rope(f32(rms_norm(split[:, first : first + kv_heads], k_norm, eps)), cos, sin)
+    key = _rope(f32(keys), cos, sin)
     kv[page, 0, :, position % page_size] = key[live].astype(kv.dtype)
     kv[page, 1, :, position % page_size] = split[live, first + kv_heads :]
+
+
+def norm_args(q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[dict[str, Tensor], dict[str, None]]:
+    """The norms as arguments of a kernel, or as its constants where they are left out."""
+    if q_norm is None or k_norm is None:
+        return {}, {"q_norm": None, "k_norm": None}
+    return {"q_norm": q_norm, "k_norm": k_norm}, {}
 
 
 def write_launch(
@@ -100,8 +118,8 @@ def write_launch(
     q: Tensor | Scratch,
     kv: Tensor,
     qkv: Tensor,
-    q_norm: Tensor,
-    k_norm: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
     cos_sin: Tensor,
     positions: Tensor,
     token_slots: Tensor,
@@ -115,6 +133,7 @@ def write_launch(
     # Heads a program: many small programs hide latency, large ones cost less. Sums are ordered by it.
     block = 4 if tokens <= 128 and not target.batch_invariant else 16
     rotary = 2 * cos_sin.shape[2]
+    given, left_out = norm_args(q_norm, k_norm)
     parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
     return launch(
         "openinfer.kernels.device.qk_norm_rope_write",
@@ -124,8 +143,7 @@ def write_launch(
             "q": q,
             "kv": kv,
             "qkv": qkv,
-            "q_norm": q_norm,
-            "k_norm": k_norm,
+            **given,
             "cos_sin": cos_sin,
             "positions": positions,
             "token_slots": token_slots,
@@ -144,6 +162,7 @@ def write_launch(
             "HEADS": block,
             "PAGE": page_size,
             "GATED": qkv.shape[1] != (heads + 2 * kv_heads) * dim,
+            **left_out,
         },
         num_warps=max(1, block * power_of_two(dim) // 512),
     )
