@@ -164,3 +164,11 @@ def test_compile_fills_a_cache_once(tmp_path: Path) -> None:
     assert kernels > 0
     assert found == [(kernels, kernels), (kernels, 0)]
     assert len(list((tmp_path / "cache").rglob("*.cubin"))) == kernels
+
+
+def test_a_selftest_without_a_driver_says_so_in_one_line(tmp_path: Path) -> None:
+    done = openinfer("selftest", "--only", "device", "--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    assert re.match(r"device: FAILED in [\d.]+ s: .*(driver|CUDA)", line)

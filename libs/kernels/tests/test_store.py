@@ -159,6 +159,15 @@ def test_without_triton_a_cached_kernel_is_found_and_a_missing_one_names_the_ext
         Store(90, tmp_path, folders=[]).prepare([spec])
 
 
+def test_without_triton_a_package_beside_the_versions_is_no_version(cubins, tmp_path, spec, monkeypatch):
+    Store(90, cubins, folders=[]).prepare([spec])
+    (version,) = cubins.iterdir()
+    (tmp_path / version.name).symlink_to(version)
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(store, "triton_version", lambda: None)
+    assert Store(90, tmp_path / "empty", folders=[tmp_path]).prepare([spec]) == (1, 0)
+
+
 def test_versions_are_ordered_by_number(cubins, tmp_path, spec, monkeypatch):
     Store(90, cubins, folders=[]).prepare([spec])
     (version,) = cubins.iterdir()

@@ -22,6 +22,7 @@ from typing import Any
 
 from openinfer.cli import bench_idle
 from openinfer.cli.http_check import check_server
+from openinfer.frontend.errors import is_users_error, one_line
 
 Result = dict[str, Any]
 
@@ -237,11 +238,21 @@ def main(argv: list[str]) -> int:
     work = args.work or args.out
     work.mkdir(parents=True, exist_ok=True)
     if args.stage:
-        result = STAGES[args.stage][0](work)
+        result = _result(args.stage, work)
         (work / f"{args.stage}.json").write_text(json.dumps(result))
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     return _run(args, work)
+
+
+def _result(name: str, work: Path) -> Result:
+    """What a stage says. One that the user can mend, such as a missing driver, failed for a reason of one line."""
+    try:
+        return STAGES[name][0](work)
+    except Exception as error:
+        if not is_users_error(error):
+            raise
+        return {"ok": False, "why": one_line(error)}
 
 
 def _run(args: argparse.Namespace, work: Path) -> int:
@@ -265,7 +276,8 @@ def _run(args: argparse.Namespace, work: Path) -> int:
         result = _stage(name, work, left)
         state["stages"][name] = result
         path.write_text(json.dumps(state, indent=1))
-        print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['seconds']:.1f} s", flush=True)
+        why = f": {result['why']}" if "why" in result else ""
+        print(f"{name}: {'ok' if result['ok'] else 'FAILED'} in {result['seconds']:.1f} s{why}", flush=True)
     if args.json:
         print(json.dumps(state))
     ran = {n: s for n, s in state["stages"].items() if not args.only or n in args.only}

@@ -193,7 +193,7 @@ class Store:
             versions = (
                 [version]
                 if version
-                else sorted((p.name for p in folder.glob("*")), key=_numbers, reverse=True)
+                else sorted((p.name for p in folder.glob("*") if p.is_dir()), key=_numbers, reverse=True)
             )
             yield from (folder / v / f"sm_{self.arch}" for v in versions)
 
