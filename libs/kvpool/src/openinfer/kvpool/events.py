@@ -1,7 +1,7 @@
-"""What a prefix-aware router needs to know: which blocks became findable, and which are no more.
+"""Events for prefix-aware routers: which blocks became findable, and which were evicted.
 
-Field names are those of the events that inference engines publish and routers read. Plain dataclasses: how they
-travel (msgpack over ZeroMQ, ...) is the publisher's.
+Field names are those that inference engines publish and routers read. The events are plain dataclasses: the publisher
+chooses the transport, for example msgpack over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class BlockStored:
     block_hashes: list[bytes]
     """Names, as hash_blocks gives them (every block_size / hash_block_size-th)."""
     parent_block_hash: bytes | None
-    """Name of the block before the first; None where there is none (and for snapshots)."""
+    """Name of the block before the first. None for a first block and for snapshots."""
     token_ids: list[int]
-    """The blocks' own tokens; none for a snapshot."""
+    """Tokens of these blocks. Empty for a snapshot."""
     block_size: int
     lora_id: int | None = None
-    """Not known here: the pool sees a salt only. So is lora_name."""
+    """Always None, as is lora_name: the pool knows only the salt."""
     medium: str | None = "GPU"
     lora_name: str | None = None
     group_idx: int = 0
@@ -40,12 +40,12 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is findable any more, in any group."""
+    """The pool dropped all cached blocks of all groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """What happened since the last batch, in order."""
+    """The events since the last batch, in order."""
 
     ts: float
     """Seconds since the epoch, when the batch was taken."""
@@ -54,7 +54,7 @@ class EventBatch:
 
 
 class EventLog:
-    """Events of one pool that nobody took yet."""
+    """Events of one pool that were not taken yet."""
 
     def __init__(self) -> None:
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
@@ -66,7 +66,7 @@ class EventLog:
         self._events.append(BlockStored(names, parent, list(tokens), block_size, group_idx=group))
 
     def removed(self, group: int, names: list[bytes]) -> None:
-        """Blocks were evicted; joined with those evicted just before."""
+        """Blocks were evicted. Joins the event before, if that is an eviction of the same group."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlockRemoved) and last.group_idx == group:
             last.block_hashes.extend(names)
@@ -74,11 +74,11 @@ class EventLog:
             self._events.append(BlockRemoved(names, group_idx=group))
 
     def cleared(self) -> None:
-        """Everything was forgotten."""
+        """All cached blocks were dropped."""
         self._events.append(AllBlocksCleared())
 
     def take(self, data_parallel_rank: int | None) -> EventBatch | None:
-        """All of them, once."""
+        """All events since the last call, or None."""
         if not self._events:
             return None
         batch = EventBatch(time.time(), self._events, data_parallel_rank)

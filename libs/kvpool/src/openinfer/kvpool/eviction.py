@@ -1,9 +1,9 @@
-"""Which cached block goes next: the protocol, and four policies.
+"""Eviction: the protocol of an eviction policy, and four policies.
 
-A policy keeps the names of a group's cached blocks and knows nothing else of them. One rule binds all: a name is
-never popped before its children (the names added with it as parent), as nobody could find those without it. Two
-facts make that cheap. Whoever used a block used its parents, and whoever lets go of blocks lets go of the last
-one first: so names arrive child before parent, and a kept name's children are all kept too, or gone.
+A policy keeps the names of a group's cached blocks. All policies obey one rule: a name is never popped before its
+children (the names added with it as parent), because a child cannot be found without its parent. Two facts make the
+rule cheap. A lease that uses a block also uses the block's parents, and it releases children first. So names arrive
+child before parent, and all children of a kept name are kept or evicted.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from .group import Group
 
 
 class Eviction(Protocol):
-    """The order in which one group's cached blocks are evicted. Every method is O(1) on average."""
+    """The eviction order of one group's cached blocks. Every method is O(1) on average."""
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Nobody uses the block any more. parent: None for a first block, and in groups where blocks do not
-        depend on each other (windows, snapshots). priority: of the lease that let it go."""
+        """The last user released the block. parent: None for a first block, and in groups whose blocks do not depend on
+        each other (windows, snapshots). priority: of the lease that released the block."""
 
     def use(self, name: bytes) -> None:
-        """A kept name is in use again, and no longer kept here until it is added again."""
+        """A kept name is in use again. The policy drops it until it is added again."""
 
     def pop(self) -> bytes:
-        """Choose a kept name, and forget it. Called only while there is one."""
+        """Choose a kept name and drop it. Called only while the policy keeps a name."""
 
     def __len__(self) -> int:
-        """How many names are kept."""
+        """Number of kept names."""
 
     def __iter__(self) -> Iterator[bytes]:
         """The kept names, in any order (for integrity checks)."""
 
 
 class Lru:
-    """Least recently used first. The order of release is the order of eviction, so children go first."""
+    """Least recently used first. Blocks are evicted in the order of their release, so children go first."""
 
     def __init__(self, group: Group) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """The most recent one now."""
+        """Append it as the most recent name."""
         self._order[name] = None
 
     def use(self, name: bytes) -> None:
@@ -50,7 +50,7 @@ class Lru:
         del self._order[name]
 
     def pop(self) -> bytes:
-        """The one used longest ago."""
+        """The least recently used name."""
         return self._order.popitem(last=False)[0]
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Lru:
 
 
 class Leaves:
-    """Of a set of names, which have no child in the set. For policies that choose among leaves only."""
+    """A set of names that knows its leaves: the names without a child in the set."""
 
     def __init__(self) -> None:
         self._parents: dict[bytes, bytes | None] = {}
@@ -94,9 +94,9 @@ class Leaves:
 
 
 class Lineage:
-    """The oldest leaf first; a parent that becomes a leaf queues anew.
+    """The oldest leaf first. A parent that becomes a leaf joins the end of the queue.
 
-    Long tails are shortened in turn, and what many sequences begin with stays.
+    So all long chains lose blocks in turn, and common prefixes stay.
     """
 
     def __init__(self, group: Group) -> None:
@@ -114,7 +114,7 @@ class Lineage:
         self._remove(name)
 
     def pop(self) -> bytes:
-        """The leaf that has been one for longest."""
+        """The oldest leaf."""
         name, _ = self._queue.popitem(last=False)
         self._remove(name)
         return name
@@ -132,10 +132,10 @@ class Lineage:
 
 
 class Priority:
-    """The lowest priority first, in it the least recently used.
+    """The lowest priority first; the least recently used among equals.
 
-    A block keeps the highest priority that any lease let it go with, until it is evicted, and has at least that
-    of what descends from it. So children go first here too.
+    Until its eviction a block keeps the highest priority of the leases that released it. A parent has at least the
+    priority of its descendants, so children go first.
     """
 
     def __init__(self, group: Group) -> None:
@@ -144,10 +144,10 @@ class Priority:
         self._size = 0
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """The most recent of its priority."""
+        """Append it as the most recent name of its priority."""
         priority = max(priority, self._priority.get(name, priority))
         self._priority[name] = priority
-        if parent is not None:  # still in use, so that no queue has it
+        if parent is not None:  # the parent is still in use, so no queue has it
             self._priority[parent] = max(priority, self._priority.get(parent, priority))
         self._queues[priority][name] = None
         self._size += 1
@@ -173,26 +173,26 @@ class Priority:
 
 
 class S3Fifo:
-    """S3-FIFO: what is used once leaves by a small queue, without pushing out what is used again.
+    """S3-FIFO: names that are used once leave by a small queue, and do not push out names that are used again.
 
-    New names are on probation. The oldest leaf there is evicted, or kept for good if it was used meanwhile, as long
-    as probation takes more than a tenth; else the oldest kept one goes, each use since having bought it a round.
-    A name that comes back soon after its eviction skips probation. A use is counted when the block leaves the
-    cache, not while somebody has it anyway.
+    New names enter the probation queue. If probation holds more than a tenth of the names, pop() evicts its oldest
+    leaf; a leaf that was used meanwhile moves to the main queue instead. Otherwise pop() evicts the oldest leaf of
+    the main queue, where each use grants one more round. A name that returns soon after its eviction skips
+    probation. A use counts when the block leaves the cache, not while a lease uses it.
     """
 
     def __init__(self, group: Group) -> None:
         self._leaves = Leaves()
         self._probation: OrderedDict[bytes, None] = OrderedDict()
         self._kept: OrderedDict[bytes, None] = OrderedDict()
-        self._uses: dict[bytes, int] = {}  # 0..3, also of names in use again
-        self._proven: set[bytes] = set()  # of these, the ones past probation
-        self._num_probation = 0  # in the cache, leaves or not
+        self._uses: dict[bytes, int] = {}  # 0..3, also of names that are in use
+        self._proven: set[bytes] = set()  # the names of _uses that have passed probation
+        self._num_probation = 0  # cached names on probation, leaves or not
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
         self._max_ghosts = group.num_blocks
 
     def add(self, name: bytes, parent: bytes | None, priority: int) -> None:
-        """Queue it if it is a leaf; new ones on probation."""
+        """Queue it if it is a leaf; a new name on probation."""
         if name not in self._uses:
             self._uses[name] = 0
             if name in self._ghosts:
@@ -203,14 +203,14 @@ class S3Fifo:
             self._queue(name)[name] = None
 
     def use(self, name: bytes) -> None:
-        """Count it."""
+        """Count the use."""
         self._uses[name] = min(3, self._uses[name] + 1)
         self._probation.pop(name, None)
         self._kept.pop(name, None)
         self._remove(name)
 
     def pop(self) -> bytes:
-        """The oldest that nobody used lately. Rounds are paid for by uses, so O(1) on average."""
+        """The oldest name without a recent use. Each extra round takes back a use, so O(1) on average."""
         while True:
             on_probation = self._num_probation * 10 > len(self._leaves) or not self._kept
             if on_probation and self._probation:

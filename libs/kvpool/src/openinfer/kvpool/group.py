@@ -1,4 +1,4 @@
-"""What a pool is made of: groups of equally sized blocks, and the life of a block."""
+"""Group: one kind of state in equally sized blocks; BlockState: the life of a block."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .errors import InvalidGroup
 class Group:
     """One kind of state, kept in `num_blocks` blocks. Lengths are tokens of the sequence, always.
 
-    By default a block is a page: the state of `block_size` tokens, all of which the sequence keeps. A compressed
-    cache is no different: 16 entries that cover 128 tokens each are a block of 2,048.
+    By default a block is a page: the state of `block_size` tokens. A sequence keeps all its pages. Pages also hold a
+    compressed cache: 16 entries that cover 128 tokens each are a block of 2,048 tokens.
 
-    window: pages again, but the token at position p needs only the `window` tokens before p (an attention
-    window of W that counts the token itself needs W - 1). Pages that fall out are given back.
+    window: the token at position p needs only the `window` tokens before p. An attention window of W that counts the
+    token itself needs W - 1. The lease gives back pages that fall out of the window.
 
-    snapshots: a block is the whole state of a sequence after some token (recurrent, convolution, ...): each
-    sequence has one live block, and `Lease.snapshot` keeps copies at multiples of `block_size`.
+    snapshots: a block is the whole state of a sequence after some token (recurrent, convolution). Each sequence has one
+    live block. `Lease.snapshot` keeps copies at multiples of `block_size`.
 
-    Block ids of a group are 0 .. num_blocks-1. Block 0 is the padding block: dead and padding rows write
-    there, and it is never handed out. `block_bytes` is what a block takes on the device (all layers); the
-    pool only carries it. Raises InvalidGroup.
+    Block ids of a group are 0 .. num_blocks-1. Block 0 is the padding block: dead and padding rows write to it, and the
+    pool never hands it out. `block_bytes`: bytes of a block on the device, over all layers; the pool does not use it.
+    Raises InvalidGroup.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Group:
             raise InvalidGroup(f"group {self.name!r}: {complaint}")
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks, the last ones, that a sequence needs to go on after num_tokens tokens, a multiple of block_size."""
+        """Number of last blocks that a sequence needs to continue after num_tokens tokens, a multiple of block_size."""
         if self.snapshots:
             return 1
         first = 0 if self.window is None else max(num_tokens - self.window, 0) // self.block_size
@@ -58,8 +58,8 @@ class Group:
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that has its part in this group when it is alone there. sys.maxsize for snapshots,
-        and for a window where the pages that it lies on and the page that is written fit beside each other."""
+        """The longest sequence that fits into this group when it is alone there. sys.maxsize for snapshots, and for a
+        window if the window's pages and the page being written fit."""
         num_blocks = self.num_blocks - 1
         if self.snapshots or (self.window is not None and num_blocks > -(-self.window // self.block_size)):
             return sys.maxsize
@@ -67,7 +67,7 @@ class Group:
 
 
 class BlockState(IntEnum):
-    """The life of a block, as `Pool.block_state` tells it. Only CACHED blocks are ever evicted.
+    """The life of a block (`Pool.block_state`). The pool evicts only CACHED blocks.
 
     FREE -> PRIVATE -> SHARED <-> CACHED -> FREE, and PRIVATE -> DUPLICATE -> SHARED or FREE.
     """
@@ -75,12 +75,12 @@ class BlockState(IntEnum):
     PADDING = 0
     """Block 0."""
     FREE = 1
-    """Nobody's; holds nothing."""
+    """No lease uses the block, and it holds nothing."""
     PRIVATE = 2
-    """In one lease; not complete, or not confirmed yet."""
+    """One lease uses the block. It is not complete, or not confirmed yet."""
     DUPLICATE = 3
-    """In use, complete; a block with the same content is registered already."""
+    """In use and complete. Another block with the same content is registered."""
     SHARED = 4
-    """In use, registered: acquire() finds it."""
+    """In use and registered: acquire() finds it."""
     CACHED = 5
-    """In no use, registered: acquire() finds it, and it is evicted when blocks are needed."""
+    """Not in use and registered: acquire() finds it, and the pool evicts it when it needs blocks."""

@@ -29,7 +29,7 @@ def root_hash(block_size: int, salt: bytes = b"") -> bytes:
 class Chain:
     """The names of a sequence's blocks of `block_size` tokens, made as far as they are needed.
 
-    names: those that are known already; the list is kept, not copied. enabled=False: a chain that nobody uses.
+    names: the first names, if known; the list is kept, not copied. enabled=False: a chain that is never extended.
     """
 
     def __init__(

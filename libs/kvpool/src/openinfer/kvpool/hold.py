@@ -1,4 +1,4 @@
-"""A hold: blocks that stay as they are while somebody reads them, or for as long as a prefix is pinned."""
+"""Hold: keeps blocks unchanged while a copy reads them, or while a prefix is pinned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .ledger import Ledger
 
 
 def with_ancestors(ledger: Ledger, blocks: Sequence[int]) -> list[int]:
-    """These blocks and all that they descend from, each once, parents first. O(blocks returned)."""
+    """These blocks and all their ancestors, each once, parents first. O(blocks returned)."""
     found: dict[int, None] = {}
     for block in blocks:
         if not ledger.complete(block):
@@ -30,9 +30,9 @@ def with_ancestors(ledger: Ledger, blocks: Sequence[int]) -> list[int]:
 
 
 class Hold:
-    """Blocks that are neither evicted nor reused until `release()`. Made by `Pool.hold` and `Pool.pin`.
+    """Blocks that the pool neither evicts nor reuses until `release()`. Made by `Pool.hold` and `Pool.pin`.
 
-    Also a context manager. A hold that is dropped unreleased releases itself and warns (ResourceWarning).
+    It is also a context manager. A hold that is dropped without a release releases itself and warns (ResourceWarning).
     """
 
     num_tokens: int
@@ -52,7 +52,7 @@ class Hold:
                 yield from blocks
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """Release the blocks. Idempotent."""
         if self._released:
             return
         self._released = True

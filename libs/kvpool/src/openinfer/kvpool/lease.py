@@ -1,4 +1,4 @@
-"""A lease: one sequence's hold on its blocks."""
+"""Lease: the blocks of one sequence."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from .stats import PoolStats
 
 
 class Lease:
-    """One sequence's blocks. Made by `Pool.acquire`, owned by the caller, who must `release()` it.
+    """The blocks of one sequence. `Pool.acquire` makes it; the caller owns it and must `release()` it.
 
-    Also a context manager. A lease that is dropped unreleased releases itself and warns (ResourceWarning).
+    It is also a context manager. A lease that is dropped without a release releases itself and warns (ResourceWarning).
     """
 
     num_cached: int
-    """Tokens found in the prefix cache: the first ones, already computed. Set by acquire, and when a load has ended."""
+    """Number of first tokens that are cached, so computed already. Set by acquire and at the end of a load."""
     num_tokens: int
-    """Tokens that fit the blocks held now, in every group; sys.maxsize where there are no pages to fill."""
+    """Tokens that fit into the blocks of every group; sys.maxsize in a pool without pages."""
     hashes: list[bytes]
-    """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read
-    only."""
+    """Names of the first whole blocks of `pool.hash_block_size` tokens, as far as they were needed. Read only."""
     copies: list[Copy]
-    """To be carried out before anything is computed: set by the first reserve that grows, where the cached prefix
-    ends in a snapshot or inside a page."""
+    """Copies that the caller carries out before it computes. The first reserve that grows sets them, if the cached
+    prefix ends in a snapshot or inside a page."""
 
     def __init__(
         self,
@@ -72,17 +71,18 @@ class Lease:
 
     @property
     def num_loadable(self) -> int:
-        """Tokens after num_cached that load() would bring; 0 after the first reserve. Looked up once. O(blocks)."""
+        """Tokens after num_cached that load() would bring. 0 after the first reserve. The first read looks it up,
+        O(blocks)."""
         if self._num_loadable is None:
             end = self._loads.reach(self._tokens, self._chain) if self._num_queried is not None else 0
             self._num_loadable = max(0, end - self.num_cached)
         return self._num_loadable
 
     def load(self, leave: float = 0.0) -> bool:
-        """Begin to load num_loadable tokens: take blocks for them, and keep what is cached of them.
+        """Start to load num_loadable tokens: allocate their blocks, and keep their cached blocks from eviction.
 
-        Until Pool.poll() names the lease it may only be released. leave: as in reserve. False when there is no room or
-        nothing to load, and then nothing changed. Raises LeaseReleased, LeaseLoading.
+        Until Pool.poll() returns the lease, the caller may only release it. leave: as in reserve(). False: there is no
+        room or nothing to load, and nothing changed. Raises LeaseReleased, LeaseLoading.
         """
         self._check_live()
         if not self.num_loadable:
@@ -92,7 +92,7 @@ class Lease:
         return self._loading
 
     def _landed(self) -> None:
-        """The load has ended: start anew, from what is cached now."""
+        """The load has ended: look the prefix up again, and start from it."""
         self._loading = False
         if self._released:
             return
@@ -103,8 +103,8 @@ class Lease:
         self._num_loadable = 0
 
     def block_table(self, group: int = 0) -> Sequence[int]:
-        """Block ids of a group, in the order of the tokens; 0, the padding block, where the window has moved on.
-        Of a group of snapshots: the one live block. A live view: copy it to keep it."""
+        """Block ids of a group in the order of the tokens; 0, the padding block, where the window has moved past. In a
+        group of snapshots: the one live block. The view is live: copy it to keep it."""
         return self._parts[group].table
 
     def reserve(
@@ -112,19 +112,19 @@ class Lease:
     ) -> list[tuple[int, int, list[int]]] | None:
         """Grow the tables until `num_tokens` tokens in all fit.
 
-        kept_tokens: groups that keep all of a sequence grow until so many fit, if that is more. A prompt is promised
-        its room by this when its first chunk is reserved; its windows grow with its chunks. leave: the part of the
-        blocks, 0..1, that groups of pages must have free afterwards, if they grow.
+        kept_tokens: groups without a window grow until this number fits, if that is more. So the first chunk
+        reserves the whole prompt, while windows grow chunk by chunk. leave: the part of a group's blocks, 0..1,
+        that must be free afterwards in groups of pages that grow.
 
-        Returns what was added, (group, index of the first new entry, new block ids) for each group that grew;
-        None when there is no such room, and then nothing changed. Raises LeaseReleased.
+        Returns (group, index of the first new entry, new block ids) for each group that grew. None: no room, and
+        nothing changed. Raises LeaseReleased, LeaseLoading.
         """
         self._check_live()
         if num_tokens <= self.num_tokens and kept_tokens <= self.num_tokens:
             self._count_query()
             return []
         if self._copies_due:
-            num_tokens = max(num_tokens, self.num_cached + 1)  # what is copied needs its targets at once
+            num_tokens = max(num_tokens, self.num_cached + 1)  # the copies need their targets at once
         wanted = []
         for group, part in enumerate(self._parts):
             count = part.missing(num_tokens, kept_tokens)
@@ -140,7 +140,7 @@ class Lease:
         return grown
 
     def reach(self, leave: float = 0.0) -> int:
-        """The most tokens that reserve() has room for now, if it is to leave that part of the pages free."""
+        """The largest num_tokens for which reserve(num_tokens, leave=leave) has room now."""
         return min([part.reach(self._copies_due, leave) for part in self._parts])
 
     def _note_copies(self) -> None:
@@ -153,7 +153,7 @@ class Lease:
                 self.copies.append(Copy(group, part.source, part.table[0], self.num_cached))
 
     def _count_query(self) -> None:
-        # Counted here, not in acquire: a sequence may be looked up many times before there is room for it.
+        # Count here, not in acquire: a sequence may be looked up many times before there is room for it.
         if self._num_queried is not None:
             self._stats.query_tokens += self._num_queried
             self._stats.hit_tokens += self.num_cached
@@ -163,10 +163,10 @@ class Lease:
     def snapshot(self, boundary: int) -> list[Copy] | None:
         """Room for a snapshot of the state after `boundary` tokens, a multiple of `pool.boundary_size`.
 
-        Returns the copies to carry out when the live state has seen exactly so many tokens (one for each group
-        of snapshots; none for a pool without); they are findable once commit() has confirmed as many. Twice
-        the same boundary: the same copies. None when there is no room; nothing depends on it, so go on
-        without. Raises LeaseReleased; InvalidTokens for other boundaries, or when nothing is reserved yet.
+        Returns one copy for each group of snapshots. The caller carries the copies out when the live state has seen
+        exactly this number of tokens; the snapshots are findable once commit() has confirmed as many. A second call
+        with the same boundary returns the same copies. None: no room; go on without a snapshot. Raises
+        LeaseReleased, LeaseLoading; InvalidTokens for other boundaries, or if nothing is reserved yet.
         """
         self._check_live()
         if boundary % self._index.step or not self._num_committed <= boundary <= self.num_tokens:
@@ -184,12 +184,12 @@ class Lease:
         return [Copy(group, part.table[0], part.snapshot(boundary), boundary) for group, part in states]
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Say that the first `num_confirmed` of `tokens` are computed for certain.
+        """Confirm that the first `num_confirmed` of `tokens` are computed.
 
-        The blocks that they fill, and snapshots at boundaries up to there, become findable; blocks that the
-        next token's window does not reach are given back. Where the same content is registered by another
-        lease already, ours stays private (as a duplicate); it takes over if the other goes first. Each block
-        is hashed once in a lease's life. Raises LeaseReleased, InvalidTokens.
+        Whole blocks of confirmed tokens become findable, and so do snapshots at confirmed boundaries. The lease
+        gives back blocks that the next token's window does not reach. If another lease has registered the same
+        content, this block stays private as a duplicate; it takes the registration over if the other is released
+        first. A lease hashes each block once. Raises LeaseReleased, LeaseLoading, InvalidTokens.
         """
         self._check_live()
         if num_confirmed > len(tokens) or self.num_cached < num_confirmed > self.num_tokens:
@@ -209,7 +209,7 @@ class Lease:
                 part.commit(self._chain, tokens, num_confirmed)
 
     def release(self) -> None:
-        """Give all blocks back: registered ones stay cached, the others are free. Idempotent."""
+        """Give all blocks back: registered blocks stay cached, the others are free. Idempotent."""
         if self._released:
             return
         self._released = True

@@ -1,4 +1,4 @@
-"""One group's books: the users and the name of every block. O(1) a block throughout."""
+"""Ledger: the books of one group, the users and the name of every block. Each operation is O(1) a block."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from .tails import Tails
 class Ledger:
     """The books of one group.
 
-    A block's state follows from three facts: how many use it, its name, and whether the index has it by that
-    name. Two invariants make eviction exact without any tree. (1) A page in use has its parent's content in
-    use too, and of equal blocks one that somebody uses carries the registration (see `register` and
-    `release`). So every cached block can go. (2) Whoever lets go of pages lets go of children first, so the
-    policy hears of a child before its parent.
+    A block's state follows from three facts: the number of its users, its name, and whether the index has it by that
+    name. Two invariants make eviction exact without a tree. (1) The content of a used page's parent is in use too. Of
+    equal blocks, a used one carries the registration (see `register` and `release`). So every cached block can be
+    evicted. (2) Pages are released children first, so the policy gets a child before its parent.
     """
 
     def __init__(
@@ -35,17 +34,17 @@ class Ledger:
         self.group = group
         self.tails = tails
         self._group_index = index
-        # Pages in a window, and snapshots, are of use without the blocks before them.
+        # Window pages and snapshots are useful without the blocks before them.
         self.lineage = group.window is None and not group.snapshots
         self._policy = policy
         self._stats = stats
         self._events = events
         self._users = [0] * group.num_blocks
         self._name: list[bytes | None] = [None] * group.num_blocks
-        self._parent: list[bytes | None] = [None] * group.num_blocks  # means something while there is a name
+        self._parent: list[bytes | None] = [None] * group.num_blocks  # valid while the block has a name
         self._free = list(range(group.num_blocks - 1, 0, -1))  # a stack: the lowest id first
         self._index: dict[bytes, int] = {}
-        self._duplicates: dict[bytes, dict[int, None]] = {}  # used blocks, equal to a registered used one
+        self._duplicates: dict[bytes, dict[int, None]] = {}  # used blocks that equal a registered, used block
 
     @property
     def num_free(self) -> int:
@@ -54,7 +53,7 @@ class Ledger:
 
     @property
     def num_in_use(self) -> int:
-        """Blocks that somebody uses."""
+        """Blocks that have a user."""
         return self.group.num_blocks - 1 - self.num_free
 
     def state(self, block: int) -> BlockState:
@@ -101,18 +100,18 @@ class Ledger:
             users[block] += 1
 
     def room(self, spare: int = 0) -> int:
-        """What allocate(..., spare) could hand out."""
+        """Number of blocks that allocate(..., spare) could hand out."""
         room = len(self._free) + len(self._policy)
         return room + 1 if spare and self._users[spare] == 1 else room
 
     def allocate(self, count: int, spare: int = 0) -> list[int]:
-        """Hand out `count` private blocks, at most room(spare): free ones first, then by eviction.
+        """Hand out `count` private blocks, at most room(spare): free blocks first, then evicted blocks.
 
-        If that is one too few, the first is `spare`, a registered block that only the caller uses.
+        If one block is missing, the first is `spare`, a registered block that only the caller uses.
         """
         needs_spare = spare and count > self.num_free
         if needs_spare:
-            self.release([spare], 0)  # to get it back below: all that is left is handed out
+            self.release([spare], 0)  # all free blocks are handed out, so it comes back below
         free, users = self._free, self._users
         fresh = count if count <= len(free) else len(free)
         blocks = free[: -fresh - 1 : -1]
@@ -162,8 +161,8 @@ class Ledger:
     ) -> None:
         """Name private blocks, each the child of the one before it, the first of `parent`.
 
-        Held already by somebody: ours waits as a duplicate. `tokens`: theirs, for events (None: routers
-        are not told of these).
+        If another used block has the name, the new block becomes its duplicate. tokens: of the blocks, for events;
+        None: no event.
         """
         index, fresh, before = self._index, [], parent
         for position, name in enumerate(names):
@@ -177,7 +176,7 @@ class Ledger:
                 fresh.append(position)
             elif self._users[other]:
                 self._duplicates.setdefault(name, {})[block] = None
-            else:  # cached and unused: ours is as good, theirs is room
+            else:  # the other is cached and unused: the new block replaces it, and the other is free
                 index[name] = block
                 self._policy.use(name)
                 self._name[other] = None
@@ -205,7 +204,7 @@ class Ledger:
             self._free.append(block)
 
     def _is_last(self, name: bytes, block: int) -> bool:
-        """Whether nobody else uses this content. If somebody does, theirs carries the registration from now on."""
+        """Whether no other used block has this content. If one has, it carries the registration from now on."""
         copies = self._duplicates.get(name)
         if copies is None:
             return True
@@ -243,7 +242,7 @@ class Ledger:
             parent = self._parent[block]
 
     def problems(self, uses: Iterable[int]) -> Iterator[str]:
-        """Every contradiction in the books, in words. `uses`: a block each time that somebody uses it."""
+        """Every contradiction in the books, in words. `uses`: each block, once for each user."""
         users = Counter(uses)
         cached = []
         for block, name in enumerate(self._name):

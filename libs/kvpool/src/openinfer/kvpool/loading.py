@@ -1,7 +1,7 @@
-"""Loading: blocks whose content comes from elsewhere: memory of the host, a disk, another process.
+"""Loading: blocks whose content comes from elsewhere: host memory, a disk, another process.
 
-A load takes private blocks, has a Loader fill them, and then makes findable what has come. The pool keeps the blocks
-until the loader says that it is done with them, whatever becomes of the lease.
+A load takes private blocks, has a Loader fill them, and then makes the filled blocks findable. The pool keeps the
+blocks until the loader reports the end of the load, even if the lease is released before.
 """
 
 from __future__ import annotations
@@ -22,51 +22,53 @@ class Piece(NamedTuple):
 
     group: int
     name: bytes
-    """What it is to hold: a name as hash_blocks gives it."""
+    """Name of the content, as hash_blocks makes it."""
     block: int
-    """Where: a private block of the group."""
+    """The private block of the group to fill."""
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """What a loader is asked to bring."""
+    """A request to a loader."""
 
     pieces: Sequence[Piece]
     failed: set[Piece] = field(default_factory=set)
-    """The loader adds what did not come. The content of such a block does not matter."""
+    """The loader adds the pieces that it could not bring. Their blocks may hold anything."""
 
 
 class Loader(Protocol):
-    """Has blocks elsewhere, and copies them into blocks of the pool. One owner, the pool's."""
+    """Has blocks elsewhere, and copies them into blocks of the pool. One thread, that of the pool's owner, calls it."""
 
     def holds(self, group: int, names: Sequence[bytes]) -> Sequence[bool]:
-        """Which of these blocks it has, as far as it knows: begin() may find one gone, and fail."""
+        """For each name, whether the loader has the block. The block may be gone when begin() reads it; then it
+        fails."""
 
     def begin(self, load: Load) -> None:
-        """Start to fill the blocks of the load, and return. They are the loader's until poll() names the load."""
+        """Start to fill the blocks of the load, and return. The blocks are the loader's until poll() returns the
+        load."""
 
     def poll(self, wait_s: float | None) -> Sequence[Load]:
-        """Loads that have ended, each once. Waits up to wait_s seconds (None: no limit) for the first if none has, and
-        not at all if nothing loads."""
+        """Loads that have ended, each once. Waits up to wait_s seconds (None: no limit) if none has ended; returns at
+        once if nothing loads."""
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What a load uses of one group: a run of blocks, some of them cached already."""
+    """A load's run of blocks in one group. Some of them may be cached already."""
 
     ledger: Ledger
     names: Sequence[bytes]
     parent: bytes | None
-    """Name of the block before the first of a group of pages; None where there is none."""
+    """Name of the block before the run. None for a first block and for snapshots."""
     root: bytes
-    """What the chain of names begins with."""
+    """Root of the chain of names."""
     tokens: Sequence[int]
-    """Of the run; () for a snapshot."""
+    """Tokens of the run. () for a snapshot."""
     blocks: list[int] = field(default_factory=list)
-    """Along the names; 0 where none is there yet."""
+    """Blocks along the names; 0 where the block is missing."""
 
     def share(self) -> None:
-        """Keep what is cached."""
+        """Use the cached blocks, so that they are not evicted."""
         self.blocks = [self.ledger.find(name) or 0 for name in self.names]
         self.ledger.share([block for block in self.blocks if block])
 
@@ -76,12 +78,12 @@ class Part:
         return self.blocks.count(0)
 
     def room(self, leave: float) -> int:
-        """Blocks that there are for it."""
+        """Blocks that allocate() may take if that part of the group stays free."""
         group = self.ledger.group
         return self.ledger.num_free - (0 if group.snapshots else math.ceil(leave * (group.num_blocks - 1)))
 
     def allocate(self) -> Iterator[tuple[bytes, int]]:
-        """Take the missing blocks: name and block of each. There must be room."""
+        """Allocate the missing blocks. Yields name and block of each. The caller has checked room()."""
         fresh = iter(self.ledger.allocate(self.num_missing))
         for index, block in enumerate(self.blocks):
             if not block:
@@ -89,7 +91,8 @@ class Part:
                 yield self.names[index], self.blocks[index]
 
     def register(self, come: set[bytes]) -> None:
-        """Make findable what has come. Pages that need those before them: up to the first that has not."""
+        """Make blocks findable whose content has come. In a group where pages need the pages before them, stop at the
+        first that is missing."""
         size, parent = self.ledger.group.block_size, self.parent
         for index, (name, block) in enumerate(zip(self.names, self.blocks, strict=True)):
             if name in come:
@@ -102,16 +105,16 @@ class Part:
             parent = name
 
     def release(self) -> None:
-        """Let go of all blocks; those without a name are free."""
+        """Release all blocks. Blocks without a name are free then."""
         self.ledger.release([block for block in reversed(self.blocks) if block], 0)
 
 
 Owner = TypeVar("Owner")
-"""Whoever waits for a load: a Lease."""
+"""The type that waits for a load: a Lease."""
 
 
 class _UnderWay(NamedTuple, Generic[Owner]):
-    """Who waits for a load, what to tell him of its end, and what the load uses."""
+    """The owner that waits for a load, the callback at its end, and the blocks that the load uses."""
 
     owner: Owner
     landed: Callable[[], None]
@@ -126,7 +129,7 @@ class Loads(Generic[Owner]):
         self._under_way: dict[Load, _UnderWay[Owner]] = {}
 
     def reach(self, tokens: Sequence[int], chain: Chain) -> int:
-        """The longest prefix that is there when what the loader holds is loaded. 0 without a loader. O(blocks)."""
+        """Length of the prefix that is cached or held by the loader. 0 without a loader. O(blocks)."""
         return 0 if self._loader is None else self._index.match_with(tokens, chain, self._loader.holds)
 
     def begin(
@@ -138,7 +141,7 @@ class Loads(Generic[Owner]):
         leave: float,
         landed: Callable[[], None],
     ) -> bool:
-        """Load what is not cached of the first `end` tokens, and call `landed` at the end. False: there is no room."""
+        """Load the blocks of the first `end` tokens that are not cached. Calls `landed` at the end. False: no room."""
         if self._loader is None:
             return False
         parts = [self._part(ledger, tokens, chain, end) for ledger in self._index.ledgers]
@@ -163,7 +166,7 @@ class Loads(Generic[Owner]):
         return Part(ledger, names, parent, chain.root, tokens[start:end])
 
     def poll(self, wait_s: float | None) -> list[Owner]:
-        """Whose loads have ended."""
+        """Owners whose loads have ended."""
         if self._loader is None or not self._under_way:
             return []
         ended = []

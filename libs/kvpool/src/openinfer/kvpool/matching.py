@@ -15,9 +15,10 @@ from .parts import Pages, Snapshots
 class Index:
     """Looks prefixes up in the ledgers of a pool.
 
-    One hash chain serves all groups: a name stands for the whole prefix up to a position, so a name at every position
-    where a block of any group may end is enough. `unit`: tokens between two names. `step`: tokens between two positions
-    where blocks of all groups end; a prefix ends there. enabled=False: nothing is found and nothing hashed.
+    One hash chain serves all groups. A name stands for the whole prefix up to a position, so the chain needs a name
+    only where a block of any group may end. `unit`: tokens between two names. `step`: tokens between two positions
+    where blocks of all groups end; a prefix ends at such a position. enabled=False: the index finds and hashes
+    nothing.
     """
 
     def __init__(self, ledgers: Sequence[Ledger], *, enabled: bool) -> None:
@@ -26,14 +27,15 @@ class Index:
         self.unit, self.step = math.gcd(*sizes), math.lcm(*sizes)
 
     def find(self, tokens: Sequence[int], chain: Chain) -> tuple[int, list[list[int]], list[int]]:
-        """As match(), for the longest prefix that leaves a token to compute, and with its tail if tails are shared."""
+        """match() for the longest prefix that leaves a token to compute. With shared tails, the prefix may end in a
+        block."""
         end, tables, sources = self.match(tokens, chain, len(tokens) - 1)
         if self.ledgers[0].tails is not None:
             end += self._match_tails(tokens, end, chain, sources)
         return end, tables, sources
 
     def parts(self, priority: int) -> list[Pages | Snapshots]:
-        """What a new lease has of each group: nothing yet."""
+        """The empty parts of a new lease, by group."""
         return [
             (Snapshots if ledger.group.snapshots else Pages)(
                 ledger, ledger.group.block_size // self.unit, priority
@@ -42,7 +44,7 @@ class Index:
         ]
 
     def chain(self, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None) -> Chain:
-        """The names of a sequence's blocks, those given and those to be made."""
+        """The chain of a sequence's names, from the given ones. Raises InvalidTokens."""
         unit = self.unit
         if hashes is not None and len(hashes) * unit > len(tokens):
             raise InvalidTokens(
@@ -54,10 +56,11 @@ class Index:
     def match(
         self, tokens: Sequence[int], chain: Chain, limit: int
     ) -> tuple[int, list[list[int]], list[int]]:
-        """Longest cached prefix in whole blocks, at most `limit` tokens; its pages and its snapshot, by group."""
+        """The longest cached prefix in whole blocks, at most `limit` tokens: its length, and by group its pages and its
+        snapshot."""
         unit, step = self.unit, self.step
         end = limit // step * step
-        # All at once, though a miss may come early: commit() needs the names of the computed blocks anyway.
+        # Name all blocks at once, even if a miss comes early: commit() needs the names of the computed blocks anyway.
         chain.extend(tokens, end // unit)
         hashes = chain.names
         tables: list[list[int]] = [[] for _ in self.ledgers]
@@ -79,12 +82,12 @@ class Index:
         return end, tables, sources
 
     def names(self, ledger: Ledger, hashes: list[bytes], start: int, end: int) -> list[bytes]:
-        """Names of the blocks of tokens start..end."""
+        """Names of the blocks that hold tokens[start:end]."""
         scale, unit = ledger.group.block_size // self.unit, self.unit
         return hashes[start // unit + scale - 1 : end // unit : scale]
 
     def _last_boundary(self, hashes: list[bytes], end: int) -> int:
-        """The last boundary up to `end` where windows and snapshots are there. O(blocks)."""
+        """The last boundary up to `end` where windows and snapshots are cached. O(blocks)."""
         runs = [
             (ledger.group, _runs(ledger.has(self.names(ledger, hashes, 0, end))))
             for ledger in self.ledgers
@@ -93,7 +96,7 @@ class Index:
         return _last_boundary(runs, end, self.step)
 
     def _match_tails(self, tokens: Sequence[int], end: int, chain: Chain, sources: list[int]) -> int:
-        """Tokens found in a block that begins as tokens[end:] do, the same number in every group."""
+        """Number of tokens after `end` that a block shares in every group. Sets the source of each group's copy."""
         prefix = chain.names[end // self.unit - 1] if end else chain.root
         tokens = tokens[end : min(end + self.step, len(tokens) - 1)]
         count = len(tokens)
@@ -109,8 +112,8 @@ class Index:
     def match_with(
         self, tokens: Sequence[int], chain: Chain, holds: Callable[[int, list[bytes]], Sequence[bool]]
     ) -> int:
-        """The longest prefix that leaves a token to compute, if what is not cached of it is held elsewhere. holds: by
-        group and names, which blocks those are. O(blocks)."""
+        """Length of the longest prefix that is cached or held elsewhere and leaves a token to compute. holds(group,
+        names): which blocks are held elsewhere. O(blocks)."""
         if not self.enabled or len(tokens) < 2:
             return 0
         end = (len(tokens) - 1) // self.step * self.step
@@ -128,7 +131,7 @@ class Index:
 
 
 def _runs(there: Iterable[bool]) -> list[int]:
-    """For each block, how many blocks in a row are there up to it."""
+    """For each block, the length of the run of present blocks that ends with it."""
     run = 0
     return [run := run + 1 if has else 0 for has in there]
 

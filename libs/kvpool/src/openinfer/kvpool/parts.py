@@ -1,4 +1,4 @@
-"""What a lease holds of one group: pages (all of them, or those of a window), or a live state and its snapshots."""
+"""Pages and Snapshots: the part of a lease in one group."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class Copy:
 
     group: int
     source: int
-    """Block to copy from. It stays as it is until the lease's next commit."""
+    """Block to copy from. It stays unchanged until the lease commits more than num_cached tokens."""
     target: int
-    """Block to copy to: the lease's own."""
+    """Block to copy to. It belongs to the lease."""
     num_tokens: int
-    """Of a page: its first num_tokens tokens. Of a snapshot: the tokens that the state has seen."""
+    """Of a page: the number of first tokens to copy. Of a snapshot: the tokens that the state has seen."""
 
 
 class Pages:
-    """A block table: entry i is the block of tokens i * block_size and on, 0 where a window has moved past it."""
+    """A block table. Entry i is the block of the tokens from i * block_size on; 0 where the window has moved past."""
 
     def __init__(self, ledger: Ledger, scale: int, priority: int) -> None:
         self.ledger = ledger
         self._priority = priority
         self.table: list[int] = []
-        self.num_tokens = 0  # that fit
-        self.due = 0  # commit() has something to do from so many confirmed tokens on
-        self.source = 0  # begins as our first new block does: to be copied into it
+        self.num_tokens = 0  # tokens that fit into the table
+        self.due = 0  # commit() has work to do from this number of confirmed tokens on
+        self.source = 0  # block to copy into the first new block, because both begin alike
         self._scale = scale  # hashes a block
         self._block_size = ledger.group.block_size
         self._window = ledger.group.window
-        self._first = 0  # entries before are out of the window
+        self._first = 0  # earlier entries are out of the window
         self._num_committed = 0  # blocks
-        self._tail: Sequence[int] = ()  # committed tokens of the block after them, if tails are shared
+        self._tail: Sequence[int] = ()  # committed tokens of the next, partial block, if tails are shared
 
     def attach(self, blocks: list[int], source: int) -> None:
-        """Start from these complete blocks, 0 for those not needed."""
+        """Start from these complete blocks. An entry is 0 where the window does not need the block."""
         self.table = blocks
         self.num_tokens = len(blocks) * self._block_size
         self._num_committed = len(blocks)
@@ -61,23 +61,23 @@ class Pages:
             yield self.source
 
     def missing(self, num_tokens: int, kept_tokens: int) -> int:
-        """Blocks to allocate before num_tokens tokens fit; kept_tokens, where all are kept and if that is more."""
+        """Blocks to allocate until num_tokens tokens fit, or kept_tokens if that is more and there is no window."""
         if self._window is None and kept_tokens > num_tokens:
             num_tokens = kept_tokens
         return -(-num_tokens // self._block_size) - len(self.table)
 
     def room(self, with_source: bool, leave: float) -> int:
-        """Blocks that grow() could append and leave that part of the group free. `with_source`: it may come to
-        taking over the source."""
+        """Blocks that grow() may append if that part of the group stays free. with_source: grow() may take the source
+        over."""
         room = self.ledger.room(self.source if with_source else 0)
         return room - math.ceil(leave * (self.ledger.group.num_blocks - 1)) if leave else room
 
     def reach(self, with_source: bool, leave: float) -> int:
-        """Tokens that would fit if all that room were used."""
+        """Tokens that fit when all of room() is used."""
         return (len(self.table) + max(0, self.room(with_source, leave))) * self._block_size
 
     def grow(self, count: int) -> list[int]:
-        """Append `count` new blocks; the source itself if there is no room for a copy."""
+        """Append `count` new blocks. Without room for a copy, the source itself becomes the first."""
         blocks = self.ledger.allocate(count, self.source)
         if blocks[0] == self.source:
             self.source = 0
@@ -86,7 +86,7 @@ class Pages:
         return blocks
 
     def commit(self, chain: Chain, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Name the blocks that the confirmed tokens fill; give back what the tokens after them do not need."""
+        """Name the blocks that the confirmed tokens fill, and release blocks that have left the window."""
         size, tails = self._block_size, self.ledger.tails
         last = num_confirmed // size
         if chain.enabled:
@@ -123,7 +123,7 @@ class Pages:
             self.source = 0
 
     def keep_tail(self, chain: Chain) -> None:
-        """Make the last, unfinished block findable, before a release."""
+        """Make the last, partial block findable before a release."""
         tails, index = self.ledger.tails, self._num_committed
         if tails is None or len(self._tail) < tails.min_tokens:
             return
@@ -141,15 +141,15 @@ class Pages:
 
 
 class Snapshots:
-    """A live block, the whole of the table, and the snapshots that were taken and not committed."""
+    """One live block, which is the whole table, and the snapshots that are taken and not committed."""
 
     def __init__(self, ledger: Ledger, scale: int, priority: int) -> None:
         self.ledger = ledger
         self._priority = priority
         self.table: list[int] = []
-        self.num_tokens = 0  # that fit: no end of them, once there is a live block
-        self.due = sys.maxsize  # commit() has something to do from so many confirmed tokens on
-        self.source = 0  # the state to begin with: to be copied into the live block
+        self.num_tokens = 0  # tokens that fit: no limit, once there is a live block
+        self.due = sys.maxsize  # commit() has work to do from this number of confirmed tokens on
+        self.source = 0  # snapshot to copy into the live block
         self._unit = ledger.group.block_size // scale
         self._pending: dict[int, int] = {}  # tokens seen -> block
 
@@ -171,15 +171,16 @@ class Snapshots:
         return 0 if self.table else 1
 
     def room(self, with_source: bool, leave: float) -> int:
-        """Blocks that grow() could take. Who has his needs no other, so none have to be left for him."""
+        """Blocks that grow() may allocate. A sequence needs one live block in total, so `leave` is ignored for this
+        group."""
         return self.ledger.room(self.source if with_source else 0)
 
     def reach(self, with_source: bool, leave: float) -> int:
-        """No end of tokens, if there is a live block to be had."""
+        """No limit, if there is a live block or room for it."""
         return sys.maxsize if self.table or self.room(with_source, leave) else 0
 
     def grow(self, count: int) -> list[int]:
-        """Allocate the live block; the source itself if there is no room for a copy."""
+        """Allocate the live block. Without room for a copy, the source itself becomes the live block."""
         self.table = self.ledger.allocate(count, self.source)
         if self.table[0] == self.source:
             self.source = 0
@@ -187,18 +188,19 @@ class Snapshots:
         return list(self.table)
 
     def has_room(self, boundary: int) -> bool:
-        """Whether snapshot(boundary) can be."""
+        """Whether snapshot(boundary) has a block."""
         return boundary in self._pending or self.ledger.num_free > 0
 
     def snapshot(self, boundary: int) -> int:
-        """A block to copy the live one into when it has seen `boundary` tokens. There must be room."""
+        """A block to copy the live block into when it has seen `boundary` tokens. The caller checks has_room()
+        first."""
         if boundary not in self._pending:
             (self._pending[boundary],) = self.ledger.allocate(1)
             self.due = min(self._pending)
         return self._pending[boundary]
 
     def commit(self, chain: Chain, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Name the snapshots that confirmed tokens led to, and let go of them: they are in the cache now."""
+        """Name the snapshots of confirmed tokens and release them into the cache."""
         for end in sorted(end for end in self._pending if end <= num_confirmed):
             block = self._pending.pop(end)
             chain.extend(tokens, end // self._unit)

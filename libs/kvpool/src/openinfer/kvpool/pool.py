@@ -1,4 +1,4 @@
-"""The pool: which block is whose, which are findable by prefix, which go first."""
+"""Pool: lends blocks to sequences, finds cached prefixes, and evicts cached blocks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from .tails import Tails
 class Pool:
     """Blocks of one or several groups, handed out through leases, shared by prefix.
 
-    A sequence holds one `Lease`. Its table has one entry a block of each group, in the order of its tokens.
-    Blocks that are complete and committed are named by content; another sequence with the same prefix then
-    starts from them. When nobody uses such a block it stays cached until the room is needed. Not thread-safe:
-    one owner, normally the engine's loop.
+    A sequence holds one `Lease`. Its table has one entry for each block of each group, in the order of its tokens. The
+    pool names complete and committed blocks by content, and another sequence with the same prefix starts from them. A
+    named block without users stays cached until the pool needs its room. The pool is not thread-safe.
 
     groups: at least one, names unique. prefix_cache=False turns sharing off: nothing is hashed or kept.
-    eviction: "lru", "lineage", "priority", "s3fifo", or what makes an `Eviction` for a group.
-    share_tails: a prefix may end inside a block if it uses at least so many of its tokens, and is then to be
-    copied (`Lease.copies`); all groups must be pages of one size. None: whole blocks only.
-    events: keep events for `take_events`, which the caller must call then. loader: where blocks come from that are not
-    in the pool (Lease.load, poll); None: nowhere. Raises InvalidGroup.
+    eviction: "lru", "lineage", "priority", "s3fifo", or a function that makes an `Eviction` for a group. share_tails: a
+    prefix may end inside a block if it shares at least this number of the block's tokens; the caller then copies the
+    block (`Lease.copies`). All groups must be pages of one size. None: whole blocks only. events: keep events for
+    `take_events`, which the caller must call then. loader: brings blocks that the pool does not have (`Lease.load`,
+    `poll`). Raises InvalidGroup.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class Pool:
         self._index = Index(self._ledgers, enabled=prefix_cache)
         self.hash_block_size, self.boundary_size = self._index.unit, self._index.step
         self._loads: Loads[Lease] = Loads(self._index, loader, self.stats)
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # only for check_integrity
-        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()  # likewise
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # for check_integrity
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()  # for check_integrity
 
     @property
     def num_groups(self) -> int:
@@ -79,17 +78,17 @@ class Pool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that could be handed out now, over all groups: free ones and cached ones."""
+        """Blocks that the pool could hand out now, over all groups: free and cached blocks."""
         return sum(ledger.num_free for ledger in self._ledgers)
 
     def num_used(self, group: int = 0) -> int:
-        """Blocks of a group that leases and holds keep; cached ones that nobody uses are not among them."""
+        """Blocks of a group that leases, holds and loads use. Cached blocks without a user do not count."""
         return self._ledgers[group].num_in_use
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest sequence that one lease can hold when it has the pool for itself, reserved bit by bit with
-        commits between (windows need no more than themselves then); sys.maxsize where no group sets an end."""
+        """The longest sequence that one lease can hold when it has the pool to itself. The sequence must reserve
+        and commit in small chunks, so that windows move on. sys.maxsize: no limit."""
         return min(group.capacity_tokens for group in self.groups)
 
     @property
@@ -113,11 +112,11 @@ class Pool:
     ) -> Lease:
         """A lease for a sequence that begins with `tokens`, holding the longest cached prefix.
 
-        The prefix ends where *every* group has its part: all pages, those of the window, a snapshot of just
-        that boundary. It leaves at least one token to compute (which gives the logits). Takes nothing that is
-        not cached, so it never fails for want of room. `hashes`: hash_blocks(tokens, pool.hash_block_size,
-        salt) or its beginning, where the caller has them already. `priority` is for eviction, after the
-        release. The caller owns the lease. Raises InvalidTokens when there are more hashes than whole blocks.
+        The prefix ends where *every* group has its part: all pages, the pages of the window, or a snapshot of that
+        boundary. At least one token is left to compute, because its logits are needed. The call takes only cached
+        blocks, so it never lacks room. hashes: hash_blocks(tokens, pool.hash_block_size, salt) or its first names,
+        if the caller has them. priority: for eviction after the release. The caller owns the lease. Raises
+        InvalidTokens if there are more hashes than whole blocks.
         """
         chain = self._index.chain(tokens, salt, hashes)
         lease = Lease(self._index, self._loads, self.stats, chain, tokens, priority)
@@ -125,23 +124,23 @@ class Pool:
         return lease
 
     def poll(self, wait_s: float | None = 0.0) -> list[Lease]:
-        """Leases whose load has ended, each once; also those that were released meanwhile, whose blocks are back now.
+        """Leases whose load has ended, each once. A lease that was released meanwhile is among them.
 
-        num_cached says what is there: blocks that did not come are left to compute. Waits up to wait_s seconds (None:
-        no limit) for the end of a load if none has ended, and not at all if nothing loads.
+        num_cached has grown by the tokens that came; the others are left to compute. Waits up to wait_s seconds
+        (None: no limit) if no load has ended; returns at once if nothing loads.
         """
         return self._loads.poll(wait_s)
 
     def hold(self, blocks: Sequence[int], group: int = 0) -> Hold:
-        """Keep complete blocks of a group, and the pages that they descend from, as they are until released.
+        """Keep complete blocks of a group, and their ancestors, unchanged until the hold is released.
 
-        For whoever reads them behind the pool's back, as a copy to another tier does. Raises InvalidBlocks.
+        A copy to another tier needs this, because it reads the blocks without a lease. Raises InvalidBlocks.
         """
         ledger = self._ledgers[group]
         return self._keep(Hold([(ledger, with_ancestors(ledger, blocks))]))
 
     def pin(self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None) -> Hold:
-        """Keep the longest cached prefix of `tokens` (all of it, if whole blocks) until released."""
+        """Keep the longest cached prefix of `tokens` in whole blocks until the hold is released."""
         chain = self._index.chain(tokens, salt, hashes)
         if not self.prefix_cache:
             return self._keep(Hold([]))
@@ -157,16 +156,15 @@ class Pool:
         return hold
 
     def take_events(self, data_parallel_rank: int | None = None) -> EventBatch | None:
-        """What became findable or ceased to be since the last call; None if nothing did."""
+        """The events since the last call: blocks that became findable or were evicted. None: there are none."""
         return self._events.take(data_parallel_rank) if self._events is not None else None
 
     def block_state(self, block: int, group: int = 0) -> BlockState:
-        """Where a block is in its life."""
+        """The state of a block."""
         return self._ledgers[group].state(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks, as after a change of weights. Does nothing, and says False, while blocks are
-        in use."""
+        """Drop all cached blocks, as after a change of weights. False: blocks are in use, and nothing changed."""
         if any(ledger.num_in_use for ledger in self._ledgers):
             return False
         for ledger in self._ledgers:
@@ -176,7 +174,7 @@ class Pool:
         return True
 
     def check_integrity(self) -> None:
-        """Recompute the books from leases and blocks, O(blocks). Raises IntegrityError."""
+        """Check the books against leases, holds and loads. O(blocks). Raises IntegrityError."""
         leases, holds = list(self._leases), list(self._holds)
         problems: list[str] = []
         for group, ledger in enumerate(self._ledgers):

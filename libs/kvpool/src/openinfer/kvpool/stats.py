@@ -1,4 +1,4 @@
-"""What a pool counts."""
+"""PoolStats: counters of a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Finding a block that begins as a sequence goes on, where none is equal: the source of a copy-on-write."""
+"""Tails: finds a block that shares its first tokens with the next tokens of a sequence, as source of a
+copy-on-write."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from collections.abc import Sequence
 from itertools import islice
 
 MAX_CANDIDATES = 8
-"""Of the blocks that follow one prefix, so many are compared: the newest."""
+"""Number of blocks after one prefix that a look-up compares, the newest first."""
 
 
 def tail_name(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of a block that holds these tokens only. No whole block has it: those hash more tokens."""
+    """The name of a block that holds these tokens only. It differs from every whole block's, which hashes more
+    tokens."""
     return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
 class Tails:
-    """The registered blocks of a group by what comes before them (a name, or the root of a salt)."""
+    """The registered blocks of a group, by the name of the block before them or the root of their salt."""
 
     def __init__(self, block_size: int, min_tokens: int) -> None:
         self.min_tokens = min_tokens
@@ -27,14 +29,14 @@ class Tails:
         self._prefix: dict[bytes, bytes] = {}  # by name
 
     def add(self, prefix: bytes, name: bytes, tokens: Sequence[int]) -> None:
-        """A block, whole or not, became findable. Known already: the newest again."""
+        """A whole or partial block became findable. A block that is known already becomes the newest."""
         siblings = self._after.setdefault(prefix, {})
         siblings.pop(name, None)
         siblings[name] = array("I", tokens)
         self._prefix[name] = prefix
 
     def remove(self, names: Sequence[bytes]) -> list[bytes]:
-        """Blocks are findable no more. Returns the names of the whole ones."""
+        """Blocks are no longer findable. Returns the names of the whole blocks."""
         whole = []
         for name in names:
             prefix = self._prefix.pop(name)
@@ -46,8 +48,8 @@ class Tails:
         return whole
 
     def find(self, prefix: bytes, tokens: Sequence[int]) -> tuple[bytes | None, int]:
-        """Of the blocks after `prefix`, the one that shares most of its first tokens with `tokens`, and how many:
-        min_tokens at least, or none."""
+        """The block after `prefix` that shares the most first tokens with `tokens`, and their number. (None, 0) if no
+        block shares min_tokens tokens."""
         best: tuple[bytes | None, int] = (None, self.min_tokens - 1)
         siblings = self._after.get(prefix, {})
         for name in islice(reversed(siblings), MAX_CANDIDATES):
