@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from openinfer.frontend.errors import FlagError
+
 
 @dataclass(slots=True)
 class Answer:
@@ -188,7 +190,7 @@ class Client:
     def __init__(self, base_url: str, model: str) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{base_url!r} is not http://HOST[:PORT]")
+            raise FlagError(f"{base_url!r} is not http://HOST[:PORT]")
         self._host, self._port = parts.hostname, parts.port or 80
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
         self._model = model

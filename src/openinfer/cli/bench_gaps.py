@@ -15,6 +15,7 @@ from typing import Any
 
 from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import percentile, progress, record, write
+from openinfer.frontend.errors import FlagError
 from openinfer.recipes.engine import steps
 from openinfer.tensor import Activity, ActivityRecorder
 
@@ -31,9 +32,9 @@ def measure(args: argparse.Namespace, asked: Asked) -> int:
     parsed = [steps.parse(point) for point in points]
     for text, (kind, _) in zip(points, parsed, strict=True):
         if kind != "decode":
-            raise ValueError(f"--gaps of {text}: only decode steps are profiled")
+            raise FlagError(f"--gaps of {text}: only decode steps are profiled")
     if asked.options.trace:
-        raise ValueError("--gaps and --trace both record through CUPTI: give one of them")
+        raise FlagError("--gaps and --trace both record through CUPTI: give one of them")
     recorder = ActivityRecorder()  # before there is a context
     engine = without_prefix_cache(asked)
     results = []
@@ -79,10 +80,10 @@ def alike(steps: Sequence[Step]) -> list[Step]:
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
     """Of steps of the same activities, place by place: the median of each gap over the steps. `repeats` has every
-    step's sum and longest gap. Raises ValueError if nothing was recorded."""
+    step's sum and longest gap. Raises FlagError if nothing was recorded."""
     steps = [step for step in alike(steps) if len(step) > 1]
     if not steps:
-        raise ValueError("CUPTI recorded no kernels: a profile cannot be made here")
+        raise FlagError("CUPTI recorded no kernels: a profile cannot be made here")
     columns = list(zip(*map(gaps, steps), strict=True))
     medians = [statistics.median(column) for column in columns]
     names = list(itertools.pairwise(a.name for a in steps[0]))

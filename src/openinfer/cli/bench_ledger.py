@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200, Cost, Op, Workload
 from openinfer.tensor import Tensor
 
@@ -74,11 +75,11 @@ def grouped(calls: Iterable[OpCall], workload: Workload) -> dict[str, list[OpCal
 
 
 def load(path: Path) -> dict[str, float]:
-    """Microseconds a call by key, from what `openinfer bench ops --json` wrote. Raises ValueError, OSError."""
+    """Microseconds a call by key, from what `openinfer bench ops --json` wrote. Raises FlagError, OSError."""
     try:
         return {entry["key"]: float(entry["us"]) for entry in json.loads(path.read_text())["results"]}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no ledger of `openinfer bench ops --json`: {error!r}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise FlagError(f"{path} is no ledger of `openinfer bench ops --json`: {error!r}") from None
 
 
 def _shape(tensor: Tensor) -> str:

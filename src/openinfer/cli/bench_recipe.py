@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openinfer.cli import recipes
+from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.recipes.engine import Options, Recipe
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ def run(argv: list[str], command: str, text: str | None, add: Flags, body: Body)
             )
         args = _parser(found, command, text, add).parse_args(argv)
         return body(args, Asked(found, model_dir, found.parsed(args)))
-    except (ValueError, OSError, KernelsError, TensorError) as error:
-        print(f"openinfer {command}: error: {error}", file=sys.stderr)
+    except Exception as error:
+        if not is_users_error(error) and not isinstance(error, KernelsError | TensorError):
+            raise
+        print(f"openinfer {command}: error: {one_line(error)}", file=sys.stderr)
         return 1
 
 

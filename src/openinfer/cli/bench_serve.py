@@ -24,8 +24,9 @@ from typing import Any
 
 from openinfer.cli.bench_client import Client, Run, arrivals, run_load
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
-from openinfer.cli.bench_server import NotReady, Server, serving
+from openinfer.cli.bench_server import Server, serving
 from openinfer.cli.bench_text import Text
+from openinfer.frontend.errors import FlagError, is_users_error, one_line
 
 PROG = "openinfer bench serve"
 BUSY = 0.7
@@ -70,8 +71,10 @@ def main(argv: list[str]) -> int:
                 server = stack.enter_context(serving(args.model_dir, server_flags, log))
                 progress(f"ready in {server.ready_s:.2f} s, {server.pss_bytes / 1e9:.2f} GB of host memory")
             results = _measure(args, loads, goodput, server)
-    except (ValueError, OSError, NotReady) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+    except Exception as error:
+        if not is_users_error(error):
+            raise
+        print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
         return 1
     print(_table(results))
     if args.json:
@@ -141,10 +144,10 @@ def _loads(args: argparse.Namespace) -> list[Load]:
         values = getattr(args, flag)
         if len(values) not in (1, count):
             name = "--" + flag.replace("_", "-")
-            raise ValueError(f"{name} has {len(values)} values for {count} rates: give one, or one for each")
+            raise FlagError(f"{name} has {len(values)} values for {count} rates: give one, or one for each")
         columns.append(values * count if len(values) == 1 else values)
     if args.seconds is not None and (math.inf in args.request_rate or args.seconds <= 0):
-        raise ValueError(f"--seconds {args.seconds:g}: it must be above 0, and needs finite rates")
+        raise FlagError(f"--seconds {args.seconds:g}: it must be above 0, and needs finite rates")
     loads = [
         Load(
             rate,
@@ -158,9 +161,9 @@ def _loads(args: argparse.Namespace) -> list[Load]:
     ]
     for load in loads:
         if not load.request_rate > 0 or min(load.num_prompts, load.input_len, load.output_len) < 1:
-            raise ValueError(f"{load}: rate, requests and lengths must be above 0")
+            raise FlagError(f"{load}: rate, requests and lengths must be above 0")
         if load.max_concurrency < 0:
-            raise ValueError(f"--max-concurrency {load.max_concurrency}: 0 means no limit")
+            raise FlagError(f"--max-concurrency {load.max_concurrency}: 0 means no limit")
     return loads
 
 
@@ -173,7 +176,7 @@ def _goodput(pairs: Sequence[str]) -> dict[str, float]:
         except ValueError:
             name = ""
         if name not in ("ttft", "tpot", "e2el"):
-            raise ValueError(f"--goodput {pair}: it is ttft:MS, tpot:MS or e2el:MS")
+            raise FlagError(f"--goodput {pair}: it is ttft:MS, tpot:MS or e2el:MS")
     return found
 
 

@@ -32,6 +32,8 @@ class Server:
 class NotReady(RuntimeError):
     """The server ended or did not answer in time; the message holds the end of its log."""
 
+    user_can_mend = True
+
 
 def free_port() -> int:
     """A port of this machine that nobody listens on."""

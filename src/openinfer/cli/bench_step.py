@@ -14,6 +14,7 @@ from pathlib import Path
 from openinfer.cli import bench_gaps, bench_recipe
 from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import add_arguments, progress, record, write
+from openinfer.frontend.errors import FlagError
 from openinfer.recipes.engine import steps
 
 
@@ -63,7 +64,7 @@ def _measure(args: argparse.Namespace, asked: Asked) -> int:
             progress(f"wrote {args.records}")
     print("\n".join(map(_line, results)))
     if compiles:
-        raise ValueError(f"{compiles} kernels were compiled while measuring: the figures do not count")
+        raise FlagError(f"{compiles} kernels were compiled while measuring: the figures do not count")
     return 0
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from openinfer.frontend.errors import FlagError
+
 
 class Text:
-    """Draws text with a checkpoint's tokenizer. Raises ValueError without a tokenizer.json."""
+    """Draws text with a checkpoint's tokenizer. Raises FlagError without a tokenizer.json."""
 
     def __init__(self, model_dir: Path | None) -> None:
         path = None if model_dir is None else model_dir / "tokenizer.json"
         if path is None or not path.is_file():
-            raise ValueError(f"--text needs MODEL_DIR with a tokenizer.json; there is none at {path}")
+            raise FlagError(f"--text needs MODEL_DIR with a tokenizer.json; there is none at {path}")
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(path))

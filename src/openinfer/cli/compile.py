@@ -10,6 +10,7 @@ from pathlib import Path
 
 from openinfer.cli import bench_recipe
 from openinfer.cli.bench_recipe import Asked
+from openinfer.frontend.errors import FlagError
 from openinfer.kernels import H200, KernelSpec, Store, Target
 from openinfer.kernels.store import default_cache
 from openinfer.recipes.engine import Source
@@ -60,7 +61,7 @@ def _compile(args: argparse.Namespace, asked: Asked) -> int:
 def _target(args: argparse.Namespace) -> Target:
     known = GPUS.get(args.arch)
     if known is None and args.num_sms is None:
-        raise ValueError(
+        raise FlagError(
             f"--arch {args.arch}: known are {', '.join(map(str, GPUS))}; for others give --num-sms too"
         )
     known = known or Target(args.arch, 0)

@@ -22,6 +22,8 @@ CHECKS = {"contains", "last_number", "json", "calls"}
 class CaseError(ValueError):
     """A case file cannot be read; the message says where and why."""
 
+    user_can_mend = True
+
 
 @dataclass(frozen=True, slots=True)
 class Case:

@@ -1,5 +1,6 @@
 """Log lines: text for people, or one JSON object a line for collectors. Neither lets a client forge a line."""
 
+import contextlib
 import contextvars
 import io
 import json
@@ -103,8 +104,9 @@ def say(line: str) -> None:
         line = formatter.format(logging.LogRecord("openinfer", logging.INFO, "", 0, line, None, None))
     else:
         line = f"openinfer: {line}"
-    sys.stderr.write(f"{line}\n")  # one write: two threads may speak at once
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk, or a reader that has left, is no reason not to serve
+        sys.stderr.write(f"{line}\n")  # one write: two threads may speak at once
+        sys.stderr.flush()
 
 
 def _formatter() -> logging.Formatter | None:

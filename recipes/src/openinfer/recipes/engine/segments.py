@@ -14,6 +14,7 @@ from openinfer.graph.runner import Model
 from openinfer.kernels import Pack, Target, Workload
 from openinfer.kvpool import Pool
 from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.forced import Forced, NoRoom
 from openinfer.recipes.engine.limits import OUTSIDE_BYTES, Room, decide
 from openinfer.recipes.engine.options import O
@@ -97,9 +98,9 @@ class Outline:
         return Pool(self._blueprint.groups(self._limits, blocks), prefix_cache=self._prefix_cache)
 
     def decode(self, rows: int, context: int) -> Steps:
-        """A decode step. Raises ValueError for more rows than a step has."""
+        """A decode step. Raises SetupError for more rows than a step has."""
         if rows > self.buckets.max_rows:
-            raise ValueError(f"{rows} rows; a step has at most {self.buckets.max_rows} (--max-num-seqs)")
+            raise SetupError(f"{rows} rows; a step has at most {self.buckets.max_rows} (--max-num-seqs)")
         return [step_segments(self.model, self.buckets, rows, context)]
 
     def prefill(self, tokens: int) -> Steps:
@@ -165,7 +166,7 @@ def engine_segments(engine: Engine, context: int, tokens: Sequence[int] | None =
     max_rows, largest = buckets.max_rows, buckets.max_tokens
     wanted = [s for s in buckets.segments() if tokens is None or s.tokens in tokens]
     if not wanted:
-        raise ValueError(f"no recorded segment has a token count of {tokens}")
+        raise SetupError(f"no recorded segment has a token count of {tokens}")
     need = max_rows * (context + MARGIN + engine.info.block_size) + largest
     if need > engine.info.kv_capacity_tokens or max(context, largest) + MARGIN > engine.info.max_model_len:
         raise NoRoom(

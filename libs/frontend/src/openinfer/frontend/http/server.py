@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ __all__ = ["on_signals", "run_server"]
 DEATH_LINGER_S = 2.0
 """After the engine's death: open streams get their error, probes see 503, then the process ends."""
 CLOSE_TIMEOUT_S = 2
+MAX_FILES = 1 << 17
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ async def run_server(
     Returns the exit code: 0, or 1 when the engine was lost.
     """
     service: Service = app.state.service
+    _allow_connections()
     try:
         await service.prepare()
         tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
@@ -118,6 +121,14 @@ async def _run(
         task.cancel()
     await serving
     return code
+
+
+def _allow_connections() -> None:
+    """A connection is a file: take as many as the system lets us have, where a shell's default is 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def on_signals(stop: asyncio.Event, now: asyncio.Event) -> None:

@@ -1,0 +1,67 @@
+"""Drills on a real engine: what one client can do to another. Figures are printed (`pytest -s`) for docs/faults.md."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+AGEING_S = 0.3
+
+
+def post(url: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/v1/completions", json={"ignore_eos": True, **body}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_stream_of_urgent_requests_starves_no_other(tiny: Any, start: Callable[..., Any]) -> None:
+    policy = f"priority,ageing_s={AGEING_S}"
+    url = start(tiny.path, "--max-num-seqs", "2", "--scheduling-policy", policy).url
+    over, served = threading.Event(), [0]
+
+    def flood() -> None:
+        while not over.is_set():
+            post(url, prompt=[5, 6, 7], max_tokens=8, priority=-4)
+            served[0] += 1
+
+    threads = [threading.Thread(target=flood) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)  # four wait for each row all the time
+    began = time.monotonic()
+    before = served[0]
+    post(url, prompt=[5, 6, 7], max_tokens=8, priority=4)
+    waited = time.monotonic() - began
+    ahead = served[0] - before
+    over.set()
+    for thread in threads:
+        thread.join()
+    print(f"8 levels less urgent: {waited:.2f} s, {ahead} urgent requests went ahead")
+    assert ahead > 8  # urgent ones do go ahead
+    assert waited < 8 * AGEING_S + 10
+
+
+def test_how_long_a_prompt_takes_tells_nothing_about_other_salts(
+    tiny: Any, start: Callable[..., Any]
+) -> None:
+    url = start(tiny.path, "--max-num-seqs", "4").url
+    times: dict[str, list[float]] = {"new": [], "same salt": [], "other salt": [], "no salt": []}
+    for index in range(7):
+        prompt = [300 + (7 * index + step * step) % 200 for step in range(480)]
+        for name, salt in (("new", "a"), ("same salt", "a"), ("other salt", f"b{index}"), ("no salt", None)):
+            began = time.monotonic()
+            body = post(url, prompt=prompt, max_tokens=1, cache_salt=salt)
+            times[name].append(time.monotonic() - began)
+            cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (cached > 400) == (name == "same salt"), name
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    print({name: f"{seconds * 1e3:.1f} ms" for name, seconds in medians.items()})
+    assert medians["same salt"] < 0.7 * medians["new"]
+    for name in ("other salt", "no salt"):
+        assert 0.6 < medians[name] / medians["new"] < 1.6
