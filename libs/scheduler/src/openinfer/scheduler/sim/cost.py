@@ -1,4 +1,4 @@
-"""How long a step takes: any function of its work, or a linear one fitted to measured steps."""
+"""Cost models: the time of a step as a function of its work; LinearCost is fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ..errors import InvalidSetup
 
 
 class StepWork(NamedTuple):
-    """What a step has to do."""
+    """The work of a step."""
 
     decode_rows: int
     decode_context: int
-    """Tokens that the decode rows attend to, in sum."""
+    """Sum over decode rows of the tokens that they attend to."""
     prefill_tokens: int
     prefill_context: int
-    """Tokens that the prompt tokens attend to, themselves included, in sum: a chunk of n tokens after m others has
-    n * m + n * (n + 1) / 2."""
+    """Sum over prompt tokens of the tokens that they attend to, themselves included. A chunk of n tokens after m tokens
+    has n * m + n * (n + 1) / 2."""
 
 
 CostModel: TypeAlias = Callable[[StepWork], float]
@@ -29,8 +29,8 @@ CostModel: TypeAlias = Callable[[StepWork], float]
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Seconds: a constant, and so many for each unit of work. The defaults are of the size that a dense model of 4
-    billion parameters in bf16 has on an H200; for figures to rely on, fit() it to your own steps."""
+    """Seconds: a constant, and a factor for each kind of work. The defaults fit a dense model of 4 billion
+    parameters in bf16 on an H200 roughly. Use fit() with measured steps for figures to rely on."""
 
     step: float = 2.0e-3
     decode_row: float = 2.4e-5
@@ -49,8 +49,9 @@ class LinearCost:
 
     @classmethod
     def fit(cls, records: Iterable[tuple[StepWork, float]]) -> LinearCost:
-        """The least relative squared error over measured (work, seconds), none of the coefficients negative. What the
-        records do not vary costs 0. Raises InvalidSetup without records of positive time."""
+        """The model with the least relative squared error over measured (work, seconds), without negative factors.
+        Work that does not vary over the records gets the factor 0. Raises InvalidSetup if there is no record or a
+        time is not positive."""
         rows = [([1.0, *work], seconds) for work, seconds in records]
         if not rows or any(seconds <= 0 for _, seconds in rows):
             raise InvalidSetup(

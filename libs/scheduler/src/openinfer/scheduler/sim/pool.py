@@ -1,4 +1,4 @@
-"""SimPool: a pool for simulations. It counts blocks and knows what is cached, but has no block ids."""
+"""SimPool: a pool for simulations. It counts blocks and knows cached prefixes, but has no block ids."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ _NO_NAMES: tuple[int, ...] = ()
 
 
 class SimPool:
-    """`num_blocks` blocks of `block_size` tokens. Whole blocks are shared by prefix; unused ones stay cached, the least
-    recently used goes first. Names are Python's hashes: quick, and good enough where nothing is computed."""
+    """`num_blocks` blocks of `block_size` tokens. Sequences share whole blocks by prefix. Unused blocks stay
+    cached; the least recently used is evicted first. Names are Python's hashes, which are quick and good enough for
+    a simulation."""
 
     num_groups = 1
 
@@ -50,7 +51,7 @@ class SimPool:
         return names
 
     def poll(self, wait_s: float | None = 0.0) -> Sequence[SimLease]:
-        """Nothing is loaded here."""
+        """This pool loads nothing."""
         return ()
 
     def take(self, count: int) -> None:
@@ -71,17 +72,17 @@ class SimLease:
         self._pool = pool
 
     def load(self, leave: float = 0.0) -> bool:
-        """Nothing can be loaded here."""
+        """This pool loads nothing."""
         return False
 
     def block_table(self, group: int = 0) -> Sequence[int]:
-        """As many entries as there are blocks; what they say means nothing."""
+        """One entry for each block. The entries have no meaning."""
         return range(self.num_blocks)
 
     def reserve(
         self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
     ) -> list[tuple[int, int, list[int]]] | None:
-        """Grow to that many tokens in all; None, and nothing changed, if there are not blocks enough."""
+        """Grow until that number of tokens fits. None: too few blocks, and nothing changed."""
         first = self.num_blocks
         count = -(-max(num_tokens, kept_tokens) // self._pool.block_size) - first
         if count <= 0:
@@ -116,7 +117,7 @@ class SimLease:
         self.names = names
 
     def release(self) -> None:
-        """Give everything back; what has a name stays cached, the end of a sequence to be evicted before its head."""
+        """Give all blocks back. Named blocks stay cached; the end of a sequence is evicted before its beginning."""
         pool = self._pool
         pool.num_free += self.num_blocks - len(self.names)
         for name in reversed(self.names):

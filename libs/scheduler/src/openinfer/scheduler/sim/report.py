@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""Report: the figures of a simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .workloads import Request
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Times in seconds of the simulation."""
+    """The outcome of one request. Times are seconds of the simulation."""
 
     request: Request
     arrival: float
@@ -30,7 +30,7 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Mean time of the tokens after the first; None if there is one only."""
+        """Mean time of a token after the first; None if there is only one token."""
         if self.num_output < 2:
             return None
         return (self.last_token - self.first_token) / (self.num_output - 1)
@@ -38,7 +38,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of a sample, in seconds; 0 where it is empty."""
+    """Percentiles of a sample, in seconds; 0 if the sample is empty."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -57,7 +57,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A simulation's figures. Seconds, tokens, requests."""
+    """The figures of a simulation, in seconds, tokens and requests."""
 
     seconds: float
     """From the first arrival to the last token."""
@@ -69,21 +69,21 @@ class Report:
     cached_tokens: int
     output_tokens: int
     busy: float
-    """Part of the time that the device was at work."""
+    """Part of the time during which the device was busy."""
     ttft: Percentiles
     tpot: Percentiles
     itl: Percentiles
-    """Between two tokens of a request, over all of them."""
+    """Time between two tokens of a request, over all requests."""
     requests_per_s: float
     output_tokens_per_s: float
     hit_rate: float
     """Cached tokens of prompts."""
     goodput: float
-    """Requests a second that met both objectives; all that finished, if there are none."""
+    """Requests per second that met both objectives, or that finished, if there are no objectives."""
     records: Sequence[Record] = field(repr=False, default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; without the records."""
+        """The figures for JSON, without the records."""
         names = [name for name in self.__slots__ if name != "records"]
         values = ((name, getattr(self, name)) for name in names)
         return {name: asdict(v) if isinstance(v, Percentiles) else v for name, v in values}
@@ -100,7 +100,7 @@ class Report:
         ttft_s: float | None,
         tpot_s: float | None,
     ) -> Report:
-        """Sum up."""
+        """The figures of these records."""
         done = [record for record in records if record.num_output]
         start = min((record.arrival for record in records), default=0.0)
         seconds = max((record.last_token for record in done), default=start) - start

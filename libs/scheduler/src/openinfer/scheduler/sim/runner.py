@@ -1,4 +1,4 @@
-"""SimRunner: a device that does nothing but take time."""
+"""SimRunner: a device that computes nothing and takes time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .report import Record
 
 
 class SimRunner:
-    """A Runner in virtual time. Steps run one after the other, each as long as the cost model says; rows end when they
-    have said what their request's output is (Seq.owner is a Record).
+    """A Runner in virtual time. Steps run one after the other; the cost model gives their time. A row ends after the
+    output of its request (Seq.owner is a Record).
 
-    now: seconds. Time passes while somebody waits for a result, and when its owner sets it.
+    now: seconds. Time passes while the caller waits for a result, and when the caller sets it.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -56,7 +56,7 @@ class SimRunner:
         return StepWork(step.num_decode, self._context, tokens, context)
 
     def _schedule_ending(self, seq: Seq[Record], index: int) -> None:
-        """The row yields a token in this step and in each one after it."""
+        """Note the last step of a row, which yields a token in this step and in each later one."""
         said = seq.target - seq.prompt_len
         last = index + self._length(seq) - said - 1
         self._endings.setdefault(last, []).append((seq, seq.num_preemptions))
@@ -69,7 +69,7 @@ class SimRunner:
         return FinishReason.LENGTH if at_limit else FinishReason.STOP
 
     def collect(self, wait_s: float | None) -> StepResult[None] | None:
-        """The oldest result, if it comes within wait_s seconds, which pass."""
+        """The oldest result, if it comes within wait_s seconds. The time passes."""
         done_at, result = self._running[0]
         if wait_s is not None and done_at > self.now + wait_s:
             self.now += wait_s

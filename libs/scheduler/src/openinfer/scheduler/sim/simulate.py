@@ -31,10 +31,10 @@ def simulate(
     ttft_s: float | None = None,
     tpot_s: float | None = None,
 ) -> Report:
-    """Serve a workload and report. policy and pool: new ones; they are the real thing, as is the loop between
-    them. Only the device is a model of its time: `cost`. ttft_s, tpot_s: objectives, for Report.goodput.
+    """Serve a workload and report. Policy, pool and loop are real, and must be new; `cost` models the time of the
+    device. ttft_s, tpot_s: objectives of Report.goodput.
 
-    Raises SchedulerError if the policy lets everything stand still, and what the parts raise.
+    Raises SchedulerError if requests wait and the policy runs none. Exceptions of the parts pass through.
     """
     return _Simulation(
         workload, policy, pool, cost, max_rows, max_model_len, max_queued, max_headroom
@@ -119,7 +119,7 @@ class _Simulation:
             self._follow(number)
 
     def _note(self, event: Event[Record, None]) -> None:
-        """What an engine does with an event."""
+        """Handle an event, as an engine does."""
         now = self.runner.now
         match event:
             case Tokens():
@@ -141,6 +141,6 @@ class _Simulation:
                 self._follow(seq.id)
 
     def _follow(self, number: int) -> None:
-        """Who continues this one comes after a while; after a rejection, its client tries no less."""
+        """Schedule the requests that continue this one, also after a rejection."""
         for follower in self.followers.get(number, ()):
             heapq.heappush(self.coming, (self.runner.now + self.workload[follower].arrival, follower))

@@ -1,4 +1,4 @@
-"""Workloads: lists of requests, the same for the same seed."""
+"""Workloads: lists of requests. A seed always gives the same list."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..errors import InvalidSetup
 
 VOCABULARY = 1 << 15
 TRACE_BLOCK = 512
-"""Tokens that one of a trace's hash_ids stands for."""
+"""Tokens of each hash_id in a trace."""
 
 Range: TypeAlias = tuple[int, int]
-"""A length in tokens, drawn evenly from both ends included."""
+"""Range of a length in tokens, both ends included, drawn evenly."""
 
 
 @dataclass(slots=True)
@@ -24,14 +24,14 @@ class Request:
     """One request of a workload."""
 
     arrival: float
-    """Seconds; with `after`, counted from the end of that request."""
+    """Seconds. With `after`, seconds from the end of that request."""
     prompt: list[int]
     output: list[int]
-    """What the model will say; nobody but the simulator knows."""
+    """The output of the model. Only the simulator reads it."""
     max_tokens: int
-    """What the client asks for at most, >= len(output)."""
+    """The client's limit, >= len(output)."""
     after: int | None = None
-    """Position in the workload of the request whose answer this one continues."""
+    """Position in the workload of the request that this one continues."""
     tenant: str = ""
     priority: int = 0
 
@@ -44,7 +44,7 @@ def poisson(
     *,
     seed: int = 0,
 ) -> list[Request]:
-    """`rate` requests a second, independent of each other, nothing shared between their prompts."""
+    """`rate` independent requests per second. Their prompts share nothing."""
     rng, now, requests = random.Random(seed), 0.0, []
     for _ in range(num_requests):
         now += rng.expovariate(rate)
@@ -61,7 +61,8 @@ def bursts(
     size: int = 32,
     seed: int = 0,
 ) -> list[Request]:
-    """The same rate on average, but `size` at once: bursts at random times, each of a tenant of its own."""
+    """Bursts of `size` requests at random times, `rate` requests per second on average. Each burst has its own
+    tenant."""
     rng, now, requests = random.Random(seed), 0.0, []
     for number in range(num_requests):
         if number % size == 0:

@@ -1,5 +1,5 @@
-"""For tests of policies and pools: a device in miniature, an oracle, schedules that compare the two, and the rules
-that every policy must keep."""
+"""For tests of policies and pools: a fake device, a sequential oracle, random schedules that compare the two, and the
+rules of every policy."""
 
 from .conformance import PolicyConformance
 from .drafts import RandomDrafts

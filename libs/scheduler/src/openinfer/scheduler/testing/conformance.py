@@ -20,7 +20,7 @@ from .simple_pool import SimplePool
 
 
 class _Recorder(FakeRunner):
-    """Keeps the shape of every step, and refuses those over budget."""
+    """Keeps the shape of every step, and refuses steps over the budget."""
 
     def __init__(self, block_sizes: Sequence[int], max_tokens: int) -> None:
         super().__init__(block_sizes)
@@ -42,24 +42,24 @@ class PolicyConformance:
             def make_policy(self, max_batched_tokens):
                 return MyPolicy(max_batched_tokens)
 
-    No request is lost, none is told a token twice or another than when it is alone, blocks and slots come back (on
-    generated schedules: aborts, preemptions, stalls, tight pools); steps keep the budget; nobody starves; equal
-    workloads give equal steps; who fits an idle machine is admitted; who left is forgotten. A rule that is broken
-    raises Mismatch, or what the loop or the device in miniature notices.
+    The rules: every request yields the tokens that it yields alone, each once. All blocks and slots come back. Random
+    schedules check this with drafts, loads, aborts, preemptions, stalls and small pools. Steps keep the budget. No
+    request starves. Equal workloads give equal steps. An idle machine admits every request that fits. Aborted requests
+    are forgotten. A broken rule raises Mismatch, or an error of the loop or the fake device.
     """
 
     num_schedules = 60
-    """Generated workloads that test_schedules plays."""
+    """Number of random schedules that test_schedules plays."""
     patience = 1500
-    """Turns, each a second of the clock and 1 to 3 admissions, in which everybody must have got his turn."""
+    """Turns within which every request must be admitted. A turn is one second of the clock."""
     loop_type: type[StepLoop[Any, Any]] = StepLoop
 
     def make_policy(self, max_batched_tokens: int) -> Policy:
-        """A new policy for steps of at most so many tokens (>= the loop's max_rows)."""
+        """A new policy for steps of at most max_batched_tokens tokens, which is at least the loop's max_rows."""
         raise NotImplementedError("return your policy here")
 
     def test_schedules(self) -> None:
-        """Whatever happens, every request yields what it yields alone, and everything is given back."""
+        """On random schedules, every request yields the tokens that it yields alone, and all blocks come back."""
         for seed in range(self.num_schedules):
             schedule = Schedule.generate(seed)
             try:
@@ -96,18 +96,18 @@ class PolicyConformance:
             while play.loop.stats.waiting > 2:
                 play.turn()
             probe = play.submit_probe(length, tenant, priority)
-            play.clock += 0.5  # nearly all that wait with it have arrived later
+            play.clock += 0.5  # nearly all requests that wait with the probe arrive later
             play.crowd(self.patience, until=probe)
 
     def test_idle_machine(self) -> None:
-        """Alone on an idle machine, a request of any size that fits is served."""
+        """An idle machine serves a request of any size that fits."""
         for length in (1, 23, 30):
             play = _Play(self, 6, seed=length)
             play.submit_probe(length, "", 0)
             play.finish()
 
     def test_aborted_are_forgotten(self) -> None:
-        """Who was aborted, waiting or running, is not named again."""
+        """The policy does not name a request after its abort."""
         play = _Play(self, 8, seed=1)
         seqs = [play.submit_probe(6, f"tenant {i % 2}", i % 3) for i in range(8)]
         for turn in range(4):
@@ -118,7 +118,7 @@ class PolicyConformance:
 
 
 class _Play:
-    """A small machine with a policy on it, and a clock of one second a turn."""
+    """A small machine with the policy. Its clock advances by one second a turn."""
 
     def __init__(self, suite: PolicyConformance, budget: int, *, seed: int, drafts: int = 0) -> None:
         self.random = random.Random(seed)
@@ -146,7 +146,7 @@ class _Play:
         return seq
 
     def turn(self) -> list[Seq[None]]:
-        """One turn of the loop, a second long. Returns who was admitted."""
+        """One turn of the loop. Returns the admitted sequences."""
         admitted = []
         for event in self.loop.step(1.0):
             match event:
@@ -162,7 +162,7 @@ class _Play:
         return admitted
 
     def run(self) -> list[list[tuple[int, int]]]:
-        """A crowd that comes and goes; the shape of each step."""
+        """Serve a random crowd. Returns the shape of each step."""
         for _ in range(30):
             for _ in range(self.random.randint(0, 3)):
                 self.submit_probe(
@@ -173,7 +173,7 @@ class _Play:
         return self.runner.shapes
 
     def crowd(self, turns: int, until: Seq[None] | None = None) -> None:
-        """Keep 12 others waiting, of the kind that policies like, for some turns or until a request is admitted."""
+        """Keep 12 short requests with a common prefix waiting, for some turns or until one request is admitted."""
         for _ in range(turns):
             while self.loop.stats.waiting < 12:
                 self.num_submitted += 1
@@ -187,7 +187,7 @@ class _Play:
             )
 
     def finish(self) -> None:
-        """Serve all that is left."""
+        """Serve all requests that are left."""
         for _ in range(400):
             if not self.loop.has_work:
                 break

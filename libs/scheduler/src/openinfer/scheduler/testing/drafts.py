@@ -1,4 +1,4 @@
-"""RandomDrafts: a Speculation that changes its mind."""
+"""RandomDrafts: a Speculation that chooses at random."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..sequence import Seq
 
 
 class RandomDrafts:
-    """Up to `most` drafts a row: for some steps the same of all rows, for some a number for each, for some none.
+    """Up to `most` drafts a row. It changes between no drafts, the same number for all rows, and a number for each row.
 
-    All tokens of decode rows stay within max_tokens. One token of these is left to prompts.
+    The tokens of all decode rows stay below max_tokens, so that prompts get one token at least.
     """
 
     def __init__(self, seed: int, most: int, max_tokens: int) -> None:
@@ -22,7 +22,7 @@ class RandomDrafts:
         self._mood = 0
 
     def num_drafts(self, view: View) -> Mapping[Seq[Any], int]:
-        """As Speculation asks."""
+        """The random numbers of this step."""
         rng, most = self._random, self._most
         if rng.random() < 0.2:
             self._mood = rng.choice([-1, 0, most, most])

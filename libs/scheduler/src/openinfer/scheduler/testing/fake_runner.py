@@ -1,10 +1,9 @@
-"""FakeRunner: a device in miniature, with slots, paged memory and launch-ahead, that notices every misuse.
+"""FakeRunner: a fake device with slots, paged memory and launch-ahead, which notices every misuse.
 
-It computes a step when it is launched (a stream runs steps in order, so nothing could tell) and gives the
-result out late. The state of a row is what a GPU would keep: alive bit, length, last token, block tables.
-Tokens are stored and read through the block tables, so a block that is given away too early, written twice,
-or listed as cached before it is written ends in a DeviceFault, or in a token that the oracle (`generate`)
-does not produce.
+It computes a step at its launch and returns the result late. Steps of a stream run in order, so the difference does
+not show. A row has the state that a GPU keeps: alive bit, length, last token, block tables. Tokens are stored and
+read through the block tables. So a block that is released too early, written twice, or cached before it is written
+causes a DeviceFault, or a token that differs from the oracle's (`generate`).
 """
 
 from __future__ import annotations
@@ -19,31 +18,31 @@ from ..sequence import FinishReason, Seq
 from .model import EOS, cell, next_token
 
 Sampled: TypeAlias = list[list[int]]
-"""What FakeRunner returns of a step: the tokens of each row, along the rows; [] where a row has none."""
+"""Payload of FakeRunner: the tokens of each row, along the rows; [] if a row has none."""
 
 
 class DeviceFault(RuntimeError):
-    """A step asked for something that on a GPU would be silent corruption."""
+    """A step did something that would be silent corruption on a GPU."""
 
 
 @dataclass(slots=True, eq=False)
 class _DeviceRow:
-    """What the device knows about a slot, and (last two) what the host knows of it."""
+    """The device's state of a slot. The last two fields are the host's."""
 
     slot: int
     max_len: int
     tables: list[list[int]]
     length: int  # tokens stored
-    before: int = 0  # the same when the step began: its rows run side by side
+    before: int = 0  # length at the start of the step, because rows of a step run side by side
     alive: bool = True
     last_token: int | None = None
     last_step: int = 0
-    ended: bool = False  # the host has been told, or has said so itself
+    ended: bool = False  # the host knows of the end
 
 
 @dataclass(slots=True)
 class _Paged:
-    """One group's memory: (position, cell) by block, and the rows that have the block in their table."""
+    """The memory of a group: (position, cell) by block, and the rows that have the block in their table."""
 
     block_size: int
     window: int | None
@@ -52,13 +51,13 @@ class _Paged:
 
 
 class FakeRunner:
-    """A Runner over block_sizes[g] tokens a block in group g, where a token reads windows[g] tokens before its own
-    (None, or none given: all).
+    """A Runner with block_sizes[g] tokens a block in group g. windows[g]: the number of earlier tokens that a token
+    reads; None: all.
 
-    delay(index): how many calls of collect() find step `index` unfinished (waiting without limit finishes
-    it). stall(index, seq): whether a decode row stands still in a step (StepResult.advanced 0). accept(index,
-    seq, k): how many of the k drafts of a row are right. depth: launched and not collected, at most. The payload is
-    `Sampled`. Raises DeviceFault.
+    delay(index): the number of collect() calls that find step `index` unfinished; a wait without limit finishes it.
+    stall(index, seq): whether a decode row stands still (StepResult.advanced 0). accept(index, seq, k): the number of
+    right drafts among the k drafts of a row. depth: limit of steps in flight. The payload is `Sampled`. Raises
+    DeviceFault.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class FakeRunner:
             self._polls = self._delay(step.index)
 
     def collect(self, wait_s: float | None) -> StepResult[Sampled] | None:
-        """The oldest result, once it has been asked for often enough."""
+        """The oldest result, after its delay."""
         if not self._results:
             return None
         if wait_s is not None and self._polls > 0:
@@ -120,8 +119,8 @@ class FakeRunner:
         return self._groups[group].block_size
 
     def fill(self, group: int, block: int, start: int, cells: Sequence[int]) -> None:
-        """A copy from elsewhere: the cells of the tokens from `start` on, or none. No step in flight may use the block;
-        a row that reads it later must find its own tokens there."""
+        """Fill a block from elsewhere with the cells of the tokens from `start` on. No step in flight may use the
+        block. A row that reads the block later must find its own tokens there."""
         memory = self._groups[group]
         rows = [row for row in memory.holders.get(block, ()) if row.last_step > self.num_collected]
         if block == 0 or any(self._reads(row, group, block) for row in rows):
@@ -173,7 +172,7 @@ class FakeRunner:
             self._groups[group].holders.setdefault(block, set()).add(row)
 
     def _run(self, row: Row[Any], result: StepResult[Sampled]) -> list[int]:
-        """One row of a step. A dead row does nothing."""
+        """Run one row of a step. A dead row does nothing."""
         state = self._rows[row.seq.slot]
         state.last_step = result.index
         if not state.alive:
@@ -190,13 +189,13 @@ class FakeRunner:
         return [self._sample(state, result)] if row.emits else []
 
     def _decode(self, row: Row[Any], state: _DeviceRow, result: StepResult[Sampled]) -> list[int]:
-        """The last token and the drafts after it: the right ones are fed on, the others are written and forgotten."""
+        """Feed the last token and the drafts. Accept the right drafts; write garbage for the others."""
         if state.last_token is None:
             raise DeviceFault(f"slot {state.slot} decodes before its prompt is complete")
         drafts, tokens = row.num_tokens - 1, list[int]()
         if not self._stall(result.index, row.seq):
             right = self._accept(result.index, row.seq, drafts) if drafts else 0
-            # Where all tokens fit, a draft may follow; a draft at the row's last position cannot be kept.
+            # The row has no blocks for a draft at max_len - 1, so the device cannot accept it.
             right = min(right, state.max_len - 2 - state.length)
             while state.alive and len(tokens) <= right:
                 self._store(state, state.last_token)
@@ -213,7 +212,7 @@ class FakeRunner:
         self._write(row, row.length, cell(previous, token))
         row.length += 1
         if any(memory.window is not None for memory in self._groups):
-            self._attend(row)  # each token, for what its window reaches is soon given away
+            self._attend(row)  # check each token now, because blocks that leave the window are soon reused
 
     def _write(self, row: _DeviceRow, position: int, value: int) -> None:
         for group, memory in enumerate(self._groups):
@@ -234,7 +233,8 @@ class FakeRunner:
             memory.blocks[block][offset] = (position, value)
 
     def _reads(self, row: _DeviceRow, group: int, block: int) -> bool:
-        """Whether a row may still read a block of its table: it is not through, and the window has not moved on."""
+        """Whether a row may still read a block of its table: the row has not ended, and its window reaches the
+        block."""
         memory = self._groups[group]
         first = 0 if memory.window is None else max(0, row.before - memory.window) // memory.block_size
         return not self._fenced(row) and block in row.tables[group][first:]
@@ -251,7 +251,7 @@ class FakeRunner:
         return stored[1]
 
     def _attend(self, row: _DeviceRow) -> list[int]:
-        """What the newest token reads of the first group; of what the others have as well, they must have the same."""
+        """The cells that the newest token reads in the first group. The other groups must hold the same cells."""
         read = []
         for group, memory in enumerate(self._groups):
             first = 0 if memory.window is None else max(0, row.length - 1 - memory.window)

@@ -1,4 +1,4 @@
-"""A "model" whose every token depends on all before it, through state that is kept a token at a time."""
+"""A fake model: each token depends on all tokens before it, through a cell of state for each token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PRIME = (1 << 61) - 1
 
 
 def cell(previous: int, token: int) -> int:
-    """What is stored for a token, given what is stored for the token before it (0 at the start): the "KV"."""
+    """The cell of a token, from the cell of the token before it (0 at the start). It stands for KV."""
     return (previous * 6364136223846793005 + token * 1442695040888963407 + 1) % _PRIME
 
 
@@ -27,8 +27,8 @@ def next_token(cells: Iterable[int]) -> int:
 def generate(
     prompt: Sequence[int], max_len: int, window: int | None = None
 ) -> tuple[list[int], FinishReason]:
-    """The sequential oracle: the output of a request that is alone on the device, and why it ends. `window`: a token
-    reads so many cells before its own; None: all."""
+    """The sequential oracle: the output of a request that is alone on the device, and the reason of its end.
+    window: the number of earlier cells that a token reads; None: all."""
     reach = 0 if window is None else -window - 1
     cells: list[int] = []
     output: list[int] = []

@@ -1,4 +1,4 @@
-"""Schedule: a generated workload, played on a StepLoop and compared with the sequential oracle."""
+"""Schedule: a random workload, played on a StepLoop and compared with the sequential oracle."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ Loop: TypeAlias = StepLoop[Any, Sampled]
 
 
 class Mismatch(AssertionError):
-    """The loop's events differ from what each request yields alone."""
+    """The loop's events differ from those of a request that is alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, the turn in which it is submitted, and what the host does to it."""
+    """A request, the turn of its submission, and the actions of its client."""
 
     turn: int
     prompt: list[int]
     max_tokens: int
     abort_turn: int | None
-    """Turn in which the client goes away."""
+    """Turn in which the client aborts."""
     stop_after: int | None
-    """Output tokens after which a stop string is found, by the host."""
+    """Output tokens after which the host finds a stop string."""
 
 
 class Drafts(NamedTuple):
-    """In three of five schedules rows have drafts."""
+    """Drafts of decode rows, in three of five schedules."""
 
     most: int
-    """Of a row."""
+    """Limit of the drafts of a row."""
     acceptance: float
-    """Part of them that is right."""
+    """Part of the drafts that is right."""
 
     @classmethod
     def generate(cls, seed: int) -> Drafts:
@@ -56,12 +56,12 @@ class Drafts(NamedTuple):
 
 
 class Loads(NamedTuple):
-    """In two of five schedules another process has blocks of some requests."""
+    """Blocks that another process has, in two of five schedules."""
 
     part: float
-    """Of the requests."""
+    """Part of the requests whose blocks it has."""
     delay: int
-    """A load takes up to so many polls."""
+    """Limit of the polls that a load takes."""
     failures: float
     """Part of the blocks that do not come."""
 
@@ -73,7 +73,7 @@ class Loads(NamedTuple):
         )
 
     def shaken(self, arrival: Arrival) -> Arrival:
-        """The same request; where blocks are loaded, one of three is aborted soon."""
+        """The request, with an early abort in one of three cases if the schedule has loads."""
         rng = random.Random(f"shaken {arrival}")
         if self.part and rng.random() < 0.3:
             return replace(arrival, abort_turn=arrival.turn + rng.randint(1, 8))
@@ -82,7 +82,7 @@ class Loads(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A workload and the sizes it runs with, all derived from a seed."""
+    """A workload and its sizes, derived from a seed."""
 
     seed: int
     groups: list[Shape]
@@ -92,7 +92,7 @@ class Schedule:
     max_chunk_tokens: int
     depth: int
     slowness: int
-    """Results come up to so many polls late."""
+    """Limit of the polls that a result is late."""
     stall_rate: float
     drafts: Drafts
     loads: Loads
@@ -100,8 +100,8 @@ class Schedule:
 
     @classmethod
     def generate(cls, seed: int) -> Schedule:
-        """Small sizes, so that a few dozen turns meet every corner: tight pools, tiny chunks, shared
-        prefixes, follow-ups that continue an earlier request's output, aborts, stop strings, late results."""
+        """A schedule with small sizes, so that a few dozen turns meet every case: small pools, small chunks, shared
+        prefixes, follow-ups of earlier requests, aborts, stop strings, late results."""
         rng = random.Random(seed)
         max_model_len = rng.randint(12, 48)
         sizes = rng.choice([[2], [4], [4], [3], [2, 4], [4, 6]])
@@ -158,8 +158,8 @@ class Schedule:
         loop_type: type[Loop] = StepLoop,
         after_step: Callable[[Loop], object] = StepLoop.check,
     ) -> Loop:
-        """Run it to the end, `after_step` after each turn. Returns the loop. Raises Mismatch, DeviceFault, or
-        whatever the parts under test raise."""
+        """Run it to the end, with `after_step` after each turn. Returns the loop. Raises Mismatch or DeviceFault.
+        Exceptions of the parts under test pass through."""
         rng = random.Random(self.seed)
         runner = FakeRunner(
             [shape.block_size for shape in self.groups],
@@ -208,7 +208,7 @@ class Schedule:
         return loop
 
     def _tier(self, runner: FakeRunner) -> FakeTier:
-        """What another process has: of some requests, the blocks of the prompt and of what it yields, up to a point."""
+        """The blocks of another process: for some requests, the first blocks of prompt and output, or all of them."""
         rng = random.Random(f"tier {self.seed}")
         sequences = []
         for arrival in self.arrivals:
@@ -225,7 +225,7 @@ class Schedule:
 
 
 def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
-    """In two of five schedules some groups have windows, mostly with hardly more blocks than one sequence needs."""
+    """Give some groups windows, in two of five schedules, mostly with few more blocks than one sequence needs."""
     rng = random.Random(f"windows {seed}")
     if rng.random() < 0.6:
         return groups
@@ -240,7 +240,7 @@ def _windowed(seed: int, groups: list[Shape]) -> list[Shape]:
 
 
 def _observe(events: Sequence[Event[_Request, Sampled]]) -> None:
-    """Hand events to the requests as an engine does."""
+    """Pass events to the requests, as an engine does."""
     for event in events:
         if isinstance(event, Tokens):
             for position, seq in event.emitting():
@@ -254,7 +254,7 @@ def _observe(events: Sequence[Event[_Request, Sampled]]) -> None:
 
 
 class _Request:
-    """A client: submits, aborts, stops, and records what it is told."""
+    """A client: it submits, aborts, stops, and records its events."""
 
     def __init__(self, loop: Loop, number: int, arrival: Arrival) -> None:
         self.arrival = arrival
@@ -294,7 +294,7 @@ class _Request:
             self._reasons.append(event.reason)
 
     def compare(self, window: int | None) -> None:
-        """With what the request yields when it is alone."""
+        """Compare with the output of the request when it is alone."""
         if self._rejected:
             return
         output, reason = generate(self.arrival.prompt, self.seq.max_len, window)

@@ -1,4 +1,4 @@
-"""SimplePool: the smallest pool with a prefix cache to test a StepLoop over. Slow, and obviously right."""
+"""SimplePool: a small pool with a prefix cache, for tests of a StepLoop. It is slow and obviously right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Name: TypeAlias = tuple[bytes, tuple[int, ...]]
 
 
 class Shape(NamedTuple):
-    """A group of blocks. Block 0 is padding. A token needs `window` tokens before its own; None: all."""
+    """A group of blocks. Block 0 is padding. A token needs the `window` tokens before it; None: all."""
 
     block_size: int
     num_blocks: int
@@ -22,20 +22,20 @@ class Shape(NamedTuple):
 
     @property
     def capacity_tokens(self) -> int:
-        """Of one sequence: no end, if the window and the block that is written fit beside each other."""
+        """Capacity of one sequence: no limit, if the window and the block being written fit."""
         num_blocks = self.num_blocks - 1
         if self.window is not None and num_blocks > math.ceil(self.window / self.block_size):
             return sys.maxsize
         return num_blocks * self.block_size
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first block that is needed when so many tokens are computed."""
+        """The first block that is needed after num_tokens tokens."""
         return 0 if self.window is None else max(0, num_tokens - self.window) // self.block_size
 
 
 class SimplePool:
-    """Blocks of one or several groups. A prefix is looked up by the tokens themselves; nothing is hashed. tier: where
-    what is not cached may be loaded from; None: nowhere."""
+    """Blocks of one or several groups. A block's name is its prefix of tokens, not a hash. tier: loads blocks that
+    are not cached; None: no loads."""
 
     def __init__(
         self,
@@ -62,23 +62,23 @@ class SimplePool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without a user, cached ones included, over all groups."""
+        """Blocks without a user, cached blocks included, over all groups."""
         return sum(map(self.num_unused, range(self.num_groups)))
 
     def num_unused(self, group: int) -> int:
-        """The same of one group."""
+        """Blocks of one group without a user."""
         return list(self.users[group].values()).count(0)
 
     def acquire(
         self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
     ) -> SimpleLease:
-        """A lease on the longest prefix cached in every group; `hashes` is not needed here."""
+        """A lease on the longest prefix that every group has cached. `hashes` is ignored."""
         lease = SimpleLease(self, salt, tokens)
         lease.share(self.longest(lease, lambda group, name: name in self.index[group]))
         return lease
 
     def longest(self, lease: SimpleLease, found: Callable[[int, Name], bool]) -> int:
-        """Tokens of the longest prefix for which every group has what the next token needs."""
+        """Length of the longest prefix whose needed blocks are found in every group."""
         for end in range(len(lease.tokens) - 1, 0, -1):
             if any(end % shape.block_size for shape in self.shapes):
                 continue
@@ -105,7 +105,7 @@ class SimplePool:
         return ended
 
     def take(self, group: int, count: int) -> list[int]:
-        """`count` blocks without a user, unnamed ones first, then the longest unused."""
+        """Allocate `count` blocks without a user: unnamed blocks first, then the least recently used."""
         named: dict[int, Name] = {block: name for name, block in self.index[group].items()}
         unused = [block for block, count in self.users[group].items() if not count]
         age = {block: age for age, block in enumerate(named)}
@@ -118,7 +118,7 @@ class SimplePool:
 
 
 class SimpleLoad(NamedTuple):
-    """A load under way: who waits for it, the names of its pieces, and the blocks that it uses, by group."""
+    """A load in flight: its lease, the names of its pieces, and (group, block) of the blocks that it uses."""
 
     lease: SimpleLease
     names: list[Name]
@@ -140,7 +140,7 @@ class SimpleLease:
         return self._salt, tuple(tokens[:end])
 
     def needed(self, tokens: Sequence[int], end: int) -> Iterator[list[Name]]:
-        """By group, the names of the blocks that whoever goes on from tokens[:end] reads."""
+        """By group, the names of the blocks that a sequence reads to continue after tokens[:end]."""
         for shape in self._pool.shapes:
             size = shape.block_size
             yield [
@@ -151,7 +151,7 @@ class SimpleLease:
 
     @property
     def num_loadable(self) -> int:
-        """Tokens after num_cached that the tier and the cache have together."""
+        """Tokens after num_cached that cache and tier have together."""
         tier, pool = self._pool.tier, self._pool
         if tier is None or self._salt or not pool.prefix_cache:
             return 0
@@ -159,7 +159,7 @@ class SimpleLease:
         return end - self.num_cached
 
     def load(self, leave: float = 0.0) -> bool:
-        """Begin to bring them. What is cached of them is kept until that has ended."""
+        """Start to load them. Their cached blocks are used until the load has ended."""
         pool, tier = self._pool, self._pool.tier
         count = self.num_loadable
         if tier is None or not count:
@@ -201,14 +201,14 @@ class SimpleLease:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit the blocks held."""
+        """Tokens that fit into the blocks held."""
         return min(
             len(table) * shape.block_size
             for table, shape in zip(self._tables, self._pool.shapes, strict=True)
         )
 
     def block_table(self, group: int = 0) -> Sequence[int]:
-        """Block ids of a group; 0 where the window has moved on."""
+        """Block ids of a group; 0 where the window has moved past."""
         return self._tables[group]
 
     def _room(self, group: int, leave: float) -> int:
@@ -218,8 +218,8 @@ class SimpleLease:
     def reserve(
         self, num_tokens: int, kept_tokens: int = 0, leave: float = 0.0
     ) -> list[tuple[int, int, list[int]]] | None:
-        """Grow to num_tokens in all, to kept_tokens where there is no window; None, and nothing changed, if there are
-        not blocks enough, or not so many that that part of them stays free."""
+        """Grow until num_tokens fit, or kept_tokens in groups without a window. None: too few blocks would stay
+        free, and nothing changed."""
         pool = self._pool
         wanted = []
         for shape, table in zip(pool.shapes, self._tables, strict=True):
@@ -242,8 +242,7 @@ class SimpleLease:
         )
 
     def commit(self, tokens: Sequence[int], num_confirmed: int) -> None:
-        """Name the blocks that the first num_confirmed tokens fill; what has a name already keeps it. Give back what
-        windows have left behind."""
+        """Name the blocks that the first num_confirmed tokens fill. Give back blocks that have left a window."""
         for group, (shape, table) in enumerate(zip(self._pool.shapes, self._tables, strict=True)):
             for position in range(num_confirmed // shape.block_size):
                 if table[position] and self._pool.prefix_cache:
@@ -255,7 +254,7 @@ class SimpleLease:
                     table[position] = 0
 
     def release(self) -> None:
-        """Give everything back."""
+        """Give all blocks back."""
         self.released = True
         self.clear()
 

@@ -1,4 +1,4 @@
-"""FakeTier: what another process has computed already. It takes its time, and it fails."""
+"""FakeTier: another process that has blocks. Its copies are slow, and some fail."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .model import cell
 
 
 class Piece(NamedTuple):
-    """A block to be filled: the last cells of `tokens`, as many as a block of the group holds."""
+    """A block to fill with the last cells of `tokens`."""
 
     group: int
     block: int
@@ -20,20 +20,20 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Pieces on their way."""
+    """A load: the pieces that are copied."""
 
     pieces: Sequence[Piece]
     polls: int
-    """It ends at the poll after so many."""
+    """Number of polls before the poll that ends the load."""
     failed: set[Piece] = field(default_factory=set)
-    """When it has ended: pieces that did not come. Their blocks hold anything."""
+    """After the end: pieces that did not come. Their blocks hold garbage."""
 
 
 class FakeTier:
     """Holds every block of some sequences, and copies blocks of them to the memory of a FakeRunner.
 
-    sequences: tokens, from their first. delay(): polls that a load takes. fails(): whether a piece does not come. Until
-    a load ends its blocks hold nothing, so that a row that reads them too early faults.
+    sequences: lists of tokens. delay(): polls that a load takes. fails(): whether a piece does not come. Until a
+    load has ended its blocks are empty, so a row that reads them too early causes a DeviceFault.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class FakeTier:
         self._runner, self._delay, self._fails = runner, delay, fails
 
     def holds(self, tokens: Sequence[int]) -> bool:
-        """Whether blocks that end with this prefix are here."""
+        """Whether the tier has the blocks that end with this prefix."""
         return tuple(tokens) in self._held
 
     def begin(self, pieces: Sequence[Piece]) -> Load:
-        """Start to copy. The blocks are the caller's, and no row's, until the load has ended."""
+        """Start a load. No row may use the blocks until the load has ended."""
         load = Load(pieces, self._delay())
         self.loads.append(load)
         for piece in pieces:
@@ -63,7 +63,7 @@ class FakeTier:
         return load
 
     def poll(self, wait_s: float | None = 0.0) -> list[Load]:
-        """Loads that have ended; waiting without limit ends one."""
+        """Loads that have ended. A wait without limit ends one load."""
         for load in self.loads:
             load.polls -= 1
         if wait_s is None and self.loads:
