@@ -34,6 +34,7 @@ TYPED_SCRIPTS = (
     "clients/speaker",
     "compile_kernels",
     "deepseek_v4_parallel",
+    "release",
     "run_tests",
 )
 # Threads of several processes that spin for two cores make small products sixty times slower.

@@ -226,8 +226,8 @@ def test_a_distribution_has_what_a_reader_expects(part: str) -> None:
     folder = ROOT / part
     for name in ("README.md", "pyproject.toml"):
         assert len((folder / name).read_text().splitlines()) > 3, folder / name
-    if part != "recipes":
-        assert "0.1.0" in (folder / "CHANGELOG.md").read_text()
+    assert "0.1.0" in (folder / "CHANGELOG.md").read_text()
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def check_wheels(*arguments: str) -> str:

@@ -1,0 +1,84 @@
+"""The release script, on a copy of a library."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(ROOT / "libs" / "graph", tmp_path / "graph"))
+
+
+def test_a_version_moves_the_siblings_ranges_where_they_are_released_too(
+    release: ModuleType, graph: Path
+) -> None:
+    before = (graph / "pyproject.toml").read_text()
+    release.set_version(graph, Version("7.3.1"), siblings=False)
+    alone = (graph / "pyproject.toml").read_text()
+    assert alone.replace('version = "7.3.1"', "") == before.replace(
+        next(line for line in before.splitlines() if line.startswith("version = ")), ""
+    )
+    release.set_version(graph, Version("7.3.1"), siblings=True)
+    text = (graph / "pyproject.toml").read_text()
+    assert '"openinfer-tensor>=7.3,<7.4"' in text
+    assert '"openinfer-sampler[gpu]>=7.3,<7.4"' in text
+    assert '"openinfer-graph[runner]"' in text
+    assert '"pytest>=8"' in text
+
+
+def test_a_changelog_is_dated_once(release: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "CHANGELOG.md"
+    path.write_text("# x\n\n## Unreleased\n\n- A thing.\n\n## 0.1.0\n")
+    for _ in range(2):
+        release.date_changelog(path, "0.2.0", "2026-11-22")
+        assert path.read_text() == "# x\n\n## 0.2.0 (2026-11-22)\n\n- A thing.\n\n## 0.1.0\n"
+    with pytest.raises(release.CheckFailed, match="no section '## Unreleased'"):
+        release.date_changelog(path, "0.3.0", "2026-11-23")
+
+
+def test_what_is_built_is_checked(release: ModuleType, graph: Path, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    good.mkdir()
+    bad.mkdir()
+    for file in release.build(graph, good):
+        release.check_file(file)
+    text = (graph / "pyproject.toml").read_text()
+    (graph / "pyproject.toml").write_text(text.replace('license-files = ["LICENSE"]', "license-files = []"))
+    (graph / "LICENSE").unlink()
+    for file in release.build(graph, bad):
+        with pytest.raises(release.CheckFailed, match=r"LICENSE|License-File"):
+            release.check_file(file)
+
+
+def test_the_sdist_of_the_command_holds_nothing_of_the_libraries(release: ModuleType, tmp_path: Path) -> None:
+    sdist, _ = release.build(ROOT, tmp_path)
+    with tarfile.open(sdist) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {name.partition("/")[0] for name in names} - {
+        "src", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", "pyproject.toml", ".gitignore",
+    } == set()  # fmt: skip
