@@ -152,6 +152,25 @@ def test_stop_token_ids(live: Any) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 304)
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_more_stop_token_ids_than_an_engine_looks_for(live: Any, tokenizer: Any, include: bool) -> None:
+    many = [*range(500, 560), 304, 308]
+    body = {
+        "prompt": [300], "max_tokens": 50, "stop_token_ids": many, "return_token_ids": True, "logprobs": 1,
+        "include_stop_str_in_output": include,
+    }  # fmt: skip
+    choice = live.post("/v1/completions", **body).json()["choices"][0]
+    assert choice["token_ids"] == [301, 302, 303, 304]
+    assert choice["text"] == tokenizer.decode([301, 302, 303, 304][: 4 if include else 3], True)
+    assert len(choice["logprobs"]["tokens"]) == 4
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", 304)
+    choice = live.post("/v1/completions", **body, min_tokens=6).json()["choices"][0]
+    assert (choice["token_ids"][-1], choice["stop_reason"]) == (308, 308)
+    choices, usage = streamed(live, **{**body, "max_tokens": 3})
+    assert choices[-1]["finish_reason"] == "length"
+    assert usage["completion_tokens"] == 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("stop", "include", "text", "reason"),

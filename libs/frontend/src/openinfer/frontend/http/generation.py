@@ -6,16 +6,26 @@ reader gets fewer, larger pieces. An answer that is not streamed is only woken a
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
 from openinfer.frontend.client import Delta, EngineClient
-from openinfer.frontend.contract import Failed, Finished, Rejected, Request, TokenLogprobs
+from openinfer.frontend.contract import (
+    INT64_MAX,
+    INT64_MIN,
+    Failed,
+    Finished,
+    Rejected,
+    Request,
+    TokenLogprobs,
+)
 from openinfer.frontend.errors import APIError, EngineDeadError
 from openinfer.frontend.http.detokenizer import StopStrings
 from openinfer.frontend.http.metrics import Metrics
-from openinfer.frontend.http.params import Plan, choice_sampling
+from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.sampler import SamplingParams
 
 __all__ = ["Choice", "Generation", "Usage"]
 
@@ -41,6 +51,7 @@ class Choice:
         "_include_stop",
         "_last_time",
         "_metrics",
+        "_more_stop_ids",
         "_only_echo",
         "_scheduled_time",
         "_stops",
@@ -75,6 +86,7 @@ class Choice:
         self.index = index
         self.request = request
         self._include_stop = plan.include_stop
+        self._more_stop_ids = plan.more_stop_ids
         self._detokenizer = tokenizer.detokenizer(plan.skip_special_tokens) if tokenizer else None
         self._stops = StopStrings(plan.stop, plan.include_stop) if plan.stop else None
         self._metrics = metrics
@@ -105,6 +117,8 @@ class Choice:
         """The sink of the request."""
         if self.done:  # a stop string matched, or it was cancelled: what overshot is dropped
             return
+        if self._more_stop_ids:
+            delta = self._stopped(delta)
         self.started = True
         if delta.scheduled is not None:
             self.cached_tokens = delta.scheduled.cached_tokens
@@ -144,6 +158,22 @@ class Choice:
             self._abort(self.request.id)
             self._metrics.finished_early(self.request, self.num_tokens, self._times)
             self._wake()
+
+    def _stopped(self, delta: Delta) -> Delta:
+        """The delta as if the engine knew all stop ids."""
+        first = max(self.request.sampling.min_tokens - self.num_tokens, 0)
+        for position in range(first, len(delta.token_ids)):
+            token_id = delta.token_ids[position]
+            if token_id in self._more_stop_ids:
+                self._abort(self.request.id)
+                return Delta(
+                    delta.token_ids[: position + 1],
+                    delta.logprobs and delta.logprobs[: position + 1],
+                    delta.prompt_logprobs,
+                    delta.scheduled,
+                    Finished(self.request.id, "stop", token_id),
+                )
+        return delta
 
     def _take_tokens(self, delta: Delta) -> None:
         ids = delta.token_ids
@@ -208,7 +238,7 @@ class Choice:
                 self._say(self._stops.flush())
         if self.finish_reason is None:
             self.finish_reason = terminal.reason
-            if terminal.stop_token_id in self.request.sampling.stop_token_ids:
+            if terminal.stop_token_id in (*self.request.sampling.stop_token_ids, *self._more_stop_ids):
                 self.stop_reason = terminal.stop_token_id
         self._observe_end()
 
@@ -246,6 +276,14 @@ class Usage:
         return sum(choice.reasoning_tokens for choice in self._choices)
 
 
+def _sampling(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of the index-th of n choices: seed + index, within 64 bits."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    seed = (sampling.seed + index - INT64_MIN) % (INT64_MAX - INT64_MIN + 1) + INT64_MIN
+    return dataclasses.replace(sampling, seed=seed)
+
+
 class Generation:
     """The choices of one HTTP request: n for each prompt, numbered prompt by prompt.
 
@@ -273,7 +311,7 @@ class Generation:
                 request = Request(
                     id=client.new_id(),
                     prompt_token_ids=prompt,
-                    sampling=choice_sampling(plan.sampling, index),
+                    sampling=_sampling(plan.sampling, index),
                     max_tokens=limit,
                     arrival=arrival,
                     priority=plan.priority,

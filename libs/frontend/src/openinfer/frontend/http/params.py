@@ -1,6 +1,5 @@
 """From a typed body to what the engine is asked: every bound is checked here, before anything is submitted."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.grammar import Grammar
+from openinfer.sampler.params import MAX_STOP_TOKEN_IDS
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -24,7 +24,6 @@ __all__ = [
     "SamplingDefaults",
     "check_grammars",
     "check_size",
-    "choice_sampling",
     "make_plan",
     "max_tokens_for",
     "prompt_ids",
@@ -37,6 +36,7 @@ MAX_SEQUENCES = 1024
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
+MAX_STOP_IDS = 1024
 MAX_USER_CHARS = 1024
 MAX_LOGPROB_ENTRIES = 8 << 20
 """Alternatives asked for times tokens of all sequences: what an answer may have to hold."""
@@ -111,6 +111,8 @@ class Plan(msgspec.Struct, frozen=True):
     """... and ends with it: the one token that is generated all the same is not shown."""
     continuous_usage: bool = False
     """Every event of the stream has the counts so far."""
+    more_stop_ids: frozenset[int] = frozenset()
+    """Beyond what an engine looks for."""
     warnings: tuple[str, ...] = ()
     """What of the request changes nothing here, in words for the answer's headers."""
 
@@ -158,6 +160,7 @@ def make_plan(
         sampling=_sampling(body, logprobs, defaults, info, tokenizer),
         n=n,
         stop=_stop_strings(body, tokenizer is not None),
+        more_stop_ids=frozenset((body.stop_token_ids or ())[MAX_STOP_TOKEN_IDS:]),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
@@ -256,7 +259,9 @@ def _sampling(
         given["allowed_token_ids"] = _known_ids(body.allowed_token_ids, "allowed_token_ids", info)
     if body.bad_words:
         given["bad_words_token_ids"] = _bad_words(body.bad_words, tokenizer)
-    given["stop_token_ids"] = _known_ids(body.stop_token_ids or (), "stop_token_ids", info)
+    stop_ids = _known_ids(body.stop_token_ids or (), "stop_token_ids", info)
+    _check(len(stop_ids) <= MAX_STOP_IDS, "stop_token_ids", f"{len(stop_ids)} ids", f"at most {MAX_STOP_IDS}")
+    given["stop_token_ids"] = stop_ids[:MAX_STOP_TOKEN_IDS]
     try:
         return SamplingParams(**given, logprobs=logprobs)
     except InvalidParams as error:
@@ -382,14 +387,6 @@ def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[
             f"{param} holds token id {wrong}, the model has 0 to {info.vocab_size - 1}", param=param
         )
     return ids
-
-
-def choice_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of the index-th of n choices: seed + index, within 64 bits."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    seed = (sampling.seed + index - INT64_MIN) % (INT64_MAX - INT64_MIN + 1) + INT64_MIN
-    return dataclasses.replace(sampling, seed=seed)
 
 
 def _check(good: bool, param: str, given: object, allowed: str) -> None:
