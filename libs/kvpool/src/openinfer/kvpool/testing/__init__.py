@@ -1,4 +1,4 @@
-"""Is your own pool, or your own eviction policy, sound? Subclass a suite, say how to make one, and run pytest:
+"""Tests for a pool or an eviction policy of your own. Subclass a suite, make the object, and run pytest:
 
     from openinfer.kvpool.testing import EvictionSuite
 
@@ -6,7 +6,7 @@
         def make_policy(self, group):
             return MyPolicy(group)
 
-`History` drives any pool through random operations over a simulated memory, and can be used by itself.
+`History` drives any pool through random operations over a simulated memory. It can be used alone.
 """
 
 from .history import Broken, History

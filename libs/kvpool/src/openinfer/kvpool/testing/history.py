@@ -1,7 +1,7 @@
-"""A random history of a pool, with a memory behind it that shows whether its answers were true.
+"""A random history of a pool, with a simulated memory that checks the pool's answers.
 
-The memory holds for each token position the identity of the whole prefix up to there. What a lease says is cached
-must be there when it is read, and stay there while it is held; nobody may write where another reads.
+For each token position the memory holds the identity of the whole prefix. A prefix that a lease calls cached must be in
+memory while the lease is held. No lease may write to a block that another lease reads.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def expect(fact: bool, complaint: str) -> None:
 
 
 class Row:
-    """A live lease, and what its tokens look like in memory."""
+    """A live lease, and the content of its tokens in memory."""
 
     def __init__(self, lease: Any, salt: bytes, tokens: Sequence[int]) -> None:
         self.lease, self.salt = lease, salt
         self.tokens: list[int] = []
-        self.contents = contents(salt, ())  # contents[p]: of the state after p tokens
-        self.promised = 0  # tokens that a load under way should bring; 0: none is
+        self.contents = contents(salt, ())  # contents[p]: the state after p tokens
+        self.promised = 0  # cached tokens after the load in flight; 0: nothing loads
         self.extend(tokens)
         self.written: int = lease.num_cached
-        self.snapshots: list[Copy] = []  # to be carried out on the way
-        self.is_started = False  # the copies that it begins with were carried out
+        self.snapshots: list[Copy] = []  # copies to carry out later
+        self.is_started = False  # its first copies were carried out
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
@@ -75,7 +75,7 @@ class History:
         self.num_hits = self.num_copies = self.num_dry = self.num_holds = self.num_loads = 0
 
     def run(self, operations: int) -> None:
-        """Do so many operations, then give everything back."""
+        """Do a number of random operations, then give everything back."""
         weighted = [self.acquire] * 5 + [self.reserve] * 5 + [self.compute] * 6 + [self.release] * 3
         weighted += [self.fork, self.reset]
         if any(group.snapshots for group in self.groups):
@@ -90,7 +90,7 @@ class History:
         self.close()
 
     def close(self) -> None:
-        """Give everything back: all blocks must be free then."""
+        """Give everything back. All blocks must be free then."""
         while self.held:
             self.let_go()
         while self.live:
@@ -129,13 +129,13 @@ class History:
             self._load(self.live[-1])
 
     def fork(self) -> None:
-        """A new sequence that goes on as a live one does."""
+        """A new sequence that begins as a live one."""
         if self.live:
             seq = self.random.choice(self.live)
             self.acquire([*seq.tokens[: self.random.randint(0, len(seq.tokens))], self.random.randint(0, 1)])
 
     def reserve(self) -> None:
-        """Grow one: for all that it has and a little more, or for a chunk while the rest is promised its room."""
+        """Grow one sequence: for all its tokens and a few more, or for a chunk with kept_tokens for the rest."""
         ready = [seq for seq in self.live if not seq.promised]
         if not ready:
             return
@@ -148,7 +148,7 @@ class History:
             self.reserve_for(seq, min(seq.written + rng.randint(1, 6), whole), whole, leave)
 
     def reserve_for(self, seq: Row, num_tokens: int, kept_tokens: int, leave: float) -> bool:
-        """Grow this one, as Lease.reserve is asked to. Whether there was room."""
+        """Call Lease.reserve for this sequence and check its answer. Returns whether there was room."""
         lease, groups = seq.lease, range(len(self.groups))
         before = [list(lease.block_table(group)) for group in groups]
         free, reach = self.pool.num_free, lease.reach(leave)
@@ -184,7 +184,7 @@ class History:
         return True
 
     def compute(self) -> None:
-        """Write some tokens of one, and mostly commit them."""
+        """Write some tokens of one sequence, and mostly commit them."""
         ready = [seq for seq in self.live if seq.lease.num_tokens > seq.written and not seq.promised]
         if not ready:
             return
@@ -200,7 +200,7 @@ class History:
             self.check_sequence(seq)
 
     def snapshot(self) -> None:
-        """Ask for a snapshot of one, on its way."""
+        """Ask for a snapshot of one sequence."""
         step = getattr(self.pool, "boundary_size", 0)
         ready = [
             seq
@@ -212,14 +212,14 @@ class History:
             seq.snapshots += seq.lease.snapshot(seq.written // step * step + step) or []
 
     def store(self) -> None:
-        """Another process has what one of the sequences will have, or a prompt."""
+        """Let the loader have the blocks of a live sequence or of a prompt."""
         if self.loader:
             seq = self.random.choice(self.live) if self.live and self.random.random() < 0.5 else None
             tokens = seq.tokens if seq else self.random.choice(self.prompts)
             self.loader.store(tokens, seq.salt if seq else b"", self.pool.hash_block_size)
 
     def load(self) -> None:
-        """Load what one is to begin with."""
+        """Start a load for one sequence."""
         ready = [seq for seq in self.live if not seq.promised]
         if ready:
             self._load(self.random.choice(ready))
@@ -238,7 +238,7 @@ class History:
             expect(self.pool.num_free == free, "a load that is refused changed something")
 
     def poll(self) -> None:
-        """Let loads come to their ends."""
+        """Poll, and check the leases whose loads have ended."""
         by_lease = {id(seq.lease): seq for seq in self.live}
         failed = self.loader.num_failed if self.loader else 0
         for lease in self.pool.poll(0.0):
@@ -255,12 +255,12 @@ class History:
             seq.promised, seq.written = 0, lease.num_cached
 
     def release(self) -> None:
-        """Finish, abort or preempt one."""
+        """Release one sequence."""
         if self.live:
             self.live.pop(self.random.randrange(len(self.live))).lease.release()
 
     def reset(self) -> None:
-        """Forget what is cached, which works only when all is free."""
+        """Drop the cache, which works only if no block is in use."""
         if hasattr(self.pool, "reset_prefix_cache") and self.random.random() < 0.3:
             idle = self.pool.num_free == self.pool.num_total
             expect(
@@ -269,7 +269,7 @@ class History:
             )
 
     def hold(self) -> None:
-        """Keep some blocks, as a copy in flight does."""
+        """Hold some blocks, as a copy in flight does."""
         group = self.random.randrange(len(self.groups))
         blocks = [
             block
@@ -281,7 +281,7 @@ class History:
             self._keep(self.pool.hold(blocks, group), group, blocks)
 
     def pin(self) -> None:
-        """Keep a prefix."""
+        """Pin a prefix."""
         if len(self.held) < 3:
             self._keep(self.pool.pin(self.random.choice(self.prompts)), 0, [])
 
@@ -301,7 +301,7 @@ class History:
         return dict(content) if isinstance(content, dict) else content
 
     def _start(self, seq: Row) -> None:
-        """What a runner does with a new row."""
+        """Carry out the first copies of a sequence, as a runner does."""
         seq.is_started = True
         for copy in getattr(seq.lease, "copies", ()):
             self.num_copies += 1
@@ -335,7 +335,7 @@ class History:
     # -- checks --
 
     def check(self) -> None:
-        """Everything that can be seen from outside."""
+        """Check everything that is visible from outside."""
         if hasattr(self.pool, "check_integrity"):
             self.pool.check_integrity()
         for seq in self.live:
@@ -345,7 +345,7 @@ class History:
                 expect(self._peek(group, block) == content, f"block {block} changed while it was held")
 
     def check_sequence(self, seq: Row) -> None:
-        """What the sequence would read is there."""
+        """Check that memory holds the tokens that the sequence would read."""
         for group, spec in enumerate(self.groups):
             table, memory = seq.lease.block_table(group), self.memory[group]
             if spec.snapshots:

@@ -1,4 +1,4 @@
-"""FakeLoader: another process that has the blocks of some sequences. It takes its time, and it fails."""
+"""FakeLoader: another process that has the blocks of some sequences. Its copies are slow, and some fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..loading import Load
 
 
 def contents(salt: bytes, tokens: Sequence[int]) -> list[int]:
-    """What memory holds of a sequence: entry p stands for the salt and the first p tokens."""
+    """The content of a sequence in memory: entry p stands for the salt and the first p tokens."""
     found = [hash(salt)]
     for token in tokens:
         found.append(hash((found[-1], token)))
@@ -22,8 +22,8 @@ def contents(salt: bytes, tokens: Sequence[int]) -> list[int]:
 class FakeLoader:
     """A Loader over the simulated memory of a History: memory[group][block].
 
-    A load takes up to `delay` polls; `failures` is the part of its blocks that does not come. Until a load has ended
-    its blocks hold nothing; what failed holds nonsense.
+    A load takes up to `delay` polls. `failures` is the part of its blocks that does not come. Blocks of a load are
+    empty until its end; failed blocks then hold garbage.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class FakeLoader:
     ) -> None:
         self.memory: list[dict[int, Any]] = [{} for _ in groups]
         self.loads: dict[Load, int] = {}
-        """Under way, with the polls until each ends."""
+        """Loads in flight, with the polls that are left."""
         self.num_come = self.num_failed = 0
         self._groups, self._delay, self._failures = groups, delay, failures
         self._random = random.Random(seed)
         self._contents: list[dict[bytes, Any]] = [{} for _ in groups]
 
     def store(self, tokens: Sequence[int], salt: bytes, unit: int) -> None:
-        """Have the blocks of these tokens from now on. unit: the pool's hash_block_size."""
+        """Add the blocks of these tokens. unit: the pool's hash_block_size."""
         names, held = hash_blocks(tokens, unit, salt), contents(salt, tokens)
         for group, known in zip(self._groups, self._contents, strict=True):
             size = group.block_size
@@ -47,17 +47,17 @@ class FakeLoader:
                 known[names[end // unit - 1]] = held[end] if group.snapshots else page
 
     def holds(self, group: int, names: Sequence[bytes]) -> list[bool]:
-        """Which of these blocks it has."""
+        """Whether the loader has each block."""
         return [name in self._contents[group] for name in names]
 
     def begin(self, load: Load) -> None:
-        """Empty the blocks, and let time pass."""
+        """Start a load, and empty its blocks."""
         self.loads[load] = self._random.randint(0, self._delay)
         for piece in load.pieces:
             self.memory[piece.group].pop(piece.block, None)
 
     def poll(self, wait_s: float | None) -> list[Load]:
-        """Loads that have ended; without limit all of them end."""
+        """Loads that have ended. A wait without limit ends all."""
         self.loads = {load: polls - 1 for load, polls in self.loads.items()}
         ended = [load for load, polls in self.loads.items() if polls < 0 or wait_s is None]
         for load in ended:

@@ -1,4 +1,4 @@
-"""The suites: rules as test methods. pytest collects them from a subclass; nothing here needs pytest."""
+"""Suites of rules as test methods. pytest collects them from a subclass; the suites do not need pytest."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MIXED = (Group("fine", 2, 20), Group("coarse", 4, 9))
 
 
 class PoolSuite:
-    """Rules for a pool: override make_pool. It may be used as the pool of openinfer.scheduler.StepLoop then."""
+    """Rules for a pool: override make_pool. A pool that passes can serve openinfer.scheduler.StepLoop."""
 
     num_operations = 400
-    """Of each random history."""
+    """Operations of each random history."""
 
     def make_pool(self, groups: Sequence[Group]) -> Any:
         """A fresh pool with a prefix cache, of these groups (pages without windows)."""
@@ -82,6 +82,14 @@ class PoolSuite:
         found = self._num_cached(pool, [1] * 9)
         expect(found == 4, f"{found} tokens found; of seven, whole blocks in both groups hold four")
 
+    def test_a_pool_without_a_loader_loads_nothing(self) -> None:
+        pool = self.make_pool(PAGES)
+        lease = pool.acquire([1] * 9)
+        expect(lease.num_loadable == 0, f"{lease.num_loadable} tokens can be loaded, and there is no loader")
+        expect(not lease.load(), "a load has started, and there is no loader")
+        expect(list(pool.poll(None)) == [], "poll() must return at once, and nothing, when nothing loads")
+        lease.release()
+
     def test_random_histories(self) -> None:
         for groups in (PAGES, MIXED):
             for seed in range(3):
@@ -98,7 +106,7 @@ class LoadingSuite:
     """Rules for a pool that loads: override make_pool."""
 
     num_operations = 400
-    """Of each random history."""
+    """Operations of each random history."""
 
     def make_pool(self, groups: Sequence[Group], loader: FakeLoader) -> Any:
         """A fresh pool with a prefix cache, of these groups, that loads from `loader`."""
@@ -179,7 +187,7 @@ class EvictionSuite:
     """Rules for an eviction policy: override make_policy."""
 
     num_operations = 400
-    """Of each random history."""
+    """Operations of each random history."""
 
     def make_policy(self, group: Group) -> Eviction:
         """A fresh policy for a group."""
@@ -235,7 +243,7 @@ class EvictionSuite:
             expect(history.pool.stats.evicted > 0, "nothing was evicted")
 
     def _grow_and_shrink(self, seed: int) -> list[bytes]:
-        """Use and let go of paths in a tree of names, as leases do; what was popped."""
+        """Use and release paths in a tree of names, as leases do. Returns the popped names."""
         rng = random.Random(seed)
         policy = self.make_policy(Group("tree", 1, 40))
         kept: set[bytes] = set()
