@@ -13,7 +13,7 @@ import pytest
 
 import openinfer.frontend.http.chat as chat
 from openinfer.frontend import APIError
-from openinfer.frontend.chat.output import overlap
+from openinfer.frontend.chat.parts import overlap
 from openinfer.frontend.http import ChatTemplate, Tokenizer, prompt_text
 from openinfer.frontend.testing import FakeEngine
 

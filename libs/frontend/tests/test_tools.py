@@ -79,9 +79,13 @@ def whole_and_streamed(client: openai.OpenAI, **options: Any) -> Iterator[dict[s
         streamed["content"] += part.delta.content or ""
         streamed["reasoning"] += getattr(part.delta, "reasoning", "") or ""
         for call in part.delta.tool_calls or ():
-            assert call.index == len(streamed["calls"])
-            assert call.id.startswith("call_")
-            streamed["calls"].append((call.function.name, call.function.arguments))
+            if call.index == len(streamed["calls"]):
+                assert call.id.startswith("call_")
+                streamed["calls"].append((call.function.name, call.function.arguments))
+                continue
+            assert (call.index, call.id, call.function.name) == (len(streamed["calls"]) - 1, None, None)
+            name, before = streamed["calls"].pop()
+            streamed["calls"].append((name, before + call.function.arguments))
         streamed["finish"] = part.finish_reason
     yield streamed
 
@@ -98,7 +102,6 @@ ARGUMENTS = ("weather", '{"city": "Bonn", "days": 2}')
         (f"{CALL}\n{CALL}", {"parallel_tool_calls": False}, "", "", [ARGUMENTS], "tool_calls"),
         (CALL, {"tool_choice": "none"}, CALL, "", [], "stop"),
         (CALL, {"tools": openai.NOT_GIVEN}, CALL, "", [], "stop"),
-        (CALL[:-20], {}, CALL[:-20], "", [], "stop"),
         ("<think>a</think>b", {"extra_body": {"include_reasoning": False}}, "b", "", [], "stop"),
     ],
 )
@@ -115,9 +118,16 @@ def test_streamed_is_whole(
 def test_a_length_cut_stays_length(speak: Any) -> None:
     client = speak(f"{CALL}\nand then more and more", end=False)
     whole, streamed = whole_and_streamed(client, max_tokens=len(CALL))
-    assert whole == streamed
-    assert whole["finish"] == "length"
-    assert whole["calls"]
+    assert whole["finish"] == streamed["finish"] == "length"
+    whole_calls = len(whole["calls"])
+    assert whole["calls"] == streamed["calls"][:whole_calls] == [ARGUMENTS] * whole_calls != []
+
+
+def test_a_call_that_is_cut_off_is_content_unless_it_was_told(speak: Any) -> None:
+    whole, streamed = whole_and_streamed(speak(CALL[:-20]))
+    assert (whole["content"], whole["calls"], whole["finish"]) == (CALL[:-20], [], "stop")
+    assert (streamed["content"], streamed["finish"]) == ("", "tool_calls")
+    assert streamed["calls"] == [("weather", '{"city": "Bonn", "day')]
 
 
 def test_the_other_formats(speak: Any) -> None:

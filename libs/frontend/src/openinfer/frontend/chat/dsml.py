@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from openinfer.frontend.chat.forced import bare_value, each_argument
-from openinfer.frontend.chat.output import Schemas, ToolCall
+from openinfer.frontend.chat.parts import Schemas, ToolCall
+from openinfer.frontend.chat.streams import ParameterStream
 from openinfer.frontend.chat.values import Malformed, decode, encode
 from openinfer.sampler.lark import Lark
 
@@ -33,6 +34,16 @@ class DsmlFormat:
         except Malformed:
             return None
         return calls or None
+
+    def stream(self, schemas: Schemas) -> ParameterStream:
+        def is_text(name: str, opened: re.Match[str]) -> bool:
+            return opened[2] == "true"
+
+        def read(name: str, opened: re.Match[str], value: str) -> str:
+            return encode(decode(value))
+
+        marks = (_INVOKE, _PARAMETER, _END_PARAMETER, _END_INVOKE)
+        return ParameterStream(schemas, *marks, is_text, read, trims=False)
 
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
         """All calls of a turn stand in one block."""

@@ -3,7 +3,9 @@
 import json
 
 from openinfer.frontend.chat.forced import any_arguments
-from openinfer.frontend.chat.output import Schemas, ToolCall, repeated
+from openinfer.frontend.chat.output import repeated
+from openinfer.frontend.chat.parts import Schemas, ToolCall
+from openinfer.frontend.chat.streams import JsonStream
 from openinfer.frontend.chat.values import Malformed, decode, encode
 from openinfer.sampler.lark import Lark
 
@@ -29,6 +31,9 @@ class HermesFormat:
             return [ToolCall(call["name"], encode(arguments))]
         except Malformed:
             return None
+
+    def stream(self, schemas: Schemas) -> JsonStream:
+        return JsonStream(schemas)
 
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
         end = lark.text("}\n" + self.closing)

@@ -4,42 +4,26 @@ One machine serves every format: what differs is a pair of markers and a functio
 The parts depend on the text alone, never on how it was cut into pieces, because whatever might still become a
 marker, or whitespace that a marker would swallow, is held back until it is decided.
 
-A call is handed out when it is complete. What looks like a call and is none, or is cut off, is content, verbatim.
+A call is handed out when it is complete, and what looks like a call and is none, or is cut off, is content, verbatim.
+Where calls are streamed, one is handed out as soon as it names a tool on offer, and its arguments as they come.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
+from openinfer.frontend.chat.parts import (
+    Content,
+    Part,
+    Reasoning,
+    Schemas,
+    ToolCall,
+    overlap,
+)
+from openinfer.frontend.chat.streams import CallStream
 from openinfer.sampler.lark import Lark
 
-__all__ = ["Content", "OutputParser", "Part", "Reasoning", "ToolCall", "ToolFormat", "overlap", "repeated"]
+__all__ = ["OutputParser", "ToolFormat", "repeated"]
 
 THINK, END_THINK, NEWLINE = "<think>", "</think>", "\n"
-
-Schemas = Mapping[str, Mapping[str, Any] | None]
-"""Name of a tool -> JSON schema of its parameters; None for a tool without."""
-
-
-class Reasoning(NamedTuple):
-    """Text the model thought."""
-
-    text: str
-
-
-class Content(NamedTuple):
-    """Text for the user."""
-
-    text: str
-
-
-class ToolCall(NamedTuple):
-    """One call; arguments is the JSON text of an object."""
-
-    name: str
-    arguments: str
-
-
-Part = Reasoning | Content | ToolCall
 
 
 class ToolFormat(Protocol):
@@ -50,6 +34,9 @@ class ToolFormat(Protocol):
 
     def parse(self, body: str, schemas: Schemas) -> list[ToolCall] | None:
         """The calls in the text between the markers; None when it is malformed. Never raises."""
+
+    def stream(self, schemas: Schemas) -> CallStream:
+        """A new reader of the text between two markers."""
 
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
         """What follows `opening` when it must be a call of one of these tools, `closing` included; with `many` any
@@ -67,7 +54,7 @@ class OutputParser:
 
     reasoning: whether `<think>...</think>` at the start is reasoning. tools: None leaves calls in the content.
     schemas: parameters of the tools on offer. in_reasoning: the prompt ended inside `<think>`.
-    max_calls: later calls are dropped (1 for parallel_tool_calls: false).
+    max_calls: later calls are dropped (1 for parallel_tool_calls: false). streams: give calls as they come.
     """
 
     def __init__(
@@ -78,6 +65,7 @@ class OutputParser:
         schemas: Schemas | None = None,
         in_reasoning: bool = False,
         max_calls: int | None = None,
+        streams: bool = False,
     ) -> None:
         self._tools = tools
         self._schemas = schemas or {}
@@ -89,6 +77,9 @@ class OutputParser:
         self._begun = False  # something was said in the reasoning
         self._space = ""  # whitespace before a call, dropped if it is one
         self._body: list[str] = []
+        self._streams = streams
+        self._stream: CallStream | None = None  # of the call that is being read
+        self._dropped = False  # the call that is being streamed is one too many
         self._after_call = False  # nothing but whitespace was said since a call
         self._state = self._text
         if reasoning:
@@ -160,6 +151,7 @@ class OutputParser:
             self._say_content(before.rstrip())
             self._space = before[len(before.rstrip()) :]
             self._held = self._held[start + len(self._tools.opening) :]
+            self._stream = self._tools.stream(self._schemas) if self._streams else None
             self._state = self._call
             return True
         keep = 0 if final else overlap(self._held, self._tools.opening)
@@ -181,21 +173,34 @@ class OutputParser:
         if end < 0:
             keep = 0 if final else overlap(self._held, closing)
             cut = len(self._held) - keep
-            self._body.append(self._held[:cut])  # so that a long call is not searched again and again
+            self._read(self._held[:cut])  # so that a long call is not searched again and again
             self._held = self._held[cut:]
             if final:
                 self._end_call("")
             return False
-        self._body.append(self._held[:end])
+        self._read(self._held[:end])
         self._held = self._held[end + len(closing) :]
         self._end_call(closing)
         self._state = self._text
         return True
 
+    def _read(self, text: str) -> None:
+        """More of a call."""
+        self._body.append(text)
+        for part in self._stream.push(text) if self._stream is not None else ():
+            if isinstance(part, ToolCall):
+                self._dropped = self._calls_left == 0
+                self._calls_left = self._calls_left and self._calls_left - 1
+            if not self._dropped:
+                self._say(part)
+
     def _end_call(self, closing: str) -> None:
         assert self._tools is not None
         body = "".join(self._body)
         self._body = []
+        if self._stream is not None and self._stream.begun:
+            self._after_call = True
+            return
         calls = self._tools.parse(body, self._schemas)
         if calls is None:
             self._say_content(self._space + self._tools.opening + body + closing)
@@ -206,13 +211,3 @@ class OutputParser:
             self._calls_left -= len(calls)
         for call in calls:
             self._say(call)
-
-
-def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of text that is a beginning of marker (and not all of it)."""
-    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-    while at >= 0:
-        if marker.startswith(text[at:]):
-            return len(text) - at
-        at = text.find(marker[0], at + 1)
-    return 0

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from openinfer.frontend.chat.forced import HELD, bare_value, each_argument
-from openinfer.frontend.chat.output import Schemas, ToolCall, repeated
-from openinfer.frontend.chat.values import Malformed, encode, typed
+from openinfer.frontend.chat.output import repeated
+from openinfer.frontend.chat.parts import Schemas, ToolCall
+from openinfer.frontend.chat.streams import ParameterStream
+from openinfer.frontend.chat.values import Malformed, encode, kinds, typed
 from openinfer.sampler.lark import Lark
 
 __all__ = ["QwenXmlFormat"]
@@ -35,6 +37,22 @@ class QwenXmlFormat:
         except Malformed:
             return None
         return calls or None
+
+    def stream(self, schemas: Schemas) -> ParameterStream:
+        def schema_of(name: str, opened: re.Match[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+            parameters = schemas.get(name) or {}
+            properties = parameters.get("properties")
+            schema = properties.get(opened[1].strip()) if isinstance(properties, dict) else None
+            return schema if isinstance(schema, dict) else {}, parameters
+
+        def is_text(name: str, opened: re.Match[str]) -> bool:
+            return kinds(*schema_of(name, opened)) in (set(), {"string"})
+
+        def read(name: str, opened: re.Match[str], value: str) -> str:
+            return encode(typed(value.removeprefix(NEWLINE).removesuffix(NEWLINE), *schema_of(name, opened)))
+
+        marks = (_FUNCTION, _PARAMETER, _END_PARAMETER, _END_FUNCTION)
+        return ParameterStream(schemas, *marks, is_text, read, trims=True)
 
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
         def write(name: str, schema: Mapping[str, Any]) -> str:

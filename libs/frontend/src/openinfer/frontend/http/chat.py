@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from openinfer.frontend.chat import OutputParser, ToolFormat
-from openinfer.frontend.chat.output import END_THINK, THINK, Schemas
+from openinfer.frontend.chat.output import END_THINK, THINK
+from openinfer.frontend.chat.parts import Schemas
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.structured import unkept
 from openinfer.frontend.http.thoughts import Where, effort_options
@@ -90,8 +91,8 @@ class ChatFormat:
             )
         return before
 
-    def parser(self, chat: Chat, prompt: str) -> ParserFactory | None:
-        """Makes the parsers for what follows `prompt`; None when all of it is content."""
+    def parser(self, chat: Chat, prompt: str, streams: bool) -> ParserFactory | None:
+        """Makes the parsers for what follows `prompt`; None when all of it is content. streams: calls as they come."""
         tools = self.tools if self._tools_on_offer(chat) else None
         reasoning = self.reasoning and chat.separate
         if tools is None and not reasoning:
@@ -105,6 +106,7 @@ class ChatFormat:
                 schemas=schemas,
                 in_reasoning=_thinking(prompt, chat) == "within",
                 max_calls=None if chat.parallel_calls else 1,
+                streams=streams,
             )
 
         return new

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from openinfer.frontend.chat import Content, Part, Reasoning, ToolCall
+from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.contract import TokenLogprobs
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.chat import ParserFactory
@@ -35,14 +35,14 @@ __all__ = ["ChatResponse", "ChatShape"]
 
 
 class _Function(msgspec.Struct):
-    name: str
     arguments: str
+    name: str | UnsetType = UNSET
 
 
 class _Call(msgspec.Struct, omit_defaults=True):
-    id: str
     function: _Function
-    type: str
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
     index: int | UnsetType = UNSET
 
 
@@ -151,12 +151,16 @@ class ChatShape:
         if self._show_reasoning:
             # Clients know the thoughts by either name.
             message.reasoning = message.reasoning_content = said(parts, Reasoning) or UNSET
-        calls = []
+        calls: list[_Call] = []
         for part in parts:
             if isinstance(part, ToolCall):
                 place = self._calls.get(index, 0)
                 self._calls[index] = place + 1
-                calls.append(_Call(new_call_id(), _Function(*part), "function", place))
+                calls.append(_Call(_Function(part.arguments, part.name), new_call_id(), "function", place))
+            elif isinstance(part, Arguments) and calls:
+                calls[-1].function.arguments += part.text
+            elif isinstance(part, Arguments):  # of a call that was begun before
+                calls.append(_Call(_Function(part.text), index=self._calls[index] - 1))
         message.tool_calls = calls or UNSET
         return message
 

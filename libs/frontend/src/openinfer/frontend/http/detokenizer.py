@@ -8,7 +8,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from openinfer.frontend.chat.output import overlap
+from openinfer.frontend.chat.parts import overlap
 
 __all__ = ["ByteDetokenizer", "Detokenizer", "StopMatch", "StopStrings", "TextDetokenizer"]
 

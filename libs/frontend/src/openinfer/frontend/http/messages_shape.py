@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from openinfer.frontend.chat import Content, Part, Reasoning, ToolCall
+from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice, Usage
@@ -68,13 +68,16 @@ class MessagesShape:
         blocks: list[dict[str, Any]] = []
         kind: type[Part] | None = None
         for part in self._reader.take(choice)[0]:
-            if type(part) is kind and not isinstance(part, ToolCall):
+            assert not isinstance(part, Arguments)  # what is not streamed has whole calls
+            if type(part) is kind and isinstance(part, Content | Reasoning):
                 name = "text" if isinstance(part, Content) else "thinking"
                 blocks[-1][name] += part.text
             else:
                 kind = type(part)
-                self._called = self._called or isinstance(part, ToolCall)
                 blocks.append(_block(part))
+                if isinstance(part, ToolCall):
+                    self._called = True
+                    blocks[-1]["input"] = json.loads(part.arguments)
         reason, stop = self._reason(choice)
         return encode(self._message(blocks, reason, stop) | {"usage": _usage(usage)})
 
@@ -83,7 +86,8 @@ class MessagesShape:
 
     def _grow(self, part: Part) -> bytes:
         said = b""
-        if type(part) is not self._open or isinstance(part, ToolCall):
+        begins = type(part) is not self._open or isinstance(part, ToolCall)
+        if begins and not isinstance(part, Arguments):
             said = self._close()
             self._open = type(part)
             block = _block(part)
@@ -96,6 +100,8 @@ class MessagesShape:
             case ToolCall(_, arguments):
                 self._called = True
                 delta = {"type": "input_json_delta", "partial_json": arguments}
+            case Arguments(text):
+                delta = {"type": "input_json_delta", "partial_json": text}
             case Content(text):
                 delta = {"type": "text_delta", "text": text}
             case Reasoning(text):
@@ -134,11 +140,11 @@ def messages_error(error: APIError) -> bytes:
     return encode({"type": "error", "error": {"type": kind, "message": str(error)}})
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: ToolCall | Content | Reasoning) -> dict[str, Any]:
     match part:
-        case ToolCall(name, arguments):
+        case ToolCall(name):
             identity = f"toolu_{uuid.uuid4().hex[:24]}"
-            return {"type": "tool_use", "id": identity, "name": name, "input": json.loads(arguments)}
+            return {"type": "tool_use", "id": identity, "name": name, "input": {}}
         case Content(text):
             return {"type": "text", "text": text}
         case Reasoning(text):

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from openinfer.frontend.chat import Content, Part, Reasoning, ToolCall
+from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice, Usage
@@ -81,6 +81,9 @@ class ResponsesShape:
     def _grow(self, part: Part) -> bytes:
         """Add a part; the events that say so."""
         said = b""
+        if isinstance(part, Arguments):
+            self._items[-1]["arguments"] += part.text
+            return self._event("response.function_call_arguments.delta", **self._place(), delta=part.text)
         if type(part) is not self._open or isinstance(part, ToolCall):
             said = self._close() + self._begin(part)
         place = self._place()
@@ -98,7 +101,7 @@ class ResponsesShape:
             )
         return said
 
-    def _begin(self, part: Part) -> bytes:
+    def _begin(self, part: ToolCall | Content | Reasoning) -> bytes:
         self._open = type(part)
         self._text = []
         item: dict[str, Any]

@@ -156,7 +156,7 @@ class Service:
         ids = await encode_prompt(
             self.tokenizer, text, False, self.client.info, field, request.is_disconnected
         )
-        new_parser = self.chat_format.parser(chat, text)
+        new_parser = self.chat_format.parser(chat, text, plan.stream)
         if new_parser is not None and self.tokenizer.has_special_in(self.chat_format.markers()):
             plan = msgspec.structs.replace(plan, skip_special_tokens=False)
         return ids, msgspec.structs.replace(plan, warnings=(*plan.warnings, *chat.warnings)), new_parser

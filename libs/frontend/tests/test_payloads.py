@@ -1,0 +1,188 @@
+"""Bodies in the shapes that programs send, which CI cannot install: load generators, agents' tools, SDKs."""
+
+from typing import Any
+
+import pytest
+
+CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
+STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+SHELL = {
+    "type": "function",
+    "name": "exec_command",
+    "description": "Runs a command.",
+    "strict": False,
+    "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]},
+}
+
+
+def item(role: str, text: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "id": "msg_1", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+PAYLOADS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "guidellm, text": (
+        TEXT,
+        {"prompt": "hi", "max_tokens": 5, "stop": None, "ignore_eos": True, **STREAM},
+        None,
+    ),
+    "guidellm, chat": (
+        CHAT,
+        {"messages": PARTS, "max_completion_tokens": 5, "stop": None, "ignore_eos": True, **STREAM},
+        None,
+    ),
+    "vLLM's benchmark": (
+        TEXT,
+        {
+            "prompt": "hi",
+            "temperature": 0.0,
+            "repetition_penalty": 1.0,
+            "max_tokens": 5,
+            "logprobs": None,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        None,
+    ),
+    "aiperf": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "name": None, "content": "hi"}],
+            "max_completion_tokens": 5,
+            "min_tokens": 5,
+            **STREAM,
+        },
+        None,
+    ),
+    "evalscope": (
+        CHAT,
+        {
+            "messages": PARTS,
+            "max_tokens": 5,
+            "seed": 42,
+            "n": 1,
+            "stream": False,
+            "logprobs": False,
+            "top_logprobs": None,
+        },
+        None,
+    ),
+    "Codex CLI": (
+        RESPONSES,
+        {
+            "instructions": "You are a coding agent.",
+            "input": [
+                item("developer", "You run commands."),
+                item("developer", "These are your skills."),
+                item("user", "Weather?"),
+                {
+                    "type": "reasoning",
+                    "id": "rs_1",
+                    "summary": [],
+                    "content": None,
+                    "encrypted_content": None,
+                },
+                {
+                    "type": "function_call",
+                    "id": "fc_1",
+                    "call_id": "c",
+                    "name": "exec_command",
+                    "arguments": "{}",
+                },
+                {"type": "function_call_output", "call_id": "c", "output": "sunny"},
+            ],
+            "tools": [SHELL, {"type": "namespace", "name": "agents", "tools": []}, {"type": "web_search"}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "reasoning": {"effort": "medium", "summary": "auto"},
+            "text": {"verbosity": "low"},
+            "store": False,
+            "stream": True,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "k",
+            "client_metadata": {"a": "b"},
+            "max_output_tokens": 5,
+        },
+        "namespace, web_search",
+    ),
+    "an agent with thoughts": (
+        CHAT,
+        {
+            "messages": [
+                {"role": "system", "content": "a"},
+                {"role": "developer", "content": "b"},
+                {"role": "user", "content": "hi"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning_content": "hm",
+                    "refusal": None,
+                    "annotations": [],
+                    "audio": None,
+                    "function_call": None,
+                    "tool_calls": [
+                        {
+                            "id": "c",
+                            "type": "function",
+                            "function": {"name": "exec_command", "arguments": "{}"},
+                        }
+                    ],
+                },
+                {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+            ],
+            "tools": [
+                {"type": "function", "function": {name: SHELL[name] for name in ("name", "parameters")}}
+            ],
+            "tool_choice": "auto",
+            "reasoning_effort": "low",
+            "max_completion_tokens": 5,
+            "store": False,
+            "metadata": {},
+            "service_tier": "auto",
+            "parallel_tool_calls": True,
+            "prompt_cache_key": "k",
+            "safety_identifier": "s",
+            "modalities": ["text"],
+        },
+        None,
+    ),
+    "Claude Code": (
+        MESSAGES,
+        {
+            "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}],
+                }
+            ],
+            "tools": [
+                {"name": "Bash", "description": "d", "input_schema": {"type": "object", "properties": {}}}
+            ],
+            "thinking": {"type": "adaptive"},
+            "output_config": {"effort": "medium"},
+            "metadata": {"user_id": "u"},
+            "max_tokens": 5,
+            "stream": True,
+            "temperature": 1,
+        },
+        None,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def live(start: Any) -> Any:
+    return start(app={"tool_parser": "hermes", "reasoning_parser": "qwen3"})
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_a_payload_is_served(live: Any, name: str) -> None:
+    path, body, warning = PAYLOADS[name]
+    answer = live.post(path, model="fake", **body)
+    assert answer.status_code == 200, answer.text
+    assert '"error":{' not in answer.text
+    if warning is not None:
+        assert any(warning in said for said in answer.headers.get_list("warning"))
