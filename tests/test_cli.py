@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from openinfer import cli
+from openinfer.frontend import is_users_error
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 
@@ -172,3 +174,20 @@ def test_a_selftest_without_a_driver_says_so_in_one_line(tmp_path: Path) -> None
     assert done.stderr == ""
     (line,) = done.stdout.splitlines()
     assert re.match(r"device: FAILED in [\d.]+ s: .*(driver|CUDA)", line)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor:CheckpointError", "tensor:OutOfMemory", "tensor:DeviceError", "tensor:DriverNotFound",
+        "kernels:KernelMissing", "kernels:InvalidTable", "kernels:UntrustedCache", "kernels:MissingExtra",
+        "scheduler:InvalidSetup", "sampler:InvalidParams", "sampler:InvalidGrammar", "sampler:MissingExtra",
+        "frontend:ModelFilesError", "frontend:EngineStartError", "frontend:MissingExtraError",
+        "recipes.engine:SetupError", "recipes.engine:UnsupportedModel", "cli.recipes:NoRecipe",
+    ],
+)  # fmt: skip
+def test_what_a_user_can_mend_is_one_line_whichever_library_says_so(name: str) -> None:
+    module, _, kind = name.partition(":")
+    error = getattr(importlib.import_module(f"openinfer.{module}"), kind)
+    assert error.user_can_mend
+    assert is_users_error(type("Any", (error,), {"__init__": lambda self: None, "__str__": lambda _: "x"})())

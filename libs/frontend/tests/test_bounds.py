@@ -151,6 +151,14 @@ def test_a_prompt_of_10_mb_is_refused_before_it_is_encoded(start: Any, path: str
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before.ru_maxrss < 300_000  # KB
 
 
+def test_a_text_of_10_mb_is_not_tokenized_on_request(start: Any) -> None:
+    live = start({"max_model_len": 2048})
+    for body in ({"prompt": "word " * 2_000_000}, {"messages": [HI | {"content": "word " * 2_000_000}]}):
+        answer = live.post("/tokenize", **body)
+        assert answer.status_code == 400
+        assert "at most 1048576 are tokenized" in answer.json()["error"]["message"]
+
+
 def encode(
     tokenizer: Tokenizer, text: str, limit: int, gone: Callable[[], bool] = lambda: False
 ) -> list[int]:

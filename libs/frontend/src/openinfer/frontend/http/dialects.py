@@ -26,6 +26,8 @@ __all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]
 
 
 MAX_TOKENS_SHOWN = 32768
+COUNTED_CHARS = 1 << 20
+"""A text of so many characters is tokenized on request, and a longer one where the context is a 16th of it."""
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -105,7 +107,7 @@ class Dialects:
         if (body.prompt is None) == (body.messages is None):
             raise APIError("give either prompt or messages", param="prompt")
         if body.prompt is not None:
-            ids = await tokenizer.encode(body.prompt, body.add_special_tokens)
+            text, special = body.prompt, body.add_special_tokens
         else:
             chat = Chat(
                 messages=chat_messages(body.messages),
@@ -114,7 +116,13 @@ class Dialects:
                 continue_final=body.continue_final_message,
                 options=body.chat_template_kwargs or {},
             )
-            ids = await tokenizer.encode(await self._service.chat_format.prompt(chat), False)
+            text, special = await self._service.chat_format.prompt(chat), False
+        most = max(COUNTED_CHARS, 16 * self._service.client.info.max_model_len)
+        if len(text) > most:
+            raise APIError(
+                f"the text has {len(text)} characters, at most {most} are tokenized", code="request_too_large"
+            )
+        ids = await tokenizer.encode(text, special)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": self._service.client.info.max_model_len,
