@@ -113,7 +113,7 @@ def test_imports_that_are_allowed() -> None:
     assert not violations("graph", "runner/runner.py", "from openinfer.scheduler import Step")
 
 
-KERNELS_FOR_OTHERS = {"authoring", "testing", "tuner", "weights"}
+KERNELS_FOR_OTHERS = {"authoring", "testing", "tuner", "weights", "benchmark"}
 """Modules of kernels that other packages name. Device code may name all of openinfer.kernels.device."""
 
 

@@ -9,6 +9,7 @@ YARDSTICKS = {
     "serve": "a server's latencies and throughput, by an independent client",
     "step": "decode and prefill steps and offline throughput, through the engine and on the device",
     "ops": "every op at every shape that the engine runs, on the device",
+    "kernels": "ops at the shapes that their modules name, with other launches beside them, on the device",
     "eval": "how many questions a model answers right, by exact checks",
     "host": "what the host does for a step and for a token; needs no GPU",
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.attention import Call, choose, launches
+from openinfer.kernels.attention import Call, Choice, Tile, choose, launches
+from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
 from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import Command
+from openinfer.kernels.launch import Command, Launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32
 from openinfer.kernels.target import Target
@@ -144,3 +146,53 @@ def _cost(workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, **rest: obj
 
 
 attend = Op("attend", _contract, reference=_reference, launches=_launches, cost=_cost)
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """Decode, prompts and both in one step, for heads of 128 and of 256."""
+    steps = {f"decode {rows} x {n}": Rows([1] * rows, [n - 1] * rows)
+        for n in (1024, 4096, 16384) for rows in (1, 8, 32, 128)}  # fmt: skip
+    steps |= {f"prompt {n}": Rows([n], [0]) for n in (128, 1024, 4096, 16384)}
+    steps["chunk 2048 after 14336"] = Rows([2048], [14336])
+    steps["chunk 1984 and 64 rows x 4096"] = Rows([1984] + [1] * 64, [0] + [4095] * 64)
+    models = {"Qwen3-4B": (32, 8, 128), "Qwen3.5-4B": (16, 4, 256)}
+    for model, (heads, kv_heads, dim) in models.items():
+        for name, rows in steps.items():
+            tables, pages = rows.pages(memory, 16, 40960)
+            args = {
+                "out": memory.empty(rows.tokens, heads * dim),
+                "q": memory.normal(rows.tokens, heads, dim),
+                "kv": memory.normal(pages, 2, kv_heads, 16, dim),
+                **rows.fields(memory),
+                "block_tables": tables,
+                "scale": dim**-0.5,
+                "window": 0,
+                "max_q_len": max(rows.lengths),
+            }
+            yield Case(f"{model} {name}", attend, memory.copies(args, "kv"), rows.workload)
+
+
+def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
+    """Other tiles, and other numbers of parts of a row."""
+    args = case.args[0]
+
+    def call(args: Mapping[str, Any]) -> Call:
+        tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+        return Call.of(tensors, args["scale"], args["window"])
+
+    plain = choose(target, call(args))
+    others: dict[str, Choice] = {}
+    for tile in (Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 64, 4, 7), Tile(16, 128, 8, 5)):
+        others[f"short {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages"] = replace(
+            plain, short=tile
+        )
+    for tile in (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)):
+        others[f"long {tile.bm} x {tile.bn}, {tile.warps} warps, {tile.stages} stages"] = replace(
+            plain, long=tile
+        )
+    for name, choice in others.items():
+
+        def commands(args: Mapping[str, Any], choice: Choice = choice) -> list[Launch]:
+            return launches(call(args), choice, args["max_q_len"])
+
+        yield name, commands

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from openinfer.kernels import mixture
+from openinfer.kernels.benchmark import Case, Commands, Memory
 from openinfer.kernels.contract import FLOATS, expect, expect_packed, require
 from openinfer.kernels.formats import SCALE_BLOCK, dequantized, halves, q8
 from openinfer.kernels.launch import Command
@@ -132,3 +136,48 @@ def _cost(
 
 
 experts = Op("experts", _contract, reference=_reference, launches=_launches, cost=_cost)
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """DeepSeek-V4-Flash's layer, with FP4 and with FP8 weights and values that went through q8."""
+    hidden, inter, count, chosen = 4096, 2048, 256, 6
+    for fp4 in (True, False):
+        weights = {}
+        for name, n, k in (("gate_up", 2 * inter, hidden), ("down", hidden, inter)):
+            weights[name] = memory.codes(count, n, k // 2) if fp4 else memory.float8(count, n, k)
+            shape = (count, n, k // 32) if fp4 else (count, n // 128, k // 128)
+            weights[name + "_scales"] = memory.codes(*shape, low=117, high=120)
+        for tokens in (1, 8, 32, 128, 1024, 4096):
+            args = {
+                "out": memory.empty(tokens, hidden),
+                "x": memory.rounded(tokens, hidden),
+                "shared": memory.normal(tokens, hidden),
+                "expert_weights": memory.normal(tokens, chosen, scale=0.3, dtype=float32),
+                "limit": 10.0,
+                "quantized": True,
+                **weights,
+            }
+            order = memory.rng.permutation(count)
+            copies = []
+            for copy in range(12 if tokens < 16 else 2):  # other experts in every copy
+                rows = [np.roll(order, (copy * tokens + token) * chosen)[:chosen] for token in range(tokens)]
+                copies.append({**args, "expert_ids": memory.ints(np.stack(rows))})
+            name = f"V4-Flash {'fp4' if fp4 else 'fp8'}, {tokens} tokens"
+            yield Case(name, experts, copies, Workload(tokens, tokens, 0, 0))
+
+
+def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
+    """Other tiles of the same products."""
+    first = case.args[0]
+    count, pairs = first["gate_up"].shape[0], first["expert_ids"].numel
+    kind = kind_of(first["gate_up"])
+    chosen = tile(target, pairs, count, kind, first["quantized"])
+    for places in (16, 32, 64, 128):
+        if places == chosen.bm:
+            continue
+
+        def commands(args: Mapping[str, Any], places: int = places) -> Iterator[Command]:
+            kernels = PackedExperts.of(target, replace(chosen, bm=places), **args)
+            return mixture.launches(kernels, Pairs.of(args["expert_ids"], count))
+
+        yield f"{places} places", commands

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels import mixture
+from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
 from openinfer.kernels.formats import dequantized, halves
 from openinfer.kernels.launch import Command, Scratch
@@ -134,3 +135,30 @@ def _cost(
 
 
 experts_add = Op("experts_add", _contract, reference=_reference, launches=_launches, cost=_cost)
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """Qwen3.5-35B-A3B's layer, in bf16 and in FP8."""
+    hidden, inter, count, chosen = 2048, 512, 256, 8
+    for scaled in (False, True):
+        weights: dict[str, Tensor | None] = {}
+        for name, n, k, blocks in (
+            ("gate_up", 2 * inter, hidden, 2 * -(-inter // 128)), ("down", hidden, inter, -(-hidden // 128)),
+        ):  # fmt: skip
+            weights[name] = (
+                memory.float8(count, n, k) if scaled else memory.normal(count, n, k, scale=k**-0.5)
+            )
+            shape = (count, blocks, -(-k // 128))
+            weights[name + "_scales"] = memory.normal(*shape, scale=0.01, dtype=float32) if scaled else None
+        for tokens in (1, 8, 32, 128, 1024, 4096):
+            ids = np.stack([memory.rng.permutation(count)[:chosen] for _ in range(tokens)])
+            args = {
+                "x": memory.normal(tokens, hidden),
+                "norm_weight": memory.normal(hidden, dtype=float32),
+                "expert_ids": memory.ints(ids),
+                "expert_weights": memory.normal(tokens, chosen, scale=0.1),
+                "eps": 1e-6,
+                **weights,
+            }
+            name = f"35B-A3B {'fp8' if scaled else 'bf16'}, {tokens} tokens"
+            yield Case(name, experts_add, [args], Workload(tokens, tokens, 0, 0))

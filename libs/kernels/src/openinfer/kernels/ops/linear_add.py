@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
 from openinfer.kernels.formats import dequantized
 from openinfer.kernels.launch import Command
@@ -11,7 +12,7 @@ from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import product
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor
+from openinfer.tensor import Tensor, float32
 
 
 def _contract(*, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None) -> None:
@@ -47,3 +48,21 @@ def _cost(workload: Workload, *, x: Tensor, h: Tensor, weight: Tensor, scales: T
 
 
 linear_add = Op("linear_add", _contract, reference=_reference, launches=_launches, cost=_cost)
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """Qwen3.5-4B's output projections, in bf16 and in FP8. `openinfer tune` measures the choices."""
+    for n, k in ((2560, 4096), (2560, 9216)):
+        for scaled in (False, True):
+            weight = memory.float8(n, k) if scaled else memory.normal(n, k, scale=k**-0.5)
+            scales = memory.normal(n // 128, k // 128, scale=0.01, dtype=float32) if scaled else None
+            for tokens in (1, 8, 32, 128, 1024, 4096):
+                args = {
+                    "x": memory.normal(tokens, n),
+                    "h": memory.normal(tokens, k),
+                    "weight": weight,
+                    "scales": scales,
+                }
+                name = f"{n} x {k} {'fp8' if scaled else 'bf16'}, {tokens} tokens"
+                copies = memory.copies(args, "weight", "scales")
+                yield Case(name, linear_add, copies, Workload(tokens, tokens, 0, 0))

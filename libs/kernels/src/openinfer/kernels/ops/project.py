@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from openinfer.kernels import packed_products as linear
+from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_packed, require
 from openinfer.kernels.formats import SCALE_BLOCK, dequantized, q8
 from openinfer.kernels.launch import Command, Scratch
@@ -204,3 +206,40 @@ def _norm_cost(workload: Workload, *, x: Tensor, **_: object) -> Cost:
 norm_rows = Op(
     "norm_rows", _norm_contract, reference=_norm_reference, launches=_norm_launches, cost=_norm_cost
 )
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """DeepSeek-V4-Flash's projections and its shared expert's gate."""
+    layers = {  # rows, columns, groups, whether the weight is FP8
+        "wq_a and wkv": (1536, 4096, 1, True), "wq_b": (32768, 1024, 1, True), "wo_a": (8192, 4096, 8, True),
+        "wo_b": (4096, 8192, 1, True), "router": (256, 4096, 1, False), "compressor": (2624, 4096, 1, False),
+    }  # fmt: skip
+
+    def weight(n: int, k: int, packed: bool) -> dict[str, Tensor | None]:
+        if not packed:
+            return {"weight": memory.normal(n, k, scale=k**-0.5), "scales": None}
+        scales = memory.codes(-(-n // SCALE_BLOCK), -(-k // SCALE_BLOCK), low=118, high=121)
+        return {"weight": memory.float8(n, k), "scales": scales}
+
+    for tokens in (1, 8, 32, 128, 1024, 4096):
+        workload = Workload(tokens, tokens, 0, 0)
+        for name, (n, k, groups, packed) in layers.items():
+            codes = packed and groups == 1
+            args: dict[str, Any] = {
+                "out": memory.empty(tokens, n, dtype=bfloat16 if packed else float32),
+                "x": memory.rounded(tokens, k) if codes else memory.normal(tokens, groups * k),
+                **weight(n, k, packed),
+                "groups": groups, "rounded_x": codes, "quantized": False,
+            }  # fmt: skip
+            yield Case(
+                f"V4-Flash {name}, {tokens} tokens",
+                project,
+                memory.copies(args, "weight", "scales"),
+                workload,
+            )
+        args = {
+            "out": memory.empty(tokens, 2048), "x": memory.rounded(tokens, 4096), **weight(4096, 4096, True),
+            "limit": 10.0, "quantized": True,
+        }  # fmt: skip
+        copies = memory.copies(args, "weight", "scales")
+        yield Case(f"V4-Flash shared expert, {tokens} tokens", gate_up_clamped, copies, workload)

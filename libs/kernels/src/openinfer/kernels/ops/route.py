@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.contract import expect, expect_columns, require
 from openinfer.kernels.launch import Command, aligned, launch, power_of_two
 from openinfer.kernels.op import Cost, Op, Workload
@@ -131,3 +132,23 @@ def _cost(workload: Workload, *, logits: Tensor, expert_ids: Tensor, **_: object
 
 
 route = Op("route", _contract, reference=_reference, launches=_launches, cost=_cost)
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """DeepSeek-V4-Flash's router, by bias and by table."""
+    experts, chosen, vocabulary = 256, 6, 129280
+    table = memory.ints(memory.rng.integers(0, experts, (vocabulary, chosen)))
+    for tokens in (1, 32, 128, 4096):
+        args = {
+            "expert_ids": memory.empty(tokens, chosen, dtype=int32),
+            "expert_weights": memory.empty(tokens, chosen, dtype=float32),
+            "logits": memory.normal(tokens, experts, dtype=float32),
+            "token_ids": memory.ints(memory.rng.integers(0, vocabulary, tokens)),
+            "token_slots": memory.ints(np.ones(tokens)),
+            "scaling": 1.5, "first_expert": 0, "num_experts": experts,
+        }  # fmt: skip
+        for name, how in (("bias", {"bias": memory.normal(experts, dtype=float32), "table": None}),
+                          ("table", {"bias": None, "table": table})):  # fmt: skip
+            yield Case(
+                f"V4-Flash by {name}, {tokens} tokens", route, [args | how], Workload(tokens, tokens, 0, 0)
+            )

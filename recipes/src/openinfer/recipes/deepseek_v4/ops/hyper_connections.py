@@ -33,6 +33,7 @@ from openinfer.kernels.authoring import (
     rms_norm,
     rounded,
 )
+from openinfer.kernels.benchmark import Case, Memory
 from openinfer.tensor import Tensor, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
@@ -366,3 +367,27 @@ def _spread_cost(workload: Workload, *, streams: Tensor, x: Tensor, add: bool) -
 spread = Op(
     "spread", _spread_contract, reference=_spread_reference, launches=_spread_launches, cost=_spread_cost
 )
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """The streams of a DeepSeek-V4-Flash layer."""
+    hidden, n, numbers = 4096, 4, 24
+    for tokens in (1, 8, 32, 128, 1024, 4096):
+        workload = Workload(tokens, tokens, 0, 0)
+        mix = memory.of(memory.rng.uniform(0, 0.3, (tokens, n * n + n)).astype(np.float32))
+        rounded_out, out = memory.normal(tokens, hidden), memory.empty(tokens, hidden)
+        both = {
+            "streams": memory.normal(tokens, n, hidden),
+            "fn": memory.normal(numbers, n * hidden, scale=(n * hidden) ** -0.5, dtype=float32),
+        }
+        base, scale = memory.normal(numbers, dtype=float32), memory.normal(3, dtype=float32)
+        pre = {
+            "out": out, "rounded_out": rounded_out, "mix": mix, **both, "base": base, "scale": scale,
+            "norm_weight": memory.normal(hidden, dtype=float32), "eps": 1e-6, "hc_eps": 1e-6, "iters": 20,
+        }  # fmt: skip
+        yield Case(f"V4-Flash, {tokens} tokens", hc_pre, memory.copies(pre, "streams", "fn"), workload)
+        post = {"streams": both["streams"], "y": rounded_out, "mix": mix}
+        yield Case(f"V4-Flash, {tokens} tokens", hc_post, memory.copies(post, "streams"), workload)
+        head = {"out": out, "streams": both["streams"], "fn": both["fn"][:n], "base": base[:n], "scale": scale[:1],
+                "eps": 1e-6, "hc_eps": 1e-6}  # fmt: skip
+        yield Case(f"V4-Flash, {tokens} tokens", hc_head, memory.copies(head, "streams"), workload)

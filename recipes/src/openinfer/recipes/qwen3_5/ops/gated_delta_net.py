@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from openinfer.kernels.authoring import (
     rounded,
     silu,
 )
+from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -291,3 +293,64 @@ def _cost(
 
 
 gated_delta_net = Op("gated_delta_net", _contract, reference=_reference, launches=_launches, cost=_cost)
+
+
+def cases(memory: Memory) -> Iterator[Case]:
+    """Layers of Qwen3.5-4B: decode, prompts and a chunk beside decode rows."""
+    heads, key_heads, dim, taps, layers = 32, 16, 128, 4, 4
+    width = (2 * key_heads + heads) * dim
+    steps = {f"decode {rows}": Rows([1] * rows, [1000] * rows) for rows in (1, 8, 32, 128, 256)}
+    steps |= {f"prompt {n}": Rows([n], [0]) for n in (128, 1024, 4096, 8192)}
+    steps["chunk 1984 and 64 rows"] = Rows([1984] + [1] * 64, [0] + [1000] * 64)
+    for name, rows in steps.items():
+        blocks, tokens = len(rows.lengths), rows.tokens
+        mixed = memory.normal(tokens, width + heads * dim + 2 * heads)
+        state = memory.normal(blocks, layers, heads, dim, dim, dtype=float32, scale=0.3)
+        rings = memory.normal(blocks, layers, taps, width)
+        own = memory.ints(np.arange(blocks))
+        args = {
+            "out": memory.empty(tokens, heads * dim),
+            "qkv": mixed[:, :width],
+            "z": mixed[:, width : width + heads * dim],
+            "ba": mixed[:, width + heads * dim :],
+            "conv_weight": memory.normal(width, taps, scale=0.5),
+            "decay": memory.of(-np.exp(memory.rng.uniform(-3, 1, heads)).astype(np.float32)),
+            "dt_bias": memory.of((memory.rng.standard_normal(heads) - 2).astype(np.float32)),
+            "norm_weight": memory.of(np.ones(dim, np.float32)),
+            **rows.fields(memory),
+            "state_from": own,
+            "state_to": own,
+            "snapshot_ends": memory.ints(np.zeros((blocks, 2))),
+            "snapshot_blocks": memory.ints(np.zeros((blocks, 2))),
+            "eps": 1e-6,
+            "max_q_len": max(rows.lengths),
+        }
+        copies = [{**args, "conv_state": rings[:, n], "state": state[:, n]} for n in range(layers)]
+        yield Case(f"4B {name}", gated_delta_net, copies, rows.workload)
+
+
+def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
+    """Other shares of a state for a program, stages and registers."""
+    step = case.args[0]["max_q_len"] == 1
+    changes: dict[str, dict[str, Any]] = {
+        "scan of 64 columns": {"columns": 64},
+        "scan of 2 stages": {"scan_stages": 2},
+        "inputs with any registers": {"inputs_registers": 0},
+        "prepare with any registers": {"prepare_registers": 0},
+    }
+    if step:
+        changes = {
+            f"step of {columns} columns, {warps} warps": {"step_columns": columns, "step_warps": warps}
+            for columns in (32, 64, 128)
+            for warps in (1, 2, 4)
+        }
+    for name, change in changes.items():
+
+        def commands(args: Mapping[str, Any], change: Mapping[str, Any] = change) -> Iterable[Command]:
+            sizes = _sizes(args["qkv"], args["state"])
+            chosen = delta.choose(target, sizes.value_heads, args["slots"].shape[0])
+            tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
+            call = delta.Call(tensors, sizes.key_heads, args["eps"])
+            return delta.launches(call, args["max_q_len"], replace(chosen, **change))
+
+        yield name, commands
