@@ -1,8 +1,10 @@
 """Host time of StepLoop.step(), on one core: `python benchmarks/bench_loop.py [--json]`.
 
-decode: nobody joins or leaves. "steady" is the median step, in which no row needs a block; "mean" includes those in
-which rows do (each once in 16 steps, the block size). The runner does nothing and the pool only counts, so the time is
-the loop's own; where openinfer-kvpool is installed, the same over its pool, which is the pool's time too.
+decode: no row joins or leaves. In the median step no row needs a block; "mean" includes steps in which rows do (each
+row once in 16 steps, the block size). The runner does nothing and the pool only counts, so the time is the loop's own.
+Where openinfer-kvpool is installed, the same over its pool, which is the pool's time too.
+
+drafts: the same with two drafts a row, of which one is accepted.
 
 plan: 256 rows run, 1,000 sequences wait, and in each step one ends, one is submitted and one is admitted.
 
@@ -29,6 +31,7 @@ from openinfer.scheduler import (
     Step,
     StepLoop,
     StepResult,
+    View,
     make_policy,
 )
 
@@ -89,6 +92,27 @@ class CountingLease:
         pass
 
 
+class HalfRight(NullRunner):
+    """Of two drafts a row one is accepted."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._advanced = dict.fromkeys(range(1, rows + 1), 2)
+
+    def collect(self, wait_s: float | None) -> StepResult | None:
+        result = super().collect(wait_s)
+        if result is not None and result.index > 1:  # the first step has the prompts
+            result.advanced = self._advanced
+        return result
+
+
+class TwoDrafts:
+    """Two drafts for every row."""
+
+    def num_drafts(self, view: View) -> dict[Seq, int]:
+        return dict.fromkeys(view.decoding, 2)
+
+
 class Churn(NullRunner):
     """In each step the row that has run longest ends."""
 
@@ -117,11 +141,17 @@ def real_pool(rows: int, tokens: int) -> Pool | None:
     return RealPool([Group("kv", 16, rows * (tokens // 16 + 2))])
 
 
-def measure_decode(rows: int, steps: int, pool: Pool) -> dict[str, float]:
+def measure_decode(rows: int, steps: int, pool: Pool, *, drafts: bool = False) -> dict[str, float]:
     """Microseconds a step with `rows` rows in decode, their block boundaries spread over the steps."""
-    max_len = steps + 200
+    max_len = 3 * steps + 600 if drafts else steps + 200
     loop = StepLoop(
-        NullRunner(), pool, FirstCome(1 << 20), max_rows=rows, max_model_len=max_len, max_queued=rows
+        HalfRight(rows) if drafts else NullRunner(),
+        pool,
+        FirstCome(1 << 20),
+        max_rows=rows,
+        max_model_len=max_len,
+        max_queued=rows,
+        speculation=TwoDrafts() if drafts else None,
     )
     for number in range(rows):
         loop.submit(Seq(number, [number] * (64 + number % 16), max_len))
@@ -209,13 +239,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     decode = [measure_decode(rows, options.steps, CountingPool()) for rows in (1, 16, 64, 256, 1024)]
     pool = real_pool(ROWS, options.steps + 200)
     over_kvpool = [measure_decode(ROWS, options.steps, pool)] if pool is not None else []
+    drafts = [measure_decode(rows, options.steps, CountingPool(), drafts=True) for rows in (1, 8, 64, 256)]
     plan = [measure_plan(name, options.steps) for name in POLICIES]
     prefill = measure_prefill(1_000_000, 2048)
     if options.json:
-        results = {"decode": decode, "decode_over_kvpool": over_kvpool, "plan": plan, "prefill": prefill}
+        results = {
+            "decode": decode,
+            "decode_over_kvpool": over_kvpool,
+            "drafts": drafts,
+            "plan": plan,
+            "prefill": prefill,
+        }
         json.dump(results, sys.stdout)
         return
-    for name, results in (("", decode), (" over openinfer.kvpool", over_kvpool)):
+    for name, results in (("", decode), (" over openinfer.kvpool", over_kvpool), (" with drafts", drafts)):
         for result in results:
             print("{rows:5.0f} rows   least {steady_us:6.1f} us   median {median_us:6.1f} us   "
                   "mean {mean_us:6.1f} us".format(**result) + name)  # fmt: skip

@@ -107,17 +107,17 @@ def test_an_idle_loop_waits_for_the_load():
 
 
 def test_an_abort_ends_a_sequence_at_once_and_its_blocks_come_back_when_the_load_ends():
-    loop, _, pool, tier = make([LONG], delay=1)
+    loop, _, pool, tier = make([LONG], delay=100)
     seq = Seq(1, [*LONG, 5], 4)
     loop.submit(seq)
     turn(loop)
     assert loop.abort(1)
     assert turn(loop) == [Finished(seq, FinishReason.ABORT)]
-    assert (loop.has_work, loop.stats.loading, loop.stats.waiting) == (False, 0, 0)
-    while tier.loads:
-        assert pool.num_free == pool.num_total - 3
-        turn(loop)
-    assert pool.num_free == pool.num_total
+    assert (loop.live, loop.stats.loading, loop.stats.waiting) == ([], 0, 0)
+    assert pool.num_free == pool.num_total - 3
+    assert loop.has_work  # the loop gets the blocks back before it is idle
+    assert turn(loop, None) == []
+    assert (loop.has_work, tier.loads, pool.num_free) == (False, [], pool.num_total)
 
 
 def test_an_abort_of_a_sequence_whose_load_has_ended_gives_its_blocks_back():

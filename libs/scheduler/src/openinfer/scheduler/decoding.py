@@ -96,19 +96,23 @@ class DecodeRows(Generic[Owner]):
     def advance(self, step: Step[Owner], advanced: Mapping[Seq[Owner], int], gone: Set[Seq[Owner]]) -> None:
         """Correct the counters of rows that did not advance by one token in a step, which the clock assumes.
         advanced: rows that advanced by less than their q_len. gone: rows that have left. Raises ContractError."""
-        for seq, count in advanced.items():
-            q_len = 1 + step.drafts.get(seq, 0)
-            if not 0 <= count <= q_len:
+        rows = (
+            {**step.drafts, **dict.fromkeys(advanced.keys() - step.drafts.keys(), 0)}
+            if advanced
+            else step.drafts
+        )
+        for seq, drafts in rows.items():
+            count = advanced.get(seq, 1 + drafts)
+            if not 0 <= count <= 1 + drafts:
                 raise ContractError(
-                    f"in step {step.index} request {seq.id} advanced by {count} tokens; its row has {q_len}"
+                    f"in step {step.index} request {seq.id} advanced by {count} tokens; its row has {1 + drafts}"
                 )
-        for seq in {**step.drafts, **advanced}:
             if seq not in gone:
-                drafts = step.drafts.get(seq, 0)
-                more = advanced.get(seq, 1 + drafts) - 1
                 seq.ahead -= drafts
-                seq.base, seq.last_step = seq.base + more - drafts, seq.last_step - more
-                self.horizon = max(self.horizon, seq.last_step)
+                seq.base += count - 1 - drafts
+                seq.last_step -= count - 1
+                if seq.last_step > self.horizon:
+                    self.horizon = seq.last_step
 
     # -- the calendar --
 

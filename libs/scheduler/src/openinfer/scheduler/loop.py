@@ -138,8 +138,8 @@ class StepLoop(Generic[Owner, Payload]):
 
     @property
     def has_work(self) -> bool:
-        """Whether step() has work to do or an event to report."""
-        return bool(self._live or self._in_flight or self._events)
+        """Whether step() has work to do or an event to report. A load is work until it ends, also after an abort."""
+        return bool(self._live or self._in_flight or self._events or self._loads.under_way)
 
     @property
     def live(self) -> Sequence[Seq[Owner]]:

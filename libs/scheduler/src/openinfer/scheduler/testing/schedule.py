@@ -201,8 +201,6 @@ class Schedule:
                 raise Mismatch(f"no end after {turn} turns: {loop.stats}")
         for request in requests:
             request.compare(self.groups[0].window)
-        while tier.loads:  # of requests that were aborted
-            pool.poll(None)
         if pool.num_free != num_free:
             raise Mismatch(f"{num_free - pool.num_free} blocks were not given back")
         return loop
