@@ -84,7 +84,11 @@ def test_version_lists_every_part() -> None:
 
 def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
     text = openinfer("serve", "--help").stdout
-    assert "With a qwen3 checkpoint:" in text
+    assert len(text.splitlines()) < 120
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.index("openinfer serve demo/qwen3") < text.index("--port")
+    assert re.search(r"--snapshot-interval N\s+only qwen3_5:", text)
+    assert re.search(r"--block-size .*\n?\s+tokens of a cache page; .*deepseek_v4: not possible", text)
     for flag in ("--port", "--api-key", "--max-model-len", "--enforce-eager"):
         assert flag in text
 
@@ -98,9 +102,24 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
             2,
             "unknown command 'quantize'; there are serve, chat, compile, bench, tune, explain, selftest",
         ),
-        (["serve"], 2, "MODEL_DIR comes first: openinfer serve MODEL_DIR"),
-        (["serve", "--port", "1", str(TINY)], 2, "MODEL_DIR comes first"),
-        (["serve", str(TINY), "--max-model-length", "3"], 2, "unrecognized arguments: --max-model-length"),
+        (["serve"], 2, "no model is given: openinfer serve MODEL [flags]"),
+        (["serve", "--port", "1"], 2, "no model is given: openinfer serve MODEL [flags]"),
+        (
+            ["serve", str(TINY), "--max-model-length", "3"],
+            2,
+            "unrecognized arguments: --max-model-length 3; did you mean --max-model-len?",
+        ),
+        (["serve", str(TINY), "--snapshot-interval", "64"], 2, "unrecognized arguments: --snapshot-interval"),
+        (
+            ["serve", "-tp", "2", str(TINY)],
+            2,
+            "-tp is a flag of vLLM that openinfer does not have: this version runs on one GPU; leave it out",
+        ),
+        (["serve", "--no-enable-chunked-prefill", str(TINY)], 2, "it is always on; leave it out"),
+        (["serve", "--config", "/nowhere.toml"], 2, "--config /nowhere.toml: [Errno 2]"),
+        (["serve", "--port", "0", "--revision", "v1", str(TINY)], 1, "is a folder, not a name of the hub"),
+        (["serve", "--port=0", "--max-model-len", "0", str(TINY)], 1, "--max-model-len"),
+        (["explain", "--max-model-len", "x", str(TINY)], 2, "--max-model-len: invalid int value: 'x'"),
         (["serve", "/nowhere"], 1, "/nowhere/config.json cannot be read (No such file or directory)"),
         (["compile", str(TINY)], 2, "the following arguments are required: --arch"),
         (["compile", str(TINY), "--arch", "75"], 1, "--arch 75: known are 80, 86, 89, 90, 100, 120"),
@@ -191,3 +210,27 @@ def test_what_a_user_can_mend_is_one_line_whichever_library_says_so(name: str) -
     error = getattr(importlib.import_module(f"openinfer.{module}"), kind)
     assert error.user_can_mend
     assert is_users_error(type("Any", (error,), {"__init__": lambda self: None, "__str__": lambda _: "x"})())
+
+
+def test_a_name_of_the_hub_is_downloaded_and_served_under_that_name(tmp_path: Path) -> None:
+    (tmp_path / "huggingface_hub.py").write_text(
+        "def snapshot_download(name, revision, allow_patterns):\n"
+        "    assert '*.safetensors' in allow_patterns\n"
+        f"    print(name, revision)\n    return {str(tmp_path)!r}\n"
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba9"}))
+    done = openinfer("serve", "--revision", "v1", "Some/Mamba", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "Some/Mamba v1\n")
+    assert "no recipe serves model_type 'mamba9'" in done.stderr
+
+
+@pytest.mark.parametrize("source", ["raise ImportError", ""])
+def test_a_hub_that_does_not_answer_ends_in_one_line_that_says_what_to_do(
+    tmp_path: Path, source: str
+) -> None:
+    body = "def snapshot_download(*args, **flags): raise OSError('no\\nconnection')\n"
+    (tmp_path / "huggingface_hub.py").write_text(body if not source else f"{source}\n")
+    done = openinfer("serve", "Some/Mamba", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert ("pip install huggingface_hub" if source else "hf download Some/Mamba --local-dir Mamba") in line

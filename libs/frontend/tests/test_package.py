@@ -8,7 +8,7 @@ import pytest
 
 import openinfer.frontend
 import openinfer.frontend.http
-from openinfer.frontend import chat, serve
+from openinfer.frontend import chat, server_flags
 
 
 @pytest.mark.parametrize("module", [openinfer.frontend, openinfer.frontend.http])
@@ -45,8 +45,8 @@ def test_the_base_imports_no_web_framework() -> None:
 
 
 def test_the_command_line_knows_the_formats_without_importing_them() -> None:
-    assert tuple(chat.TOOL_FORMATS) == serve.TOOL_PARSERS
-    assert serve.REASONING_PARSERS == chat.REASONING_FORMATS
+    assert tuple(chat.TOOL_FORMATS) == server_flags.TOOL_PARSERS
+    assert server_flags.REASONING_PARSERS == chat.REASONING_FORMATS
 
 
 def test_importing_is_quick() -> None:

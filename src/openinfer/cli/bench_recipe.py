@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.cli import recipes
 from openinfer.frontend.errors import is_users_error, one_line
+from openinfer.frontend.flag_parser import FlagParser
 from openinfer.recipes.engine import Options, Recipe
 
 if TYPE_CHECKING:
@@ -47,16 +48,15 @@ Body = Callable[[argparse.Namespace, Asked], int]
 
 
 def run(argv: list[str], command: str, text: str | None, add: Flags, body: Body) -> int:
-    """Parse MODEL_DIR, the command's own flags and the recipe's, and call `body`. Returns the exit code."""
+    """Parse MODEL, the command's own flags and the recipe's, and call `body`. Returns the exit code."""
+    parser = _parser(command, text, add)
+    usable = [recipe for recipe in recipes.installed() if isinstance(recipe, Recipe)]
+    recipes.merged(parser, usable)
     if recipes.wants_help(argv):
-        for recipe in recipes.installed():
-            if isinstance(recipe, Recipe):
-                print(f"With a {recipe.name} checkpoint:\n")
-                _parser(recipe, command, text, add).print_help()
+        print(parser.format_help(), end="")
         return 0
-    model_dir = recipes.model_dir(command, argv)
-    if model_dir is None:
-        return 2
+    name, rest = recipes.model_and_rest(parser, argv)
+    model_dir = recipes.checkpoint(name)
     from openinfer.kernels import KernelsError
     from openinfer.tensor import TensorError
 
@@ -66,7 +66,9 @@ def run(argv: list[str], command: str, text: str | None, add: Flags, body: Body)
             raise BadFlags(
                 f"recipe {found.name!r} has an engine of its own; {command} needs one of openinfer.recipes.engine"
             )
-        args = _parser(found, command, text, add).parse_args(argv)
+        parser = _parser(command, text, add)
+        found.add_arguments(parser)
+        args = parser.parse_args([name, *rest])
         return body(args, Asked(found, model_dir, found.parsed(args)))
     except Exception as error:
         if not is_users_error(error) and not isinstance(error, KernelsError | TensorError):
@@ -75,14 +77,10 @@ def run(argv: list[str], command: str, text: str | None, add: Flags, body: Body)
         return 1
 
 
-def _parser(recipe: Recipe[Any], command: str, text: str | None, add: Flags) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        f"openinfer {command}",
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="checkpoint directory")
+def _parser(command: str, text: str | None, add: Flags) -> FlagParser:
+    """The command's own flags."""
+    prog = f"openinfer {command}"
+    parser = FlagParser(prog, usage=f"{prog} MODEL [flags]", description=text)
+    parser.add_argument("model_dir", type=Path, metavar="MODEL", help="checkpoint directory")
     add(parser)
-    recipe.add_arguments(parser)
     return parser

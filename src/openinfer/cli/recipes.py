@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import cast
 
 from openinfer.frontend.errors import ModelFilesError
+from openinfer.frontend.flag_parser import FlagParser, merge
 from openinfer.frontend.model_files import read_json
 from openinfer.frontend.recipe import Recipe
 
@@ -53,16 +55,23 @@ def checkpoint(name: str) -> Path:
     return path
 
 
-def model_dir(command: str, argv: list[str]) -> Path | None:
-    """MODEL_DIR, which comes first because the flags depend on it. None, and a line on stderr, if it is not there."""
-    if argv and not argv[0].startswith("-"):
-        return checkpoint(argv[0])
-    print(
-        f"openinfer {command}: error: MODEL_DIR comes first: openinfer {command} MODEL_DIR [flags] "
-        f"(openinfer {command} --help)",
-        file=sys.stderr,
-    )
-    return None
+def merged(parser: FlagParser, recipes: Sequence[Recipe]) -> FlagParser:
+    """The parser with the flags of every recipe, for help and for what can be said before the model is known."""
+    parsers = {}
+    for recipe in recipes:
+        parsers[recipe.name] = argparse.ArgumentParser(add_help=False)
+        recipe.add_arguments(parsers[recipe.name])
+    merge(parser, parsers)
+    return parser
+
+
+def model_and_rest(parser: FlagParser, argv: list[str]) -> tuple[str, list[str]]:
+    """The model that a command line names, and its other words. Ends the process where there is none."""
+    words = parser.with_config(argv)
+    place = parser.position(words)
+    if place is None:
+        parser.error(f"no model is given: {parser.prog} MODEL [flags], such as {parser.prog} demo/qwen3")
+    return words[place], [*words[:place], *words[place + 1 :]]
 
 
 def wants_help(argv: list[str]) -> bool:

@@ -1,30 +1,42 @@
-"""`openinfer serve MODEL_DIR [flags]`: find the checkpoint's recipe and serve it."""
+"""`openinfer serve MODEL [flags]`: find the checkpoint's recipe and serve it."""
 
 from __future__ import annotations
 
 import sys
 
-from openinfer.cli import recipes
-from openinfer.frontend.errors import one_line
-from openinfer.frontend.serve import build_parser, serve
+from openinfer.cli import hub, recipes
+from openinfer.frontend.errors import is_users_error, one_line
+from openinfer.frontend.serve import serve
+from openinfer.frontend.server_flags import server_parser
 
 PROG = "openinfer serve"
+TEXT = """\
+Serve a checkpoint over an OpenAI-compatible HTTP API.
+
+  openinfer serve demo/qwen3                        the small model of a checkout, on http://127.0.0.1:8000
+  openinfer serve ./Qwen3-4B --port 9000            a folder with a checkpoint as published
+  openinfer serve Qwen/Qwen3-4B --revision main     a checkpoint of the Hugging Face hub
+  openinfer serve --config server.toml              flags from a file: model = "./Qwen3-4B", port = 9000
+  openinfer serve MODEL --help                      the flags of this model's recipe alone
+"""
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to stop; returns the exit code of frontend.serve, 1 for a checkpoint that nobody serves, 2 for
-    wrong arguments."""
+    """Serve until told to stop; returns the exit code of frontend.serve, 1 for a checkpoint that no recipe serves, 2
+    for wrong arguments."""
+    parser = server_parser(PROG, TEXT)
+    hub.add_arguments(parser)
+    recipes.merged(parser, recipes.installed())
     if recipes.wants_help(argv):
-        for recipe in recipes.installed():
-            print(f"With a {recipe.name} checkpoint:\n")
-            build_parser(recipe, PROG).print_help()
+        print(parser.format_help(), end="")
         return 0
-    model_dir = recipes.model_dir("serve", argv)
-    if model_dir is None:
-        return 2
+    name, rest = recipes.model_and_rest(parser, argv)
     try:
+        model_dir, rest = hub.checkpoint(name, rest)
         recipe = recipes.find(model_dir)
-    except recipes.NoRecipe as error:
+    except Exception as error:
+        if not is_users_error(error):
+            raise
         print(f"{PROG}: error: {one_line(error)}", file=sys.stderr)
         return 1
-    return serve(recipe, [str(model_dir), *argv[1:]], PROG)
+    return serve(recipe, [str(model_dir), *rest], PROG)

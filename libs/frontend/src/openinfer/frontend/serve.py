@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from openinfer.frontend import flag_types
 from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
+from openinfer.frontend.flag_types import key_of_environment
 from openinfer.frontend.logs import say, set_up_logging
 from openinfer.frontend.recipe import Recipe
+from openinfer.frontend.server_flags import build_parser
 
 if TYPE_CHECKING:
     from openinfer.frontend.client import EngineClient
@@ -25,136 +26,6 @@ if TYPE_CHECKING:
     from openinfer.frontend.web import WebOptions
 
 __all__ = ["Recipe", "build_parser", "serve"]
-
-TOOL_PARSERS = ("deepseek_v4", "hermes", "qwen3_coder", "qwen3_xml")
-REASONING_PARSERS = ("deepseek_v4", "qwen3")
-"""The formats of `chat` by name, which is not imported for a help text."""
-
-
-def build_parser(recipe: Recipe, prog: str) -> argparse.ArgumentParser:
-    """The frontend's flags and the recipe's. Abbreviations are refused: a flag is one word for good."""
-    parser = argparse.ArgumentParser(
-        prog,
-        description=f"Serve a {recipe.name} checkpoint over an OpenAI-compatible HTTP API.",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("model_dir", type=Path, metavar="MODEL_DIR", help="checkpoint directory")
-    server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    server.add_argument(
-        "--port", type=flag_types.port, default=8000, help="port to listen on; 0 takes a free one"
-    )
-    server.add_argument(
-        "--api-key",
-        type=flag_types.key,
-        default=None,
-        help="wanted on all paths but probes and /; OPENINFER_API_KEY in the environment does not show in ps",
-    )
-    _add_origins(server)
-    server.add_argument(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names requests may use; first is shown",
-    )
-    server.add_argument("--skip-tokenizer-init", action="store_true", help="take and give token ids only")
-    server.add_argument(
-        "--chat-template", type=Path, default=None, metavar="FILE", help="instead of the model's"
-    )
-    server.add_argument(
-        "--tool-call-parser",
-        choices=("auto", "none", *TOOL_PARSERS),
-        default="auto",
-        help="how the model writes its calls; auto: as its model_type does",
-    )
-    server.add_argument(
-        "--reasoning-parser",
-        choices=("auto", "none", *REASONING_PARSERS),
-        default="auto",
-        help="how the model marks its reasoning; none: it stays in the content",
-    )
-    server.add_argument(
-        "--enable-auto-tool-choice",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="let the model decide about calls; without it tools are refused",
-    )
-    server.add_argument(
-        "--generation-config",
-        choices=("auto", "none"),
-        default="auto",
-        help="auto: generation_config.json gives the sampling defaults",
-    )
-    server.add_argument(
-        "--driver", choices=("process", "thread"), default="process", help="where the engine runs"
-    )
-    server.add_argument(
-        "--frontends",
-        type=flag_types.count,
-        default=1,
-        metavar="N",
-        help="HTTP processes on the one port, over the one engine",
-    )
-    server.add_argument(
-        "--engine-hang-timeout",
-        type=flag_types.seconds,
-        default=None,
-        metavar="S",
-        help="requests but no engine step for this long makes /health 503; None: as the engine says, 10 s on a GPU and "
-        "60 s on a CPU",
-    )
-    server.add_argument(
-        "--restart-engine",
-        action="store_true",
-        help="start an engine that died or hangs anew, up to 3 times in 10 minutes, instead of leaving",
-    )
-    server.add_argument(
-        "--shutdown-timeout",
-        type=flag_types.seconds,
-        default=30.0,
-        metavar="S",
-        help="how long SIGTERM lets running requests finish",
-    )
-    server.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=" "
-    )
-    server.add_argument(
-        "--otlp-traces-endpoint",
-        default=None,
-        metavar="URL",
-        help="send a span a sequence there, such as http://localhost:4318/v1/traces; needs [otel]",
-    )
-    server.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="json: one object a line"
-    )
-    server.add_argument("--log-requests", action="store_true", help="log a line for each request")
-    recipe.add_arguments(parser)
-    return parser
-
-
-def _add_origins(server: Any) -> None:
-    """Flags about who may call, and how safely."""
-    for name, default, what in (
-        ("origins", [], "origins whose pages may call, such as '[\"http://localhost:3000\"]' or '[\"*\"]'"),
-        ("methods", ["*"], "methods that such pages may use"),
-        ("headers", ["*"], "headers that such pages may send"),
-    ):
-        server.add_argument(
-            f"--allowed-{name}", type=flag_types.strings, default=default, metavar="JSON", help=what
-        )
-    server.add_argument(
-        "--allow-credentials", action="store_true", help="such pages may send the browser's cookies along"
-    )
-    server.add_argument("--ssl-certfile", type=Path, default=None, metavar="FILE", help="PEM; serves HTTPS")
-    server.add_argument(
-        "--ssl-keyfile",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="its key, if that is not in the same file",
-    )
 
 
 def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
@@ -165,7 +36,7 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     """
     args = build_parser(recipe, prog).parse_args(argv)
     try:
-        args.api_key = args.api_key or flag_types.key_of_environment()
+        args.api_key = args.api_key or key_of_environment()
     except FlagError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2

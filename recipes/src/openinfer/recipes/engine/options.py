@@ -115,7 +115,7 @@ def add_arguments(options: type[Options], parser: argparse.ArgumentParser, recip
 def help_of(options: type[Options], field: dataclasses.Field[Any]) -> str:
     """The text of a field, with its default or the reason why it is refused."""
     if field.name in options.refused:
-        return f"not possible with this model: {options.refused[field.name]}"
+        return f"not possible: {options.refused[field.name]}"
     shown = field.default is not None and field.metadata["kind"] is not bool
     return str(field.metadata["text"]) + ("; default: %(default)s" if shown else "")
 

@@ -1,0 +1,138 @@
+"""A parser of flags that speaks in one line: no usage before an error, the flag that was meant, a file of flags."""
+
+import argparse
+import copy
+import json
+import shutil
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from openinfer.frontend.vllm_flags import VLLM_FLAGS
+
+__all__ = ["FlagParser", "merge"]
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Flags and one positional argument in any order. Abbreviations are refused: a flag is one word for good."""
+
+    def __init__(self, prog: str, **given: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, formatter_class=_Help, **given)
+
+    def error(self, message: str) -> NoReturn:
+        """One line on stderr, and exit code 2."""
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
+
+    def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse, with the words of --config FILE before the others. Ends the process for wrong arguments."""
+        words = self.with_config(args)
+        found, unknown = self.parse_known_args(words, namespace)
+        self.refuse(unknown)
+        return found
+
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """End the process where there is a word that no argument takes."""
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        for flag in flags:
+            if advice := VLLM_FLAGS.get(flag.replace("_", "-").replace("--no-", "--", 1)):
+                self.error(f"{flag} is a flag of vLLM that openinfer does not have: {advice}")
+        if unknown:
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            close = [name for flag in flags for name in get_close_matches(flag, known, n=1)]
+            hint = f"; did you mean {' '.join(close)}?" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+
+    def position(self, args: Sequence[str]) -> int | None:
+        """Where the first word is that is neither a flag nor a flag's value. Ends the process for an unknown flag."""
+        rest = 0  # values that may still come
+        for place, word in enumerate(args):
+            if not word.startswith("-"):
+                if not rest:
+                    return place
+                rest -= 1
+                continue
+            flag, has_value, _ = word.partition("=")
+            if flag not in self._option_string_actions:
+                self.refuse([word])
+            rest = 0 if has_value else _values(self._option_string_actions[flag])
+        return None
+
+    def with_config(self, args: Sequence[str]) -> list[str]:
+        """The words of the file that --config names, then the others, which count for more."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config", type=Path)
+        if "--config" not in self._option_string_actions:
+            return list(args)
+        found, rest = finder.parse_known_args(args)
+        if found.config is None:
+            return rest
+        try:
+            table = tomllib.loads(found.config.read_text())
+        except (OSError, ValueError) as error:
+            self.error(f"--config {found.config}: {error}; it is TOML, a line a flag: max-model-len = 8192")
+        model = str(table.pop("model", ""))
+        words = [word for name, value in table.items() for word in self._words(name, value)]
+        return [*words, *rest] if not model or self.position(rest) is not None else [model, *words, *rest]
+
+    def _words(self, name: str, value: object) -> Iterable[str]:
+        """A line of the file as words of the command line."""
+        flag = "--" + name.replace("_", "-")
+        action = self._option_string_actions.get(flag)
+        if action is None:
+            self.refuse([flag])
+        elif isinstance(value, dict):
+            self.error(f"--config: {name} is a table; write every flag on a line of its own")
+        elif isinstance(value, bool) and action.nargs == 0:
+            negative = "--no-" + flag[2:]
+            if value or negative in self._option_string_actions:
+                return [flag if value else negative]
+            return []
+        elif isinstance(value, list):
+            return [flag, *map(str, value)] if action.nargs == "+" else [f"{flag}={json.dumps(value)}"]
+        return [f"{flag}={value}"]
+
+
+def merge(parser: FlagParser, others: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Add the flags of several parsers to one, each once: its help says for which of them it differs."""
+    group = parser.add_argument_group("engine")
+    found: dict[str, dict[str, argparse.Action]] = {}
+    for name, other in others.items():
+        for action in other._actions:
+            if action.option_strings:
+                found.setdefault(action.option_strings[0], {})[name] = action
+    for actions in found.values():
+        owners: dict[str, list[str]] = {}
+        for name, action in actions.items():
+            owners.setdefault(str(action.help), []).append(name)
+        usual, *rest = sorted(owners, key=lambda text: len(owners[text]), reverse=True)
+        only = f"only {', '.join(actions)}: " if len(actions) < len(others) else ""
+        shown = copy.copy(actions[owners[usual][0]])
+        shown.help = only + usual + "".join(f"; {', '.join(owners[text])}: {text}" for text in rest)
+        group._add_action(shown)
+
+
+def _values(action: argparse.Action) -> int:
+    """How many words a flag takes at most."""
+    if action.nargs is None:
+        return 1
+    return action.nargs if isinstance(action.nargs, int) else 1 << 30
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Defaults in brackets where there is one to tell, short names of values, lines of 100 characters."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+        super().__init__(prog, max_help_position=32, width=width)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = "default" in (action.help or "") or action.default in (None, False, argparse.SUPPRESS)
+        if told or isinstance(action.default, list) or not action.option_strings:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kinds: dict[object, str] = {int: "N", float: "X"}
+        return kinds.get(action.type, "TEXT")

@@ -1,0 +1,95 @@
+"""Flags in any order, from a file, and what is said of those that are not there."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from openinfer.frontend.flag_parser import FlagParser, merge
+from openinfer.frontend.flag_types import strings
+from openinfer.frontend.vllm_flags import VLLM_FLAGS
+
+
+@pytest.fixture
+def parser() -> FlagParser:
+    made = FlagParser("serve")
+    made.add_argument("model")
+    made.add_argument("--config")
+    made.add_argument("--port", type=int, default=1)
+    made.add_argument("--name", nargs="+", default=[])
+    made.add_argument("--origins", type=strings, default=[])
+    made.add_argument("--eager", action="store_true")
+    made.add_argument("--cache", action=argparse.BooleanOptionalAction, default=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        ("m --port 2", 0),
+        ("--port 2 m", 2),
+        ("--port=2 m", 1),
+        ("--eager m", 1),
+        ("--no-cache m --port 2", 1),
+        ("--name a b --eager m", 4),
+        ("--port 2", None),
+        ("--name a b", None),
+        ("", None),
+    ],
+)
+def test_the_model_is_found_among_flags(parser: FlagParser, words: str, place: int | None) -> None:
+    assert parser.position(words.split()) == place
+
+
+def test_a_file_gives_flags_and_the_command_line_counts_for_more(parser: FlagParser, tmp_path: Path) -> None:
+    file = tmp_path / "flags.toml"
+    file.write_text(
+        'model = "m"\nport = 2\nname = ["a", "b"]\norigins = ["*"]\neager = true\ncache = false\n'
+    )
+    args = parser.parse_args(["--config", str(file), "--port", "3"])
+    assert (args.model, args.port, args.name, args.origins) == ("m", 3, ["a", "b"], ["*"])
+    assert (args.eager, args.cache) == (True, False)
+    assert parser.parse_args([f"--config={file}", "other"]).model == "other"
+    file.write_text("eager = false\ncache = true\n")
+    args = parser.parse_args(["m", "--config", str(file)])
+    assert (args.eager, args.cache) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: 2", "it is TOML, a line a flag"),
+        ("prot = 2", "unrecognized arguments: --prot; did you mean --port?"),
+        ("quantization = 'fp8'", "--quantization is a flag of vLLM that openinfer does not have"),
+        ("[server]\nport = 2", "unrecognized arguments: --server"),
+        ("[port]\nport = 2", "port is a table"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_in_one_line(
+    parser: FlagParser, tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flags.toml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["m", "--config", str(tmp_path / "flags.toml")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert message in line
+
+
+def test_flags_of_several_parsers_are_listed_once(parser: FlagParser) -> None:
+    others = {name: argparse.ArgumentParser(add_help=False) for name in ("a", "b", "c")}
+    for name, other in others.items():
+        other.add_argument("--same", help="as ever")
+        other.add_argument("--often", help="odd" if name == "a" else "usual")
+    others["c"].add_argument("--rare", help="seldom")
+    merge(parser, others)
+    text = " ".join(parser.format_help().split())
+    assert "--same TEXT as ever" in text
+    assert "--often TEXT usual; a: odd" in text
+    assert "--rare TEXT only c: seldom" in text
+
+
+def test_no_flag_of_the_server_is_refused_as_vllms() -> None:
+    from openinfer.frontend.server_flags import server_parser
+
+    assert not VLLM_FLAGS.keys() & set(server_parser("serve", "")._option_string_actions)
