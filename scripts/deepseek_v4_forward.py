@@ -6,7 +6,7 @@ run-time quantisation. Needs torch, which no distribution of this project does.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,16 +100,26 @@ def rotated(x: Tensor, positions: Tensor, freq: Tensor, sign: int = 1) -> Tensor
 class Forward:
     """The model of a config and its tensors. `quantized`: with the published rounding of activations. After `logits`,
     route_margins and index_margins [tokens] say by how much the last chosen expert and entry were ahead of the first
-    that was not, in the layer where that is least."""
+    that was not, in the layer where that is least. stores: what activations are rounded to wherever an engine keeps
+    them in memory."""
 
     def __init__(
-        self, c: Mapping[str, Any], weights: Mapping[str, Tensor], device: str, quantized: bool
+        self,
+        c: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        device: str,
+        quantized: bool,
+        stores: torch.dtype = torch.float32,
     ) -> None:
-        self.c, self.weights, self.device, self.quantized = c, weights, device, quantized
+        self.c, self.weights, self.device, self.quantized, self.stores = c, weights, device, quantized, stores
         self.freq = {compressed: frequencies(c, compressed, device) for compressed in (False, True)}
 
     def weight(self, name: str) -> Tensor:
         return meant(self.weights, name, self.device)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Activations after a stay in memory."""
+        return x.to(self.stores).float()
 
     def rounded(self, x: Tensor) -> Tensor:
         """The input of a product with packed weights."""
@@ -130,18 +140,36 @@ class Forward:
         self.route_margins, self.index_margins = infinite.clone(), infinite.clone()
         streams = self.weight("embed.weight")[ids][:, None].repeat(1, self.c["hc_mult"], 1)
         for n in range(self.c["num_hidden_layers"]):
-            at = f"layers.{n}."
-            x, post, comb = self.pre(streams, at + "hc_attn")
-            x = self.norm(x, at + "attn_norm")
-            starts = [sum(lengths[:i]) for i in range(len(lengths))]
-            parts = [self.attention(n, x[s : s + t], s) for s, t in zip(starts, lengths, strict=True)]
-            streams = self.post(streams, torch.cat(parts), post, comb)
-            x, post, comb = self.pre(streams, at + "hc_ffn")
-            y = self.mixture(n, self.norm(x, at + "ffn_norm"), ids)
-            streams = self.post(streams, y, post, comb)
+            streams = self.layer(n, streams, ids, lengths)
         ends = [torch.arange(end - last, end) for end in torch.tensor(lengths).cumsum(0).tolist()]
         h = self.norm(self.head(streams[torch.cat(ends).to(self.device)]), "norm")
         return list(self.product(h, "head").cpu().split(last))
+
+    def layer(self, n: int, streams: Tensor, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Streams of all sequences, one after the other, through one layer."""
+        at = f"layers.{n}."
+        x, post, comb = self.pre(streams, at + "hc_attn")
+        x = self.kept(self.norm(x, at + "attn_norm"))
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        parts = [self.attention(n, x[s : s + t], s) for s, t in zip(starts, lengths, strict=True)]
+        streams = self.kept(self.post(streams, self.kept(torch.cat(parts)), post, comb))
+        x, post, comb = self.pre(streams, at + "hc_ffn")
+        y = self.mixture(n, self.kept(self.norm(x, at + "ffn_norm")), ids)
+        return self.post(streams, self.kept(y), post, comb)
+
+    def layers(self, tokens: Sequence[int], last: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Each layer alone. Yields its input bf16 [T, n, D], which is what the layer before made; its output at the
+        last positions, float32 [last, n, D]; and the same output by a run that stores activations in bf16."""
+        ids = torch.tensor(tokens, device=self.device)
+        infinite = torch.full((len(ids),), math.inf, device=self.device)
+        stored = Forward(self.c, self.weights, self.device, self.quantized, torch.bfloat16)
+        for run in (self, stored):
+            run.route_margins, run.index_margins = infinite.clone(), infinite.clone()
+        streams = self.weight("embed.weight")[ids][:, None].repeat(1, self.c["hc_mult"], 1)
+        for n in range(self.c["num_hidden_layers"]):
+            given = streams.to(torch.bfloat16)
+            streams = self.layer(n, given.float(), ids, [len(ids)])
+            yield given, streams[-last:], stored.layer(n, given.float(), ids, [len(ids)])[-last:]
 
     # Hyper-connections
 
@@ -177,10 +205,11 @@ class Forward:
         heads, dim, rope = c["num_attention_heads"], c["head_dim"], c["qk_rope_head_dim"]
         freq, positions = self.freq[ratio > 0], torch.arange(len(x), device=self.device)
         packed = self.rounded(x)
-        qr = self.norm(self.product(packed, at + "wq_a"), at + "q_norm")
-        q = self.norm(self.product(self.rounded(qr), at + "wq_b").unflatten(-1, (heads, dim)))
-        q = rotated(q, positions, freq)
-        kv = rotated(self.norm(self.product(packed, at + "wkv"), at + "kv_norm"), positions, freq)
+        qr = self.kept(self.norm(self.kept(self.product(packed, at + "wq_a")), at + "q_norm"))
+        q = self.kept(self.product(self.rounded(qr), at + "wq_b"))
+        q = rotated(self.norm(q.unflatten(-1, (heads, dim))), positions, freq)
+        kv = self.norm(self.kept(self.product(packed, at + "wkv")), at + "kv_norm")
+        kv = self.kept(rotated(kv, positions, freq))
         entries, chosen = kv[:0], None
         if ratio:
             entries = self.compressed(x, at + "compressor.", ratio, dim)
@@ -193,11 +222,11 @@ class Forward:
             self.attend(q[s : s + QUERIES], kv, entries, chosen, positions[s : s + QUERIES], ratio, sinks)
             for s in range(0, len(x), QUERIES)
         ]
-        o = rotated(torch.cat(parts), positions, freq, -1)
+        o = self.kept(rotated(torch.cat(parts), positions, freq, -1))
         grouped = o.flatten(1).unflatten(-1, (c["o_groups"], -1))
         wo_a = self.weight(at + "wo_a.weight").unflatten(0, (c["o_groups"], -1))
         u = torch.einsum("tgk,grk->tgr", grouped, wo_a).flatten(1)
-        return self.product(self.rounded(u), at + "wo_b")
+        return self.product(self.rounded(self.kept(u)), at + "wo_b")
 
     def attend(
         self, q: Tensor, kv: Tensor, entries: Tensor, chosen: Tensor | None, positions: Tensor, ratio: int,
@@ -229,7 +258,7 @@ class Forward:
             a, z = (torch.cat([self.moved(t[..., :dim], rest), t[..., dim:]], 1)
                     for t, rest in ((a, 0.0), (z, -math.inf)))  # fmt: skip
         entries = self.norm((z.softmax(1) * a).sum(1), at + "norm")
-        return rotated(entries, torch.arange(windows, device=self.device) * ratio, self.freq[True])
+        return self.kept(rotated(entries, torch.arange(windows, device=self.device) * ratio, self.freq[True]))
 
     @staticmethod
     def moved(t: Tensor, rest: float) -> Tensor:
@@ -239,8 +268,8 @@ class Forward:
     def indexed(self, x: Tensor, qr: Tensor, at: str, positions: Tensor, first: int) -> Tensor:
         """bool [T, entries]: what the indexer chooses."""
         heads, dim = self.c["index_n_heads"], self.c["index_head_dim"]
-        q = self.product(self.rounded(qr), at + "wq_b").unflatten(-1, (heads, dim))
-        q = rotated(q, positions, self.freq[True])
+        q = self.kept(self.product(self.rounded(qr), at + "wq_b")).unflatten(-1, (heads, dim))
+        q = self.kept(rotated(q, positions, self.freq[True]))
         k = self.compressed(x, at + "compressor.", 4, dim)
         if self.quantized:
             q, k = q4(hadamard(q)), q4(hadamard(k))
@@ -293,4 +322,4 @@ class Forward:
         hidden = torch.nn.functional.silu(gate) * self.product(x, at + "w3").clamp(-limit, limit)
         if share is not None:
             hidden = hidden * share[:, None]
-        return self.product(self.rounded(hidden), at + "w2")
+        return self.product(self.rounded(self.kept(hidden)), at + "w2")

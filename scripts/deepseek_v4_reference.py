@@ -11,6 +11,8 @@ openinfer.recipes.engine.gate reads: token sequences, and at the last positions 
     s<n>.fp32, s<n>.actq                these in float32 (deepseek_v4_forward.py), without and with the published
                                         rounding of activations
     s<n>.route_margin, .index_margin    by how much experts and entries were chosen in float32, where it was least
+    s<n>.layer_inputs, .layer_outputs   each layer alone, with rounding: bits of bf16, and float32 of the last positions
+    s<n>.layer_own                      how far a run that stores bf16 is from that, as a part of what the layer adds
 
 The five layers have every kind of attention and both kinds of routing. In bf16 the model takes 65 GB.
 """
@@ -50,6 +52,8 @@ SHAPES: dict[str, dict[str, int]] = {
 LENGTHS = (1, 5, 64, 129, 300, 1000, 3000, 8192)
 """Prompt lengths; FORCED more tokens follow each. The indexer leaves entries out from 2,048 tokens on."""
 FORCED, TOP, LOGIT_STD = 24, 64, 2.5
+BY_LAYER, LAST = (300, 3000), 256
+"""Prompts whose layers are run one by one, and positions at their end that are compared."""
 QUERIES = 512
 """Queries whose scores transformers' attention and indexer have at a time."""
 KEPT_FLOAT32 = re.compile(r"attn_hc|ffn_hc|hc_head|sinks|position_bias|e_score_correction_bias")
@@ -295,7 +299,7 @@ def write_reference(
     note: Callable[[str], None],
 ) -> None:  # fmt: skip
     """reference.npz for these weights, which are let go. The file is written anew after each sequence."""
-    runs, margins = {}, []
+    runs, margins, alone = {}, [], {}
     for name, quantized in (("fp32", False), ("actq", True)):
         forward = Forward(config, weights, device, quantized)
         with torch.no_grad():
@@ -305,6 +309,11 @@ def write_reference(
         if not quantized:
             print(f"logits have a standard deviation of {float(torch.cat(logits).std(-1).mean()):.2f}")
             margins = list(last_margins(forward, sequences))
+        else:
+            alone = {
+                n: one_by_one(forward, s) for n, s in enumerate(sequences) if len(s) - FORCED in BY_LAYER
+            }
+            note("layers one by one")
         del forward
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -323,8 +332,21 @@ def write_reference(
             f"s{n}.index_margin": margins[n][1],
         }
         arrays |= {f"s{n}.{name}": runs[name][n].gather(-1, ids).numpy() for name in ("fp32", "actq")}
+        arrays |= {f"s{n}.layer_{name}": array for name, array in alone.pop(n, {}).items()}
         np.savez(out / "reference.npz", **arrays)
         note(f"reference.npz has the sequence of {len(tokens)} tokens")
+
+
+def one_by_one(forward: Forward, tokens: list[int]) -> dict[str, np.ndarray]:
+    """What reference.npz has of the layers of one sequence."""
+    inputs, outputs, own = [], [], []
+    with torch.no_grad():
+        for given, made, stored in forward.layers(tokens, min(LAST, len(tokens))):
+            added = (made - given[-len(made) :].float()).flatten(1).norm(dim=1)
+            own.append(((stored - made).flatten(1).norm(dim=1) / added).cpu().numpy())
+            inputs.append(given.view(torch.uint16).cpu().numpy())
+            outputs.append(made.cpu().numpy())
+    return {"inputs": np.stack(inputs), "outputs": np.stack(outputs), "own": np.stack(own)}
 
 
 def last_margins(forward: Forward, sequences: list[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -49,13 +49,13 @@ def right(verdict: Check, mean_of_one_prompt: float) -> bool:
 
 
 def test_every_path_passes_and_every_control_fails(references, deepseek):
-    engine, blueprint = build(RECIPE, deepseek.path, activation_quantization="off", **FLAGS)
-    sequences = references(deepseek)
-    found: list[Check] = [*gate.run(engine, sequences), *blueprint.checks(engine, sequences)]
+    built = build(RECIPE, deepseek.path, activation_quantization="off", **FLAGS)
+    engine, sequences = built.engine, references(deepseek)
+    found = list(gate.run(built, sequences))
     one = limits(sequences[-1:]).mean
     assert [str(verdict) for verdict in found if not right(verdict, one)] == []
     assert any(isinstance(verdict, Choices) for verdict in found)
-    controls = list(gate.negative_controls(engine, sequences, blueprint.controls(engine.runner.model)))
+    controls = list(gate.negative_controls(built, sequences))
     assert [str(verdict) for verdict in controls if verdict.passed] == []
     assert engine.stats().compiles_after_ready == 0
     engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,10 +11,12 @@ import pytest
 
 from openinfer.cli import recipes
 from openinfer.recipes.deepseek_v4.choices import Choices, Witness
+from openinfer.recipes.deepseek_v4.layers import Injected, LayerCheck
 from openinfer.recipes.engine import gate
 from openinfer.recipes.engine.forced import Forced, NoRoom
 from openinfer.recipes.engine.startup import Built, build
-from openinfer.recipes.engine.verdict import judge, limits
+from openinfer.recipes.engine.verdict import Verdict, judge, limits
+from openinfer.tensor import bfloat16
 
 GOLDENS = Path(__file__).parent / "goldens"
 SMALL = {"device": "cpu", "max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 1024}
@@ -48,16 +51,14 @@ def case(request, golden_of):
 
 def test_every_path_passes(references, case):
     sequences = references(case.golden)
-    found = list(gate.run(case.built.engine, sequences))
-    assert len(found) == PATHS
-    found += case.built.blueprint.checks(case.built.engine, sequences)
+    found = list(gate.run(case.built, sequences))
+    assert sum(isinstance(one, Verdict) for one in found) == PATHS
     assert [str(verdict) for verdict in found if not verdict.passed] == []
 
 
 def test_every_control_fails(references, case):
-    engine, blueprint, sequences = *case.built, references(case.golden)
-    controls = blueprint.controls(engine.runner.model)
-    found = list(gate.negative_controls(engine, sequences, controls))
+    engine, sequences = case.built.engine, references(case.golden)
+    found = list(gate.negative_controls(case.built, sequences))
     assert len(found) == case.controls
     assert [str(verdict) for verdict in found if verdict.passed] == []
     few = gate.decode_all(engine, sequences[:2], chunk=512)
@@ -65,7 +66,7 @@ def test_every_control_fails(references, case):
 
 
 def test_long_prompts_pass(references, case):
-    found = list(gate.run_long(case.built.engine, references(case.golden)[1:3]))
+    found = list(gate.run_long(case.built, references(case.golden)[1:3]))
     assert len(found) == 3
     assert [str(verdict) for verdict in found if not verdict.passed] == []
 
@@ -82,6 +83,32 @@ def test_an_engine_that_rounds_is_held_against_the_run_that_does(references, dee
     found = gate.decode_all(plain, rounded, chunk=512)
     assert not judge("not rounded", limits(sequences), rounded, found).passed  # negative control
     plain.close()
+
+
+def test_each_layer_alone_turns_controls_red_under_rounding(references, deepseek):
+    """With the published rounding, layers alone tell entries of another size from right ones; logits need not."""
+    made = built("deepseek_v4-tiny", activation_quantization="on")
+    engine, sequence = made.engine, references(deepseek)[-1]
+    count = len(sequence.tokens)
+    shape = (len(engine.runner.model.weights.layers), count, *engine.runner.model.buffers.streams.shape[1:])
+    inputs = np.random.default_rng(0).standard_normal(shape).astype(bfloat16)
+    injected = Injected(engine.runner.pack, engine.runner.stream, inputs)
+    injected.begin(0, count)
+    forced = Forced(engine, engine.runner.eager(injected))
+    forced.feed(forced.join(1, sequence.tokens), count, 512)
+    forced.leave()
+    outputs = np.stack([one for (one,) in injected.outputs])[:, -64:]
+    own = np.zeros(outputs.shape[:2])
+    layers = {"inputs": inputs.view(np.uint16), "outputs": outputs, "own": own}
+    sequences = [*references(deepseek)[:-1], replace(sequence, layers=layers)]
+    checks = [one for one in made.blueprint.checks(engine, sequences) if isinstance(one, LayerCheck)]
+    assert len(checks) == len(outputs)
+    assert [str(one) for one in checks if one.median or one.p90] == []
+    found = list(gate.negative_controls(made, sequences))
+    assert len(found) == 6
+    assert [str(one) for one in found if one.passed] == []
+    assert any(isinstance(one, LayerCheck) for one in found), [str(one) for one in found]
+    engine.close()
 
 
 def test_choices_of_others_are_noticed(references, deepseek):

@@ -89,16 +89,15 @@ def _gates(recipe: str, folder: Path, **flags: Any) -> Result:
     from openinfer.recipes.engine import gate
     from openinfer.recipes.engine.verdict import load_reference
 
-    engine, blueprint = _build(recipe, folder, **flags)
-    sequences = blueprint.comparable(load_reference(folder / "reference.npz"))
+    built, references = _build(recipe, folder, **flags), load_reference(folder / "reference.npz")
     verdicts, controls = [], []
-    for verdict in (*gate.run(engine, sequences), *blueprint.checks(engine, sequences)):
+    for verdict in gate.run(built, references):
         print(verdict, flush=True)
         verdicts.append(verdict)
-    for verdict in gate.negative_controls(engine, sequences, blueprint.controls(engine.runner.model)):
+    for verdict in gate.negative_controls(built, references):
         print(verdict, flush=True)
         controls.append(verdict)
-    engine.close()
+    built.engine.close()
     return {
         "ok": all(v.passed for v in verdicts) and not any(v.passed for v in controls),
         "verdicts": [v.as_dict() for v in verdicts],
@@ -142,15 +141,15 @@ def long(work: Path) -> Result:
     script += ["--shape", os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")]
     if subprocess.run(script, check=False).returncode:
         return {"ok": False, "why": "no reference for long prompts"}
-    engine, _ = _build("qwen3", folder, block_size=64)
+    built = _build("qwen3", folder, block_size=64)
     verdicts = []
     for verdict in (
-        *gate.run(engine, load_reference(folder / "reference.npz")),
-        *gate.run_long(engine, load_reference(folder / "long.npz")),
+        *gate.run(built, load_reference(folder / "reference.npz")),
+        *gate.run_long(built, load_reference(folder / "long.npz")),
     ):
         print(verdict, flush=True)
         verdicts.append(verdict)
-    engine.close()
+    built.engine.close()
     return {"ok": all(v.passed for v in verdicts), "verdicts": [v.as_dict() for v in verdicts]}
 
 

@@ -18,6 +18,7 @@ from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
 from openinfer.recipes.deepseek_v4.config import Config, rope_table
+from openinfer.recipes.deepseek_v4.layers import layers_alone
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.options import DeepseekOptions
@@ -163,8 +164,14 @@ class DeepseekV4(Blueprint[Model]):
     def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
         return [one.rounded() for one in references] if self.quantized else references
 
-    def checks(self, engine: Engine, references: Sequence[Reference]) -> Iterator[Check]:
-        return choices(engine, references[-1], quantized=self.quantized)
+    def checks(
+        self, engine: Engine, references: Sequence[Reference], wrong_table: str | None = None
+    ) -> Iterator[Check]:
+        if wrong_table is None:
+            yield from choices(engine, references[-1], quantized=self.quantized)
+        if self.quantized:
+            for reference in references:
+                yield from layers_alone(engine, reference, wrong_table)
 
 
 def window_pages(rows: int, tokens: int, longest: int) -> int:

@@ -9,7 +9,7 @@ their scores, which are made here in float64.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,9 @@ class Choices:
     chosen: int = 0
     others: int = 0
     shortfall: float = 0.0
+
+    def renamed(self, path: str) -> Choices:
+        return replace(self, path=path)
 
     @property
     def passed(self) -> bool:

@@ -102,6 +102,8 @@ class Blueprint(ABC, Generic[M]):
         """The references that an engine with these options is compared with."""
         return references
 
-    def checks(self, engine: Engine, references: Sequence[Reference]) -> Iterable[Check]:
-        """What the gate checks besides log-probabilities."""
+    def checks(
+        self, engine: Engine, references: Sequence[Reference], wrong_table: str | None = None
+    ) -> Iterable[Check]:
+        """What the gate checks besides log-probabilities. wrong_table: see Forced."""
         return ()

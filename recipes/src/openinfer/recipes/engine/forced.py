@@ -42,12 +42,14 @@ class Forced:
     cached prefixes are those of the engine; what it would sample is not looked at.
 
     The engine must be idle, and stays usable after `leave`. runner: the engine's, or a variant of it (Runner.eager).
+    wrong_table: a row field with block tables whose entries are all the first, as a negative control.
     """
 
-    def __init__(self, engine: Engine, runner: Runner | None = None) -> None:
+    def __init__(self, engine: Engine, runner: Runner | None = None, wrong_table: str | None = None) -> None:
         # What is fed here is no step of the engine's: neither its trace nor its account of times shows it.
         self.engine, self.runner = engine, replace(runner or engine.runner, trace=None, pace=StepPace())
         self._pool = engine.pool
+        self._wrong = None if wrong_table is None else self.runner.model.tables.index(wrong_table)
         self._index = 0
         self._running: dict[int, ForcedSeq] = {}
 
@@ -76,6 +78,7 @@ class Forced:
             blocks += self._grown(forced, forced.fed + count)
             rows.append(Row(forced.seq, count, False, forced.fed))
         self._index += 1
+        blocks = [self._as_told(write) for write in blocks]
         self.runner.launch(Step(self._index, rows, True, 0, (), joined, blocks))
         self.runner.collect(None)
         self.runner.stream.synchronize()
@@ -99,6 +102,12 @@ class Forced:
             groups = range(self._pool.num_groups)
             return [BlockWrite(forced.seq, g, 0, list(forced.lease.block_table(g))) for g in groups]
         return [BlockWrite(forced.seq, *write) for write in grown]
+
+    def _as_told(self, write: BlockWrite[Sampling]) -> BlockWrite[Sampling]:
+        if write.group != self._wrong:
+            return write
+        (first, *_) = self._running[write.seq.slot].lease.block_table(write.group)
+        return write._replace(blocks=[first] * len(write.blocks))
 
     def reserve(self, forced: ForcedSeq, length: int) -> None:
         """Give a sequence that has been fed blocks for so many tokens in all."""

@@ -8,18 +8,18 @@ one divergence does not spread, and its log-probabilities of those ids are compa
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from openinfer.graph.runner import Runner
-from openinfer.recipes.engine.blueprint import Control
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced, ForcedSeq
 from openinfer.recipes.engine.forced_sampling import sampled
-from openinfer.recipes.engine.verdict import Reference, Verdict, judge, limits, read
+from openinfer.recipes.engine.startup import Built
+from openinfer.recipes.engine.verdict import Check, Reference, Verdict, judge, limits, read
 
 Array = np.ndarray[Any, Any]
 
@@ -29,11 +29,17 @@ class NotReproducible(AssertionError):
 
 
 def decode_all(
-    engine: Engine, sequences: Sequence[Reference], *, chunk: int, runner: Runner | None = None
+    engine: Engine,
+    sequences: Sequence[Reference],
+    *,
+    chunk: int,
+    runner: Runner | None = None,
+    wrong_table: str | None = None,
 ) -> list[Array]:
     """Prefill each sequence up to its first compared position, then feed the rest one token a step, all rows together.
-    Logits [P, V] of each sequence are given as log-probabilities of its reference's top ids [P, K] and the arg max."""
-    forced = Forced(engine, runner)
+    Logits [P, V] of each sequence are given as log-probabilities of its reference's top ids [P, K] and the arg max.
+    wrong_table: see Forced."""
+    forced = Forced(engine, runner, wrong_table)
     rows = [forced.join(n, s.tokens) for n, s in enumerate(sequences, start=1)]
     for row, sequence in zip(rows, sequences, strict=True):
         forced.feed(row, sequence.first, chunk)
@@ -113,31 +119,16 @@ def preempted(engine: Engine, sequences: Sequence[Reference], chunk: int) -> lis
     return found
 
 
-def _without_order(engine: Engine, sequences: Sequence[Reference], chunk: int, table: str) -> list[Array]:
-    """The compared positions with every entry of a block table the same, as a control."""
-    found = []
-    for sequence in sequences:
-        forced = Forced(engine)
-        row = forced.join(1, sequence.tokens)
-        forced.feed(row, sequence.first, chunk)
-        forced.reserve(row, len(sequence.tokens))
-        group = engine.runner.model.tables.index(table)
-        blocks = list(row.lease.block_table(group))
-        engine.runner.model.batch.rows.write(table, 1, blocks[:1] * len(blocks))
-        found += _decoded(forced, [(row, sequence)])
-        forced.leave()
-    return found
-
-
 def _long(engine: Engine, sequences: Sequence[Reference], blocks: int) -> list[Reference]:
     """The sequences whose prompt fills so many blocks of every group."""
     size = max(group.block_size for group in engine.pool.groups)
     return [s for s in sequences if s.first >= blocks * size + 1]
 
 
-def run(engine: Engine, sequences: Sequence[Reference]) -> Iterator[Verdict]:
-    """Every path of an engine with the prefix cache on, a verdict each. Raises NotReproducible where a rerun differs in
-    a bit."""
+def run(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
+    """Every path of an engine with the prefix cache on, a verdict each, and what its recipe checks. Raises
+    NotReproducible where a rerun differs in a bit."""
+    engine, sequences = built.engine, built.blueprint.comparable(references)
     runner = engine.runner
     largest, allowed = runner.buckets.max_tokens, limits(sequences)
     few, alone = sequences[:5], sequences[1:4]
@@ -162,10 +153,12 @@ def run(engine: Engine, sequences: Sequence[Reference]) -> Iterator[Verdict]:
     yield judge("cached prefix", allowed, found_again, cached(engine, found_again, largest))
     yield judge("preempted", allowed, few, preempted(engine, few, largest))
     yield judge("sampled, by the loop", allowed, *sampled(engine, sequences))
+    yield from built.blueprint.checks(engine, sequences)
 
 
-def run_long(engine: Engine, sequences: Sequence[Reference]) -> Iterator[Verdict]:
+def run_long(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
     """Prompts that fill the model's context, one at a time, and after one another in one batch."""
+    engine, sequences = built.engine, built.blueprint.comparable(references)
     largest, allowed = engine.runner.buckets.max_tokens, limits(sequences)
     for sequence in sequences:
         found = decode_all(engine, [sequence], chunk=largest)
@@ -173,23 +166,36 @@ def run_long(engine: Engine, sequences: Sequence[Reference]) -> Iterator[Verdict
     yield judge("long, all, chunks of 1000", allowed, sequences, decode_all(engine, sequences, chunk=1000))
 
 
-def negative_controls(
-    engine: Engine, sequences: Sequence[Reference], controls: Iterable[Control]
-) -> Iterator[Verdict]:
-    """Verdicts on engines that are wrong on purpose: each must fail. The model is put right again after each."""
+def negative_controls(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
+    """Verdicts on engines that are wrong on purpose: each must fail, by its log-probabilities or by a check of its
+    recipe. The model is put right again after each."""
+    engine, sequences = built.engine, built.blueprint.comparable(references)
     stream, chunk, allowed = engine.runner.stream, engine.runner.buckets.max_tokens, limits(sequences)
-    for control in controls:
+    for control in built.blueprint.controls(engine.runner.model):
         some = [s for s in sequences if s.first >= control.min_tokens][:5]
         kept = [(tensor, np.array(tensor.numpy())) for tensor, _ in control.changes]
         for tensor, array in control.changes:
             tensor.copy_from(np.ascontiguousarray(array, tensor.dtype), stream)
-        yield judge(f"control: {control.name}", allowed, some, decode_all(engine, some, chunk=chunk))
+        verdict = judge(f"control: {control.name}", allowed, some, decode_all(engine, some, chunk=chunk))
+        yield _noticed(built, sequences, verdict)
         for tensor, array in kept:
             tensor.copy_from(array, stream)
         stream.synchronize()
     long = _long(engine, sequences, 2)[:2]
     for table in engine.runner.model.tables:
         if table is not None:
-            lost = _without_order(engine, long, chunk, table)
-            yield judge(f"control: {table} that repeat a page", allowed, long, lost)
+            wrong = decode_all(engine, long, chunk=chunk, wrong_table=table)
+            verdict = judge(f"control: {table} that repeat a page", allowed, long, wrong)
+            yield _noticed(built, sequences, verdict, table)
     yield judge("control: another's cached prefix", allowed, long, cached(engine, long, chunk, wrong=True))
+
+
+def _noticed(
+    built: Built, sequences: Sequence[Reference], verdict: Verdict, wrong_table: str | None = None
+) -> Check:
+    """The verdict on a wrong engine; or, if it passed, the first check of the recipe that fails."""
+    if verdict.passed:
+        for check in built.blueprint.checks(built.engine, sequences, wrong_table):
+            if not check.passed:
+                return check.renamed(f"{verdict.path}, {check.path}")
+    return verdict

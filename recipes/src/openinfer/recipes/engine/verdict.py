@@ -9,8 +9,8 @@ the reference's own errors of its best token and of another likely one are apart
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +35,8 @@ class Reference:
     bf16: Array
     fp32: Array
     actq: Array | None = None
+    layers: Mapping[str, Array] = field(default_factory=dict)
+    """What layers make of given inputs, where the reference has it: for the recipe's own checks."""
 
     @property
     def first(self) -> int:
@@ -48,7 +50,7 @@ class Reference:
             raise ValueError("this reference has no run that rounds activations; make it anew")
         order = np.argsort(-self.actq, axis=1, kind="stable")
         ids, actq, fp32 = (np.take_along_axis(x, order, 1) for x in (self.top_ids, self.actq, self.fp32))
-        return Reference(self.tokens, ids, actq, fp32)
+        return Reference(self.tokens, ids, actq, fp32, layers=self.layers)
 
 
 def load_reference(path: Path) -> list[Reference]:
@@ -61,16 +63,26 @@ def load_reference(path: Path) -> list[Reference]:
                 data[f"s{n}.bf16"],
                 data[f"s{n}.fp32"],
                 data.get(f"s{n}.actq"),
+                {
+                    name.partition(".layer_")[2]: data[name]
+                    for name in data
+                    if name.startswith(f"s{n}.layer_")
+                },
             )
             for n in range(int(data["count"]))
         ]
 
 
 class Check(Protocol):
-    """What a gate yields: it passed or not, can be printed and kept."""
+    """What a gate yields: it passed or not, can be printed and kept. A frozen dataclass is one with three lines."""
+
+    @property
+    def path(self) -> str: ...
 
     @property
     def passed(self) -> bool: ...
+
+    def renamed(self, path: str) -> Check: ...
 
     def as_dict(self) -> dict[str, Any]: ...
 
@@ -103,6 +115,9 @@ class Verdict:
     limits: Deviation
     maximum: float
     regretted: int
+
+    def renamed(self, path: str) -> Verdict:
+        return replace(self, path=path)
 
     @property
     def passed(self) -> bool:
