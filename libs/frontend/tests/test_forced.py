@@ -116,7 +116,7 @@ def chat(**options: Any) -> Chat:
 
 def read(form: ChatFormat, asked: Chat, prompt: str, text: str) -> list[Any]:
     """The parts, however the text is cut."""
-    new_parser = form.parser(asked, prompt)
+    new_parser = form.parser(asked, prompt, False)
     assert new_parser is not None
     parser: OutputParser = new_parser()
     return [*parser.push(text[: len(text) // 2]), *parser.push(text[len(text) // 2 :]), *parser.flush()]

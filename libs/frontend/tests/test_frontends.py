@@ -412,10 +412,10 @@ def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
             ready = asyncio.Event()
             engines: list[ProcessDriver] = []
             running = asyncio.create_task(parent.run(engines.append, ready.set))
-            await asyncio.wait_for(ready.wait(), 10)
+            await asyncio.wait_for(ready.wait(), 60)
             monkeypatch.setattr(parent, fails, odd)
             pid = parent._children[0].pid if fails == "_spawn" else engines[0].pid
             os.kill(pid, signal.SIGKILL)
-            return await asyncio.wait_for(running, 20)
+            return await asyncio.wait_for(running, 60)
 
     assert asyncio.run(main()) == 1

@@ -128,7 +128,7 @@ def test_a_restart_that_fails_in_an_unforeseen_way_is_final(
         else:
             monkeypatch.setattr(ProcessDriver, "_launch", odd)
         os.kill(drivers[0].pid, signal.SIGKILL)
-        why = await asyncio.wait_for(client.died(), 10)
+        why = await asyncio.wait_for(client.died(), 25)
         assert "cannot be restarted: not foreseen" in why
         assert client.health() == (False, why)
         with pytest.raises(EngineDeadError, match="not foreseen"):
