@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes/src/openinfer/recipes").glob("*/__init__.py"))
 PACKAGES = [
-    *(f"openinfer.{name}" for name in (*LIBRARIES, "cli")),
+    *(f"openinfer.{name}" for name in (*LIBRARIES, "cli", "llm")),
     *(f"openinfer.recipes.{name}" for name in RECIPES),
 ]
 # qwen3_reference wants torch, clients/* the clients; neither is here.

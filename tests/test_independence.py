@@ -25,12 +25,14 @@ ARROWS: dict[str, set[str]] = {
     "frontend": {"sampler"},
     "recipes": set(LIBRARIES),
     "cli": {*LIBRARIES, "recipes"},
+    "llm": {*LIBRARIES, "cli"},
 }
 """Whom code in a folder may import, besides itself; docs/design.md draws them. Deeper folders add to it."""
 SOURCES = {
     **{name: ROOT / "libs" / name / "src" / "openinfer" / name for name in LIBRARIES},
     "recipes": ROOT / "recipes" / "src" / "openinfer" / "recipes",
     "cli": ROOT / "src" / "openinfer" / "cli",
+    "llm": ROOT / "src" / "openinfer" / "llm",
 }
 RECIPES = sorted(p.name for p in SOURCES["recipes"].iterdir() if (p / "__init__.py").exists())
 REFUSED = {"torch", "pickle", "cloudpickle", "dill", "marshal", "shelve"}

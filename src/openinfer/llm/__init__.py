@@ -1,0 +1,15 @@
+"""A model in your own process: text in, text out. The engine is the one that `openinfer serve` runs.
+
+from openinfer.llm import LLM
+
+with LLM("demo/qwen3") as llm:
+    (answer,) = llm.generate(["The capital of France is"], max_tokens=16)
+    print(answer.text)
+    for piece in llm.stream([{"role": "user", "content": "What is the capital of France?"}]):
+        print(piece, end="", flush=True)
+"""
+
+from openinfer.llm.model import LLM, Answer, PromptRefused
+from openinfer.sampler import SamplingParams
+
+__all__ = ["LLM", "Answer", "PromptRefused", "SamplingParams"]
