@@ -1,5 +1,6 @@
 """`--frontends N`, as processes: one port, one engine, totals from anyone, and what happens when one of them dies."""
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -8,18 +9,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from openinfer.frontend import EngineSpec
 from openinfer.frontend.frontends import Frontends
 from openinfer.frontend.process_driver import ProcessDriver
-from openinfer.frontend.web import WebOptions
+from openinfer.frontend.serve import _web_options, build_parser
 
 ENDLESS = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
 
@@ -386,6 +386,21 @@ def test_a_port_in_use_is_said_though_sharing_is_open_to_all(model_dir: Path, la
             launch(model_dir, "--frontends", count, "--port", port)
 
 
+class NoFlags:
+    """A Recipe, as far as a parser is made with it."""
+
+    name = "none"
+
+    def matches(self, config: Mapping[str, object]) -> bool:
+        return True
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        pass
+
+    def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("fails", ["_make_engine", "_start_engine", "_spawn"])
 def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
     model_dir: Path, fails: str, monkeypatch: pytest.MonkeyPatch
@@ -398,16 +413,9 @@ def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
 
     async def main() -> int:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            fields = dict.fromkeys(WebOptions.__struct_fields__)
-            options = msgspec.convert(
-                fields
-                | {
-                    "model_dir": str(model_dir), "served_model_name": [], "skip_tokenizer_init": True,
-                    "coded_template": False, "generation_config": "vllm", "shutdown_timeout": 0.0,
-                    "log_level": "info", "log_format": "text", "log_requests": False,
-                },
-                WebOptions,
-            )  # fmt: skip
+            args = build_parser(NoFlags(), "test").parse_args([str(model_dir), "--skip-tokenizer-init"])
+            args.tool_call_parser, args.reasoning_parser, args.coded_template = None, None, False
+            options = _web_options(args)
             parent = Frontends(options, make, [listener], restart_engine=True, engine_hang_timeout=None)
             ready = asyncio.Event()
             engines: list[ProcessDriver] = []
