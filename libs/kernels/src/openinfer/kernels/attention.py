@@ -167,7 +167,7 @@ def _stages(target: Target, dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What both kernels of one call are given, in their argument order, and its sizes. `group`: query heads a key
+    """The arguments of both kernels of one call, in their order, and its sizes. `group`: query heads a key
     head; `table_tokens`: the longest context."""
 
     args: Mapping[str, Arg]
@@ -214,7 +214,7 @@ class Choice:
 
 
 def choose(target: Target, call: Call) -> Choice:
-    """The choice for a call. It depends on what is static, never on lengths."""
+    """The choice for a call. The choice depends on static sizes, never on lengths."""
     short = short_tile(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)

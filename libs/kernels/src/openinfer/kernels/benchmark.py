@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Case(NamedTuple):
-    """An op, its arguments on each copy of what is cold, and the workload that its cost is of. The first tensor of the
+    """An op, its arguments on each copy of the cold tensors, and the workload of its cost. The first tensor of the
     arguments is the output."""
 
     name: str
@@ -160,7 +160,7 @@ class Rows(NamedTuple):
 
     @property
     def workload(self) -> Workload:
-        """What costs are of."""
+        """The workload of the step, for costs."""
         ends = [new + old for new, old in zip(self.lengths, self.before, strict=True)]
         pairs = sum(e * (e + 1) // 2 - b * (b + 1) // 2 for e, b in zip(ends, self.before, strict=True))
         return Workload(self.tokens, len(self.lengths), sum(ends), pairs)

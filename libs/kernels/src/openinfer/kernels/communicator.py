@@ -19,7 +19,7 @@ _SLOT_BYTES = 1 << 20
 
 
 class Communicator(Protocol):
-    """What collectives need of the ranks of a model: this process's number, their count, and everyone's bytes."""
+    """The ranks of a model: the number of this process, the count of ranks, and an exchange of bytes."""
 
     rank: int
     size: int

@@ -36,7 +36,7 @@ DTYPES = {
 
 
 class _Dtype:
-    """What the interpreter asks of a dtype: a hashable whose str() ends in the type's name."""
+    """A dtype for the interpreter: a hashable object whose str() ends in the type's name."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self.name = dtype.name

@@ -1,4 +1,4 @@
-"""What an op asks a device to do: kernel launches, cuBLASLt products and collectives, as plain records.
+"""Commands of a device as plain records: kernel launches, cuBLASLt products and collectives.
 
 A record holds no driver object, so the same one can be compiled ahead of time, counted, launched on a GPU, or sent
 through Triton's interpreter. The records of a call are right in their order. Those of different branches (`beside`) are
@@ -82,7 +82,7 @@ Arg = Tensor | Scratch | TensorMap | Aligned | int | float
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """What is compiled: a Triton function with its types, constants and options. Equal specs share a cubin."""
+    """A kernel to compile: a Triton function with its types, constants and options. Equal specs share a cubin."""
 
     module: str
     function: str

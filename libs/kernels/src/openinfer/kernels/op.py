@@ -21,7 +21,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the sizes that are data really are, for costs.
+    """The real values of the sizes that are data, for costs.
 
     `tokens`: tokens in the step; `rows`: sequences in it; `kv_tokens`: cached tokens that attention reads, summed
     over the rows; `qk_pairs`: (query, key) pairs it scores, summed over the rows.
@@ -67,8 +67,8 @@ class Pack(Protocol):
 
 
 class Op(Generic[P]):
-    """An op. Its contract is a keyword-only function, whose defaults are None if it has any: its signature types the
-    call, its docstring is the op's, and its body raises ContractError where the arguments are wrong.
+    """An op. `contract` is a keyword-only function. Its signature gives the op its type, its docstring is the op's
+    documentation, and it raises ContractError for invalid arguments. Optional arguments default to None.
 
     `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place, in float32 arithmetic,
     rounding to the tensors' dtype where the published models do. `launches(target, **args)` gives what a GPU runs.

@@ -31,7 +31,8 @@ COPY_BLOCK = 2048
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows of the weights and places at a time, and by which kernel; coded_product also so many blocks of columns."""
+    """Rows of the weights and places of one program, and the kernel. `turn`: blocks of columns that coded_product
+    takes at a time."""
 
     rows: int
     bm: int

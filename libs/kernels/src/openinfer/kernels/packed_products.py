@@ -16,8 +16,8 @@ from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 _DEVICE = "openinfer.kernels.device.packed_linear"
 
 FEW, FEW_PACKED, FEW_IN_GROUPS, FEW_CODED = 64, 128, 512, 512
-"""Up to so many tokens reading the weights is all there is; packed weights, and groups of them, are read several times
-before making them bf16, or a product for each group, pays."""
+"""Up to this many tokens the time is that of reading the weights. The limits of packed weights and of groups are
+higher: several reads cost less than making the weights bf16, or than one product a group."""
 
 ROWS, WARPS = 64, 4
 
@@ -54,7 +54,7 @@ def tile(target: Target, tokens: int, n: int, k: int) -> Tile:
 
 
 def expect_bf16(x: Tensor) -> None:
-    """Raise ContractError for what only a CPU computes."""
+    """Raise ContractError unless x is bfloat16: only the cpu pack takes float32."""
     if x.dtype != bfloat16:
         raise ContractError(f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
 

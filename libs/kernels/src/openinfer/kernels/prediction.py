@@ -68,7 +68,7 @@ class Prediction(NamedTuple):
         return cls(tokens, rows, speed, fixed, tuple(varying), tuple(bent))
 
     def seconds(self, kv_tokens: int, qk_pairs: int) -> float:
-        """With so many cached tokens to read and pairs to score, as in Workload."""
+        """Seconds with this many cached tokens to read and pairs to score, as in Workload."""
         speed, workload = self.speed, Workload(self.tokens, self.rows, kv_tokens, qk_pairs)
         total = self.fixed_s
         for line in self.varying:

@@ -29,7 +29,7 @@ _IMPORTED = re.compile(rb"^from (?!triton\b)([\w.]+)\.\w+ import", re.MULTILINE)
 """The packages that a kernel module imports from, but for the compiler's own."""
 
 DAMAGE = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError)
-"""What reading a cached kernel raises that is absent, cut short or something else."""
+"""Errors of reading a cached kernel that is absent, cut short or not a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Compiled:
 
 
 class Prepared(NamedTuple):
-    """What `Store.prepare` did: kernels asked for, and how many of them it had to compile."""
+    """The result of `Store.prepare`: the number of kernels asked for, and of those that it compiled."""
 
     kernels: int
     compiled: int
@@ -96,7 +96,7 @@ def triton_version() -> str | None:
 
 
 def _numbers(version: str) -> list[int]:
-    """What versions are ordered by: 3.10 is after 3.9."""
+    """The numbers of a version, for its order: 3.10 comes after 3.9."""
     return [int(n) for n in re.findall(r"\d+", version)]
 
 

@@ -157,7 +157,7 @@ class Case:
 
 
 class OpConformance:
-    """What every op keeps. Subclass it in a test module with `op` and `cases`; pytest collects the methods."""
+    """The properties of every op. Subclass it in a test module with `op` and `cases`; pytest collects the methods."""
 
     op: Op[Any]
     cases: Sequence[Case]

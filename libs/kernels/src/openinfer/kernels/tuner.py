@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What was found for a layer with `m` tokens: seconds a call by choice, of those that run and are right."""
+    """The result for a layer with `m` tokens: seconds a call by choice, of the choices that run and are right."""
 
     shape: Shape
     m: int
@@ -66,7 +66,7 @@ class Measured(NamedTuple):
 
 
 class Meter(Protocol):
-    """What runs choices: the GPU, or a test's idea of one."""
+    """Runs choices: a GPU, or a test's stand-in."""
 
     target: Target
 
@@ -75,7 +75,7 @@ class Meter(Protocol):
 
 
 def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[Choice]:
-    """What may be worth a measurement; the untuned choice first."""
+    """Choices that may be worth a measurement; the untuned choice comes first."""
     yield rule(target, op, m, n, k)
     if target.cublas:
         yield Choice("cublas")
@@ -131,7 +131,7 @@ def tune(
 
 
 def missing(shapes: Sequence[Shape], tokens: Sequence[int], known: Table) -> dict[Shape, list[int]]:
-    """What a table lacks of these, by layer."""
+    """The measurements that a table lacks, by layer."""
     return {
         shape: [
             m
@@ -222,7 +222,7 @@ class Layer:
         self.out = Tensor.empty((most, width), float32 if op == "logits" else bfloat16, meter.device)
 
     def commands(self, choice: Choice, m: int, weight: Tensor) -> list[Command]:
-        """What a choice launches for m tokens."""
+        """The commands of a choice for m tokens."""
         x, out, target, op = self.x[:m], self.out[:m], self._meter.target, self.shape.op
         if op == "linear_add":
             return [matmul(choice, target, out, x, weight, add=True)]
@@ -250,7 +250,7 @@ class Layer:
         return [c for c in self.commands(choice, m, self.weights[0]) if isinstance(c, Launch)]
 
     def _result(self, choice: Choice, m: int) -> Array:
-        """What the choice writes (onto zeros), a sample of rows."""
+        """A sample of the rows that the choice writes onto zeros."""
         self.out.zero_(self._meter.stream)
         self._meter.pack.submit(str(choice), self.commands(choice, m, self.weights[0]))
         self._meter.stream.synchronize()

@@ -67,7 +67,7 @@ def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
 
 
 def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
-    """The choice for a product that nobody has measured."""
+    """The choice for a product without a measurement."""
     if target.batch_invariant:
         return _large(target, op, 1, k)
     gated = op == "gate_up_silu"
@@ -132,7 +132,7 @@ def depth(k: int, most: int) -> int:
 
 @functools.cache
 def _table(gpu: str) -> Table:
-    """What the package knows of a GPU, and over it what was measured on this machine. Raises UntrustedCache."""
+    """The package's measurements of a GPU, replaced by this machine's where there are any. Raises UntrustedCache."""
     check_owner(user_tables())
     shipped, own = load(table_file(TABLES, gpu)), load(table_file(user_tables(), gpu))
     return merged(shipped, own)

@@ -1,4 +1,4 @@
-"""What the device did and when: kernels, copies and memsets as CUPTI times them, inside graphs too.
+"""Device activity with times: kernels, copies and memsets as CUPTI times them, inside graphs too.
 
 CUPTI is opened at run time, from the package nvidia-cuda-cupti or from a CUDA toolkit. It has to be opened before the
 first context is made, and makes a launch somewhat dearer, so nothing here runs unless it is asked for.
@@ -87,7 +87,7 @@ class ActivityRecorder:
             self._call("cuptiActivityDisable", self._enabled.pop())
 
     def read(self) -> list[Activity]:
-        """What was recorded and is done, in the order of start; the next call gives only what is newer. Wait for the
+        """Finished activities in the order of their start; the next call gives only what is newer. Wait for the
         device first to have all."""
         self._call("cuptiActivityFlushAll", 1)
         now, stamp = time.perf_counter_ns(), ctypes.c_uint64()

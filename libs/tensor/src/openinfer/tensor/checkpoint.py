@@ -77,7 +77,7 @@ class Checkpoint:
         return iter(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """What the header says of a tensor. Raises CheckpointError for a name that is not there."""
+        """A tensor's entry in the header. Raises CheckpointError for a name that is not there."""
         try:
             return self._tensors[name]
         except KeyError:

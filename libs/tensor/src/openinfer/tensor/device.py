@@ -80,7 +80,7 @@ class Device:
 
     @property
     def free_memory(self) -> int:
-        """Bytes of device memory nobody has taken yet, other processes included. Activates the device."""
+        """Free bytes of device memory: no process has taken these. Activates the device."""
         self._handle("free_memory")
         self.activate()
         return int(cuda.check(cuda.driver().cuMemGetInfo(), "cuMemGetInfo")[0])

@@ -136,7 +136,7 @@ def give(
 
 
 def _open(capsule: Any) -> tuple[bytes, _Managed | _ManagedVersioned]:
-    """The name of a capsule and the struct in it, as yet nobody's."""
+    """The name of a capsule that has no owner yet, and the struct in it."""
     for name, struct in _STRUCTS.items():
         if _is_valid(capsule, name):
             return name, struct.from_address(_pointer(capsule, name))

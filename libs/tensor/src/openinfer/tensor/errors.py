@@ -79,4 +79,4 @@ class CudaError(TensorError, RuntimeError):
 
 
 class ActivityNotAvailable(TensorError, RuntimeError):
-    """What the device does cannot be recorded: CUPTI is not installed, or it refused."""
+    """Device activity cannot be recorded: CUPTI is not installed, or it refused."""

@@ -21,8 +21,8 @@ from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
 BUFFER_BYTES = 32 << 20
-_NUM_FILLING = 2  # so that no thread idles while the last piece of a buffer is read
-_NUM_BUFFERS = 4  # those, one that uploads, and one that is next to
+_NUM_FILLING = 2  # threads start on the next buffer while the last piece of one is read
+_NUM_BUFFERS = 4  # two that fill, one that uploads, and one that waits for its upload
 _PIECE_BYTES = 4 << 20  # what one thread reads at a time
 _NUM_THREADS = min(8, os.cpu_count() or 1)
 
@@ -48,7 +48,7 @@ class _Task(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """What a load moved, in bytes of the checkpoint, and how long it took."""
+    """The bytes of the checkpoint that a load moved, and the seconds it took."""
 
     bytes: int
     seconds: float

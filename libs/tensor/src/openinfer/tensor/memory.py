@@ -29,7 +29,7 @@ _null_lock = threading.Lock()
 class Memory:
     """`nbytes` bytes on `device` from `ptr` on (256-byte aligned), freed when the object is collected.
 
-    cuda: one cuMemAlloc. cpu: one numpy array. null: a range of addresses nobody else gets, and no memory.
+    cuda: one cuMemAlloc. cpu: one numpy array. null: addresses of no other allocation, without memory.
     Raises OutOfMemory.
     """
 
@@ -52,7 +52,7 @@ class Memory:
 
 
 class HostView:
-    """What numpy needs to see foreign host memory as an array that keeps `owner` alive."""
+    """An array interface over foreign host memory, which keeps `owner` alive."""
 
     __slots__ = ("__array_interface__", "__weakref__", "owner")
 

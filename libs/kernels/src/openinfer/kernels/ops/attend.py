@@ -38,7 +38,7 @@ def _contract(
     sees the positions j <= its own, and with window > 0 only those with its own - j < window. Its own key and value are
     in the cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] as in
     qk_norm_rope_write; query head a uses key head a // (A / G). block_tables int32 [S, B]. max_q_len: no row has more
-    tokens than this (1 in a decode step). scale > 0. Softmax in float32. What is written for tokens of dead rows and
+    tokens than this (1 in a decode step). scale > 0. Softmax in float32. The values written for tokens of dead rows and
     for those past q_starts[R] is finite and otherwise unspecified. On a GPU d is a power of two.
     """
     expect("q", q, (-1, -1, -1), *FLOATS)

@@ -22,7 +22,7 @@ from openinfer.tensor import Tensor
 
 
 class LaunchDriver(Protocol):
-    """What runs packed launches."""
+    """Runs packed launches."""
 
     def encode_tensor_map(
         self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int
@@ -31,7 +31,7 @@ class LaunchDriver(Protocol):
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None: ...
     def collective(self, command: Collective, out: int, x: int) -> None: ...
     def branch(self, number: int) -> None:
-        """What follows is of this branch; 0: of none, and after all of them. Called where the number changes."""
+        """The next commands are of this branch; 0: of no branch, and after all branches. Called at each change."""
 
 
 class LaunchPack:
@@ -93,7 +93,7 @@ class LaunchPack:
         at = 0
         try:
             for command in commands:
-                if command.branch < at:  # after all branches, be it the first of another beside()
+                if command.branch < at:  # the command comes after all branches, or starts another beside()
                     self.driver.branch(0)
                 if command.branch not in (0, at):
                     self.driver.branch(command.branch)

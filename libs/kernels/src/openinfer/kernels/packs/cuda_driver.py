@@ -165,6 +165,6 @@ class CudaDriver:
         self._at = branch.stream
 
     def _captured(self) -> bool:
-        """Whether a graph is made of what is put on the stream."""
+        """Whether the stream is being captured into a graph."""
         status = check(self._cu.cuStreamIsCapturing(self._stream.handle), "cuStreamIsCapturing")
         return int(status) == CAPTURE_ACTIVE

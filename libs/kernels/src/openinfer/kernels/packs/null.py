@@ -1,4 +1,4 @@
-"""The null pack: runs nothing and writes every call down. Its record is the kernel plan of a step."""
+"""The null pack: records every call and runs none. Its record is the kernel plan of a step."""
 
 from __future__ import annotations
 
