@@ -52,6 +52,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return 0
     if name not in COMMANDS:
         return _unknown(name)
+    # numpy reads it when it is imported, and so do the processes started here. Threads of OpenBLAS wait by spinning:
+    # beside other programs an answer took ten times as long with several as with one.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     return COMMANDS[name][1](rest)
 
 

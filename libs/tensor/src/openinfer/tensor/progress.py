@@ -46,4 +46,5 @@ class ProgressBar:
         if self._things is not None:
             return f"{done}/{total} {self._things}"
         rate = done / 1e9 / max(now - self._started, 1e-9)
-        return f"{done / 1e9:.1f}/{total / 1e9:.1f} GB  {rate:.1f} GB/s"
+        unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+        return f"{done / size:.1f}/{total / size:.1f} {unit}  {rate:.1f} GB/s"

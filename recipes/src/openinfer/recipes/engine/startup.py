@@ -154,7 +154,7 @@ def _make(
         with _phase("steps"):
             runner.record()
         with _phase("rest of the weights"):
-            log.info("weights: %.2f GB at %.2f GB/s", *weights.result())
+            log.info("weights: %.3g GB at %.2f GB/s", *weights.result())
     if store is not None:
         store.seal()
     return _Made(runner, pool, store, limits)
@@ -221,7 +221,10 @@ def open_device(name: str) -> Device:
         device = Device("cuda", 0)
         log.info("device: %s, %s", device, device.name)
         return device
-    except (DriverNotFound, CudaError) as e:
+    except DriverNotFound:
+        log.info("device: cpu, as there is no NVIDIA driver; --device cuda says what is missing")
+        return Device("cpu")
+    except CudaError as e:
         log.info("device: cpu (no usable GPU: %s)", e)
         return Device("cpu")
 
