@@ -17,7 +17,7 @@ GPU := $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/
 RUNTIME := .venv/.installed-$(or $(GPU),cpu)
 TESTING := .venv-test/.installed
 
-PIP := -m pip --disable-pip-version-check install -qq
+PIP := -m pip --disable-pip-version-check install --progress-bar off
 
 # $(call make_venv,FOLDER): the environment, with what builds the packages, so that one pip call installs all of them
 # and finds each library's siblings here. The pip that Python 3.11 brings does not find siblings that are wanted with extras.

@@ -14,9 +14,11 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
@@ -39,6 +41,8 @@ TYPED_SCRIPTS = (
 )
 # Threads of several processes that spin for two cores make small products sixty times slower.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
+T = TypeVar("T")
+SAY_EVERY_S = 10.0
 LIMIT_S = 3600  # a suite that hangs must not take all of CI's time
 
 CHECKS: dict[str, list[str]] = {
@@ -79,13 +83,24 @@ def main() -> int:
     outcomes = {}
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as lanes:
         order = sorted(names, key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
-        running = [lanes.submit(run, name, slow=args.all) for name in order]
-        for done in as_completed(running):
+        running = {lanes.submit(run, name, slow=args.all): name for name in order}
+        for done in ended(running):
             outcome, printed = done.result()
             outcomes[outcome.name] = outcome
             print(f"== {outcome.name}: {outcome.seconds:.0f} s\n{printed}", end="", flush=True)
     print_summary([outcomes[name] for name in names])
     return 0 if all(outcome.ok for outcome in outcomes.values()) else 1
+
+
+def ended(running: Mapping[Future[T], str]) -> Iterator[Future[T]]:
+    """The checks in the order of their ends. Says every 10 s which are under way."""
+    start, left = time.monotonic(), set(running)
+    while left:
+        done, left = wait(left, timeout=SAY_EVERY_S, return_when=FIRST_COMPLETED)
+        if not done:
+            names = ", ".join(name for future, name in running.items() if future.running())
+            print(f"{time.monotonic() - start:.0f} s: {names}; {len(left)} to go", flush=True)
+        yield from done
 
 
 def run(name: str, *, slow: bool) -> tuple[Outcome, str]:
