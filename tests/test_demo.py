@@ -160,7 +160,7 @@ def test_evaluation_says_what_it_lacks(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 def test_terminal_chat(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = "My name is Nora.\nWhat is my name?\n/new\nWhat is the capital of Italy?\n"
+    lines = "My name is Nora.\nWhat is my name?\n/clear\nWhat is the capital of Italy?\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert chat.main([url, "--no-thinking"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()

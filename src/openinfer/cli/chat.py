@@ -1,7 +1,7 @@
 """`openinfer chat [MODEL_DIR | URL]`: talk to a model in the terminal.
 
 A checkpoint is served while the chat lasts; a URL, by default http://127.0.0.1:8000, names a server that runs. Ctrl-C
-stops an answer, Ctrl-D ends the chat, /new begins another one.
+stops an answer, Ctrl-D ends the chat, /help names the commands.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from openinfer.cli.bench_server import NotReady, serving
 
 PROG = "openinfer chat"
 LOCAL = "http://127.0.0.1:8000"
+COMMANDS = """\
+/clear          begin another chat, with the same system message
+/system TEXT    begin another chat, with this system message; without TEXT: show it
+/help           these lines
+/exit           end, as Ctrl-D does"""
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -65,20 +70,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _talk(api: Api, args: argparse.Namespace) -> int:
     model = api.first_model()
-    first = [{"role": "system", "content": args.system}] if args.system else []
-    messages: list[dict[str, Any]] = list(first)
+    messages = _begun(args.system)
     shown = sys.stdin.isatty()
     if shown:
         print(
-            f"{model}: Ctrl-C stops an answer, Ctrl-D ends the chat, /new begins another one", file=sys.stderr
+            f"{model}: Ctrl-C stops an answer, Ctrl-D ends the chat, /help names the commands",
+            file=sys.stderr,
         )
     while True:
         try:
             text = input("> " if shown else "").strip()
         except (EOFError, KeyboardInterrupt):
             return 0
-        if text == "/new":
-            messages = list(first)
+        if text == "/exit":
+            return 0
+        if text.startswith("/"):
+            messages = _command(text, messages)
         elif text:
             body: dict[str, Any] = {
                 "model": model,
@@ -88,6 +95,28 @@ def _talk(api: Api, args: argparse.Namespace) -> int:
                 body["chat_template_kwargs"] = {"enable_thinking": args.thinking}
             answer = _answer(api, body, sys.stdout)
             messages = [*body["messages"], {"role": "assistant", "content": answer}]
+
+
+def _begun(system: str | None) -> list[dict[str, Any]]:
+    """The messages of a chat that begins."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+def _command(text: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Carry out a line that begins with a slash; the chat's messages after it."""
+    name, _, rest = text.partition(" ")
+    before = next((message["content"] for message in messages if message["role"] == "system"), None)
+    if name == "/clear":
+        return _begun(before)
+    if name == "/system":
+        if rest.strip():
+            return _begun(rest.strip())
+        print(f"system message: {before or 'none'}", file=sys.stderr)
+    elif name == "/help":
+        print(COMMANDS, file=sys.stderr)
+    else:
+        print(f"{name} is no command, and was not sent; /help names the commands", file=sys.stderr)
+    return messages
 
 
 def _answer(api: Api, body: dict[str, Any], out: TextIO) -> str:
