@@ -1,9 +1,10 @@
 """What people point at a server, each in an environment of its own: `python scripts/check_clients.py [CLIENT ...]`.
 
-For every client (all by default) a fresh environment gets the pinned packages below, and its program in scripts/clients
-runs there against two servers on the loopback: a small model of random weights on the CPU, and one that says what it is
-asked for (speaker.py). Besides clients there are `page`, which looks at / with a headless Chromium, and `openapi`,
-which lets Schemathesis loose on the document. Nothing else can be reached: telemetry is off, proxies lead nowhere.
+For every client (all by default) a fresh environment gets the pinned packages below, from PyPI or npm, and its program
+in scripts/clients runs there against two servers on the loopback: a small model of random weights on the CPU, and one
+that says what it is asked for (speaker.py). Besides clients there are `page`, which looks at / with a headless
+Chromium, and `openapi`, which lets Schemathesis loose on the document. Nothing else can be reached: telemetry is off,
+proxies lead nowhere. With `--write` the table of docs/clients.md gets the rows of the clients that ran.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,22 +20,75 @@ import time
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "scripts" / "clients"
 CHECKPOINT = ROOT / "tests" / "goldens" / "qwen3-tiny"
-CLIENTS: dict[str, tuple[str, ...]] = {
-    "agents": ("openai-agents==0.24.0",),
-    "anthropic": ("anthropic==2.12.0",),
-    "instructor": ("instructor==1.17.0",),
-    "langchain": ("langchain-openai==1.7.3",),
-    "litellm": ("litellm==1.106.2", "mcp==2.3.0"),  # it wants mcp as soon as there are tools
-    "openapi": ("schemathesis==4.32.5",),
-    "page": ("selenium==4.51.0",),
+TABLE = ROOT / "docs" / "clients.md"
+
+
+@dataclass(frozen=True)
+class Client:
+    """packages: pinned, the client's own first. tried: what its program does, for the table."""
+
+    name: str
+    packages: tuple[str, ...]
+    tried: str
+    npm: bool = False
+
+    @property
+    def version(self) -> str:
+        """Of the first package."""
+        return self.packages[0].rpartition("@" if self.npm else "==")[2]
+
+
+AI_SDK = ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7")
+CLIENTS = {
+    "agents": Client(
+        "openai-agents", ("openai-agents==0.24.0",), "agents with tools, hand-overs, streams, both APIs"
+    ),
+    "anthropic": Client(
+        "anthropic", ("anthropic==2.12.0",), "messages, streams, tools, typed answers, thoughts"
+    ),
+    "codex": Client(
+        "Codex CLI", ("@openai/codex@0.169.0",), "a task with a command, over /v1/responses", npm=True
+    ),
+    "dspy": Client("dspy", ("dspy==3.4.1",), "a signature in JSON, completions of noise"),
+    "haystack": Client("haystack", ("haystack-ai==3.4.0",), "its chat generator, an agent with a tool"),
+    "instructor": Client("instructor", ("instructor==1.17.0",), "typed answers in its modes"),
+    "langchain": Client(
+        "langchain-openai", ("langchain-openai==1.7.3",), "chats, tools, structured output, streams"
+    ),
+    # It wants mcp as soon as there are tools.
+    "litellm": Client(
+        "litellm", ("litellm==1.106.2", "mcp==2.3.0"), "its routes for OpenAI, vLLM and Anthropic"
+    ),
+    "llama_index": Client(
+        "llama-index", ("llama-index-llms-openai-like==0.8.1",), "chats, streams, a tool, typed answers"
+    ),
+    "lm_eval": Client(
+        "lm-eval", ("lm-eval[api]==0.4.13",), "log-likelihoods, generations, chats, the server's tokenizer"
+    ),
+    "openai_node": Client(
+        "openai-node", ("openai@6.49.0", "zod@4.6.7"), "chats, tool runner, responses, zod", npm=True
+    ),
+    "openapi": Client("Schemathesis", ("schemathesis==4.32.5",), "the OpenAPI document, 5 minutes"),
+    "page": Client("Chromium", ("selenium==4.51.0",), "the page at /"),
+    "pydantic_ai": Client(
+        "pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "tools, types with dates, both APIs"
+    ),
+    "smolagents": Client(
+        "smolagents", ("smolagents[openai]==1.26.0",), "chats, streams, calls, five stop strings"
+    ),
+    "vercel_ai": Client(
+        "Vercel AI SDK", AI_SDK, "tool loops of two steps with both providers, objects", npm=True
+    ),
 }
 ALONE = {
     "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
     "HTTPS_PROXY": "http://127.0.0.1:9",
     "HTTP_PROXY": "http://127.0.0.1:9",
     "LANGCHAIN_TRACING_V2": "false",
@@ -51,25 +106,54 @@ class CheckFailed(Exception):
     """A client does not work; the message says where."""
 
 
+@dataclass
+class Outcome:
+    """How a client's program went: its exit code, how many of its checks passed, and what it says of the model."""
+
+    code: int
+    passed: int = 0
+    model: str = ""
+    problem: str = ""
+
+
 def main() -> int:
     """Check the clients asked for; 0 if all pass, 77 if none failed and one was skipped."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("clients", nargs="*", choices=[[], *CLIENTS], metavar="CLIENT")
+    parser.add_argument("--write", action="store_true", help="put the outcomes into docs/clients.md")
     args = parser.parse_args()
-    results = []
+    results = {}
     serve = ["-m", "openinfer.cli", "serve", str(CHECKPOINT), "--device", "cpu", "--port", "0"]
     # A short context: noise that nobody bounds must not take minutes.
     real = [*serve, "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512"]
     with server("real", real) as real_url, server("speaker", [str(PROGRAMS / "speaker.py")]) as speaker_url:
         for client in args.clients or CLIENTS:
             try:
-                results.append(check(client, real_url, speaker_url))
+                results[client] = check(client, real_url, speaker_url)
             except CheckFailed as error:
-                results.append(1)
+                results[client] = Outcome(1, problem=str(error).splitlines()[-1].strip())
                 print(f"{client}: FAILED: {error}", flush=True)
-    return 1 if 1 in results else max(results)
+            if args.write:
+                write_table(client, results[client])
+    codes = [outcome.code for outcome in results.values()]
+    return 1 if 1 in codes else max(codes)
+
+
+def write_table(name: str, outcome: Outcome) -> None:
+    """Put a client's row into the table, in the place of an older one."""
+    head, _, rest = TABLE.read_text().partition("| --- |")
+    line, *rows = rest.splitlines()
+    found = {row.split(" | ")[0]: row for row in rows if row.startswith("| ")}
+    after = [row for row in rows if not row.startswith("| ")]
+    client = CLIENTS[name]
+    passed = {0: f"all {outcome.passed}", SKIPPED: "skipped"}.get(outcome.code, "no")
+    fault = outcome.model or outcome.problem or "nothing"
+    found[f"| {client.name}"] = f"| {client.name} | {client.version} | {client.tried} | {passed} | {fault} |"
+    TABLE.write_text(
+        "\n".join([f"{head}| --- |{line}", *sorted(found.values(), key=str.lower), *after]) + "\n"
+    )
 
 
 @contextmanager
@@ -98,20 +182,36 @@ def wait_until_ready(name: str, process: subprocess.Popen[bytes], log: Path) -> 
     raise CheckFailed(f"the {name} server did not get ready:\n{log.read_text()[-4000:]}")
 
 
-def check(client: str, real: str, speaker: str) -> int:
-    """Install a client and run its program; 0, or SKIPPED. Raises CheckFailed."""
+def check(client: str, real: str, speaker: str) -> Outcome:
+    """Install a client and run its program. Raises CheckFailed."""
     with tempfile.TemporaryDirectory(prefix=f"openinfer-{client}-") as temporary:
         folder = Path(temporary)
+        program = install(client, folder)
+        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        env |= {"TMPDIR": temporary, "HOME": temporary, **ALONE}
+        code, output = command(client, [*program, real, speaker], env, folder)
+    said = [line for line in output.splitlines() if line.startswith(f"{client}_client: ")]
+    print("\n".join(said), flush=True)
+    faults = [line.partition("model: ")[2] for line in said if "_client: model: " in line]
+    return Outcome(code, sum("_client: check_" in line for line in said), "; ".join(faults))
+
+
+def install(client: str, folder: Path) -> list[str]:
+    """Make the client's environment; the command that runs its program there. Raises CheckFailed."""
+    packages = CLIENTS[client].packages
+    what = f"install {' '.join(packages)}"
+    if not CLIENTS[client].npm:
         venv.create(folder, with_pip=True)
         python = str(folder / "bin" / "python")
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *CLIENTS[client]]
-        command(f"install {' '.join(CLIENTS[client])}", pip, dict(os.environ), folder)
-        env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        env |= {"TMPDIR": temporary, **ALONE}
-        program = [python, str(PROGRAMS / "run.py"), f"{client}_client", real, speaker]
-        code, output = command(client, program, env, folder)
-    print("\n".join(line for line in output.splitlines() if line.startswith(f"{client}_client")), flush=True)
-    return code
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages]
+        command(what, pip, dict(os.environ), folder)
+        return [python, str(PROGRAMS / "run.py"), f"{client}_client"]
+    (folder / "package.json").write_text('{"private": true}')
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages]
+    command(what, npm, dict(os.environ), folder)
+    for name in ("checks.mjs", f"{client}_client.mjs"):  # packages are found from where a program lies
+        shutil.copy(PROGRAMS / name, folder)
+    return ["node", f"{client}_client.mjs"]
 
 
 def command(what: str, arguments: list[str], env: dict[str, str], cwd: Path) -> tuple[int, str]:

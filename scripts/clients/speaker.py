@@ -23,8 +23,12 @@ TEMPLATE = (
     "{%- for m in messages -%}[{{ m.role }}]{{ m.content }}{%- endfor -%}"
 )
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>'
+SHELL = (
+    '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo sunny > weather.txt"}}\n</tool_call>'
+)
 ANSWERS = (
     ("[tool]", "It will be sunny in Bonn."),
+    ('"exec_command"', f"I look.\n{SHELL}"),
     ("<tools>", f"<think>\nI need the weather.\n</think>\n\nI look.\n{CALL}"),
     ("JSON", '```json\n{"city": "Bonn", "days": 2}\n```'),
     ("", "<think>\nhm\n</think>\n\nHello there, friend."),
@@ -35,7 +39,7 @@ class Speaker(FakeEngine):
     """Says the first of ANSWERS whose mark is in the prompt, and ends."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(model="speaker")
+        super().__init__(model="speaker", max_model_len=1 << 18)
         self._tokenizer = tokenizer
         self._answers = [(mark, [*tokenizer.encode_short(text), 2]) for mark, text in ANSWERS]
 

@@ -128,3 +128,14 @@ def edges(option: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
         yield ["x"] * option["maxItems"], ["x"] * (option["maxItems"] + 1)
     if kind == "array" and "minItems" in option:
         yield None, []
+
+
+def test_keys_are_described_where_they_are_wanted(start: Any, document: Any) -> None:
+    assert (document["security"], document["components"]["securitySchemes"]) == ([], {})
+    guarded = start(app={"api_key": "k"})
+    described = guarded.http.get("/openapi.json", headers={"authorization": "Bearer k"}).json()
+    schemes = described["components"]["securitySchemes"]
+    assert schemes["bearer"] == {"type": "http", "scheme": "bearer"}
+    assert described["security"] == [{"bearer": []}, {"key": []}]
+    assert described["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in described["paths"]["/v1/completions"]["post"]
