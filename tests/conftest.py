@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,11 @@ import numpy as np
 import pytest
 
 from openinfer.cli import recipes
-from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
 from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import build
+from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.engine.verdict import Reference
-from openinfer.sampler import SamplingParams
-from openinfer.sampler.grammar import Grammar
 from openinfer.tensor import Arena, Checkpoint, Device, Stream, float32
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers do without it
@@ -120,81 +118,6 @@ def golden_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Golde
     return lambda name: _load(name, tmp_path_factory.mktemp("golden"))
 
 
-@dataclass
-class Outcome:
-    """What an engine said of one request."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
-    terminals: list[Any]
-    cached: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-
-class Session:
-    """Drives an engine by hand and keeps what it says, by request."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.outcomes: dict[int, Outcome] = {}
-
-    def submit(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        *,
-        grammar: Grammar | None = None,
-        prompt_logprobs: int | None = None,
-        **sampling: Any,
-    ) -> int:
-        request_id = len(self.outcomes)
-        self.outcomes[request_id] = Outcome([], [], [])
-        params = SamplingParams(**{"temperature": 0.0, **sampling})
-        self.engine.submit(
-            Request(
-                id=request_id,
-                prompt_token_ids=prompt,
-                sampling=params,
-                max_tokens=max_tokens,
-                arrival=0.0,
-                grammar=grammar,
-                prompt_logprobs=prompt_logprobs,
-            )
-        )
-        return request_id
-
-    def step(self) -> StepOutputs:
-        outputs = self.engine.step(0.0)
-        logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
-        for scored in outputs.prompt_logprobs:
-            outcome = self.outcomes[scored.id]
-            assert not outcome.terminals, "a prompt's logprobs after the terminal"
-            assert not outcome.tokens, "a prompt's logprobs after the first token"
-            outcome.prompt_logprobs += scored.logprobs
-        for owner, token, logprob in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
-            assert not self.outcomes[owner].terminals, "a token after the terminal"
-            self.outcomes[owner].tokens.append(token)
-            self.outcomes[owner].logprobs.append(logprob)
-        for update in outputs.updates:
-            if isinstance(update, TERMINALS):
-                self.outcomes[update.id].terminals.append(update)
-            else:
-                self.outcomes[update.id].cached = update.cached_tokens
-        return outputs
-
-    @property
-    def open(self) -> list[int]:
-        return [i for i, outcome in self.outcomes.items() if not outcome.terminals]
-
-    def finish(self, max_steps: int = 20000) -> None:
-        for _ in range(max_steps):
-            if not self.open:
-                self.step()  # whatever is still in flight must not speak again
-                return
-            self.step()
-        raise AssertionError(f"requests {self.open} did not end within {max_steps} steps")
-
-
 def log_softmax(logits: Any) -> Any:
     wide = logits.astype(np.float64)
     wide = wide - wide.max(axis=1, keepdims=True)
@@ -231,10 +154,11 @@ def session() -> Iterator[Callable[..., Session]]:
 
     yield make
     for engine in engines:
-        while engine._loop.has_work:
+        for _ in range(20000):
+            if engine.pool.num_free == engine.pool.num_total:
+                break
             engine.step(0.0)
-        engine._loop.check()
-        engine.pool.check_integrity()
+        engine.check()
         assert engine.pool.num_free == engine.pool.num_total, "blocks were not given back"
         engine.close()
 

@@ -4,7 +4,6 @@ the MTP layer, greedy tokens in any batch and any chunks."""
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,11 +15,9 @@ import pytest
 from openinfer.kernels import CpuPack, Op, apply_writes
 from openinfer.kernels.formats import dequantized
 from openinfer.recipes.deepseek_v4 import RECIPE
-from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model, Step
 from openinfer.recipes.deepseek_v4.mtp import Further
 from openinfer.recipes.deepseek_v4.places import Format
-from openinfer.recipes.engine import Source
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -39,11 +36,6 @@ TOLERANCE = 1e-3
 STEADY = (0, 1, 2)
 """Prompts in which no FP8 code flips for a change in the last bit (`actq_jitter_max` of golden.json is tiny)."""
 CPU = Device("cpu")
-
-
-def slow(*values: int) -> list[Any]:
-    """Cases for `make test-all` only."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 class TapPack:
@@ -235,54 +227,6 @@ def test_the_mtp_layer_predicts_the_token_after_next(load_model, deepseek):
     further.head(pack, Tensor.from_numpy(ends))
     again = model.batch.logits.numpy()[: len(positions)]
     assert np.abs(again - deepseek.numbers["mtp.logits_fp32"]).max() > 0.1
-
-
-@pytest.mark.parametrize("max_tokens", [1, 129, 512, *slow(3, 17, 64, 127, 128)])
-def test_greedy_whatever_the_chunk(deepseek, session, max_tokens):
-    run = session(
-        deepseek.path, max_num_seqs=1, max_num_batched_tokens=max_tokens, activation_quantization="off"
-    )
-    for index in range(deepseek.num_prompts):
-        if max_tokens == 1 and len(deepseek.prompt(index)) > 65:
-            continue
-        run.submit(deepseek.prompt(index), 32, ignore_eos=True)
-    run.finish()
-    for index, outcome in run.outcomes.items():
-        assert outcome.tokens == deepseek.greedy(index), f"prompt {index}"
-
-
-@pytest.mark.parametrize("seed", [0, *slow(*range(1, 10))])
-def test_greedy_whatever_the_batch(deepseek, session, seed):
-    """Random arrivals, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt."""
-    rng = random.Random(seed)
-    config = Config.parse(Source.read(deepseek.path).config)
-    page = config.window_page_bytes(4) + config.entry_page_bytes(4)
-    run = session(
-        deepseek.path,
-        max_num_seqs=rng.choice([3, 8]),
-        max_num_batched_tokens=rng.choice([16, 127, 200]),
-        kv_cache_memory_bytes=rng.choice([7, 20]) * page,
-        enable_prefix_caching=rng.random() < 0.7,
-        max_model_len=400,
-        activation_quantization="off",
-    )
-    owners: dict[int, int] = {}
-    aborted = set()
-    waiting = [rng.choice([0, 1, 1, 2, 2, 3, 4]) for _ in range(8)]
-    while waiting or run.open:
-        while waiting and rng.random() < 0.5:
-            index = waiting.pop()
-            owners[run.submit(deepseek.prompt(index), 32, ignore_eos=True)] = index
-        if run.open and rng.random() < 0.02:
-            victim = rng.choice(run.open)
-            run.engine.abort(victim)
-            aborted.add(victim)
-        run.step()
-    for request, index in owners.items():
-        tokens = run.outcomes[request].tokens
-        assert tokens == deepseek.greedy(index)[: len(tokens)]
-        assert request in aborted or len(tokens) == 32
-        assert len(run.outcomes[request].terminals) == 1
 
 
 def with_fp8_experts(source: Path, target: Path) -> None:

@@ -4,7 +4,6 @@ batch and any chunks."""
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,19 +15,12 @@ import pytest
 
 from openinfer.kernels import CpuPack, Op, apply_writes
 from openinfer.kernels.reference import rms_norm
-from openinfer.recipes.engine import Source
 from openinfer.recipes.qwen3_5 import RECIPE
-from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Model
 from openinfer.recipes.qwen3_5.weights import DeltaNet, Format, Mixture
 from openinfer.tensor import Checkpoint, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 
 TOLERANCE = 1e-3
-
-
-def slow(*values: int) -> list[Any]:
-    """Cases for `make test-all` only."""
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 class TapPack:
@@ -160,53 +152,6 @@ def test_bf16_is_as_close_as_the_reference_in_bf16(load_model, hybrid):
                 theirs.append(np.sqrt(np.mean((bf16[position] - fp32[position]) ** 2)))
     assert len(ours) > 7
     assert 0 < np.median(ours) < 1.5 * np.median(theirs)
-
-
-@pytest.mark.parametrize("max_tokens", [1, 17, 512, *slow(3, 64, 128)])
-def test_greedy_whatever_the_chunk(hybrid, session, max_tokens):
-    run = session(hybrid.path, max_num_seqs=1, max_num_batched_tokens=max_tokens)
-    for index in range(hybrid.num_prompts):
-        if max_tokens < 16 and len(hybrid.prompt(index)) > 65:
-            continue
-        run.submit(hybrid.prompt(index), 32, ignore_eos=True)
-    run.finish()
-    for index, outcome in run.outcomes.items():
-        assert outcome.tokens == hybrid.greedy(index), f"prompt {index}"
-
-
-@pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 12))])
-def test_greedy_whatever_the_batch(hybrid, session, seed):
-    """Random arrivals, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt: of
-    pages, or of states."""
-    rng = random.Random(seed)
-    config = Config.parse(Source.read(hybrid.path).config)
-    page, state = config.kv_bytes_per_token(4) * 16, config.state_bytes(4)
-    run = session(
-        hybrid.path,
-        max_num_seqs=rng.choice([3, 8]),
-        max_num_batched_tokens=rng.choice([16, 33, 200]),
-        kv_cache_memory_bytes=rng.choice([2 * 30 * page, 10 * state]) + 2 * state,
-        enable_prefix_caching=rng.random() < 0.7,
-        snapshot_interval=rng.choice([64, 128]),
-        max_model_len=400,
-    )
-    owners: dict[int, int] = {}
-    aborted = set()
-    waiting = [rng.randrange(hybrid.num_prompts) for _ in range(14)]
-    while waiting or run.open:
-        while waiting and rng.random() < 0.5:
-            index = waiting.pop()
-            owners[run.submit(hybrid.prompt(index), 32, ignore_eos=True)] = index
-        if run.open and rng.random() < 0.02:
-            victim = rng.choice(run.open)
-            run.engine.abort(victim)
-            aborted.add(victim)
-        run.step()
-    for request, index in owners.items():
-        tokens = run.outcomes[request].tokens
-        assert tokens == hybrid.greedy(index)[: len(tokens)]
-        assert request in aborted or len(tokens) == 32
-        assert len(run.outcomes[request].terminals) == 1
 
 
 def test_the_mtp_weights_are_the_published_head(load_model, hybrid):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -98,46 +97,3 @@ def test_a_wrong_model_is_noticed(load_model, golden):
     expected = golden.numbers[f"p{facts['prompt']}.logits_fp32"][-1]
     wrong = model.batch.logits.numpy()[0] - expected
     assert np.abs(wrong).max() > 10 * TOLERANCE
-
-
-@pytest.mark.parametrize("max_tokens", [1, 3, 16, 17, 128, 512])
-def test_greedy_whatever_the_chunk(golden, session, max_tokens):
-    run = session(golden.path, max_num_seqs=1, max_num_batched_tokens=max_tokens)
-    for index in range(golden.num_prompts):
-        if max_tokens < 16 and len(golden.prompt(index)) > 129:
-            continue
-        run.submit(golden.prompt(index), 32, ignore_eos=True)
-    run.finish()
-    for index, outcome in run.outcomes.items():
-        assert outcome.tokens == golden.greedy(index), f"prompt {index}"
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_greedy_whatever_the_batch(golden, session, seed):
-    """Random arrivals, repeated prompts (prefix hits), aborts in between, a pool small enough to preempt."""
-    rng = random.Random(seed)
-    page = 16 * 2 * 4 * 2 * 128 * 4
-    run = session(
-        golden.path,
-        max_num_seqs=rng.choice([3, 8]),
-        max_num_batched_tokens=rng.choice([16, 33, 200]),
-        kv_cache_memory_bytes=page * rng.choice([30, 60]),
-        enable_prefix_caching=rng.random() < 0.7,
-    )
-    owners: dict[int, int] = {}
-    aborted = set()
-    waiting = [rng.randrange(golden.num_prompts) for _ in range(14)]
-    while waiting or run.open:
-        while waiting and rng.random() < 0.5:
-            index = waiting.pop()
-            owners[run.submit(golden.prompt(index), 32, ignore_eos=True)] = index
-        if run.open and rng.random() < 0.02:
-            victim = rng.choice(run.open)
-            run.engine.abort(victim)
-            aborted.add(victim)
-        run.step()
-    for request, index in owners.items():
-        tokens = run.outcomes[request].tokens
-        assert tokens == golden.greedy(index)[: len(tokens)]
-        assert request in aborted or len(tokens) == 32
-        assert len(run.outcomes[request].terminals) == 1

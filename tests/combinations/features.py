@@ -110,7 +110,7 @@ ENGINE = {
     "prefix cache": Flag("`--enable-prefix-caching` (the default)", {"enable_prefix_caching": True}),
     "chunked prefill": Flag("`--max-num-batched-tokens`", {"max_num_batched_tokens": 24}),
     "no graphs": Flag("`--enforce-eager`", {"enforce_eager": True}),
-    "preemption": Flag("what the pool or the policy does"),  # here the policy: restless.py
+    "preemption": Flag("what the pool or the policy does"),  # here the policy: engine.testing.Restless
     "large pages": Flag("`--block-size`", {"block_size": 32}),
     "priorities": Flag("`--scheduling-policy priority`, `priority`", {"scheduling_policy": "priority"}),
     "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),

@@ -11,7 +11,6 @@ import functools
 import importlib.util
 import itertools
 import json
-import os
 import random
 import re
 import subprocess
@@ -28,6 +27,8 @@ from openinfer.frontend.http import create_app
 from openinfer.frontend.thread_driver import ThreadDriver
 from openinfer.graph import Readback
 from openinfer.recipes.engine import startup
+from openinfer.recipes.engine.testing import Restless
+from openinfer.scheduler import make_policy
 
 HERE = Path(__file__).parent
 
@@ -42,8 +43,9 @@ def neighbour(name: str) -> Any:
     return module
 
 
-F, RESTLESS = neighbour("features"), neighbour("restless")
+F = neighbour("features")
 Body = dict[str, Any]
+RESTLESS = "openinfer.recipes.engine.testing.restless:priority"
 PAIRS = [pair for pair in itertools.combinations(F.REQUEST, 2) if pair not in F.REFUSED]
 
 
@@ -90,16 +92,14 @@ def run(
 ) -> tuple[list[Any], Any]:
     """The answers of an engine with these features in a server without a socket, and the engine, closed."""
     recipe = importlib.import_module(f"openinfer.recipes.{model}").RECIPE
-    made = []
+    made, flags = [], flags_of(names)
+    if "preemption" in names:
+        policy, tokens = flags.get("scheduling_policy", "fcfs"), flags.get("max_num_batched_tokens", 512)
+        flags["scheduling_policy"] = Restless(make_policy(policy, max_batched_tokens=tokens))
 
     def build() -> Any:
-        made.append(
-            startup.build(
-                recipe, F.MODELS[model].path, device="cpu", max_num_seqs=rows, **flags_of(names)
-            ).engine
-        )
-        if "preemption" in names:
-            made[-1]._loop._policy = RESTLESS.Restless(made[-1]._loop._policy)
+        path = F.MODELS[model].path
+        made.append(startup.build(recipe, path, device="cpu", max_num_seqs=rows, **flags).engine)
         return made[-1]
 
     async def main() -> list[Any]:
@@ -110,14 +110,13 @@ def run(
             httpx.AsyncClient(transport=transport, base_url="http://here", timeout=60) as http,
         ):
             answers = await ask_all(http, bodies, at_once)
-            while made[0]._loop.has_work:  # aborted at a stop string
+            while made[0].pool.num_free < made[0].pool.num_total:  # aborted at a stop string
                 await asyncio.sleep(0.001)
             return answers
 
     answers = asyncio.run(main())
     (engine,) = made
-    engine._loop.check()
-    engine.pool.check_integrity()
+    engine.check()
     assert engine.pool.num_free == engine.pool.num_total, "blocks were not given back"
     return answers, engine
 
@@ -269,12 +268,11 @@ def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch
     ids=["processes", "thread"],
 )
 def test_a_server_with_every_flag_changes_no_token(
-    model: str, features: tuple[str, ...], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    model: str, features: tuple[str, ...], start: Callable[..., Any]
 ) -> None:
     found = alone(model)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
     flags = ["--max-num-seqs", "8", *server_flags(features)]
-    for name, value in {**flags_of(flags_that(model)), "scheduling_policy": "restless:priority"}.items():
+    for name, value in {**flags_of(flags_that(model)), "scheduling_policy": RESTLESS}.items():
         flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     server = start(F.MODELS[model].path, *flags)
     mine = range(len(features), len(PAIRS), 3)

@@ -141,6 +141,11 @@ class Engine:
         """Where sequences have their blocks."""
         return self._pool
 
+    def check(self) -> None:
+        """Check scheduler and pool, for tests. Raises IntegrityError where their books disagree."""
+        self._loop.check()
+        self._pool.check_integrity()
+
     def submit(self, request: Request) -> None:
         """Queue a request, or reject it in the next step's outputs."""
         problem = self._problem(request)

@@ -1,0 +1,39 @@
+"""A scheduling policy for tests: it preempts rows whether there is need or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openinfer.scheduler import Decision, Policy, Seq, View, make_policy
+
+
+class Restless:
+    """Another policy, which sends its last row back at every `every`-th change, `most` times in all."""
+
+    def __init__(self, policy: Policy, every: int = 3, most: int = 12) -> None:
+        self._policy, self._every, self._most = policy, every, most
+        self._changes = self._preempted = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def on_preempt(self, seq: Seq[Any]) -> None:
+        self._changes, self._preempted = 0, self._preempted + 1
+        self._policy.on_preempt(seq)
+
+    def plan(self, view: View) -> Decision:
+        decision = self._policy.plan(view)
+        self._changes += 1
+        if self._changes >= self._every and self._preempted < self._most and view.running:
+            decision.preempt = [list(view.running)[-1]]
+        return decision
+
+
+def fcfs(max_batched_tokens: int) -> Restless:
+    """`--scheduling-policy openinfer.recipes.engine.testing.restless:fcfs`: now and then, for as long as it runs."""
+    return Restless(make_policy("fcfs", max_batched_tokens=max_batched_tokens), every=12, most=1 << 30)
+
+
+def priority(max_batched_tokens: int) -> Restless:
+    """As fcfs, with priorities: twelve times, soon after the start."""
+    return Restless(make_policy("priority", max_batched_tokens=max_batched_tokens))

@@ -1,0 +1,116 @@
+"""Session: an engine driven by hand, and what it said of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
+from openinfer.sampler import SamplingParams
+from openinfer.sampler.grammar import Grammar
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What a published implementation says of a prompt in float32: its greedy tokens, and the logits float32 [V] of
+    the token after some positions of the prompt."""
+
+    prompt: Sequence[int]
+    greedy: Sequence[int]
+    logits: Mapping[int, np.ndarray[Any, Any]] = field(default_factory=dict)
+
+    def logprobs(self, position: int) -> np.ndarray[Any, Any]:
+        """Log-probabilities float64 [V] of the token after a position."""
+        wide = self.logits[position].astype(np.float64)
+        wide -= wide.max()
+        found: np.ndarray[Any, Any] = wide - np.log(np.exp(wide).sum())
+        return found
+
+
+@dataclass
+class Outcome:
+    """What an engine said of one request."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+    terminals: list[Any]
+    cached: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class Session:
+    """Drives an engine by hand and keeps what it says, by request. Raises AssertionError where the engine breaks its
+    contract: two terminals, or anything after a terminal."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.outcomes: dict[int, Outcome] = {}
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        grammar: Grammar | None = None,
+        prompt_logprobs: int | None = None,
+        **sampling: Any,
+    ) -> int:
+        """Queue a request, greedy unless `sampling` says otherwise. Its id."""
+        request_id = len(self.outcomes)
+        self.outcomes[request_id] = Outcome([], [], [])
+        self.engine.submit(
+            Request(
+                id=request_id,
+                prompt_token_ids=list(prompt),
+                sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+                max_tokens=max_tokens,
+                arrival=0.0,
+                grammar=grammar,
+                prompt_logprobs=prompt_logprobs,
+            )
+        )
+        return request_id
+
+    def step(self) -> StepOutputs:
+        """One step of the engine."""
+        outputs = self.engine.step(0.0)
+        logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
+        for scored in outputs.prompt_logprobs:
+            outcome = self.outcomes[scored.id]
+            expect(not outcome.terminals, "a prompt's log-probabilities after the terminal")
+            expect(not outcome.tokens, "a prompt's log-probabilities after the first token")
+            outcome.prompt_logprobs += scored.logprobs
+        for owner, token, logprob in zip(outputs.request_ids, outputs.token_ids, logprobs, strict=True):
+            expect(not self.outcomes[owner].terminals, "a token after the terminal")
+            self.outcomes[owner].tokens.append(token)
+            self.outcomes[owner].logprobs.append(logprob)
+        for update in outputs.updates:
+            if isinstance(update, TERMINALS):
+                expect(not self.outcomes[update.id].terminals, "two terminals of one request")
+                self.outcomes[update.id].terminals.append(update)
+            else:
+                self.outcomes[update.id].cached = update.cached_tokens
+        return outputs
+
+    @property
+    def open(self) -> list[int]:
+        """Requests without a terminal."""
+        return [i for i, outcome in self.outcomes.items() if not outcome.terminals]
+
+    def finish(self, max_steps: int = 20000) -> None:
+        """Step until every request has ended, and once more."""
+        for _ in range(max_steps):
+            if not self.open:
+                self.step()  # whatever is still in flight must not speak again
+                return
+            self.step()
+        raise AssertionError(f"requests {self.open} did not end within {max_steps} steps")
+
+
+def expect(condition: bool, broken: str) -> None:
+    """Raise AssertionError with the rule that is broken."""
+    if not condition:
+        raise AssertionError(broken)

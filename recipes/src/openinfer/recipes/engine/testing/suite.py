@@ -1,0 +1,364 @@
+"""EngineConformance: what users may rely on, whatever the model."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from openinfer.frontend.contract import Finished, Rejected, TokenTable
+from openinfer.kernels import Op
+from openinfer.kvpool import Pool
+from openinfer.recipes.engine.engine import FEATURES, Engine
+from openinfer.recipes.engine.errors import SetupError
+from openinfer.recipes.engine.limits import Room, decide
+from openinfer.recipes.engine.recipe import Recipe, Source
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, expect
+from openinfer.sampler import SamplingParams, sample
+from openinfer.sampler.grammar import Grammar
+from openinfer.tensor import Device
+
+Options = Mapping[str, Any]
+ASKED: Mapping[str, Options] = {
+    "logprobs": {"logprobs": 3},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "logit_bias": {"logit_bias": [(7, 4.0), (11, -50.0)]},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(3, 200))},
+    "temperature": {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "seed": 5},
+    "min_tokens": {"min_tokens": 6, "ignore_eos": False},
+}
+SAMPLED: Sequence[Options] = [
+    {"temperature": 0.0, "frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": ((7, 8.0),)},
+    {"temperature": 0.8, "repetition_penalty": 1.4, "top_p": 0.9},
+    {"temperature": 1.0, "allowed_token_ids": tuple(range(50, 60)), "min_tokens": 5},
+    {"temperature": 1.0, "allowed_token_ids": (4, 5, 6), "bad_words_token_ids": ((4, 4), (5, 6), (6, 6, 6))},
+    {"temperature": 1.2, "repetition_penalty": 2.0, "top_k": 30, "min_p": 0.01},
+]
+RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
+MAX_LEN = 352
+SIZES: Options = {"max_model_len": MAX_LEN, "max_num_seqs": 8}
+SHARED, NEW = 130, 10
+"""Tokens that prompts have in common, enough for a cached prefix of every model; and tokens that are generated."""
+
+
+class EngineConformance:
+    """The rules of an engine, as tests to subclass: set `recipe`, `checkpoint`, and what else differs.
+
+    Engines are made once a class and flags, and are checked and closed at the end, when all blocks must be back.
+    """
+
+    recipe: ClassVar[Recipe[Any]]
+    checkpoint: ClassVar[Path]
+    """A folder with weights; write_random_checkpoint makes one."""
+    flags: ClassVar[Options] = {}
+    """Fields of the recipe's options, for every engine."""
+    goldens: ClassVar[Sequence[Golden]] = ()
+    tolerance: ClassVar[float] = 1e-3
+    """Of log-probabilities against the goldens."""
+    chunks: ClassVar[Sequence[int]] = (17, 64, 352)
+    """Tokens of a step that the goldens are tried with, those that take at most 64 steps."""
+    seeds: ClassVar[Sequence[int]] = (0,)
+    """Of random schedules."""
+
+    _made: ClassVar[dict[tuple[Any, ...], Session]]
+
+    @classmethod
+    def setup_class(cls) -> None:
+        cls._made = {}
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        sessions = list(cls._made.values())
+        for session in sessions:
+            session.finish()
+            check_empty(session.engine)
+        for session in sessions:
+            session.engine.close()
+
+    @classmethod
+    def session(cls, **flags: Any) -> Session:
+        """A session on an engine with these flags; each kind is made once."""
+        key = tuple(sorted(flags.items()))
+        if key not in cls._made:
+            usual = {**SIZES, "kv_cache_memory_bytes": 64 << 20}
+            made = build(cls.recipe, cls.checkpoint, device="cpu", **{**usual, **cls.flags, **flags})
+            cls._made[key] = Session(made.engine)
+        return cls._made[key]
+
+    @classmethod
+    def alone(cls) -> Session:
+        """One request at a time, and no cached prefix: the engine that all others must agree with."""
+        return cls.session(max_num_seqs=1, enable_prefix_caching=False)
+
+    @classmethod
+    def small(cls) -> Session:
+        """An engine that preempts rows now and then, and whose cache is twice the least."""
+        options = cls.recipe.options(**{"device": "cpu", **SIZES, **cls.flags})
+        blueprint, cpu = cls.recipe.blueprint(Source.read(cls.checkpoint), options), Device("cpu")
+        limits = decide(options, cpu, blueprint.max_positions, blueprint.page_size)
+        nbytes = 1 << 12
+        while True:
+            try:
+                blocks = blueprint.share(limits, Room(nbytes, cpu, 0))
+                pool = Pool(blueprint.groups(limits, blocks), prefix_cache=True, eviction=blueprint.eviction)
+                if pool.capacity_tokens >= MAX_LEN:
+                    return cls.session(
+                        kv_cache_memory_bytes=2 * nbytes,
+                        max_num_batched_tokens=64,
+                        scheduling_policy=RESTLESS,
+                    )
+            except SetupError:
+                pass
+            nbytes += nbytes // 8
+
+    @classmethod
+    def prompts(cls, count: int, seed: int = 0) -> list[list[int]]:
+        """Prompts that begin alike."""
+        rng, top = random.Random(seed), min(cls.alone().engine.info.vocab_size, 600)
+        shared = [rng.randrange(3, top) for _ in range(SHARED)]
+        return [shared + [rng.randrange(3, top) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
+
+    def test_it_says_what_it_is(self) -> None:
+        info = self.session().engine.info
+        expect(set(FEATURES) <= set(info.features), f"features are missing: {info.features}")
+        expect(
+            info.max_model_len == MAX_LEN, f"max_model_len is {info.max_model_len}, {MAX_LEN} was asked for"
+        )
+        expect(info.kv_capacity_tokens >= MAX_LEN, "the cache has no room for one sequence")
+        ids = info.eos_token_ids
+        expect(all(0 <= one < info.vocab_size for one in ids), f"EOS ids {ids} are not in the vocabulary")
+
+    def test_the_goldens_in_chunks_of_any_size(self) -> None:
+        for tokens in self.chunks:
+            flags = {"max_num_batched_tokens": tokens, "enable_prefix_caching": False}
+            session = self.session(max_num_seqs=min(4, tokens), **flags)
+            asked = {
+                session.submit(g.prompt, len(g.greedy), ignore_eos=True, logprobs=2, prompt_logprobs=2): g
+                for g in self.goldens
+                if len(g.prompt) + len(g.greedy) <= MAX_LEN and len(g.prompt) <= 64 * tokens
+            }
+            session.finish()
+            for request, golden in asked.items():
+                outcome = session.outcomes[request]
+                expect(
+                    outcome.tokens == list(golden.greedy), f"{tokens} tokens a step: not the golden tokens"
+                )
+                worst = golden_error(golden, outcome)
+                expect(worst <= self.tolerance, f"{tokens} tokens a step: {worst:.2g} off the golden logits")
+
+    def test_a_wrong_token_would_be_noticed(self) -> None:
+        """Negative control: the comparison with the goldens fails with targets that are one place off."""
+        session = self.alone()
+        for golden in [g for g in self.goldens if 5 < len(g.prompt) < 100][:1]:
+            outcome = session.outcomes[session.submit(golden.prompt, 1, logprobs=0, prompt_logprobs=0)]
+            session.finish()
+            outcome.prompt_logprobs = outcome.prompt_logprobs[1:] + outcome.prompt_logprobs[:1]
+            expect(golden_error(golden, outcome) > 100 * self.tolerance, "wrong log-probabilities pass")
+
+    def test_greedy_tokens_whatever_the_schedule(self) -> None:
+        """Random arrivals, cached prefixes, aborts in between, and a cache small enough to preempt."""
+        alone, prompts = self.alone(), self.prompts(4)
+        truth = [alone.submit(prompt, 4 * NEW, ignore_eos=True) for prompt in prompts]
+        alone.finish()
+        for seed in self.seeds:
+            rng, session = random.Random(seed), self.small()
+            waiting, owners, aborted = [rng.randrange(4) for _ in range(16)], {}, set()
+            while waiting or session.open:
+                while waiting and rng.random() < 0.7:
+                    index = waiting.pop()
+                    owners[session.submit(prompts[index], 4 * NEW, ignore_eos=True)] = index
+                if session.open and rng.random() < 0.02:
+                    aborted.add(victim := rng.choice(session.open))
+                    session.engine.abort(victim)
+                session.step()
+            for request, index in owners.items():
+                outcome, want = session.outcomes[request], alone.outcomes[truth[index]].tokens
+                expect(outcome.tokens == want[: len(outcome.tokens)], f"seed {seed}: other tokens than alone")
+                whole = request in aborted or len(outcome.tokens) == len(want)
+                expect(whole and len(outcome.terminals) == 1, f"seed {seed}: not every request ended once")
+        stats = self.small().engine.stats()
+        expect(stats.preemptions > 0, "no row was preempted, so the test shows nothing")
+        expect(stats.prefix_hit_tokens > 0, "no prefix was found, so the test shows nothing")
+
+    def test_any_two_options_in_any_company(self) -> None:
+        """What two options give together, alone or among requests with others."""
+        pairs, prompts = (
+            list(itertools.combinations(ASKED, 2)),
+            self.prompts(len(ASKED) * (len(ASKED) - 1) // 2),
+        )
+        asked = [{"ignore_eos": True, **ASKED[a], **ASKED[b]} for a, b in pairs]
+        alone, company, small = self.alone(), self.session(max_num_batched_tokens=33), self.small()
+        found = []
+        for session in (alone, company, small):
+            ids = [session.submit(p, NEW, **chosen) for p, chosen in zip(prompts, asked, strict=True)]
+            session.finish()
+            found.append([session.outcomes[one] for one in ids])
+        for pair, one, *others in zip(pairs, *found, strict=True):
+            for other in others:
+                expect(other.tokens == one.tokens, f"{pair}: other tokens than alone")
+                expect(same_logprobs(one, other), f"{pair}: other log-probabilities than alone")
+        expect(len({tuple(one.tokens) for one in found[0]}) > len(pairs) // 2, "the options do nothing")
+        expect(any(other.cached for other in found[1]), "no prefix was found, so the test shows nothing")
+
+    def test_logprobs_are_sorted_and_only_where_asked(self) -> None:
+        session, (first, second) = self.session(), self.prompts(2)
+        silent = session.submit(first, NEW, ignore_eos=True)
+        asked = session.submit(second, NEW, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+        bare = session.submit(second[:1], NEW, ignore_eos=True, logprobs=0, prompt_logprobs=1)
+        session.finish()
+        expect(
+            session.outcomes[silent].logprobs == [None] * NEW, "log-probabilities that no request asked for"
+        )
+        outcome = session.outcomes[asked]
+        expect(
+            len(outcome.prompt_logprobs) == len(second) - 1, "not one entry a token after the prompt's first"
+        )
+        expect(session.outcomes[bare].prompt_logprobs == [], "a prompt of one token has no log-probabilities")
+        for token, entry in zip(outcome.tokens, outcome.logprobs, strict=True):
+            if entry is None:
+                raise AssertionError("a token without log-probabilities")
+            expect(entry.top_token_ids[0] == token, "a greedy token is not the most likely one")
+            expect(entry.logprob == entry.top_logprobs[0] <= 0, "two log-probabilities of one token")
+            expect(entry.top_logprobs == sorted(entry.top_logprobs, reverse=True), "not sorted")
+
+    def test_sampled_tokens_are_those_of_the_definition(self) -> None:
+        """openinfer.sampler.sample, the reference in numpy, on the logits that the engine sampled from."""
+        session = self.session(max_num_seqs=5)
+        engine = session.engine
+        if not isinstance(engine, Engine):
+            raise TypeError("the suite drives an engine of openinfer.recipes.engine")
+        inner, engine.runner.pack = engine.runner.pack, (tap := _Tap(engine.runner.pack))
+        engine.runner.record()
+        params = [SamplingParams(**asked, seed=seed, ignore_eos=True) for seed, asked in enumerate(SAMPLED)]
+        prompts = self.prompts(len(params))
+        ids = [
+            session.submit(prompt, NEW, **asked, seed=seed, ignore_eos=True)
+            for seed, (prompt, asked) in enumerate(zip(prompts, SAMPLED, strict=True))
+        ]
+        session.finish()
+        engine.runner.pack = inner
+        engine.runner.record()
+        for p, prompt, request in zip(params, prompts, ids, strict=True):
+            output, lengths = session.outcomes[request].tokens, range(len(prompt), len(prompt) + NEW)
+            want = sample(
+                np.stack([tap.logits[length, p.seed or 0] for length in lengths]), [p] * NEW, lengths,
+                prompts=[prompt] * NEW, outputs=[output[:n] for n in range(NEW)],
+            )  # fmt: skip
+            expect(output == want.token_ids.tolist(), f"{p}: other tokens than the definition's")
+
+    def test_a_stop_id_ends_a_request(self) -> None:
+        session, (prompt,) = self.session(), self.prompts(1)
+        plain = session.submit(prompt, NEW, ignore_eos=True)
+        session.finish()
+        tokens = session.outcomes[plain].tokens
+        stop = tokens[NEW // 2]
+        asked = session.submit(prompt, NEW, ignore_eos=True, stop_token_ids=(stop,))
+        session.finish()
+        outcome = session.outcomes[asked]
+        expect(outcome.tokens == tokens[: tokens.index(stop) + 1], "it did not end at its stop id")
+        expect(outcome.terminals == [Finished(asked, "stop", stop)], f"it ended with {outcome.terminals}")
+
+    def test_a_grammar_is_kept(self) -> None:
+        """Where llguidance is installed: the output is one of two sentences, as long as it is not cut off."""
+        session = self.session(max_num_seqs=3)
+        engine, (prompt,) = session.engine, self.prompts(1)
+        if "grammar" not in engine.info.features:
+            return
+        eos = engine.info.eos_token_ids or [0]
+        table = [bytes([n - 3]) if 3 <= n < 259 else b"" for n in range(engine.info.vocab_size)]
+        engine.control(TokenTable(table, eos))
+        grammar = Grammar("regex", "(yes|no) it is[.]{2}")
+        ids = [session.submit(prompt, 20, grammar=grammar, temperature=1.0, seed=seed) for seed in range(3)]
+        session.finish()
+        for request in ids:
+            said = b"".join(table[token] for token in session.outcomes[request].tokens)
+            expect(said in (b"yes it is..", b"no it is.."), f"the grammar was not kept: {said!r}")
+
+    def test_what_is_refused_and_what_is_aborted(self) -> None:
+        session, (prompt,) = self.session(), self.prompts(1)
+        vocab = session.engine.info.vocab_size
+        refused = [
+            session.submit([1, vocab], 1),
+            session.submit([1] * MAX_LEN, 8),
+            session.submit(prompt, 1, prompt_logprobs=21),
+            session.submit(prompt, 1, logit_bias=((vocab, 1.0),)),
+        ]
+        early, late = (
+            session.submit(prompt, 100, ignore_eos=True),
+            session.submit(prompt, 100, ignore_eos=True),
+        )
+        session.engine.abort(early)
+        while not session.outcomes[late].tokens:
+            session.step()
+        session.engine.abort(late)
+        session.engine.abort(late)
+        session.finish()
+        for request in refused:
+            (terminal,) = session.outcomes[request].terminals
+            expect(isinstance(terminal, Rejected) and bool(terminal.reason), f"not refused: {terminal}")
+        for request in (early, late):
+            expect(session.outcomes[request].terminals == [Finished(request, "abort")], "no end of an abort")
+
+    def test_all_blocks_come_back(self) -> None:
+        session = self.small()
+        for prompt in self.prompts(6):
+            session.submit(prompt, NEW)
+        session.finish()
+        check_empty(session.engine)
+
+
+class _Tap:
+    """A pack that keeps the logits of every row that is sampled, by its length and its seed."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.logits: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        if op.name == "sample":
+            a = {name: tensor.numpy() for name, tensor in args.items()}
+            for r, slot in enumerate(a["slots"]):
+                if a["alive"][slot] and a["emits"][r]:
+                    length = int(a["seq_lens"][slot] + a["q_starts"][r + 1] - a["q_starts"][r])
+                    self.logits[length, int(a["seeds"][slot][0])] = a["logits"][r].copy()
+        self.inner.run(op, args)
+
+
+def check_empty(engine: Any) -> None:
+    """Raise where scheduler and pool disagree, or where an idle engine holds blocks."""
+    engine.check()
+    expect(engine.pool.num_free == engine.pool.num_total, "blocks were not given back")
+
+
+def golden_error(golden: Golden, outcome: Outcome) -> float:
+    """By how much log-probabilities of the prompt and of the first token are off at most, alternatives included."""
+    worst = [0.0]
+    entries = [*outcome.prompt_logprobs, *outcome.logprobs[:1]]
+    for position in golden.logits:
+        entry, want = entries[position], golden.logprobs(position)
+        if entry is None:
+            raise AssertionError("a token without log-probabilities")
+        token = golden.prompt[position + 1] if position + 1 < len(golden.prompt) else outcome.tokens[0]
+        worst.append(abs(entry.logprob - want[token]))
+        worst += np.abs(entry.top_logprobs - want[entry.top_token_ids]).tolist()
+    return max(worst)
+
+
+def same_logprobs(one: Outcome, other: Outcome, bound: float = 1e-4) -> bool:
+    """Whether two outcomes have log-probabilities of the same tokens, of the prompt and of the output."""
+    for mine, theirs in ((one.prompt_logprobs, other.prompt_logprobs), (one.logprobs, other.logprobs)):
+        if len(mine) != len(theirs):
+            return False
+        for a, b in zip(mine, theirs, strict=True):
+            if a is None or b is None:
+                if a is not b:
+                    return False
+            elif abs(a.logprob - b.logprob) > bound:
+                return False
+    return True

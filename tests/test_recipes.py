@@ -1,0 +1,62 @@
+"""Every recipe passes the suite of engines, with the tokens and logits of its goldens. What is a model's own is in
+test_MODEL_*.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
+from openinfer.recipes.engine.testing import EngineConformance, Golden
+from openinfer.recipes.qwen3 import RECIPE as QWEN3
+from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
+
+FOLDER = Path(__file__).parent / "goldens"
+
+
+class Suite(EngineConformance):
+    """The suite on a golden checkpoint."""
+
+
+class TestQwen3(Suite):
+    recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny"
+    chunks, seeds = (1, 3, 16, 17, 128, 352), (0, 1, 2)
+
+
+class TestQwen3Untied(Suite):
+    recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
+
+
+class TestQwen35(Suite):
+    recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-tiny"
+    flags = {"snapshot_interval": 64}  # noqa: RUF012
+    chunks = (1, 17, 352)
+
+
+class TestQwen35Mixture(Suite):
+    recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-moe-tiny"
+    flags = {"snapshot_interval": 64}  # noqa: RUF012
+    chunks = (1, 17, 352)
+
+
+class TestDeepSeekV4(Suite):
+    recipe, checkpoint = DEEPSEEK_V4, FOLDER / "deepseek_v4-tiny"
+    flags = {"activation_quantization": "off"}  # noqa: RUF012
+    chunks = (1, 129, 352)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _goldens(golden_of: Callable[[str], Any]) -> None:
+    for suite in Suite.__subclasses__():
+        found = golden_of(suite.checkpoint.name)
+        suite.goldens = [
+            Golden(
+                found.prompt(n),
+                found.greedy(n),
+                dict(zip(fact["logit_positions"], found.numbers[f"p{n}.logits_fp32"], strict=True)),
+            )
+            for n, fact in enumerate(found.facts["prompts"])
+        ]
