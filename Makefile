@@ -7,7 +7,7 @@
 PORT ?= 8000
 MODEL ?= demo/qwen3
 LIBS := tensor kernels graph kvpool sampler scheduler frontend
-PROJECTS := pyproject.toml recipes/pyproject.toml $(LIBS:%=libs/%/pyproject.toml)
+PROJECTS := pyproject.toml recipes/pyproject.toml examples/llama/pyproject.toml $(LIBS:%=libs/%/pyproject.toml)
 
 PYTHON := $(shell for p in $(PYTHON) python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -57,5 +57,5 @@ $(TESTING): $(PROJECTS) .ci/constraints.txt constraints.txt
 	$(call make_venv,.venv-test)
 	@echo "Installing openinfer and what its tests need into .venv-test (a minute or two) ..."
 	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy \
-		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e .
+		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e ./examples/llama -e .
 	@touch $@

@@ -5,6 +5,7 @@ For every library (all by default) a fresh environment gets its wheel and what t
  - every public module imports, or is missing a package of a declared extra; kernels does so without Triton;
  - importing the library is fast (numpy, which most of them need, may take its time on a slow machine);
  - its tests pass with its [test] extra, outside the checkout.
+LIBRARY may also be `llama`: the tests of examples/llama pass with the whole project, all from wheels.
 With --previous the siblings are their previous releases (git tags LIBRARY-vX.Y.Z); with --pinned everything else has
 the versions of .ci/constraints.txt instead of the newest that the declared ranges allow.
 """
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
 IMPORT_LIMIT = 5.0
 """CPU time of an import in imports of asyncio, which take 20 ms on one machine and 60 on a slow or busy one."""
+EXAMPLE = "llama"
 HEAVY_EXTRAS = {"cublas"}  # half a gigabyte of libraries that nothing imports
 
 MODULES = """
@@ -68,7 +70,7 @@ def main() -> int:
     parser.add_argument("--previous", action="store_true", help="against the siblings' previous releases")
     parser.add_argument("--pinned", action="store_true", help="with the versions that CI runs with")
     parser.add_argument("--no-tests", action="store_true", help="install and import only")
-    parser.add_argument("libraries", nargs="*", choices=[[], *LIBRARIES], metavar="LIBRARY")
+    parser.add_argument("libraries", nargs="*", choices=[[], *LIBRARIES, EXAMPLE], metavar="LIBRARY")
     args = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="openinfer-wheels-") as temporary:
@@ -76,6 +78,9 @@ def main() -> int:
         wheels = build([ROOT / "libs" / name for name in LIBRARIES], work / "wheels")
         for library in args.libraries or LIBRARIES:
             try:
+                if library == EXAMPLE:
+                    check_example(work, [ROOT / ".ci" / "constraints.txt"] if args.pinned else [])
+                    continue
                 siblings = dict(wheels)
                 if args.previous and not use_previous(library, siblings, work):
                     continue
@@ -93,7 +98,7 @@ def build(projects: Iterable[Path], out: Path) -> dict[str, Path]:
     """Build wheels; gives them by library name."""
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out))
     command("build", [sys.executable, "-m", "pip", "wheel", *options, *map(str, projects)])
-    return {path.name.split("-")[0].removeprefix("openinfer_"): path for path in out.glob("openinfer_*.whl")}
+    return {path.name.split("-")[0].removeprefix("openinfer_"): path for path in out.glob("openinfer*.whl")}
 
 
 def project(library: str) -> Mapping[str, Any]:
@@ -175,7 +180,7 @@ def check(
     summary = "not run"
     if tests:
         install(["test"])
-        summary = run_tests(python, library, folder)
+        summary = run_tests(python, ROOT / "libs" / library, folder)
     if missing:
         install(extras)
         still = json.loads(command("import", [python, "-c", MODULES, f"openinfer.{library}"]))
@@ -188,6 +193,25 @@ def check(
         f"{len(missing)} modules need an extra, tests: {summary}",
         flush=True,
     )
+
+
+def check_example(work: Path, constraints: list[Path]) -> None:
+    """A recipe of others beside the whole project, all from wheels: its tests pass. Raises CheckFailed."""
+    projects = (
+        *(ROOT / "libs" / name for name in LIBRARIES),
+        ROOT / "recipes",
+        ROOT,
+        ROOT / "examples" / EXAMPLE,
+    )
+    wheels, folder = build(projects, work / "example-wheels"), work / f"env-{EXAMPLE}"
+    venv.create(folder, with_pip=True, upgrade_deps=True)
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    bounds = [part for path in constraints for part in ("-c", str(path))]
+    command("install", [*pip, *bounds, *(str(path) for path in wheels.values()), "pytest"])
+    away = folder / "away"
+    shutil.copytree(ROOT / "examples" / EXAMPLE / "golden", away / "golden")
+    print(f"{EXAMPLE}: ok, tests: {run_tests(python, ROOT / 'examples' / EXAMPLE, folder)}", flush=True)
 
 
 def packages(python: str) -> set[str]:
@@ -214,10 +238,10 @@ def check_import_time(python: str, library: str) -> float:
     return taken
 
 
-def run_tests(python: str, library: str, folder: Path) -> str:
-    """Run a library's tests on its wheel, away from the checkout; gives pytest's last line. Raises CheckFailed."""
+def run_tests(python: str, project: Path, folder: Path) -> str:
+    """Run a project's tests on its wheel, away from the checkout; gives pytest's last line. Raises CheckFailed."""
     copy = folder / "away" / "tests"
-    shutil.copytree(ROOT / "libs" / library / "tests", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(project / "tests", copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy.parent / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n    gpu: \n    slow: \nfilterwarnings = error\n"
     )

@@ -26,6 +26,7 @@ RECIPES = sorted(path.parent.name for path in (ROOT / "recipes/src/openinfer/rec
 PACKAGES = [
     *(f"openinfer.{name}" for name in (*LIBRARIES, "cli", "llm")),
     *(f"openinfer.recipes.{name}" for name in RECIPES),
+    "openinfer_llama",
 ]
 # qwen3_reference wants torch, clients/* the clients; neither is here.
 TYPED_SCRIPTS = (
@@ -55,6 +56,7 @@ CHECKS: dict[str, list[str]] = {
 SUITES = [
     *(f"libs/{name}" for name in LIBRARIES),
     "recipes",
+    "examples/llama",
     "tests",
     "tests/combinations",
     "tests/test_independence.py",

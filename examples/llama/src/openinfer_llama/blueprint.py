@@ -1,0 +1,102 @@
+"""The model before it has memory: how the cache is shared out, what is allocated, what is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from openinfer.graph import Field
+from openinfer.graph.runner import Batch
+from openinfer.kernels import NullPack, Repeated
+from openinfer.kvpool import Group
+from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.limits import Limits, Room
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, bfloat16, float32, load_tensors
+from openinfer_llama.config import Config
+from openinfer_llama.model import Model, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Llama(Blueprint[Model]):
+    """engine.Blueprint of a Llama. Its pool has one group: pages with the keys and values of all layers."""
+
+    config: Config
+    page_size: int
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        return self.config.eos_token_ids
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    def decode_rows(self, max_rows: int) -> Sequence[int]:
+        return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
+
+    def _weights(self, limits: Limits) -> tuple[Weights, Arena]:
+        """Weights without memory, for their names, shapes and bytes."""
+        arena = Arena(Device("null"), None)
+        return Weights.allocate(self.config, arena, limits.dtype), arena
+
+    def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        weights, _ = self._weights(limits)
+        expected = {load.name: (load.dst.shape, (bfloat16,)) for load in weights.loads(self.config)}
+        checkpoint.require(expected, ignore=("lm_head.weight",) if self.config.tied else ())
+
+    def _page_bytes(self, limits: Limits) -> int:
+        c = self.config
+        return 2 * c.num_layers * c.kv_size * limits.dtype.itemsize * self.page_size
+
+    def share(self, limits: Limits, room: Room) -> Sequence[int]:
+        """No more pages than every row at full length uses, and the padding page."""
+        pages = min(room.nbytes // self._page_bytes(limits), limits.max_rows * limits.max_blocks + 1)
+        if pages < 3:
+            raise room.refusal("the KV cache")
+        return (pages,)
+
+    def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
+        (pages,) = blocks or (2,)
+        return [Group("kv", self.page_size, pages, self._page_bytes(limits))]
+
+    def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
+        c, (pages,), (t, dtype) = self.config, blocks, (limits.max_tokens, limits.dtype)
+        weights = Weights.allocate(c, arena, dtype)
+        cos_sin = arena.alloc((limits.max_model_len, 2, c.head_dim // 2), float32, "cos_sin")
+        if arena.device.kind != "null":
+            cos_sin.copy_from(c.rope_table(limits.max_model_len), stream)
+        batch = Batch.allocate(
+            arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
+            max_rows=limits.max_rows, max_tokens=t, vocab_size=c.vocab_size, width=c.hidden_size, dtype=dtype,
+        )  # fmt: skip
+        widths = (c.hidden_size, c.q_size + 2 * c.kv_size, c.q_size, c.intermediate_size)
+        x, qkv, heads, mlp = (arena.alloc((t, width), dtype) for width in widths)
+        kv = arena.alloc((pages, c.num_layers, 2, c.num_kv_heads, self.page_size, c.head_dim), dtype, "kv")
+        if arena.device.kind == "cuda":  # elsewhere it is zero
+            kv.zero_(stream)
+        return Model(c, c.vocab_size, weights, kv, cos_sin, batch, x, qkv, heads, mlp)
+
+    def load(
+        self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
+    ) -> LoadReport:
+        return load_tensors(checkpoint, model.weights.loads(self.config), stream, progress)
+
+    def traced(self, model: Model, pack: NullPack) -> Model:
+        kinds = Repeated(pack, [(model.weights.layers[0], self.config.num_layers)])
+        return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=kinds))
+
+    def memory(self, model: Model) -> Mapping[str, int]:
+        _, arena = self._weights(Limits(2, 1, 1, self.page_size, model.kv.dtype))
+        buffers = sum(one.nbytes for one in (model.hidden, model.qkv, model.heads, model.mlp))
+        return {"weights": arena.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
+
+    def controls(self, model: Model) -> Iterator[Control]:
+        backwards = np.array(model.cos_sin.numpy()) * np.array([1, -1], np.float32)[:, None]
+        yield Control("rotation backwards", [(model.cos_sin, backwards)])

@@ -1,0 +1,119 @@
+"""Weights, and the forward pass as a straight list of ops, which every pack runs.
+
+T tokens of the step, A query heads and G key heads of size d, H the hidden size, I the MLP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph.runner import Batch, States
+from openinfer.kernels import (
+    Pack,
+    embed,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+    norm_rope_attend,
+    select_rows,
+)
+from openinfer.tensor import Arena, Load, Stream, Tensor
+from openinfer_llama.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer. qkv stacks three projections, gate_up two."""
+
+    input_norm: Tensor  # [H]
+    qkv: Tensor  # [(A + 2 G) d, H]
+    o: Tensor  # [H, A d]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2 I, H]
+    down: Tensor  # [H, I]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights, in one dtype. lm_head is `embed` where they are tied."""
+
+    embed: Tensor  # [V, H]
+    layers: Sequence[Layer]
+    norm: Tensor  # [H]
+    lm_head: Tensor  # [V, H]
+
+    @classmethod
+    def allocate(cls, c: Config, arena: Arena, dtype: np.dtype[Any]) -> Weights:
+        """Uninitialised weights."""
+        h, inter = c.hidden_size, c.intermediate_size
+        shapes = ((h,), (c.q_size + 2 * c.kv_size, h), (h, c.q_size), (h,), (2 * inter, h), (h, inter))
+        table = arena.alloc((c.vocab_size, h), dtype, "embed")
+        layers = [Layer(*(arena.alloc(shape, dtype) for shape in shapes)) for _ in range(c.num_layers)]
+        norm = arena.alloc((h,), dtype, "norm")
+        return cls(table, layers, norm, table if c.tied else arena.alloc((c.vocab_size, h), dtype, "lm_head"))
+
+    def loads(self, c: Config) -> Iterator[Load]:
+        """Every tensor of the checkpoint by its published name, and where it goes."""
+        q, kv, inter = c.q_size, c.kv_size, c.intermediate_size
+        yield Load("model.embed_tokens.weight", self.embed)
+        for n, layer in enumerate(self.layers):
+            places = {
+                "input_layernorm": layer.input_norm, "self_attn.q_proj": layer.qkv[:q],
+                "self_attn.k_proj": layer.qkv[q : q + kv], "self_attn.v_proj": layer.qkv[q + kv :],
+                "self_attn.o_proj": layer.o, "post_attention_layernorm": layer.post_norm,
+                "mlp.gate_proj": layer.gate_up[:inter], "mlp.up_proj": layer.gate_up[inter:],
+                "mlp.down_proj": layer.down,
+            }  # fmt: skip
+            yield from (Load(f"model.layers.{n}.{name}.weight", place) for name, place in places.items())
+        yield Load("model.norm.weight", self.norm)
+        if not c.tied:
+            yield Load("lm_head.weight", self.lm_head)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Weights, cache, and buffers for the largest step: what openinfer.graph.runner.Model asks for."""
+
+    config: Config
+    vocab_size: int
+    weights: Weights
+    kv: Tensor  # [pages, L, 2, G, page_size, d]: a page holds all layers
+    cos_sin: Tensor  # float32 [max_model_len, 2, d / 2]
+    batch: Batch
+    hidden: Tensor  # [T, H]
+    qkv: Tensor  # [T, (A + 2 G) d]
+    heads: Tensor  # [T, A d]
+    mlp: Tensor  # [T, I]
+    states: States | None = None
+    tables: Sequence[str | None] = ("block_tables",)
+
+    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+        """The step's tokens to logits of each row's last token. Keys and values go to the cache."""
+        c, w, batch, t, eps = self.config, self.weights, self.batch, num_tokens, self.config.rms_norm_eps
+        x, qkv, heads, mlp = self.hidden[:t], self.qkv[:t], self.heads[:t], self.mlp[:t]
+        step, tables = batch.step(t, num_rows), batch.rows["block_tables"]
+        embed(pack, out=x, token_ids=batch.expand(pack, t, num_rows), table=w.embed)
+        for n, layer in enumerate(w.layers):
+            norm_linear(pack, out=qkv, x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=eps)
+            norm_rope_attend(
+                pack, out=heads, kv=self.kv[:, n], qkv=qkv, cos_sin=self.cos_sin, block_tables=tables, **step,
+                eps=eps, scale=c.head_dim**-0.5, window=c.window, max_q_len=max_q_len,
+            )  # fmt: skip
+            linear_add(pack, x=x, h=heads, weight=layer.o)
+            gate_up_silu(pack, out=mlp, x=x, norm_weight=layer.post_norm, weight=layer.gate_up, eps=eps)
+            linear_add(pack, x=x, h=mlp, weight=layer.down)
+        select_rows(pack, out=batch.last[:num_rows], x=x, q_starts=step["q_starts"])
+        self.head(pack, num_rows)
+
+    def head(self, pack: Pack, num_rows: int) -> None:
+        """Logits of the hidden states in `batch.last`."""
+        out, x, w, eps = self.batch.logits, self.batch.last, self.weights, self.config.rms_norm_eps
+        norm_linear(pack, out=out[:num_rows], x=x[:num_rows], norm_weight=w.norm, weight=w.lm_head, eps=eps)
+
+    def clear(self, stream: Stream) -> None:
+        """Zero the padding page."""
+        self.kv[0].zero_(stream)

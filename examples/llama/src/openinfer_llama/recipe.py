@@ -1,0 +1,43 @@
+"""The recipe as the command line sees it. Importing this module imports no model code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from openinfer.recipes.engine import Options, Recipe, SetupError, Source
+
+if TYPE_CHECKING:
+    from openinfer.recipes.engine.engine import Engine
+    from openinfer_llama.blueprint import Llama
+
+
+class LlamaRecipe(Recipe[Options]):
+    """Serves Llama 3.x and Mistral checkpoints in bf16."""
+
+    name, options, target = "llama", Options, "openinfer_llama.recipe:build"
+    small: Mapping[str, Any] = {
+        "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "vocab_size": 1024, "max_position_embeddings": 8192,
+    }  # fmt: skip
+
+    def matches(self, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") in ("llama", "mistral")
+
+    def blueprint(self, source: Source, options: Options, *, ranks: int = 1) -> Llama:
+        from openinfer_llama.blueprint import Llama
+        from openinfer_llama.config import Config
+
+        if ranks != 1:
+            raise SetupError(f"{ranks} ranks: llama runs on one GPU")
+        return Llama(Config.parse(source.config, source.eos), options.block_size)
+
+
+RECIPE = LlamaRecipe()
+
+
+def build(model_dir: str, **flags: Any) -> Engine:
+    """The engine for a checkpoint directory; `flags` are fields of Options. The engine's process calls this."""
+    from openinfer.recipes.engine import startup
+
+    return startup.build(RECIPE, model_dir, **flags).engine
