@@ -37,6 +37,7 @@ TYPED_SCRIPTS = (
     "clients/speaker",
     "compile_kernels",
     "deepseek_v4_parallel",
+    "flag_reference",
     "release",
     "run_tests",
 )

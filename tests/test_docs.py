@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,11 @@ def test_the_module_map_is_complete() -> None:
         there |= {f"{p.name}/" for p in folder.iterdir() if p.is_dir() and list(p.glob("*.py"))}
         assert there - named == set(), f"{library}: not in the map"
         assert named - there == set(), f"{library}: in the map only"
+
+
+def test_the_flag_reference_is_what_the_options_say() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "flag_reference.py"), "--check"]
+    assert subprocess.run(command).returncode == 0, "run scripts/flag_reference.py"
 
 
 def fault_rows() -> list[list[tuple[str, str]]]:
