@@ -25,7 +25,7 @@ from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.engine.verdict import Reference
-from openinfer.tensor import Arena, Checkpoint, Device, Stream, float32
+from openinfer.tensor import Arena, Checkpoint, CudaError, Device, DriverNotFound, Stream, float32
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers do without it
 
@@ -122,6 +122,15 @@ def log_softmax(logits: Any) -> Any:
     wide = logits.astype(np.float64)
     wide = wide - wide.max(axis=1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+
+
+@pytest.fixture
+def gpu() -> None:
+    """Skips without one."""
+    try:
+        Device("cuda", 0).activate()
+    except (DriverNotFound, CudaError) as e:
+        pytest.skip(f"no usable CUDA device: {e}")
 
 
 @pytest.fixture

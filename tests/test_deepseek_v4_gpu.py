@@ -1,20 +1,14 @@
-"""DeepSeek-V4's engine on a GPU, by the tiny model (its head sizes are the published ones): the accuracy gate on every
-path, with and without the published rounding, and a loop under which nothing is compiled."""
+"""DeepSeek-V4's engine on a GPU, by the tiny model (its head sizes are the published ones): the published rounding,
+and a loop under which nothing is compiled."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from openinfer.recipes.deepseek_v4 import RECIPE
-from openinfer.recipes.deepseek_v4.choices import Choices
-from openinfer.recipes.engine import gate
 from openinfer.recipes.engine.forced import Forced
-from openinfer.recipes.engine.startup import build
-from openinfer.recipes.engine.verdict import Check, Verdict, limits
-from openinfer.tensor import CudaError, Device, DriverNotFound
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 FLAGS = {
     "device": "cuda",
@@ -23,42 +17,6 @@ FLAGS = {
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 256 << 20,
 }
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    """Skips without one."""
-    try:
-        Device("cuda", 0).activate()
-    except (DriverNotFound, CudaError) as e:
-        pytest.skip(f"no usable CUDA device: {e}")
-
-
-def right(verdict: Check, mean_of_one_prompt: float) -> bool:
-    """As the gate has it, but for what its statistics are too small here. The 99th percentile of two dozen positions
-    moves by some hundredths with another build of the kernels. The cached prefix is compared at eight positions of one
-    prompt, whose own bf16 run deviates more than the others."""
-    if not isinstance(verdict, Verdict):
-        return verdict.passed
-    found, allowed = verdict.found, verdict.limits
-    cached = verdict.path == "cached prefix"
-    mean = mean_of_one_prompt if cached else allowed.mean
-    return (
-        found.mean <= mean and found.regret <= allowed.regret and (cached or found.p99 <= 1.25 * allowed.p99)
-    )
-
-
-def test_every_path_passes_and_every_control_fails(references, deepseek):
-    built = build(RECIPE, deepseek.path, activation_quantization="off", **FLAGS)
-    engine, sequences = built.engine, references(deepseek)
-    found = list(gate.run(built, sequences))
-    one = limits(sequences[-1:]).mean
-    assert [str(verdict) for verdict in found if not right(verdict, one)] == []
-    assert any(isinstance(verdict, Choices) for verdict in found)
-    controls = list(gate.negative_controls(built, sequences))
-    assert [str(verdict) for verdict in controls if verdict.passed] == []
-    assert engine.stats().compiles_after_ready == 0
-    engine.close()
 
 
 def test_the_published_rounding(session, deepseek):

@@ -58,6 +58,8 @@ def _pytest(*paths: str) -> Result:
         if done.returncode not in (0, 5):
             print(done.stdout[-6000:], done.stderr[-2000:])
             ok = False
+    if not lines:
+        return {"ok": False, "why": f"no tests under {', '.join(paths)}: run it at the root of a checkout"}
     return {"ok": ok, "suites": lines}
 
 
@@ -68,7 +70,7 @@ def kernels(work: Path) -> Result:
 
 def libraries(work: Path) -> Result:
     """The other libraries' tests on the device."""
-    return _pytest("libs/tensor/tests", "libs/graph/tests", "tests")
+    return _pytest("libs/tensor/tests", "libs/graph/tests", "recipes/tests", "tests")
 
 
 def _reference(recipe: str, folder: Path, shape: str = "4b") -> Result:
@@ -205,7 +207,7 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "gates": (gates, 120),
     "bench": (bench, 60),
     "serve": (serve, 60),
-    "libraries": (libraries, 60),
+    "libraries": (libraries, 200),
     "long": (long, 150),
     "hybrid_reference": (hybrid_reference, 150),
     "hybrid_gates": (hybrid_gates, 120),
