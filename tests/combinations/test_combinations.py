@@ -15,7 +15,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import pytest
 from openinfer.frontend.http import create_app
 from openinfer.frontend.thread_driver import ThreadDriver
 from openinfer.graph import Readback
+from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.testing import Restless
 from openinfer.scheduler import make_policy
@@ -244,19 +245,22 @@ def test_two_flags_of_an_engine_change_no_token(
     assert (stats.prefix_hit_tokens > 0) == ("prefix cache" in names)
 
 
+class WarmSlot:
+    """A pack that samples slot 3 with a temperature."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        if op.name == "sample":
+            args["temperatures"].numpy()[3] = 0.7
+        self.inner.run(op, args)
+
+
 def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openinfer.graph.runner import Runner
-
-    join = Runner._join
-
-    def join_badly(self: Runner, seq: Any) -> None:
-        join(self, seq)
-        if seq.slot == 3:
-            self.model.batch.rows.set("temperatures", seq.slot, 0.7)
-
     found = alone("qwen3")
     bodies = [body_of("qwen3", n, found.asked(PAIRS[n], n)) for n in range(0, len(PAIRS), SHARE)]
-    monkeypatch.setattr(Runner, "_join", join_badly)
+    monkeypatch.setattr(startup, "CpuPack", lambda: WarmSlot(CpuPack()))
     answers, _ = run("qwen3", 8, (), bodies, 5)
     assert not all(same(answer, right) for answer, right in zip(answers, found.pairs[::SHARE], strict=True))
 
