@@ -31,6 +31,8 @@ from packaging.version import InvalidVersion, Version
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {**{name: f"libs/{name}" for name in LIBRARIES}, "recipes": "recipes", "openinfer": "."}
 """Where each distribution is, by the short name that its tags have."""
+EXAMPLES = ("examples/llama",)
+"""Distributions that are not released and declare ranges of those that are."""
 SHOWN = (
     "License-Expression",
     "License-File",
@@ -48,8 +50,11 @@ def main() -> int:
     names = args.libraries or list(FOLDERS)
     try:
         for name in names:
-            set_version(ROOT / FOLDERS[name], Version(args.version), siblings=not args.libraries)
+            set_version(ROOT / FOLDERS[name], Version(args.version))
             date_changelog(ROOT / FOLDERS[name] / "CHANGELOG.md", args.version, args.date)
+        if not args.libraries:
+            for folder in (*FOLDERS.values(), *EXAMPLES):
+                set_ranges(ROOT / folder, Version(args.version))
         args.out.mkdir(parents=True, exist_ok=True)
         files = [file for name in names for file in build(ROOT / FOLDERS[name], args.out)]
         for file in files:
@@ -81,14 +86,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def set_version(folder: Path, version: Version, *, siblings: bool) -> None:
-    """Set a distribution's version. siblings: they are released too, so the ranges move to this minor version."""
+def set_version(folder: Path, version: Version) -> None:
+    """Set a distribution's version."""
     path = folder / "pyproject.toml"
-    text = re.sub(r'^version = ".*"$', f'version = "{version}"', path.read_text(), count=1, flags=re.M)
-    if siblings:
-        bounds = f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}"
-        text = re.sub(r'("openinfer-[\w,\[\]-]+)>=[^"]*"', rf'\g<1>{bounds}"', text)
-    path.write_text(text)
+    path.write_text(
+        re.sub(r'^version = ".*"$', f'version = "{version}"', path.read_text(), count=1, flags=re.M)
+    )
+
+
+def set_ranges(folder: Path, version: Version) -> None:
+    """Move the ranges of a distribution's siblings to this minor version: all of them are released."""
+    path = folder / "pyproject.toml"
+    bounds = f">={version.major}.{version.minor},<{version.major}.{version.minor + 1}"
+    path.write_text(re.sub(r'("openinfer(?:-[\w,\[\]-]+)?)>=[^"]*"', rf'\g<1>{bounds}"', path.read_text()))
 
 
 def date_changelog(path: Path, version: str, date: str) -> None:

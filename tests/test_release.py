@@ -34,16 +34,14 @@ def graph(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT / "libs" / "graph", tmp_path / "graph"))
 
 
-def test_a_version_moves_the_siblings_ranges_where_they_are_released_too(
-    release: ModuleType, graph: Path
-) -> None:
+def test_a_version_and_the_siblings_ranges_are_set(release: ModuleType, graph: Path) -> None:
     before = (graph / "pyproject.toml").read_text()
-    release.set_version(graph, Version("7.3.1"), siblings=False)
+    release.set_version(graph, Version("7.3.1"))
     alone = (graph / "pyproject.toml").read_text()
     assert alone.replace('version = "7.3.1"', "") == before.replace(
         next(line for line in before.splitlines() if line.startswith("version = ")), ""
     )
-    release.set_version(graph, Version("7.3.1"), siblings=True)
+    release.set_ranges(graph, Version("7.3.1"))
     text = (graph / "pyproject.toml").read_text()
     assert '"openinfer-tensor>=7.3,<7.4"' in text
     assert '"openinfer-sampler[gpu]>=7.3,<7.4"' in text
