@@ -76,7 +76,10 @@ def streamed(stream: Any) -> dict[int, dict[str, Any]]:
             )
             one["content"] += choice.delta.content or ""
             one["reasoning"] += getattr(choice.delta, "reasoning", None) or ""
-            one["calls"] += [(c.function.name, c.function.arguments) for c in choice.delta.tool_calls or ()]
+            for call in choice.delta.tool_calls or ():
+                if call.index == len(one["calls"]):
+                    one["calls"].append([call.function.name, ""])
+                one["calls"][call.index][1] += call.function.arguments
             one["reason"] = choice.finish_reason or one["reason"]
     return found
 
@@ -164,7 +167,8 @@ def test_calls_are_forced(client: openai.OpenAI, choice: Any, stream: bool) -> N
         assert calls
         assert not content
         assert reason in ("tool_calls", "length")
-        for name, arguments in calls:
+        whole = calls[:-1] if reason == "length" and stream else calls  # the last may have been cut
+        for name, arguments in whole:
             jsonschema.validate(json.loads(arguments), schemas[name])
             assert choice == "required" or name == "wait"
 
