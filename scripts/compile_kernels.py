@@ -1,4 +1,4 @@
-"""Compile every kernel of every recipe: `python scripts/compile_kernels.py [--arch 90]`. Needs no GPU.
+"""Compile every kernel of every recipe: `python scripts/compile_kernels.py [--arch 90] [--every N]`. Needs no GPU.
 
 The kernels are those that engines of every published size run on an H200 with cuBLASLt. The script uses the installed
 Triton, starts with an empty cache, and fails with the compiler's words where a kernel does not compile or needs more
@@ -8,6 +8,7 @@ shared memory than the architecture has.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
 import sys
 import tempfile
@@ -28,11 +29,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arch", type=int, default=90, help="compute capability as an int (90)")
-    arch = parser.parse_args().arch
+    parser.add_argument("--every", type=int, default=1, help="every Nth kernel, beginning by the day (1)")
+    args = parser.parse_args()
+    arch = args.arch
     sys.path.insert(0, str(ROOT / "recipes"))
     published_specs = importlib.import_module("hatch_build").published_specs
     target = Target(arch, 132, cublas=True, gpu="NVIDIA H200" if arch == 90 else "")
     specs = list(dict.fromkeys(spec for recipe in RECIPES for spec in published_specs(recipe, target)))
+    specs = specs[datetime.date.today().toordinal() % args.every :: args.every]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="openinfer-cubins-") as cache:
         store = Store(arch, cache=Path(cache), folders=[])
