@@ -531,4 +531,4 @@ def test_bench_names_its_yardsticks(capsys: pytest.CaptureFixture[str]) -> None:
     out: Any = capsys.readouterr().out
     assert all(name in out for name in bench.YARDSTICKS)
     assert bench.main(["speed"]) == 2
-    assert "none of serve, step, ops, eval, host" in capsys.readouterr().err
+    assert "none of serve, step, ops, kernels, eval, host" in capsys.readouterr().err
