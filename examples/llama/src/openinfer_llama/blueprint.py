@@ -26,18 +26,6 @@ class Llama(Blueprint[Model]):
     config: Config
     page_size: int
 
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        return self.config.eos_token_ids
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
-
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
 

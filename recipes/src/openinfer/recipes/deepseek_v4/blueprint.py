@@ -42,18 +42,6 @@ class DeepseekV4(Blueprint[Model]):
     options: DeepseekOptions
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        return self.config.eos_token_ids
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
     def page_size(self) -> int:
         return PAGE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,24 +30,39 @@ class Control:
     min_tokens: int = 0
 
 
+class ModelConfig(Protocol):
+    """What an engine wants to know of a model's config. A frozen dataclass with these fields is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
 class Blueprint(ABC, Generic[M]):
     """A model before it has memory. Nothing here touches a device; `lay_out` takes what its arena gives.
 
     `blocks`: blocks of each group of the pool, the padding block included.
     """
 
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int: ...
+    config: ModelConfig
 
     @property
-    @abstractmethod
-    def eos_token_ids(self) -> Sequence[int]: ...
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
     @property
-    @abstractmethod
+    def eos_token_ids(self) -> Sequence[int]:
+        return self.config.eos_token_ids
+
+    @property
     def max_positions(self) -> int:
         """Tokens that a sequence may have by the model's own account."""
+        return self.config.max_position_embeddings
 
     @property
     @abstractmethod

@@ -34,18 +34,6 @@ class Qwen35(Blueprint[Model]):
     options: HybridOptions
 
     @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        return self.config.eos_token_ids
-
-    @property
-    def max_positions(self) -> int:
-        return self.config.max_position_embeddings
-
-    @property
     def page_size(self) -> int:
         return self.options.block_size
 
