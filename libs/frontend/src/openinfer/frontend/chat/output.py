@@ -4,8 +4,9 @@ One machine serves every format: what differs is a pair of markers and a functio
 The parts depend on the text alone, never on how it was cut into pieces, because whatever might still become a
 marker, or whitespace that a marker would swallow, is held back until it is decided.
 
-A call is handed out when it is complete, and what looks like a call and is none, or is cut off, is content, verbatim.
-Where calls are streamed, one is handed out as soon as it names a tool on offer, and its arguments as they come.
+A call is handed out when it is complete. Text that only resembles a call, or a call that is cut off, is content,
+verbatim. Where calls are streamed, one is handed out as soon as it names a tool on offer, and its arguments as they
+come.
 """
 
 from typing import Protocol

@@ -27,7 +27,7 @@ __all__ = ["DetokenizeBody", "Dialects", "TokenizeBody"]
 
 MAX_TOKENS_SHOWN = 32768
 COUNTED_CHARS = 1 << 20
-"""A text of so many characters is tokenized on request, and a longer one where the context is a 16th of it."""
+"""The most characters of a text that /tokenize takes; 16 for each token of the context where that is more."""
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
