@@ -14,8 +14,9 @@ from openinfer.recipes.deepseek_v4.choices import Choices, Witness
 from openinfer.recipes.deepseek_v4.layers import Injected, LayerCheck
 from openinfer.recipes.engine import gate
 from openinfer.recipes.engine.forced import Forced, NoRoom
+from openinfer.recipes.engine.routing import Recorder, routed
 from openinfer.recipes.engine.startup import Built, build
-from openinfer.recipes.engine.verdict import Verdict, judge, limits
+from openinfer.recipes.engine.verdict import Reference, Verdict, judge, limits
 from openinfer.tensor import bfloat16
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -69,6 +70,46 @@ def test_long_prompts_pass(references, case):
     found = list(gate.run_long(case.built, references(case.golden)[1:3]))
     assert len(found) == 3
     assert [str(verdict) for verdict in found if not verdict.passed] == []
+
+
+def test_experts_of_decode_steps_are_those_of_prompts(references, deepseek):
+    """One sequence's experts come from steps of one token, the other way from one chunk of a prompt."""
+    engine = built("deepseek_v4-tiny").engine
+    runner, mixtures = engine.runner, 4
+    sequences = [
+        replace(s, experts={"bf16": np.zeros((len(s.top_ids), mixtures, 1))}) for s in references(deepseek)
+    ]
+    steps = Recorder(runner.pack, runner.stream)
+    gate.decode_all(engine, sequences, chunk=512, runner=runner.eager(steps))
+    for sequence, experts in zip(sequences, steps.experts(sequences), strict=True):
+        forced = Forced(engine, runner.eager(chunk := Recorder(runner.pack, runner.stream)))
+        forced.feed(forced.join(1, sequence.tokens), len(sequence.tokens), 512)
+        forced.leave()
+        last = [ids[sequence.first : len(sequence.tokens)] for ids in chunk.calls]
+        same = experts == np.sort(np.stack(last, 1), -1)
+        assert same.all((1, 2)).mean() > 0.7, "but for near ties"
+    engine.close()
+
+
+def test_positions_with_other_experts_are_judged_apart():
+    rng, positions = np.random.default_rng(0), 40
+    bf16 = np.sort(rng.normal(-3, 1, (positions, 8)))[:, ::-1]
+    ids = np.tile(np.arange(8, dtype=np.int32), (positions, 1))
+    chosen = np.sort(rng.integers(0, 16, (positions, 3, 4)), -1)
+    own = chosen.copy()
+    own[:4] += 1
+    experts = {"bf16": chosen, "fp32": own}
+    reference = Reference([0] * 60, ids, bf16, bf16 + 0.01, experts=experts)
+    found = np.concatenate([bf16, np.zeros((positions, 1))], 1)
+    found[7, :8] += 3  # another expert moved it
+    flipped = chosen.copy()
+    flipped[7] += 1
+    apart = routed([reference], [found], [flipped])
+    assert apart.passed
+    assert (apart.agree, apart.own) == (39 / 40, 0.9)
+    assert not routed([reference], [found], [chosen]).passed, "the same experts, and yet far away"
+    assert not judge("all", limits([reference]), [reference], [found]).passed
+    assert not routed([reference], [found], [chosen + 1]).passed, "no position to judge"
 
 
 def test_an_engine_that_rounds_is_held_against_the_run_that_does(references, deepseek):

@@ -78,7 +78,7 @@ def _reference(recipe: str, folder: Path, shape: str = "4b") -> Result:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         return {"ok": False, "why": "needs torch and transformers for the reference"}
     shape = os.environ.get("OPENINFER_SELFTEST_SHAPE", shape)
-    command = [sys.executable, f"scripts/{recipe}_reference.py", "--shape", shape, "--out", str(folder)]
+    command = [sys.executable, "scripts/reference", recipe, "--shape", shape, "--out", str(folder)]
     done = subprocess.run(command, check=False)
     if done.returncode == 0:
         vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -139,7 +139,7 @@ def long(work: Path) -> Result:
     from openinfer.recipes.engine.verdict import load_reference
 
     folder = work / "model"
-    script = [sys.executable, "scripts/qwen3_reference.py", "--long", "--out", str(folder)]
+    script = [sys.executable, "scripts/reference", "qwen3", "--long", "--out", str(folder)]
     script += ["--shape", os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")]
     if subprocess.run(script, check=False).returncode:
         return {"ok": False, "why": "no reference for long prompts"}

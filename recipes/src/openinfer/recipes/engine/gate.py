@@ -1,6 +1,6 @@
 """The accuracy gate: teacher-forced log-probabilities of the running engine against a reference's, on every path.
 
-A reference (made by another implementation, see scripts/*_reference.py) holds token sequences and, at the last
+A reference (made by another implementation, see scripts/reference) holds token sequences and, at the last
 positions of each, the ids and log-probabilities of its most likely tokens. The engine is fed the same tokens, so that
 one divergence does not spread, and its log-probabilities of those ids are compared (see `verdict`).
 """
@@ -18,6 +18,7 @@ from openinfer.graph.runner import Runner
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced, ForcedSeq
 from openinfer.recipes.engine.forced_sampling import sampled
+from openinfer.recipes.engine.routing import Recorder, routed
 from openinfer.recipes.engine.startup import Built
 from openinfer.recipes.engine.verdict import Check, Reference, Verdict, judge, limits, read
 
@@ -153,6 +154,10 @@ def run(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
     yield judge("cached prefix", allowed, found_again, cached(engine, found_again, largest))
     yield judge("preempted", allowed, few, preempted(engine, few, largest))
     yield judge("sampled, by the loop", allowed, *sampled(engine, sequences))
+    if all(s.experts for s in sequences):
+        recorder = Recorder(runner.pack, runner.stream)
+        found = decode_all(engine, sequences, chunk=largest, runner=runner.eager(recorder))
+        yield routed(sequences, found, recorder.experts(sequences))
     yield from built.blueprint.checks(engine, sequences)
 
 

@@ -35,6 +35,9 @@ class Reference:
     bf16: Array
     fp32: Array
     actq: Array | None = None
+    experts: Mapping[str, Array] = field(default_factory=dict)
+    """By run ("bf16", "fp32", "actq"): the experts of each mixture at these positions, ascending, [P, mixtures,
+    chosen]. Empty for a dense model."""
     layers: Mapping[str, Array] = field(default_factory=dict)
     """What layers make of given inputs, where the reference has it: for the recipe's own checks."""
 
@@ -50,11 +53,12 @@ class Reference:
             raise ValueError("this reference has no run that rounds activations; make it anew")
         order = np.argsort(-self.actq, axis=1, kind="stable")
         ids, actq, fp32 = (np.take_along_axis(x, order, 1) for x in (self.top_ids, self.actq, self.fp32))
-        return Reference(self.tokens, ids, actq, fp32, layers=self.layers)
+        experts = {**self.experts, "bf16": self.experts["actq"]} if self.experts else {}
+        return replace(self, top_ids=ids, bf16=actq, fp32=fp32, actq=None, experts=experts)
 
 
 def load_reference(path: Path) -> list[Reference]:
-    """Read what scripts/*_reference.py wrote."""
+    """Read what scripts/reference wrote."""
     with np.load(path, allow_pickle=False) as data:
         return [
             Reference(
@@ -63,14 +67,16 @@ def load_reference(path: Path) -> list[Reference]:
                 data[f"s{n}.bf16"],
                 data[f"s{n}.fp32"],
                 data.get(f"s{n}.actq"),
-                {
-                    name.partition(".layer_")[2]: data[name]
-                    for name in data
-                    if name.startswith(f"s{n}.layer_")
-                },
+                _parts(data, f"s{n}.experts_"),
+                _parts(data, f"s{n}.layer_"),
             )
             for n in range(int(data["count"]))
         ]
+
+
+def _parts(data: Mapping[str, Array], at: str) -> dict[str, Array]:
+    """The arrays whose names begin so, by the rest of their names."""
+    return {name.removeprefix(at): data[name] for name in data if name.startswith(at)}
 
 
 class Check(Protocol):

@@ -1,37 +1,25 @@
-"""A DeepSeek-V4 checkpoint of published shape with seeded random weights, cut to its first five layers, and what
-references say of it.
+"""DeepSeek-V4: the first five layers of a published shape, in packed FP8 and FP4 weights, a shard a layer.
 
-    python scripts/deepseek_v4_reference.py --shape flash --out DIR [--device cuda]
+V4-Flash's five layers are 19 GB on disk and 65 GB in bf16; they have every kind of attention and both kinds of routing.
+Beside transformers' run in bf16 and ours in float32 (deepseek_v4_forward.py) there is a run in float32 that rounds
+activations as the published code does: s<n>.actq. For some sequences each layer is run alone, with that rounding:
 
-Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
-the published format (packed FP8 and FP4 weights, a shard a layer, 19 GB for V4-Flash) and reference.npz, which
-openinfer.recipes.engine.gate reads: token sequences, and at the last positions of each
-
-    s<n>.top_ids, s<n>.bf16             transformers' 64 most likely tokens in bf16, and their log-probabilities
-    s<n>.fp32, s<n>.actq                these in float32 (deepseek_v4_forward.py), without and with the published
-                                        rounding of activations
-    s<n>.route_margin, .index_margin    by how much experts and entries were chosen in float32, where it was least
-    s<n>.layer_inputs, .layer_outputs   each layer alone, with rounding: bits of bf16, and float32 of the last positions
+    s<n>.layer_inputs, .layer_outputs   bits of bf16, and float32 of the last positions
     s<n>.layer_own                      how far a run that stores bf16 is from that, as a part of what the layer adds
-
-The five layers have every kind of attention and both kinds of routing. In bf16 the model takes 65 GB.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import torch
 from deepseek_v4_forward import Forward, meant, power_of_two
-from safetensors.torch import save_file
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import eager_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
@@ -49,9 +37,9 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_experts_per_tok": 3,
     },
 }  # fmt: skip
+OPTIONS = ()
 LENGTHS = (1, 5, 64, 129, 300, 1000, 3000, 8192)
 """Prompt lengths; FORCED more tokens follow each. The indexer leaves entries out from 2,048 tokens on."""
-FORCED, TOP, LOGIT_STD = 24, 64, 2.5
 BY_LAYER, LAST = (300, 3000), 256
 """Prompts whose layers are run one by one, and positions at their end that are compared."""
 QUERIES = 512
@@ -59,30 +47,30 @@ QUERIES = 512
 KEPT_FLOAT32 = re.compile(r"attn_hc|ffn_hc|hc_head|sinks|position_bias|e_score_correction_bias")
 
 
-def config_of(shape: str) -> dict[str, Any]:
-    """config.json of V4-Flash's first five layers, or of smaller ones."""
-    raw = config_json("Flash", layers=5) | {"architectures": ["DeepseekV4ForCausalLM"], "dtype": "bfloat16"}
+def config_of(shape: str, layers: int | None) -> dict[str, Any]:
+    """config.json of V4-Flash's first layers, or of smaller ones."""
+    raw = config_json("Flash", layers=layers or 5) | {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "dtype": "bfloat16",
+    }
     return raw | SHAPES[shape]
 
 
-class Random:
+class Random(common.Random):
     """Seeded tensors by published name, in the published dtypes. `gain`: the outputs' size for inputs of size 1."""
 
     def __init__(self, device: str, seed: int) -> None:
-        self.generator, self.device = torch.Generator(device).manual_seed(seed), device
+        super().__init__(device, seed)
         self.weights: dict[str, torch.Tensor] = {}
-
-    def draw(self, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
-        return mean + torch.randn(*shape, generator=self.generator, device=self.device) * std
 
     def float32(self, name: str, *shape: int, std: float, mean: float = 0.0) -> None:
         self.weights[name] = self.draw(*shape, std=std, mean=mean)
 
     def bf16(self, name: str, *shape: int, std: float, mean: float = 0.0) -> None:
-        self.weights[name] = self.draw(*shape, std=std, mean=mean).to(torch.bfloat16)
+        self.weights[name] = self.normal(*shape, std=std, mean=mean)
 
-    def linear(self, name: str, *shape: int, gain: float = 1.0) -> None:
-        self.bf16(name + ".weight", *shape, std=gain / math.sqrt(shape[-1]))
+    def matrix(self, name: str, *shape: int, gain: float = 1.0) -> None:
+        self.weights[name + ".weight"] = self.linear(*shape, gain=gain)
 
     def norm(self, name: str, size: int, mean: float = 1.0) -> None:
         self.bf16(name + ".weight", size, std=0.1, mean=mean)
@@ -121,7 +109,7 @@ def random_weights(c: Mapping[str, Any], device: str, seed: int) -> dict[str, to
     r.float32("hc_head_base", streams, std=0.5)
     r.float32("hc_head_scale", 1, std=0.1, mean=1.0)
     r.norm("norm", h)
-    r.linear("head", c["vocab_size"], h, gain=LOGIT_STD)
+    r.matrix("head", c["vocab_size"], h, gain=common.LOGIT_STD)
     return r.weights
 
 
@@ -137,7 +125,7 @@ def layer(r: Random, c: Mapping[str, Any], at: str, ratio: int, *, hashed: bool,
     at += "ffn."
     experts, inter = c["n_routed_experts"], c["moe_intermediate_size"]
     # Decided routers: an expert that bf16 lets in for another has a small weight, so that runs can be compared.
-    r.linear(at + "gate", experts, h, gain=6.0)
+    r.matrix(at + "gate", experts, h, gain=6.0)
     if hashed:
         drawn = torch.rand(c["vocab_size"], experts, generator=r.generator, device=r.device)
         r.weights[at + "gate.tid2eid"] = drawn.topk(c["num_experts_per_tok"], -1).indices
@@ -165,34 +153,27 @@ def attention(r: Random, c: Mapping[str, Any], at: str, ratio: int, share: float
     if ratio == 4:
         index_heads, index_dim = c["index_n_heads"], c["index_head_dim"]
         r.float8(at + "indexer.wq_b", index_heads * index_dim, low)
-        r.linear(at + "indexer.weights_proj", index_heads, h)
+        r.matrix(at + "indexer.weights_proj", index_heads, h)
         compressors.append((at + "indexer.compressor.", index_dim))
     for name, size in compressors:
         columns = 2 * size if ratio == 4 else size
         r.float32(name + "ape", ratio, columns, std=0.7)
-        r.linear(name + "wkv", columns, h)
-        r.linear(name + "wgate", columns, h, gain=1.5)
+        r.matrix(name + "wkv", columns, h)
+        r.matrix(name + "wgate", columns, h, gain=1.5)
         r.norm(name + "norm", size)
 
 
 def save(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], out: Path) -> None:
-    """A shard a layer, one of the rest, and an index, as published checkpoints have."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config, indent=1))
-    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
+    """A shard a layer, and one of the rest."""
     shards: dict[str, list[str]] = {}
     for name in weights:
-        shards.setdefault(".".join(name.split(".")[:2]) if name.startswith("layers.") else "", []).append(
-            name
-        )
-    where = {}
-    for k, names in enumerate(shards.values()):
-        file = f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file({n: weights[n].cpu().contiguous() for n in names}, out / file)
-        where |= dict.fromkeys(names, file)
-    total = sum(w.numel() * w.element_size() for w in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+        shard = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
+        shards.setdefault(shard, []).append(name)
+    common.save(weights, config, out, list(shards.values()))
+
+
+def token_range(config: Mapping[str, Any]) -> tuple[int, int]:
+    return 2, config["vocab_size"] * 63 // 64
 
 
 # transformers
@@ -286,33 +267,22 @@ def transformers_model(
     return model
 
 
-def run_transformers(model: Any, tokens: list[int], device: str) -> torch.Tensor:
-    """Log-probabilities [FORCED, V] of the last FORCED positions of a sequence, on the host, float32."""
-    with torch.no_grad():
-        ids = torch.tensor([tokens], device=device)
-        logits = model(ids, use_cache=False, logits_to_keep=FORCED).logits[0].float()
-    return torch.log_softmax(logits, -1).cpu()
-
-
-def write_reference(
-    out: Path, config: Mapping[str, Any], weights: dict[str, torch.Tensor], sequences: list[list[int]], device: str,
+def reference(
+    config: Mapping[str, Any], weights: dict[str, torch.Tensor], sequences: Sequence[list[int]], device: str,
     note: Callable[[str], None],
-) -> None:  # fmt: skip
-    """reference.npz for these weights, which are let go. The file is written anew after each sequence."""
-    runs, margins, alone = {}, [], {}
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """The arrays of reference.npz for these weights, which are let go."""
+    found: dict[str, list[common.Run]] = {}
+    alone: dict[str, np.ndarray] = {}
     for name, quantized in (("fp32", False), ("actq", True)):
         forward = Forward(config, weights, device, quantized)
         with torch.no_grad():
-            logits = forward.logits(sequences, FORCED)
-        runs[name] = [torch.log_softmax(part, -1) for part in logits]
+            found[name] = [common.Run.of(*run) for run in forward.runs(sequences, common.FORCED)]
         note(f"{name} run")
-        if not quantized:
-            print(f"logits have a standard deviation of {float(torch.cat(logits).std(-1).mean()):.2f}")
-            margins = list(last_margins(forward, sequences))
-        else:
-            alone = {
-                n: one_by_one(forward, s) for n, s in enumerate(sequences) if len(s) - FORCED in BY_LAYER
-            }
+        if quantized:
+            for n, tokens in enumerate(sequences):
+                if len(tokens) - common.FORCED in BY_LAYER:
+                    alone |= {f"s{n}.layer_{part}": x for part, x in one_by_one(forward, tokens).items()}
             note("layers one by one")
         del forward
     if device.startswith("cuda"):
@@ -320,21 +290,9 @@ def write_reference(
     model = transformers_model(config, weights, device, torch.bfloat16)
     weights.clear()
     note("transformers has its weights")
-    arrays: dict[str, np.ndarray] = {"mixture": np.array(True)}
-    for n, tokens in enumerate(sequences):
-        values, ids = run_transformers(model, tokens, device).topk(TOP, -1)
-        arrays |= {
-            "count": np.array(n + 1),
-            f"s{n}.tokens": np.array(tokens, np.int32),
-            f"s{n}.top_ids": ids.numpy().astype(np.int32),
-            f"s{n}.bf16": values.numpy(),
-            f"s{n}.route_margin": margins[n][0],
-            f"s{n}.index_margin": margins[n][1],
-        }
-        arrays |= {f"s{n}.{name}": runs[name][n].gather(-1, ids).numpy() for name in ("fp32", "actq")}
-        arrays |= {f"s{n}.layer_{name}": array for name, array in alone.pop(n, {}).items()}
-        np.savez(out / "reference.npz", **arrays)
-        note(f"reference.npz has the sequence of {len(tokens)} tokens")
+    found["bf16"] = [common.forward(model, tokens, device) for tokens in sequences]
+    note("bf16 run")
+    return common.arrays(sequences, found) | alone
 
 
 def one_by_one(forward: Forward, tokens: list[int]) -> dict[str, np.ndarray]:
@@ -347,44 +305,3 @@ def one_by_one(forward: Forward, tokens: list[int]) -> dict[str, np.ndarray]:
             inputs.append(given.view(torch.uint16).cpu().numpy())
             outputs.append(made.cpu().numpy())
     return {"inputs": np.stack(inputs), "outputs": np.stack(outputs), "own": np.stack(own)}
-
-
-def last_margins(forward: Forward, sequences: list[list[int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    end = 0
-    for tokens in sequences:
-        end += len(tokens)
-        part = slice(end - FORCED, end)
-        yield forward.route_margins[part].cpu().numpy(), forward.index_margins[part].cpu().numpy()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="flash")
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="leave out longer prompts")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    start = time.perf_counter()
-
-    def note(what: str) -> None:
-        print(f"{time.perf_counter() - start:6.1f} s  {what}", flush=True)
-
-    config = config_of(args.shape)
-    weights = random_weights(config, args.device, args.seed)
-    note("weights drawn")
-    save(weights, config, args.out)
-    note("checkpoint written")
-    rng = np.random.default_rng(args.seed)
-    sequences = [
-        rng.integers(2, config["vocab_size"] * 63 // 64, n + FORCED).tolist()
-        for n in LENGTHS
-        if n <= args.longest
-    ]
-    write_reference(args.out, config, weights, sequences, args.device, note)
-
-
-if __name__ == "__main__":
-    main()

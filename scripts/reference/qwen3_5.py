@@ -1,28 +1,17 @@
-"""Write a Qwen3.5 checkpoint of a published shape with seeded random weights, and what transformers says of it.
-
-    python scripts/qwen3_5_reference.py --shape 4b --out DIR [--layers N] [--fp8] [--device cuda]
-
-Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint of
-the text model in the published format (flat config, two shards and an index) and reference.npz, which
-openinfer.recipes.engine.gate reads: token sequences, and at the last positions of each the reference's 64 most likely
-tokens with their log-probabilities in bf16 and in float32. With --fp8 the checkpoint is quantised by the published
-scheme (e4m3, a BF16 scale for each block of 128 x 128), and the reference runs on what these weights mean.
-"""
+"""Qwen3.5's text model: a flat config, two shards and an index; with --fp8 quantised by the published scheme (e4m3, a
+BF16 scale for each block of 128 x 128), where the reference runs on what these weights mean."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from common import Random
 
 SHAPES = {  # hidden, layers, heads, kv heads, linear value heads, MLP or (experts, chosen, width), tied
     "tiny": (256, 4, 4, 2, 32, 384, True),
@@ -33,11 +22,9 @@ SHAPES = {  # hidden, layers, heads, kv heads, linear value heads, MLP or (exper
     "9b": (4096, 32, 16, 4, 32, 12288, False),
     "35b-a3b": (2048, 40, 16, 2, 32, (256, 8, 512), False),
 }
+OPTIONS = ("fp8",)
 LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 8192)
 """Prompt lengths; FORCED more tokens follow each."""
-FORCED = 24
-TOP = 64
-LOGIT_STD = 2.5
 NEVER_FP8 = (
     "embed_tokens",
     "lm_head",
@@ -97,28 +84,10 @@ def config_of(shape: str, layers: int | None) -> dict[str, Any]:
     }
 
 
-class Random:
-    """Seeded tensors. Projections keep the variance; norm weights vary around what leaves values alone."""
-
-    def __init__(self, device: str, seed: int) -> None:
-        self.generator, self.device = torch.Generator(device).manual_seed(seed), device
-
-    def normal(self, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
-        drawn = torch.randn(*shape, generator=self.generator, device=self.device)
-        return (mean + drawn * std).to(torch.bfloat16)
-
-    def uniform(self, size: int, low: float, high: float) -> torch.Tensor:
-        drawn = torch.rand(size, generator=self.generator, device=self.device)
-        return (low + drawn * (high - low)).to(torch.bfloat16)
-
-    def linear(self, *shape: int, gain: float = 1.0) -> torch.Tensor:
-        return self.normal(*shape, std=gain / math.sqrt(shape[-1]))
-
-
 def random_weights(c: dict[str, Any], device: str, seed: int) -> dict[str, torch.Tensor]:
     """Tensors by published name, in the published dtypes; the head is scaled for logits of standard deviation 2.5."""
     r, h = Random(device, seed), c["hidden_size"]
-    head_std = LOGIT_STD / math.sqrt(h)
+    head_std = common.LOGIT_STD / math.sqrt(h)
     weights = {"model.embed_tokens.weight": r.normal(c["vocab_size"], h, std=head_std)}
     for n, kind in enumerate(c["layer_types"]):
         at = f"model.layers.{n}."
@@ -194,9 +163,9 @@ def meant(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantized(
-    weights: dict[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The tensors of a block-scaled checkpoint, and what they mean."""
+    config: dict[str, Any], weights: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The config and the tensors of a block-scaled checkpoint, and what these mean."""
     small, same = {}, {}
     for name, tensor in weights.items():
         if any(part in name for part in NEVER_FP8):
@@ -211,7 +180,13 @@ def quantized(
             small[module + ".weight"], small[module + ".weight_scale_inv"] = values, scales
             found.append(meant(values, scales))
         same[name] = torch.stack(found).reshape(tensor.shape)
-    return small, same
+    scheme = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    }
+    return {**config, "quantization_config": scheme}, small, same
 
 
 def experts_apart(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -225,104 +200,18 @@ def experts_apart(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.
             )
 
 
-def save(weights: dict[str, torch.Tensor], config: dict[str, Any], out: Path) -> None:
-    """Two shards and an index, as published checkpoints have."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config, indent=1))
-    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
-    names = list(weights)
-    where = {}
-    for k, shard in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
-        file = f"model-{k + 1:05d}-of-00002.safetensors"
-        save_file({n: weights[n].cpu().contiguous() for n in shard}, out / file)
-        where |= dict.fromkeys(shard, file)
-    total = sum(w.numel() * w.element_size() for w in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+def save(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], out: Path) -> None:
+    common.save(weights, config, out, common.halves(weights))
 
 
-def logprobs(model: Any, sequences: list[list[int]], device: str) -> list[torch.Tensor]:
-    """Log-probabilities [FORCED, V] of the last FORCED positions of each sequence, on the host, float32."""
-    found = []
-    with torch.no_grad():
-        for tokens in sequences:
-            ids = torch.tensor([tokens], device=device)
-            logits = model(ids, use_cache=False, logits_to_keep=FORCED).logits[0].float()
-            found.append(torch.log_softmax(logits, -1).cpu())
-    return found
+def token_range(config: Mapping[str, Any]) -> tuple[int, int]:
+    return 0, min(config["vocab_size"], 248000)
 
 
 def reference(
-    config: dict[str, Any], weights: dict[str, torch.Tensor], sequences: list[list[int]], device: str
-) -> dict[str, np.ndarray]:
+    config: Mapping[str, Any], weights: dict[str, torch.Tensor], sequences: Sequence[list[int]], device: str,
+    note: Callable[[str], None],
+) -> dict[str, np.ndarray]:  # fmt: skip
     """The arrays of reference.npz for these weights."""
-    runs = {}
-    known = {name: value for name, value in config.items() if name != "architectures"}
-    for dtype in (torch.bfloat16, torch.float32):
-        with torch.device(device):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known), dtype=dtype).eval()
-        missing, unexpected = model.load_state_dict(weights, strict=False)
-        if unexpected or set(missing) - {"lm_head.weight"}:
-            raise ValueError(f"transformers misses {missing} and does not know {unexpected}")
-        model.tie_weights()
-        runs[dtype] = logprobs(model, sequences, device)
-        del model
-        if device == "cuda":
-            torch.cuda.empty_cache()
-    arrays: dict[str, np.ndarray] = {"count": np.array(len(sequences))}
-    for n, tokens in enumerate(sequences):
-        bf16, fp32 = runs[torch.bfloat16][n], runs[torch.float32][n]
-        values, ids = bf16.topk(TOP, -1)
-        arrays |= {
-            f"s{n}.tokens": np.array(tokens, np.int32),
-            f"s{n}.top_ids": ids.numpy().astype(np.int32),
-            f"s{n}.bf16": values.numpy(),
-            f"s{n}.fp32": fp32.gather(-1, ids).numpy(),
-        }
-    std = float(torch.stack([run[-1].std() for run in runs[torch.float32]]).mean())
-    print(f"logits have a standard deviation of {std:.2f}")
-    return arrays
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", choices=SHAPES, default="4b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the shape has: a multiple of 4")
-    parser.add_argument("--fp8", action="store_true", help="quantise the checkpoint in blocks")
-    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="leave out longer prompts")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    start = time.perf_counter()
-
-    def note(what: str) -> None:
-        print(f"{time.perf_counter() - start:6.1f} s  {what}", flush=True)
-
-    config = config_of(args.shape, args.layers)
-    weights = random_weights(config, args.device, args.seed)
-    if args.fp8:
-        small, weights = quantized(weights)
-        scheme = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": [128, 128],
-        }
-        save(small, {**config, "quantization_config": scheme}, args.out)
-        del small
-    else:
-        save(weights, config, args.out)
-    note("checkpoint written")
-    rng = np.random.default_rng(args.seed)
-    lengths = [n for n in LENGTHS if n <= args.longest]
-    limit = min(config["vocab_size"], 248000)
-    sequences = [rng.integers(0, limit, n + FORCED).tolist() for n in lengths]
-    np.savez(args.out / "reference.npz", **reference(config, weights, sequences, args.device))
-    note("reference.npz written")
-
-
-if __name__ == "__main__":
-    main()
+    known = {name: value for name, value in config.items() if name != "quantization_config"}
+    return common.arrays(sequences, common.runs(known, weights, sequences, device, note))

@@ -1,5 +1,5 @@
-"""DeepSeek-V4's forward pass in float32 with torch, from tensors by their published names: what scripts/
-deepseek_v4_reference.py compares with. Whole sequences, no cache, no rounding but, if asked for, that of the published
+"""DeepSeek-V4's forward pass in float32 with torch, from tensors by their published names: what
+deepseek_v4.py compares with. Whole sequences, no cache, no rounding but, if asked for, that of the published
 run-time quantisation. Needs torch, which no distribution of this project does.
 """
 
@@ -98,10 +98,9 @@ def rotated(x: Tensor, positions: Tensor, freq: Tensor, sign: int = 1) -> Tensor
 
 
 class Forward:
-    """The model of a config and its tensors. `quantized`: with the published rounding of activations. After `logits`,
-    route_margins and index_margins [tokens] say by how much the last chosen expert and entry were ahead of the first
-    that was not, in the layer where that is least. stores: what activations are rounded to wherever an engine keeps
-    them in memory."""
+    """The model of a config and its tensors. `quantized`: with the published rounding of activations. stores: what
+    activations are rounded to wherever an engine keeps them in memory. `chosen`: the experts of each layer since
+    `runs` began, int64 [tokens, chosen]."""
 
     def __init__(
         self,
@@ -113,6 +112,7 @@ class Forward:
     ) -> None:
         self.c, self.weights, self.device, self.quantized, self.stores = c, weights, device, quantized, stores
         self.freq = {compressed: frequencies(c, compressed, device) for compressed in (False, True)}
+        self.chosen: list[Tensor] = []
 
     def weight(self, name: str) -> Tensor:
         return meant(self.weights, name, self.device)
@@ -132,18 +132,22 @@ class Forward:
         unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"])
         return unit if name is None else unit * self.weight(name + ".weight")
 
-    def logits(self, sequences: Sequence[Sequence[int]], last: int) -> list[Tensor]:
-        """Of the last positions of each sequence, [last, V] on the host."""
+    def runs(
+        self, sequences: Sequence[Sequence[int]], last: int
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """Of the last positions of each sequence, on the host: logits [last, V], and each layer's experts
+        [last, chosen]."""
         ids = torch.tensor([i for sequence in sequences for i in sequence], device=self.device)
         lengths = [len(sequence) for sequence in sequences]
-        infinite = torch.full((len(ids),), math.inf, device=self.device)
-        self.route_margins, self.index_margins = infinite.clone(), infinite.clone()
+        self.chosen.clear()
         streams = self.weight("embed.weight")[ids][:, None].repeat(1, self.c["hc_mult"], 1)
         for n in range(self.c["num_hidden_layers"]):
             streams = self.layer(n, streams, ids, lengths)
         ends = [torch.arange(end - last, end) for end in torch.tensor(lengths).cumsum(0).tolist()]
-        h = self.norm(self.head(streams[torch.cat(ends).to(self.device)]), "norm")
-        return list(self.product(h, "head").cpu().split(last))
+        at = torch.cat(ends).to(self.device)
+        logits = self.product(self.norm(self.head(streams[at]), "norm"), "head")
+        experts = (layer[at].cpu().split(last) for layer in self.chosen)
+        yield from zip(logits.cpu().split(last), zip(*experts, strict=True), strict=True)
 
     def layer(self, n: int, streams: Tensor, ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Streams of all sequences, one after the other, through one layer."""
@@ -151,7 +155,7 @@ class Forward:
         x, post, comb = self.pre(streams, at + "hc_attn")
         x = self.kept(self.norm(x, at + "attn_norm"))
         starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        parts = [self.attention(n, x[s : s + t], s) for s, t in zip(starts, lengths, strict=True)]
+        parts = [self.attention(n, x[s : s + t]) for s, t in zip(starts, lengths, strict=True)]
         streams = self.kept(self.post(streams, self.kept(torch.cat(parts)), post, comb))
         x, post, comb = self.pre(streams, at + "hc_ffn")
         y = self.mixture(n, self.kept(self.norm(x, at + "ffn_norm")), ids)
@@ -161,10 +165,7 @@ class Forward:
         """Each layer alone. Yields its input bf16 [T, n, D], which is what the layer before made; its output at the
         last positions, float32 [last, n, D]; and the same output by a run that stores activations in bf16."""
         ids = torch.tensor(tokens, device=self.device)
-        infinite = torch.full((len(ids),), math.inf, device=self.device)
         stored = Forward(self.c, self.weights, self.device, self.quantized, torch.bfloat16)
-        for run in (self, stored):
-            run.route_margins, run.index_margins = infinite.clone(), infinite.clone()
         streams = self.weight("embed.weight")[ids][:, None].repeat(1, self.c["hc_mult"], 1)
         for n in range(self.c["num_hidden_layers"]):
             given = streams.to(torch.bfloat16)
@@ -199,8 +200,8 @@ class Forward:
 
     # Attention
 
-    def attention(self, layer: int, x: Tensor, first: int) -> Tensor:
-        """Of one sequence, whose tokens are `first` and up of all."""
+    def attention(self, layer: int, x: Tensor) -> Tensor:
+        """Of one sequence."""
         c, at, ratio = self.c, f"layers.{layer}.attn.", self.c["compress_ratios"][layer]
         heads, dim, rope = c["num_attention_heads"], c["head_dim"], c["qk_rope_head_dim"]
         freq, positions = self.freq[ratio > 0], torch.arange(len(x), device=self.device)
@@ -214,7 +215,7 @@ class Forward:
         if ratio:
             entries = self.compressed(x, at + "compressor.", ratio, dim)
         if ratio == 4:
-            chosen = self.indexed(x, qr, at + "indexer.", positions, first)
+            chosen = self.indexed(x, qr, at + "indexer.", positions)
         if self.quantized:
             kv, entries = (torch.cat([q8(k[:, :-rope], 64), k[:, -rope:]], -1) for k in (kv, entries))
         sinks = self.weight(at + "attn_sink")
@@ -265,7 +266,7 @@ class Forward:
         """Windows one later; the first is `rest`."""
         return torch.cat([torch.full_like(t[:1], rest), t[:-1]]) if len(t) else t
 
-    def indexed(self, x: Tensor, qr: Tensor, at: str, positions: Tensor, first: int) -> Tensor:
+    def indexed(self, x: Tensor, qr: Tensor, at: str, positions: Tensor) -> Tensor:
         """bool [T, entries]: what the indexer chooses."""
         heads, dim = self.c["index_n_heads"], self.c["index_head_dim"]
         q = self.kept(self.product(self.rounded(qr), at + "wq_b")).unflatten(-1, (heads, dim))
@@ -282,17 +283,7 @@ class Forward:
             visible = (positions[part] + 1) // 4
             score = score.masked_fill(torch.arange(len(k), device=self.device) >= visible[:, None], -math.inf)
             chosen[part].scatter_(1, score.topk(most, 1).indices, True)
-            if len(k) > most:
-                gap = self.gap(score, most).masked_fill(visible <= most, math.inf)
-                margins = self.index_margins[first + s : first + s + len(gap)]
-                margins.copy_(margins.minimum(gap))
         return chosen
-
-    @staticmethod
-    def gap(score: Tensor, count: int) -> Tensor:
-        """Between the count-th largest and the next."""
-        best = score.topk(count + 1, -1).values
-        return best[..., count - 1] - best[..., count]
 
     # Experts
 
@@ -303,9 +294,8 @@ class Forward:
         if layer < c["num_hash_layers"]:
             chosen = self.weight(at + "gate.tid2eid")[ids]
         else:
-            biased = score + self.weight(at + "gate.bias")
-            chosen = biased.topk(count, -1).indices
-            self.route_margins = self.route_margins.minimum(self.gap(biased, count))
+            chosen = (score + self.weight(at + "gate.bias")).topk(count, -1).indices
+        self.chosen.append(chosen)
         share = score.gather(1, chosen)
         share = share / share.sum(-1, keepdim=True) * c["routed_scaling_factor"]
         packed = self.rounded(x)

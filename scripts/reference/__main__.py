@@ -1,0 +1,74 @@
+"""Write a checkpoint of a published shape with seeded random weights, and what a reference says of it.
+
+    python scripts/reference {qwen3,qwen3_5,deepseek_v4} --shape 4b --out DIR [--fp8] [--long] [...]
+
+Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
+the published format and reference.npz, which openinfer.recipes.engine.gate reads: token sequences, and at the last
+positions of each the 64 most likely tokens of transformers' run in bf16, their log-probabilities in that run and in
+float32, and the experts that mixtures chose in both. With --long, DIR has the checkpoint of this seed already and gets
+long.npz, of prompts up to the model's maximum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+import numpy as np
+from common import FORCED
+
+FAMILIES = ("qwen3", "qwen3_5", "deepseek_v4")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("--shape", default="4b", help="a published shape, or tiny; the module lists them")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--fp8", action="store_true", help="qwen3_5: quantise the checkpoint in blocks")
+    parser.add_argument(
+        "--long", action="store_true", help="qwen3: long prompts on the checkpoint that is there"
+    )
+    parser.add_argument("--longest", type=int, help="leave out longer prompts")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    family = importlib.import_module(args.family)
+    if args.shape not in family.SHAPES:
+        parser.error(f"{args.family} has no shape {args.shape}; it has {', '.join(family.SHAPES)}")
+    for option in ("fp8", "long"):
+        if getattr(args, option) and option not in family.OPTIONS:
+            parser.error(f"{args.family} has no --{option}")
+    start = time.perf_counter()
+
+    def note(what: str) -> None:
+        print(f"{time.perf_counter() - start:6.1f} s  {what}", flush=True)
+
+    config = family.config_of(args.shape, args.layers)
+    weights = family.random_weights(config, args.device, args.seed)
+    if args.fp8:
+        config, weights, meant = family.quantized(config, weights)
+    else:
+        meant = weights
+    if not args.long:
+        family.save(weights, config, args.out)
+        note("checkpoint written")
+    if meant is not weights:
+        del weights
+    rng = np.random.default_rng(args.seed)
+    lengths = family.LONG_LENGTHS if args.long else family.LENGTHS
+    low, high = family.token_range(config)
+    sequences = [rng.integers(low, high, n + FORCED).tolist() for n in lengths if n <= (args.longest or n)]
+    arrays = family.reference(config, meant, sequences, args.device, note)
+    name = "long.npz" if args.long else "reference.npz"
+    np.savez(args.out / name, **arrays)
+    note(f"{name} written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What the references of all families share: seeded tensors, shards, transformers' runs, and reference.npz."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FORCED = 24
+"""Tokens after each prompt, whose log-probabilities are kept."""
+TOP = 64
+"""Most likely tokens that are kept at each of these positions."""
+LOGIT_STD = 2.5
+"""Standard deviation of the logits that the head's weights are scaled for."""
+
+
+class Random:
+    """Seeded tensors. Projections keep the variance of what they read, times `gain` squared."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.generator, self.device = torch.Generator(device).manual_seed(seed), device
+
+    def draw(self, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        return mean + torch.randn(*shape, generator=self.generator, device=self.device) * std
+
+    def normal(self, *shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        return self.draw(*shape, std=std, mean=mean).to(torch.bfloat16)
+
+    def uniform(self, size: int, low: float, high: float) -> torch.Tensor:
+        drawn = torch.rand(size, generator=self.generator, device=self.device)
+        return (low + drawn * (high - low)).to(torch.bfloat16)
+
+    def linear(self, *shape: int, gain: float = 1.0) -> torch.Tensor:
+        return self.normal(*shape, std=gain / math.sqrt(shape[-1]))
+
+
+def halves(names: Iterable[str]) -> list[list[str]]:
+    """The tensors in two shards."""
+    every = list(names)
+    return [every[: len(every) // 2], every[len(every) // 2 :]]
+
+
+def save(
+    weights: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    out: Path,
+    shards: Sequence[Sequence[str]],
+) -> None:
+    """The shards and their index, as published checkpoints have them."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": config["eos_token_id"]}))
+    where = {}
+    for k, names in enumerate(shards):
+        file = f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file({n: weights[n].cpu().contiguous() for n in names}, out / file)
+        where |= dict.fromkeys(names, file)
+    total = sum(w.numel() * w.element_size() for w in weights.values())
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+class Run(NamedTuple):
+    """Of the last FORCED positions of a sequence, on the host: log-probabilities float32 [FORCED, V], and the experts
+    that each mixture chose, ascending, int16 [FORCED, mixtures, chosen]; None for a model without mixtures."""
+
+    logprobs: torch.Tensor
+    experts: np.ndarray | None
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, chosen: Sequence[torch.Tensor]) -> Run:
+        """Of logits and the ids [tokens, chosen] of each mixture, both of the whole sequence or of its end."""
+        ids = [layer[-FORCED:].sort(-1).values.to(torch.int16).cpu().numpy() for layer in chosen]
+        last = torch.log_softmax(logits[-FORCED:].float(), -1).cpu()
+        return cls(last, np.stack(ids, 1) if ids else None)
+
+
+def forward(model: Any, tokens: Sequence[int], device: str) -> Run:
+    """transformers' run of one sequence."""
+    chosen: list[torch.Tensor] = []
+    routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
+    hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][2])) for router in routers]
+    with torch.no_grad():
+        ids = torch.tensor([tokens], device=device)
+        logits = model(ids, use_cache=False, logits_to_keep=FORCED).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return Run.of(logits, chosen)
+
+
+def runs(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], sequences: Sequence[Sequence[int]], device: str,
+    note: Callable[[str], None],
+) -> dict[str, list[Run]]:  # fmt: skip
+    """transformers' runs in bf16 and in float32, of weights whose published names are its own."""
+    known = {name: value for name, value in config.items() if name != "architectures"}
+    found = {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known), dtype=dtype).eval()
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise ValueError(f"transformers misses {missing} and does not know {unexpected}")
+        model.tie_weights()
+        found[name] = [forward(model, tokens, device) for tokens in sequences]
+        del model
+        if device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        note(f"{name} run")
+    deviation = torch.cat([run.logprobs.std(-1) for run in found["fp32"]]).mean()
+    note(f"logits have a standard deviation of {float(deviation):.2f}")
+    return found
+
+
+def arrays(sequences: Sequence[Sequence[int]], found: Mapping[str, Sequence[Run]]) -> dict[str, np.ndarray]:
+    """What reference.npz has of the sequences: each run's log-probabilities of the tokens that "bf16" finds most
+    likely, and its experts."""
+    kept: dict[str, np.ndarray] = {"count": np.array(len(sequences))}
+    for n, tokens in enumerate(sequences):
+        ids = found["bf16"][n].logprobs.topk(TOP, -1).indices
+        kept |= {f"s{n}.tokens": np.array(tokens, np.int32), f"s{n}.top_ids": ids.numpy().astype(np.int32)}
+        kept |= {f"s{n}.{name}": of[n].logprobs.gather(-1, ids).numpy() for name, of in found.items()}
+        kept |= {
+            f"s{n}.experts_{name}": of[n].experts for name, of in found.items() if of[n].experts is not None
+        }
+    return kept

@@ -1,0 +1,100 @@
+"""Qwen3: a checkpoint in bf16, two shards and an index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+from transformers.integrations import sdpa_attention
+
+SHAPES = {  # hidden, layers, heads, intermediate, tied
+    "tiny": (256, 4, 4, 384, True),
+    "0.6b": (1024, 28, 16, 3072, True),
+    "1.7b": (2048, 28, 16, 6144, True),
+    "4b": (2560, 36, 32, 9728, True),
+    "8b": (4096, 36, 32, 12288, False),
+}
+OPTIONS = ("long",)
+LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 4200)
+"""Prompt lengths; FORCED more tokens follow each."""
+LONG_LENGTHS = (16384, 40960 - common.FORCED)
+
+
+def config_of(shape: str, layers: int | None) -> dict[str, Any]:
+    """config.json."""
+    hidden, num_layers, heads, intermediate, tied = SHAPES[shape]
+    tiny = shape == "tiny"
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 1024 if tiny else 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers or num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2 if tiny else 8,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "bos_token_id": None,
+        "eos_token_id": 2 if tiny else 151645,
+        "dtype": "bfloat16",
+    }
+
+
+def token_range(config: Mapping[str, Any]) -> tuple[int, int]:
+    return 0, min(config["vocab_size"], 151000)
+
+
+def random_weights(c: Mapping[str, Any], device: str, seed: int) -> dict[str, torch.Tensor]:
+    """Tensors by published name. Norm weights vary around 1; the head is scaled for logits of LOGIT_STD."""
+    r, h, i, d = common.Random(device, seed), c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+    head_std = common.LOGIT_STD / h**0.5
+
+    def norm(size: int) -> torch.Tensor:
+        return r.normal(size, std=0.1, mean=1.0)
+
+    weights = {"model.embed_tokens.weight": r.normal(c["vocab_size"], h, std=head_std)}
+    for n in range(c["num_hidden_layers"]):
+        at = f"model.layers.{n}."
+        weights |= {
+            at + "input_layernorm.weight": norm(h),
+            at + "self_attn.q_proj.weight": r.linear(q, h),
+            at + "self_attn.k_proj.weight": r.linear(kv, h),
+            at + "self_attn.v_proj.weight": r.linear(kv, h),
+            at + "self_attn.q_norm.weight": norm(d),
+            at + "self_attn.k_norm.weight": norm(d),
+            at + "self_attn.o_proj.weight": r.linear(h, q, gain=2.0),
+            at + "post_attention_layernorm.weight": norm(h),
+            at + "mlp.gate_proj.weight": r.linear(i, h),
+            at + "mlp.up_proj.weight": r.linear(i, h),
+            at + "mlp.down_proj.weight": r.linear(h, i, gain=2.0),
+        }
+    weights["model.norm.weight"] = norm(h)
+    if not c["tie_word_embeddings"]:
+        weights["lm_head.weight"] = r.normal(c["vocab_size"], h, std=head_std)
+    return weights
+
+
+def save(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], out: Path) -> None:
+    common.save(weights, config, out, common.halves(weights))
+
+
+def reference(
+    config: Mapping[str, Any], weights: dict[str, torch.Tensor], sequences: Sequence[list[int]], device: str,
+    note: Callable[[str], None],
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """The arrays of reference.npz for these weights."""
+    # With heads repeated there is a float32 kernel that does not write a 40,960 x 40,960 matrix of scores.
+    sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+    return common.arrays(sequences, common.runs(config, weights, sequences, device, note))
