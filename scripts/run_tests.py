@@ -31,6 +31,7 @@ PACKAGES = [
 # qwen3_reference wants torch, clients/* the clients; neither is here.
 TYPED_SCRIPTS = (
     "check_clients",
+    "check_language",
     "check_ranges",
     "check_wheels",
     "clients/run",

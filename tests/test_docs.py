@@ -40,6 +40,13 @@ def test_the_flag_reference_is_what_the_options_say() -> None:
     assert subprocess.run(command).returncode == 0, "run scripts/flag_reference.py"
 
 
+def test_prose_keeps_the_rule_of_contributing() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "check_language.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"see CONTRIBUTING.md, Language:\n{done.stdout}{done.stderr}"
+
+
 def fault_rows() -> list[list[tuple[str, str]]]:
     """(module, part of a test's name) of all tests, row by row of the tables in faults.md."""
     rows = []
