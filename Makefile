@@ -1,6 +1,7 @@
 # make serve      serve MODEL=DIR, by default the small trained demo/qwen3, on PORT (8000); FLAGS="--..." are passed on
 # make test       lint, types and all tests but the slow ones
 # make test-all   the slow ones too: long schedules, every architecture, every library from its wheel
+# make docs       the documentation as a site, in build/site
 # make clean      remove what the others made
 # Needs Python 3.11 or newer with pip and venv; the first run downloads the rest.
 
@@ -28,7 +29,7 @@ define make_venv
 	@$(1)/bin/python $(PIP) 'pip>=25' hatchling editables
 endef
 
-.PHONY: serve test test-all clean
+.PHONY: serve test test-all docs clean
 .DELETE_ON_ERROR:
 
 serve: $(RUNTIME)
@@ -44,8 +45,12 @@ test: $(TESTING)
 test-all: $(TESTING)
 	@.venv-test/bin/python scripts/run_tests.py --all
 
+docs: .venv-docs/.installed
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "The site is in build/site: open build/site/index.html"
+
 clean:
-	rm -rf .venv .venv-test .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-test .venv-docs build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(RUNTIME): $(PROJECTS) constraints.txt
 	$(call make_venv,.venv)
@@ -58,4 +63,10 @@ $(TESTING): $(PROJECTS) .ci/constraints.txt constraints.txt
 	@echo "Installing openinfer and what its tests need into .venv-test (a minute or two) ..."
 	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy \
 		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e ./examples/llama -e .
+	@touch $@
+
+.venv-docs/.installed: docs/requirements.txt
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@echo "Installing what builds the site into .venv-docs ..."
+	@.venv-docs/bin/python $(PIP) --quiet -r docs/requirements.txt
 	@touch $@

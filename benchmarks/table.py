@@ -1,9 +1,9 @@
 """Targets and what was reached, as the tables of README.md: `python benchmarks/table.py` prints them, --write puts them
-between the README's marks.
+between the README's marks, and what was measured of vLLM too into the tables of docs/comparison.md and ../README.md.
 
 Results lie in results/MODEL/*.json as `openinfer bench ... --json` wrote them (results/host/ for `bench host`); of a
 figure that several hold, the newest counts. targets.json has a row a figure: the table, the yardstick, the point, the
-metric, and where known what vLLM needs, the floor, what must be and what is hoped for.
+metric, and where known what vLLM needs, the floor, what must be and what is hoped for. "front": it is in ../README.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
+NAMES = {"qwen3-4b": "Qwen3-4B", "qwen3-8b": "Qwen3-8B", "qwen3_5-4b": "Qwen3.5-4B"}
 MARKS = re.compile(r"(<!-- table -->\n).*(<!-- end of table -->)", re.DOTALL)
 
 
@@ -82,6 +84,20 @@ def _row(row: dict[str, Any], result: dict[str, Any] | None, folder: Path) -> st
     return "| " + " | ".join(cells) + " |"
 
 
+def beside_vllm(targets: list[dict[str, Any]], folder: Path) -> str:
+    """Markdown: one table of all rows that have a figure of vLLM too. A ratio above 1: ours is better."""
+    found = figures(folder)
+    lines = ["| model | what | vLLM 0.26.0 | openinfer | ratio |", "| --- | --- | --- | --- | --- |"]
+    for row in targets:
+        value = reached(found.get((row["table"].split()[0], row["bench"], row["point"])), row)
+        if "vllm" in row and not math.isnan(value):
+            ratio = value / row["vllm"] if row.get("higher") else row["vllm"] / value
+            model = NAMES[row["table"].split()[0]]
+            cells = [model, row["what"], _number(row["vllm"]), _number(value), f"{ratio:.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def _number(value: float | None) -> str:
     if value is None:
         return ""
@@ -94,12 +110,17 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="into README.md")
     args = parser.parse_args()
-    text = tables(json.loads((HERE / "targets.json").read_text()), HERE / "results")
-    if not args.write:
-        print(text)
-        return
-    readme = HERE / "README.md"
-    readme.write_text(MARKS.sub(lambda m: f"{m[1]}\n{text}\n{m[2]}", readme.read_text()))
+    targets, results = json.loads((HERE / "targets.json").read_text()), HERE / "results"
+    texts = {
+        HERE / "README.md": tables(targets, results),
+        ROOT / "docs/comparison.md": beside_vllm(targets, results),
+        ROOT / "README.md": beside_vllm([row for row in targets if row.get("front")], results),
+    }
+    for path, text in texts.items():
+        if args.write:
+            path.write_text(MARKS.sub(rf"\g<1>\n{text}\n\g<2>", path.read_text()))
+        elif path.parent == HERE:
+            print(text)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ TYPED_SCRIPTS = (
     "clients/speaker",
     "compile_kernels",
     "deepseek_v4_parallel",
+    "docs_pages",
     "flag_reference",
     "release",
     "run_tests",

@@ -510,10 +510,14 @@ def test_the_table_takes_the_newest_of_each_figure(table: Any, tmp_path: Path) -
     assert "not measured" in rows["N"]
 
 
-def test_the_readme_has_the_table_of_the_results(table: Any) -> None:
+def test_the_documents_have_the_tables_of_the_results(table: Any) -> None:
     """After adding a result: python benchmarks/table.py --write."""
     targets = json.loads((BENCHMARKS / "targets.json").read_text())
-    assert table.tables(targets, BENCHMARKS / "results") in (BENCHMARKS / "README.md").read_text()
+    root, results = BENCHMARKS.parent, BENCHMARKS / "results"
+    assert table.tables(targets, results) in (BENCHMARKS / "README.md").read_text()
+    assert table.beside_vllm(targets, results) in (root / "docs/comparison.md").read_text()
+    front = [row for row in targets if row.get("front")]
+    assert table.beside_vllm(front, results) in (root / "README.md").read_text()
 
 
 def test_targets_name_points_that_the_yardsticks_measure() -> None:

@@ -170,9 +170,14 @@ CLASSES = {
     ),
     "made": Class(r"(MODEL=DIR )?make [\w-]+", "it takes minutes; make knows the target"),
     "asked": Class(r"curl .+", "it is run against a server on a free port, not on 8000"),
+    "contained": Class(
+        r"(EXTRAS=\S+ )?docker .+",
+        "it wants a daemon; its files, extras and the command in the image are right",
+    ),
+    "another program's": Class(r"hf download .+|pre-commit install", "no environment of this project has it"),
     "there": Class(
-        r"tools/demo_models/train_all\.sh .+|export PYTHONPATH=.+|pre-commit install",
-        "it wants a GPU with torch, or another program; the files that it names are there",
+        r"tools/demo_models/train_all\.sh .+|export PYTHONPATH=.+",
+        "it wants a GPU with torch; its files are there",
     ),
 }
 ALL = [command for path in DOCUMENTS for command in commands_in(path)]
@@ -230,14 +235,14 @@ def test_what_is_not_a_command_or_of_no_class_is_noticed(tmp_path: Path) -> None
         with pytest.raises(AssertionError):
             commands_in(page)
     page.write_text(
-        "`openinfer serve DIR --nothing`, `docker build .`\n\n```sh\nmake a; make b  # both\n```\n"
+        "`openinfer serve DIR --nothing`, `git push home`\n\n```sh\nmake a; make b  # both\n```\n"
     )
     found = commands_in(page)
     assert [one.text for one in found] == [
         "make a",
         "make b",
         "openinfer serve DIR --nothing",
-        "docker build .",
+        "git push home",
     ]
     with pytest.raises(AssertionError, match="exactly one"):
         class_of(found[-1])
@@ -351,10 +356,23 @@ def test_the_question_of_the_readme_is_answered(start: Any) -> None:
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("command", of_class("contained"), ids=str)
+def test_images_are_built_and_run_as_they_can_be(command: Command) -> None:
+    words = command.words
+    for option, file in itertools.pairwise(words):
+        assert option != "-f" or (ROOT / file).exists(), file
+    for extras in re.findall(r"EXTRAS=(\S+)", command.text):
+        assert set(extras.split(",")) <= set(distributions()["openinfer"]["wants"])
+    if "run" in words and words[-1] != "openinfer":
+        inside = ["demo/qwen3" if word == "/model" else word for word in words[words.index("openinfer") :]]
+        assert parse_alone([(inside, str(ROOT))]) == [""]
+
+
 @pytest.mark.parametrize("command", of_class("there"), ids=str)
 def test_the_files_that_it_names_are_there(command: Command) -> None:
     files = re.findall(r"[\w.]+/[\w/.]+", command.text)
-    for file in files or [".pre-commit-config.yaml"]:
+    assert files
+    for file in files:
         assert (ROOT / file).exists(), file
 
 
@@ -379,3 +397,21 @@ def parse_alone(commands: list[tuple[list[str], str]]) -> list[str]:
         check=True,
     )
     return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_parts_of_your_own_pass_their_suites(tmp_path: Path) -> None:
+    """The programs of docs/parts.md, written to the files that their first lines name."""
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", (ROOT / "docs" / "parts.md").read_text(), re.S)
+    assert len(blocks) == 4
+    for name, code in blocks:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    tests = [name for name, code in blocks if "class Test" in code]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout

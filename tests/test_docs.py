@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "examples", "libs", "recipes")
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        *ROOT.glob("tools/*/*.md"),
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+    ]
 )
 
 
@@ -45,6 +52,49 @@ def test_prose_keeps_the_rule_of_contributing() -> None:
         [sys.executable, str(ROOT / "scripts" / "check_language.py")], capture_output=True, text=True
     )
     assert done.returncode == 0, f"see CONTRIBUTING.md, Language:\n{done.stdout}{done.stderr}"
+
+
+@pytest.fixture
+def docs_pages(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("docs_pages")
+
+
+def test_the_picture_of_the_parts_is_what_they_import(docs_pages: Any) -> None:
+    assert (ROOT / "docs/architecture.md").read_text() == docs_pages.architecture(), "scripts/docs_pages.py"
+
+
+def test_the_memory_of_checkpoints_is_what_engines_plan(docs_pages: Any) -> None:
+    """The first published size of each recipe. `--check` has all of them, and takes 20 s."""
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    for recipe in docs_pages.ours():
+        name, config = next(iter(recipe.published().items()))
+        assert f"| {' | '.join(docs_pages.row(recipe, name, config))} |" in text, "run scripts/docs_pages.py"
+
+
+@pytest.mark.slow
+def test_the_pages_made_from_code_are_up_to_date() -> None:
+    assert (
+        subprocess.run([sys.executable, str(ROOT / "scripts" / "docs_pages.py"), "--check"]).returncode == 0
+    )
+
+
+def test_the_lines_that_troubleshooting_quotes_are_in_the_code() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().partition("## While it runs")[0]
+    quoted = [
+        part for row in re.findall(r"^\| (`.*?) \| ", text, re.M) for part in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(quoted) > 5
+    source = "".join(
+        path.read_text() for top in ("src", "libs", "recipes/src") for path in (ROOT / top).rglob("*.py")
+    )
+    assert [part for part in quoted if part not in source] == []
+
+
+def test_the_site_has_every_document() -> None:
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    there = {path.relative_to(ROOT).as_posix() for path in DOCUMENTS if path.name != "CHANGELOG.md"}
+    assert there <= named, "mkdocs.yml names it"
 
 
 def fault_rows() -> list[list[tuple[str, str]]]:

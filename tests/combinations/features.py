@@ -1,6 +1,6 @@
 """What can be asked of an engine, of a server and in a request, and what each promises whatever else is asked.
 
-`python tests/combinations/features.py` writes the README's table of it; test_combinations.py tries every cell.
+`python tests/combinations/features.py` writes the table in docs/features.md; test_combinations.py tries every cell.
 """
 
 from __future__ import annotations
@@ -213,5 +213,5 @@ def table_in(readme: str) -> str:
 
 
 if __name__ == "__main__":
-    text = (ROOT / "README.md").read_text()
-    (ROOT / "README.md").write_text(text.replace(table_in(text), table()))
+    text = (ROOT / "docs/features.md").read_text()
+    (ROOT / "docs/features.md").write_text(text.replace(table_in(text), table()))

@@ -323,5 +323,5 @@ def refusal(model: str, flags: list[str]) -> str:
     return done.stderr.splitlines()[-1]
 
 
-def test_the_table_in_the_readme_is_that_of_the_lists() -> None:
-    assert F.table_in((F.ROOT / "README.md").read_text()) == F.table()
+def test_the_table_in_the_documents_is_that_of_the_lists() -> None:
+    assert F.table_in((F.ROOT / "docs/features.md").read_text()) == F.table()

@@ -1,0 +1,148 @@
+"""Write the pages of docs/ that are made from the code: `python scripts/docs_pages.py [--check]`.
+
+docs/architecture.md has the imports between the parts as a picture, docs/checkpoints.md the memory that published
+checkpoints take. --check writes nothing; the exit code is 1 if a page is not what would be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flag_reference import ours
+
+from openinfer.kernels import H200
+from openinfer.recipes.engine import Recipe, SetupError, Source
+from openinfer.recipes.engine.segments import Outline
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PARTS = {
+    **{
+        path.name: path / "src/openinfer" / path.name
+        for path in sorted((ROOT / "libs").iterdir())
+        if path.is_dir()
+    },
+    "recipes.engine": ROOT / "recipes/src/openinfer/recipes/engine",
+    **{
+        f"recipes.{path.parent.name}": path.parent
+        for path in sorted((ROOT / "recipes/src/openinfer/recipes").glob("*/recipe.py"))
+        if path.parent.name != "engine"
+    },
+    "cli": ROOT / "src/openinfer/cli",
+    "llm": ROOT / "src/openinfer/llm",
+}
+"""Where the modules of a part are."""
+EXTRA = {"graph": "runner", "sampler": "gpu"}
+"""A folder of a part that only an extra's users import: its arrows are dotted."""
+GPUS = {"24 GB": 24e9, "80 GB": 80e9, "H200, 141 GB": 141e9}
+SHARE = 0.9
+"""The default of --gpu-memory-utilization."""
+
+
+def main() -> int:
+    """Write or check; 1 if the check fails."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    check, stale = parser.parse_args().check, []
+    for name, text in (("architecture.md", architecture()), ("checkpoints.md", checkpoints())):
+        path = DOCS / name
+        if check and (not path.exists() or path.read_text() != text):
+            stale.append(name)
+        elif not check:
+            path.write_text(text)
+    if stale:
+        print(
+            f"docs: {', '.join(stale)} not as the code says; run python scripts/docs_pages.py",
+            file=sys.stderr,
+        )
+    return int(bool(stale))
+
+
+def architecture() -> str:
+    """The page with the picture."""
+    plain: set[tuple[str, str]] = set()
+    dotted: set[tuple[str, str]] = set()
+    for part, folder in PARTS.items():
+        for path in folder.rglob("*.py"):
+            inside = path.relative_to(folder).parts[0] == EXTRA.get(part)
+            (dotted if inside else plain).update((part, other) for other in imported(path) if other != part)
+    lines = [f"    {one} --> {other}" for one, other in sorted(plain)]
+    lines += [f"    {one} -. {one}.{EXTRA[one]} .-> {other}" for one, other in sorted(dotted - plain)]
+    picture = "\n".join(["```mermaid", "flowchart TD", *(f"    {part}" for part in PARTS), *lines, "```"])
+    return f"""# Architecture
+
+An arrow goes from a part to each part that it imports. A dotted arrow is of a folder that only an extra's users import.
+[Design](design.md) says why these arrows and no others; [structure](structure.md) says what is in each part.
+
+{picture}
+
+`python scripts/docs_pages.py` draws this page from the import statements; a test keeps it up to date.
+"""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The parts that a module imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            words = name.split(".")
+            if words[0] == "openinfer" and len(words) > 1:
+                part = ".".join(words[1:3]) if words[1] == "recipes" else words[1]
+                if part in PARTS:
+                    yield part
+
+
+def checkpoints() -> str:
+    """The page with the memory of published checkpoints."""
+    rows = []
+    for recipe in ours():
+        for name, config in recipe.published().items():
+            rows.append(row(recipe, name, config))
+    head = ["checkpoint", "recipe", "weights", "beside them", *(f"cache on {gpu}" for gpu in GPUS)]
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+    return f"""# Checkpoints and their memory
+
+[The recipes](../recipes/README.md) say which checkpoints they take. This table has the published sizes on one GPU,
+with the default flags and {SHARE:.0%} of the GPU's memory. "Beside them" are the batch, recurrent states, activations,
+workspace, and what the driver takes. The cache is in tokens of all sequences together. "no room": the weights and
+what is beside them leave too little for one sequence.
+
+`--max-num-seqs`, `--max-num-batched-tokens` and `--max-model-len` make room; Qwen3.5 keeps a state for each of
+`--max-num-seqs` rows. `openinfer explain MODEL_DIR --gpu-memory 80` counts for your flags and your GPU.
+
+{table}
+
+On a CPU the cache has 2 GB unless `--kv-cache-memory-bytes` says otherwise; float32 weights take twice what bf16 does.
+
+`python scripts/docs_pages.py` makes this page from the plans of the engines; a test keeps it up to date.
+"""
+
+
+def row(recipe: Recipe[Any], name: str, config: Any) -> list[str]:
+    """A published size: its weights, the rest, and the tokens of cache that each GPU has room for."""
+    outline = Outline(recipe, Source(config), recipe.options(), H200)
+    weights = outline.memory["weights"]
+    rest = sum(outline.memory.values()) - weights
+    cells = [name, recipe.name, f"{weights / 1e9:.1f} GB", f"{rest / 1e9:.1f} GB"]
+    for nbytes in GPUS.values():
+        try:
+            tokens = outline.cache(int(nbytes * SHARE) - weights - rest).capacity_tokens
+            cells.append(f"{tokens:,}")
+        except SetupError:
+            cells.append("no room")
+    return cells
+
+
+if __name__ == "__main__":
+    sys.exit(main())
