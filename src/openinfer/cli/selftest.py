@@ -1,8 +1,8 @@
 """`openinfer selftest`: on any GPU, tests, accuracy gates and benchmarks in order of worth, within a budget.
 
 Each stage is a process of its own and its result is kept in DIR/selftest.json as soon as it is there, so a run that was
-cut off goes on where it stopped. Stages that need the checkout's tests or scripts, or torch for the reference, say so
-when those are missing.
+cut off goes on where it stopped. From installed wheels `device` and `ops` run, and with --model `model_gates` and
+`model_serve`; the other stages need a checkout, its tests and scripts, and torch for the references.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from openinfer.cli import bench_idle
 from openinfer.cli.http_check import check_server
 from openinfer.frontend.errors import is_users_error, one_line
+from openinfer.recipes.engine import Recipe, gate, steps
+from openinfer.recipes.engine.startup import Built, build
+from openinfer.recipes.engine.verdict import Reference, load_reference
 
 Result = dict[str, Any]
 
@@ -42,6 +46,38 @@ def device(work: Path) -> Result:
         "cuda_driver": int(check(driver().cuDriverGetVersion(), "cuDriverGetVersion")),
         "python": platform.python_version(),
     }
+
+
+def ops(work: Path) -> Result:
+    """Every op of the installed libraries against its reference, at published shapes."""
+    from openinfer.cli.selftest_ops import check_all
+    from openinfer.kernels.tuner import DeviceMeter
+
+    found = list(check_all(DeviceMeter()))
+    wrong = [one for one in found if one.problem]
+    for one in wrong:
+        print(f"FAIL {one.op}: {one.case}: {one.problem}", flush=True)
+    names = {one.op for one in found}
+    print(f"{len(found)} cases of {len(names)} ops, {len(wrong)} wrong", flush=True)
+    return {"ok": bool(found) and not wrong, "cases": len(found), "ops": sorted(names),
+            "wrong": [one._asdict() for one in wrong]}  # fmt: skip
+
+
+def model_gates(model: Path) -> Result:
+    """The accuracy gate of the checkpoint of --model against numpy's run of it, and the gate's negative controls."""
+    from openinfer.cli import recipes, selftest_model
+
+    recipe = recipes.find(model)
+    if not isinstance(recipe, Recipe):
+        return {"ok": False, "why": f"the recipe {recipe.name} has no engine of openinfer.recipes.engine"}
+    references = selftest_model.references(recipe, model)
+    return _judged(build(recipe, model), references)
+
+
+def model_serve(model: Path) -> Result:
+    """The server on the checkpoint of --model."""
+    with tempfile.TemporaryDirectory() as folder:
+        return check_server(model, Path(folder) / "serve.log")
 
 
 def _pytest(*paths: str) -> Result:
@@ -88,10 +124,11 @@ def _reference(recipe: str, folder: Path, shape: str = "4b") -> Result:
 
 
 def _gates(recipe: str, folder: Path, **flags: Any) -> Result:
-    from openinfer.recipes.engine import gate
-    from openinfer.recipes.engine.verdict import load_reference
+    return _judged(_build(recipe, folder, **flags), load_reference(folder / "reference.npz"))
 
-    built, references = _build(recipe, folder, **flags), load_reference(folder / "reference.npz")
+
+def _judged(built: Built, references: Sequence[Reference]) -> Result:
+    """Every path of an engine, which is closed then, and its controls."""
     verdicts, controls = [], []
     for verdict in gate.run(built, references):
         print(verdict, flush=True)
@@ -107,15 +144,11 @@ def _gates(recipe: str, folder: Path, **flags: Any) -> Result:
     }
 
 
-def _build(recipe: str, folder: Path, **flags: Any) -> Any:
-    from openinfer.recipes.engine.startup import build
-
+def _build(recipe: str, folder: Path, **flags: Any) -> Built:
     return build(bench_idle.recipes_that_can()[recipe], folder, **flags)
 
 
 def _bench(recipe: str, folder: Path) -> Result:
-    from openinfer.recipes.engine import steps
-
     engine, _ = _build(recipe, folder, enable_prefix_caching=False)
     figures = list(steps.measure(engine, ["decode:1,1024", "prefill:1024"]))
     compiles = engine.stats().compiles_after_ready
@@ -135,9 +168,6 @@ def gates(work: Path) -> Result:
 
 def long(work: Path) -> Result:
     """The accuracy gate with pages of 64 tokens: every path again, and prompts up to the model's maximum."""
-    from openinfer.recipes.engine import gate
-    from openinfer.recipes.engine.verdict import load_reference
-
     folder = work / "model"
     script = [sys.executable, "scripts/reference", "qwen3", "--long", "--out", str(folder)]
     script += ["--shape", os.environ.get("OPENINFER_SELFTEST_SHAPE", "4b")]
@@ -202,6 +232,9 @@ def serve(work: Path) -> Result:
 
 STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "device": (device, 5),
+    "ops": (ops, 60),
+    "model_gates": (model_gates, 120),
+    "model_serve": (model_serve, 60),
     "kernels": (kernels, 120),
     "reference": (reference, 120),
     "gates": (gates, 120),
@@ -218,6 +251,10 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "deepseek_bench": (deepseek_bench, 90),
 }
 """Name: the stage, and about how many seconds it takes. In order of worth."""
+OF_MODEL = ("model_gates", "model_serve")
+"""Stages that get the folder of --model."""
+INSTALLED = ("device", "ops", *OF_MODEL)
+"""Stages that need no checkout of the project."""
 
 
 def main(argv: list[str]) -> int:
@@ -231,15 +268,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--work", type=Path, help="folder of the checkpoints (8 GB each); default: the results' folder"
     )
+    parser.add_argument("--model", type=Path, help="a checkpoint to gate and to serve")
     parser.add_argument("--only", nargs="+", choices=STAGES, help="these stages only")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
     parser.add_argument("--json", action="store_true", help="print the results as JSON at the end")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.only and not args.model and set(args.only) & set(OF_MODEL):
+        parser.error(f"{', '.join(OF_MODEL)} need --model DIR")
     work = args.work or args.out
     work.mkdir(parents=True, exist_ok=True)
     if args.stage:
-        result = _result(args.stage, work)
+        result = _result(args.stage, args.model if args.stage in OF_MODEL else work)
         (work / f"{args.stage}.json").write_text(json.dumps(result))
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
@@ -264,9 +304,10 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     state |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit()}
     state["command"] = "openinfer selftest " + " ".join(sys.argv[2:])
     end = time.monotonic() + args.budget
-    for name, (_, estimate) in STAGES.items():
-        if (args.only and name not in args.only) or state["stages"].get(name, {}).get("ok"):
+    for name in _chosen(args):
+        if state["stages"].get(name, {}).get("ok"):
             continue
+        estimate = STAGES[name][1]
         left = end - time.monotonic()
         if left < estimate:
             print(
@@ -274,7 +315,7 @@ def _run(args: argparse.Namespace, work: Path) -> int:
                 flush=True,
             )
             continue
-        result = _stage(name, work, left)
+        result = _stage(name, work, args.model, left)
         state["stages"][name] = result
         path.write_text(json.dumps(state, indent=1))
         why = f": {result['why']}" if "why" in result else ""
@@ -285,11 +326,26 @@ def _run(args: argparse.Namespace, work: Path) -> int:
     return 0 if ran and all(s["ok"] for s in ran.values()) else 1
 
 
-def _stage(name: str, work: Path, limit: float) -> Result:
+def _chosen(args: argparse.Namespace) -> list[str]:
+    """The stages to run: those named, else all that can be run from here."""
+    if args.only:
+        return [name for name in STAGES if name in args.only]
+    checkout = Path("scripts/reference").is_dir()
+    chosen = [n for n in STAGES if (checkout or n in INSTALLED) and (args.model or n not in OF_MODEL)]
+    if not args.model:
+        print(f"not run without --model: {', '.join(OF_MODEL)}", flush=True)
+    if not checkout:
+        left = ", ".join(name for name in STAGES if name not in INSTALLED)
+        print(f"not run outside a checkout of the project: {left}", flush=True)
+    return chosen
+
+
+def _stage(name: str, work: Path, model: Path | None, limit: float) -> Result:
     start = time.monotonic()
     result_file = work / f"{name}.json"
     result_file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "openinfer.cli", "selftest", "--stage", name, "--work", str(work)]
+    command += ["--model", str(model)] if model else []
     try:
         code = subprocess.run(command, timeout=limit, check=False).returncode
         failure = f"exit code {code}"

@@ -1,0 +1,77 @@
+"""What `openinfer selftest` checks without torch and without a checkout: ops by their references, a model by numpy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.cli import recipes, selftest_model
+from openinfer.cli.selftest_ops import Poisoned, check
+from openinfer.kernels.ops import route
+from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.recipes.engine import gate
+from openinfer.recipes.engine.startup import build
+from openinfer.tensor import Device
+
+MODEL = Path(__file__).parent / "goldens" / "qwen3-tiny"
+
+
+@pytest.fixture
+def case() -> Any:
+    """A case that writes integers and floats."""
+    return next(route.cases(Poisoned(Device("cpu"))))
+
+
+def test_an_op_that_does_what_its_reference_does_agrees(case):
+    found = check(case, CpuPack().run)
+    assert (found.op, found.problem, found.off) == ("route", "", 0.0)
+
+
+@pytest.mark.parametrize(("output", "part"), [("expert_weights", 1.1), ("expert_ids", 2)])
+def test_a_wrong_output_is_named(case, output, part):
+    def run(op: Any, args: Any) -> None:
+        CpuPack().run(op, args)
+        array = args[output].numpy()
+        array[:] = (array * part + 1).astype(array.dtype)
+
+    found = check(case, run)
+    assert found.output == output
+    assert found.problem.startswith(f"{output} is off by")
+
+
+def test_an_op_that_writes_nothing_is_no_success(case):
+    assert check(case, lambda op, args: None).problem.startswith("expert_")
+
+
+def test_a_model_is_held_against_numpy():
+    """The CPU engine stands for the GPU's; a control must be noticed."""
+    recipe = recipes.find(MODEL)
+    sequences = selftest_model.references(recipe, MODEL)
+    assert [len(s.tokens) - s.first for s in sequences] == [selftest_model.FORCED] * 5
+    apart = np.concatenate([s.bf16 - s.fp32 for s in sequences])
+    assert 0 < np.abs(apart).mean() < 0.1
+    built = build(recipe, MODEL, device="cpu", dtype="bfloat16", kv_cache_memory_bytes=64 << 20)
+    found = gate.decode_all(built.engine, sequences, chunk=512)
+    assert gate.judge("numpy", gate.limits(sequences), sequences, found).passed
+    assert not any(control.passed for control in gate.negative_controls(built, sequences))
+    built.engine.close()
+
+
+def test_outside_a_checkout_it_says_what_it_leaves_out(tmp_path):
+    command = [sys.executable, "-m", "openinfer.cli", "selftest", "--budget", "0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "not run without --model: model_gates, model_serve" in done.stdout
+    assert "not run outside a checkout of the project: kernels, reference" in done.stdout
+    assert done.returncode == 1
+
+
+def test_stages_of_a_model_need_one(tmp_path):
+    command = [sys.executable, "-m", "openinfer.cli", "selftest", "--only", "model_gates"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "need --model DIR" in done.stderr
