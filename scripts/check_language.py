@@ -34,7 +34,6 @@ NOT_YET: tuple[str, ...] = (
     "libs/sampler",
     "libs/scheduler",
     "libs/tensor",
-    "recipes",
     "scripts",
     "src",
     "tools",
@@ -50,7 +49,7 @@ TIME = re.compile(r"\b\d[\d.,]* ?(?:us|µs|microseconds?)\b")
 # A sentence ends at its stop. A colon or semicolon ends one too: the parts are read one after the other.
 END = re.compile(r"(?<=[.!?:;])[)\"'*_]*\s+| · ")
 # A list's item begins a new piece of prose.
-ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
+ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 DIRECTIVE = re.compile(r"#!|#\s*(?:type|noqa|fmt|pragma|mypy)\b|#\s*-+\s*$")
 
 

@@ -75,6 +75,7 @@ def test_a_document_that_breaks_the_rule_is_flagged(
         ("table.py", '"""Sizes.\n\nname     rows     bytes\n' + "qwen3    8        16\n" * 12 + '"""'),
         ("list.py", '"""Parts:\n\n' + "- a block of the pool\n" * 12 + '"""'),
         ("code.py", "x = 'nobody'  # type: ignore[so many]\ny = 'What is ours. Those are yours.'\n"),
+        ("number.py", '"""' + "The kernel was measured on one H200. " * 12 + '"""'),
         ("heading.md", "# What it is\n\nA pool.\n"),
         ("code.md", "Run:\n\n    " + "word " * 26 + "\n\n```\nnobody\n" + "word " * 26 + "\n```\n"),
         ("link.md", "Read [the page](https://" + "x" * 150 + ").\n"),

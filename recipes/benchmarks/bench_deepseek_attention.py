@@ -131,7 +131,7 @@ class Batch:
         return tensor
 
     def of(self, n: int) -> dict[str, Any]:
-        """What the tokens of the n-th call are."""
+        """The arguments that describe the tokens of the n-th call."""
         return {
             "positions": self.positions,
             "token_slots": self.token_slots[n // LAYERS % self.groups],
@@ -234,7 +234,7 @@ def index(batch: Batch) -> tuple[list[Variant], Cost]:
 
 
 def planned(batch: Batch, op: Op[Any], args: Callable[[int], dict[str, Any]]) -> tuple[list[Variant], Cost]:
-    """An op as it is."""
+    """An op with the kernels that its own plan chooses, and its cost."""
     target = batch.bench.target
     return [("as chosen", lambda n: op.plan(target, args(n)))], op.cost(batch.workload, **args(0))
 

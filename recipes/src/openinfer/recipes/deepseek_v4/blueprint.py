@@ -58,9 +58,12 @@ class DeepseekV4(Blueprint[Model]):
         validate(checkpoint, self.config, self.form)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
-        """Entries are kept as long as their sequence: there is room for the longest that --max-model-len asks for. Of
-        the window group rows need few pages, but each place where a cached prefix can end is one. So with the prefix
-        cache it gets half of the room (with which prefixes are found best: kvpool's bench_eviction.py)."""
+        """Pages of both groups in this room. Raises SetupError where they are too few to run one sequence.
+
+        A sequence keeps all its entries, so the entries group must hold one sequence of --max-model-len, if given. Rows
+        need few window pages, but a cached prefix can end only at a window page that is kept. So with the prefix cache
+        the window group gets half of the room: kvpool's bench_eviction.py finds most prefixes with that share.
+        """
         window, entry = (group.block_bytes for group in self.groups(limits))
         most = limits.max_rows * limits.max_blocks + 1  # every row at full length
         least = min(3, most)  # the window may lie on two pages
@@ -163,11 +166,13 @@ class DeepseekV4(Blueprint[Model]):
 
 
 def window_pages(rows: int, tokens: int, longest: int) -> int:
-    """Pages of the window group that are enough for rows of at most `longest` tokens, `tokens` of them being written:
-    of each row the two that the window may lie on and one that it writes, and those that prompts write beyond that."""
+    """Enough pages of the window group for `rows` rows of at most `longest` tokens, `tokens` of them being written.
+
+    Each row needs three pages: the window may lie on two, and the row writes one. Chunks of prompts write more pages.
+    """
     return min(3 * rows + -(-tokens // PAGE), rows * -(-longest // PAGE))
 
 
 def _kind(layer: Layer) -> tuple[type, bool]:
-    """What the ops of a layer depend on: its kind of entries, and whether its experts are chosen by table."""
+    """The kind of a layer, on which its ops depend: the type of its entries, and whether a router picks its experts."""
     return type(layer.attention.entries), layer.mixture.table is None

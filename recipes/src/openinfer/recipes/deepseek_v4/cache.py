@@ -1,4 +1,4 @@
-"""What is kept of sequences on the device: two groups of pages of 128 tokens."""
+"""The KV cache on the device: two groups of pages of 128 tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.tensor import Arena, Stream, Tensor, float32
 
 WINDOW, ENTRIES = 0, 1
-"""The pool's groups. A page of the window group has the raw vectors of 128 tokens, all layers, and the states of the
-compressors after the last of them: a page that has left the window is given back, so a prompt of any length needs those
-of its chunks under way and of the window before them. A page of the entries group has what 128 tokens were compressed
-to. So every multiple of 128 tokens is a place where a cached prefix can end: the window before it is the page before
-it, and so are the states."""
+"""The pool's groups.
+
+A page of the window group has the raw vectors of 128 tokens in all layers. It also has the states of the compressors
+after the last of these tokens. A page that has left the window is given back. So a prompt of any length needs only the
+pages of the window and of the chunks that are in flight.
+
+A page of the entries group has the entries that 128 tokens were compressed to.
+
+A cached prefix can end at every multiple of 128 tokens, because the page before it has the window and the states."""
 
 
 TABLES = ("window_tables", "entry_tables")
@@ -53,14 +57,17 @@ class Cache:
         )
 
     def zero_(self, stream: Stream, pages: int | None = None) -> None:
-        """Kernels may multiply what nobody wrote by zero, so it must be finite. `pages`: only the first so many."""
+        """Fill with zeros, because kernels may multiply unwritten elements by zero, so these must be finite.
+
+        `pages`: the number of pages to fill, from the first on; None: all.
+        """
         for tensor in (self.window, self.csa_state, self.index_state, self.hca_state, self.csa_entries,
                        self.index_keys, self.hca_entries):  # fmt: skip
             tensor[:pages].zero_(stream)
 
 
 def groups(config: Config, itemsize: int, window_pages: int, entry_pages: int) -> list[Group]:
-    """The pool's."""
+    """The pool's groups."""
     return [
         Group(
             "window",
@@ -74,6 +81,9 @@ def groups(config: Config, itemsize: int, window_pages: int, entry_pages: int) -
 
 
 def eviction(group: Group) -> Eviction:
-    """Of entries the least recently used. Of windows it matters more: a prompt leaves a page at every 128 tokens, of
-    which later prompts start from one or two, so what was never started from goes first."""
+    """The eviction order of a group: least recently used for entries, S3-FIFO for windows.
+
+    A prompt leaves a window page at every 128 tokens, and later prompts start from one or two of them. So a window page
+    from which no prompt started is evicted first.
+    """
     return S3Fifo(group) if group.window is not None else Lru(group)

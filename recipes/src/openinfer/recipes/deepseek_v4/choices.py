@@ -1,9 +1,8 @@
-"""Judges what the indexer and the router chose: whoever is chosen in place of one that scores higher must be all but
-tied with it.
+"""Judges the choices of the indexer and of the router, by scores in float64.
 
-Another entry or expert moves a position by more than rounding does, so a run whose choices differ from a reference's
-cannot be compared with it there. It need not be: on the very inputs that an op had, its choices are right or wrong by
-their scores, which are made here in float64.
+A chosen entry or expert must be all but tied with every better one that was not chosen. Another entry or expert moves a
+position by more than rounding does, so the logits there cannot be compared with a reference's. The choices themselves
+need no reference: the inputs of the op give the scores, and the scores tell which choices are right.
 """
 
 from __future__ import annotations
@@ -24,14 +23,18 @@ from openinfer.tensor import Stream, Tensor
 Array = np.ndarray[Any, Any]
 
 NEAR, NEAR_ROUNDED = 0.002, 0.02
-"""By how much the last of the right ones may score higher than one that was chosen, in standard deviations of the
-scores: what a last bit of bf16 in a query does, and what a code of FP4 that flips does."""
+"""The limits of Choices.shortfall, in standard deviations of the scores.
+
+NEAR: the effect of a last bit of bf16 in a query. NEAR_ROUNDED: the effect of an FP4 code that flips."""
 
 
 @dataclass(slots=True)
 class Choices:
-    """Of one op in several steps: how many were chosen, how many of them are not the best by float64, and by how much
-    the worst of those falls short."""
+    """The choices of one op in several steps.
+
+    chosen: the number of choices. others: those that are not among the best in float64. shortfall: how much lower the
+    worst of them scores than the last of the best, in standard deviations of the scores. near: its limit.
+    """
 
     path: str
     near: float
@@ -47,7 +50,7 @@ class Choices:
         return self.chosen > 0 and self.shortfall <= self.near
 
     def take(self, scores: Array, got: Array, count: int) -> None:
-        """What was chosen of a token's candidates: `got`, which should be `count` of the highest."""
+        """Judge the choices `got` of one token, which should be the `count` candidates with the highest scores."""
         right = np.argsort(-scores, kind="stable")[:count]
         wrong = np.setdiff1d(got, right)
         self.chosen += len(got)
@@ -104,12 +107,12 @@ class Witness:
 
 
 def _rows(tensor: Tensor, rows: Sequence[int] | Array) -> Array:
-    """Those rows of a tensor on the host; it may be a view that is not contiguous."""
+    """Rows of a tensor, on the host. The tensor may be a view that is not contiguous."""
     return np.stack([tensor[int(row)].numpy() for row in rows])
 
 
 def _of_indexer(args: Mapping[str, Any], tokens: Array) -> Iterator[tuple[Array, Array]]:
-    """Scores of the entries that each token sees, and those it got."""
+    """For each token: the scores of the entries that it sees, and the entries that it got."""
     keys, positions = args["keys"], args["positions"].numpy()
     per_page = keys.shape[1]
     for token in tokens:

@@ -78,7 +78,7 @@ class Config:
         return len(self.ratios)
 
     def count(self, ratio: int) -> int:
-        """Layers with entries of so many tokens."""
+        """The number of layers whose entries have `ratio` tokens each."""
         return self.ratios.count(ratio)
 
     def of_rank(self, rank: int, ranks: int) -> Config:
@@ -188,7 +188,7 @@ def rope_table(frequencies: Floats, num_positions: int) -> Floats:
 
 
 def _refuse(fields: Fields) -> None:
-    """What this recipe does not do, by name."""
+    """Refuse by name each setting that this recipe does not support."""
     quantization = fields.fields("quantization_config")
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     scales = quantization.get("scale_fmt", "ue8m0")
@@ -201,7 +201,7 @@ def _refuse(fields: Fields) -> None:
 
 
 def _ratios(fields: Fields) -> tuple[int, ...]:
-    """Of the main model's layers; the published list ends with that of the layer that predicts a further token."""
+    """The compression ratios of the main model's layers. The published list ends with the ratio of the MTP layer."""
     layers, ratios = fields.size("num_hidden_layers"), fields.get("compress_ratios")
     further = fields.count("num_nextn_predict_layers", default=0, most=1)
     if not isinstance(ratios, list) or len(ratios) not in (layers, layers + further):
@@ -245,7 +245,7 @@ def _yarn(fields: Fields, dim: int) -> Floats:
 
 
 def _check_sizes(c: Config) -> None:
-    """What the ops need of sizes."""
+    """Refuse sizes that the ops do not support."""
     if c.sliding_window > PAGE:
         raise UnsupportedModel(
             f"config.json: sliding_window is {c.sliding_window}; pages of {PAGE} tokens hold at most so many"

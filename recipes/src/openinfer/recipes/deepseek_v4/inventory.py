@@ -18,8 +18,11 @@ IGNORED = ("mtp.0.emb.tok_emb.weight", "mtp.0.head.weight")
 
 
 class Entry(NamedTuple):
-    """A tensor. `shard`: "" (every rank has all of it), "rows" or "columns" (of its last two axes, or of a vector), or
-    "expert" (each rank has some experts whole)."""
+    """A tensor of a checkpoint, and how ranks share it.
+
+    `shard` is "", "rows", "columns" or "expert". "": every rank has all of it. "rows", "columns": each rank has a part
+    of one of the last two axes, or of a vector. "expert": each rank has some experts whole.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +35,7 @@ class Entry(NamedTuple):
 
 
 def inventory(config: Config, *, fp4_experts: bool) -> Iterator[Entry]:
-    """The tensors of the main model and, where config.mtp says so, of the layer that predicts a further token."""
+    """The tensors of the main model and, if config.mtp, of the MTP layer."""
     c = config
     yield Entry("embed.weight", (c.vocab_size, c.hidden_size), bfloat16, "")
     yield Entry("head.weight", (c.vocab_size, c.hidden_size), bfloat16, "rows")

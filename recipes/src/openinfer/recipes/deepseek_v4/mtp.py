@@ -1,6 +1,6 @@
-"""The layer that predicts a further token, on what a step of the main model has left in its buffers.
+"""The MTP layer, which predicts one more token. It reads the buffers that a step of the main model has filled.
 
-Nothing drafts with it yet: an engine validates its weights and does not load them.
+The engine does not draft with it yet: it validates the weights of this layer and does not load them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from openinfer.tensor import Arena, Tensor, int32
 
 @dataclass(frozen=True, slots=True)
 class Further:
-    """next_ids int32 [T]: of each token of a step the one after it. kv [window pages, 128, d]: this layer's raw
-    vectors, in pages with the ids of the window group. streams [T, n, D]: room to work in."""
+    """The MTP layer of a model, with its buffers.
+
+    next_ids int32 [T]: for each token of a step, the token after it.
+    kv [window pages, 128, d]: this layer's raw vectors; its pages have the ids of the window group's pages.
+    streams [T, n, D]: scratch.
+    """
 
     model: Model
     mtp: Mtp
@@ -38,9 +42,11 @@ class Further:
         return cls(model, model.weights.mtp, arena.alloc(model.batch.token_ids.shape, int32), kv, streams)
 
     def forward(self, pack: Pack, step: Step) -> None:
-        """Between forward and sample of a step: streams of the main model's last layer to those of this one, in
-        place. `head` makes logits of them, those of the token after next_ids; fed with them again, this predicts yet
-        a token further."""
+        """Turn the streams of the main model's last layer into those of this layer, in place.
+
+        Call it between forward and sample of a step. `head` turns the streams into logits for the token after
+        `next_ids`. Calling forward again on its own output drafts one more token.
+        """
         model, mtp, b, t = self.model, self.mtp, self.model.buffers, step.tokens
         streams, width = b.streams[:t], b.streams.shape[2]
         rows, work = streams.reshape(-1, width), self.streams[:t].reshape(-1, width)

@@ -10,7 +10,7 @@ from openinfer.recipes.engine import Options, option
 
 @dataclass(frozen=True, slots=True)
 class DeepseekOptions(Options):
-    """Those of every engine, and whether activations are rounded."""
+    """The options of every engine, and whether activations are rounded."""
 
     refused: ClassVar[dict[str, str]] = {
         "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",

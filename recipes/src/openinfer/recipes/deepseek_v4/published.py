@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Size(NamedTuple):
-    """What differs between the models."""
+    """The sizes that differ between the published models."""
 
     hidden: int
     ratios: tuple[int, ...]  # of the main model's layers
@@ -26,8 +26,10 @@ SIZES = {
 
 
 def config_json(size: str, *, layers: int | None = None) -> dict[str, Any]:
-    """The keys of config.json that matter, for a size of SIZES; `layers`: only so many of them, for a model cut short
-    (which then has no MTP layer)."""
+    """The keys of config.json that matter, for a size of SIZES.
+
+    layers: keep only this many layers, for a model cut short; such a model has no MTP layer.
+    """
     s = SIZES[size]
     ratios = s.ratios[:layers]
     return {

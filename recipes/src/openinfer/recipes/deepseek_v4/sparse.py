@@ -48,7 +48,7 @@ class AttendTuning:
 
 @dataclass(frozen=True, slots=True)
 class HopperTuning:
-    """Of the kernel for Hopper: `stages` blocks of `block` vectors in shared memory, `splits` as above."""
+    """Tuning of the kernel for Hopper: `stages` blocks of `block` vectors in shared memory, `splits` as above."""
 
     block: int
     stages: int
@@ -60,8 +60,11 @@ HOPPER_BLOCKS = ((32, 4, 1.2), (64, 2, 2.0))
 
 
 def hopper_tuning(target: Target, tokens: int, heads: int, vectors: int) -> HopperTuning:
-    """For tokens that see at most `vectors`: a program an SM, and parts where they pay. Merging n parts takes 2 us,
-    0.1 a part and what it takes to write and read them (measured likewise)."""
+    """The fastest tuning for tokens that see at most `vectors`, with at most one program an SM.
+
+    The constants of `cost` are microseconds, measured on an H200. Merging has a fixed cost, a cost a part, and the cost
+    of writing and reading the parts.
+    """
     groups = tokens * (heads // 64)
 
     def cost(choice: tuple[int, int, float, int]) -> float:
@@ -82,7 +85,7 @@ def hopper_tuning(target: Target, tokens: int, heads: int, vectors: int) -> Hopp
 
 
 def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, selected: bool) -> AttendTuning:
-    """For tokens that see at most `vectors`: a program an SM, so parts until they fill the GPU once."""
+    """The tuning for tokens that see at most `vectors`: as many parts as fill the GPU once, with one program an SM."""
     # With the queries and two blocks in shared memory, as the architecture's compiler lays them out.
     block = 64 if target.arch == 90 else 32 if shared_bytes(target.arch) > CONSUMER_SHARED_BYTES else 16
     rows = max(16, min(64, power_of_two(heads)))
@@ -93,7 +96,7 @@ def attend_tuning(target: Target, tokens: int, heads: int, vectors: int, *, sele
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What sparse_attend is called with."""
+    """The arguments of one call of sparse_attend."""
 
     out: Tensor
     q: Tensor
@@ -260,7 +263,7 @@ def index_tuning(target: Target, tokens: int, width: int) -> IndexTuning:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What index_topk is called with."""
+    """The arguments of one call of index_topk."""
 
     selected: Tensor
     q: Tensor

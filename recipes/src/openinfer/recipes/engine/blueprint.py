@@ -22,8 +22,8 @@ M = TypeVar("M", bound=Model)
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A model made wrong on purpose, for the accuracy gate: these tensors get these values, and the gate must turn
-    red. min_tokens: prompts that show it have at least so many."""
+    """A negative control of the accuracy gate: the tensors in `changes` get wrong values, and the gate must fail.
+    min_tokens: only prompts of at least this many tokens show the fault."""
 
     name: str
     changes: Sequence[tuple[Tensor, np.ndarray[Any, Any]]]
@@ -31,7 +31,7 @@ class Control:
 
 
 class ModelConfig(Protocol):
-    """What an engine wants to know of a model's config. A frozen dataclass with these fields is one."""
+    """The fields that an engine reads from a model's config. A frozen dataclass with these fields is one."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -44,7 +44,7 @@ class ModelConfig(Protocol):
 
 
 class Blueprint(ABC, Generic[M]):
-    """A model before it has memory. Nothing here touches a device; `lay_out` takes what its arena gives.
+    """A model before it has memory. It touches no device by itself; `lay_out` takes memory from the arena it is given.
 
     `blocks`: blocks of each group of the pool, the padding block included.
     """
@@ -61,7 +61,7 @@ class Blueprint(ABC, Generic[M]):
 
     @property
     def max_positions(self) -> int:
-        """Tokens that a sequence may have by the model's own account."""
+        """The longest sequence in tokens that the config allows (max_position_embeddings)."""
         return self.config.max_position_embeddings
 
     @property
@@ -86,13 +86,13 @@ class Blueprint(ABC, Generic[M]):
         """The pool's groups. None: the smallest ones, for a plan."""
 
     def eviction(self, group: Group) -> Eviction:
-        """In which order cached blocks of a group are given up: the least recently used first."""
+        """The order in which cached blocks of a group are evicted: the least recently used first."""
         return Lru(group)
 
     @abstractmethod
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> M:
-        """Take all memory of the model from the arena: weights, uninitialised; tables; batch; buffers; cache, zeroed,
-        because a kernel may multiply what no sequence wrote by zero."""
+        """Take all memory of the model from the arena: weights, tables, batch, buffers and cache. Weights are not
+        initialised. The cache is zeroed, because a kernel may multiply elements that no sequence wrote by zero."""
 
     @abstractmethod
     def load(
@@ -102,16 +102,16 @@ class Blueprint(ABC, Generic[M]):
 
     @abstractmethod
     def traced(self, model: M, pack: NullPack) -> M:
-        """The model with one layer of each kind, which counts for all (kernels.Repeated): layers of a kind differ in
-        addresses only."""
+        """The model with one layer of each kind, which counts for all of that kind (kernels.Repeated). Layers of a kind
+        differ in addresses only, so one trace stands for them."""
 
     @abstractmethod
     def memory(self, model: M) -> Mapping[str, int]:
-        """Bytes of the model by what they are for, the batch and the cache aside."""
+        """Bytes of the model by their use, without the batch and the cache."""
 
     @abstractmethod
     def controls(self, model: M) -> Iterable[Control]:
-        """What the accuracy gate must notice."""
+        """Faults that the accuracy gate must notice, each as a model made wrong."""
 
     def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
         """The references that an engine with these options is compared with."""
@@ -120,5 +120,5 @@ class Blueprint(ABC, Generic[M]):
     def checks(
         self, engine: Engine, references: Sequence[Reference], wrong_table: str | None = None
     ) -> Iterable[Check]:
-        """What the gate checks besides log-probabilities. wrong_table: see Forced."""
+        """The gate's checks besides log-probabilities. wrong_table: see Forced."""
         return ()

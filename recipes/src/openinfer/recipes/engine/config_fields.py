@@ -37,7 +37,7 @@ class Fields:
         self._values, self.where = values, where
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it is. Whoever takes it checks it."""
+        """The value, unchecked. The caller must check it."""
         value = self._values.get(key)
         return default if value is None else value
 
@@ -45,7 +45,7 @@ class Fields:
         return self._values.get(key) is not None
 
     def size(self, key: str, *, default: int | None = None) -> int:
-        """An integer from 1 to what LARGEST has for the field."""
+        """An integer from 1 to the field's value in LARGEST."""
         value, most = self.get(key, default), LARGEST.get(key, MAX_SIZE)
         if type(value) is not int or not 1 <= value <= most:
             raise self.wrong(key, f"it must be a positive integer of at most {most}")

@@ -60,12 +60,14 @@ REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
 }
 
 FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
-"""What every engine honours."""
+"""The features of every engine, in the names of EngineInfo.features."""
 
 
 class Emitting(NamedTuple):
-    """The rows that get a token in a step, kept while the batch does not change. A steady step then has one call a row:
-    `appends`, which put the tokens where the scheduler finds them."""
+    """The rows that get a token in a step, kept while the batch does not change.
+
+    A steady step then makes one call a row: the row's entry of `appends` puts the token into the scheduler's sequence.
+    """
 
     rows: Sequence[Row[Sampling]]
     positions: list[int]
@@ -304,7 +306,7 @@ class Engine:
         return outputs
 
     def _prompt_logprobs(self, outputs: StepOutputs) -> None:
-        """What has been found out about prompts; that of requests which have ended is dropped."""
+        """Put out the prompt logprobs that are ready, except those of requests that have ended."""
         for seq, *columns in self.runner.take_scores():
             if seq.id in self._seqs:
                 logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)

@@ -1,4 +1,4 @@
-"""What can go wrong between a checkpoint and an engine that is ready.
+"""Errors that a user can cause between a checkpoint and a ready engine.
 
 ValueError
 ├── SetupError          flags that cannot work together, or a device that is too small

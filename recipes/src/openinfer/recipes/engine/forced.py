@@ -46,7 +46,7 @@ class Forced:
     """
 
     def __init__(self, engine: Engine, runner: Runner | None = None, wrong_table: str | None = None) -> None:
-        # What is fed here is no step of the engine's: neither its trace nor its account of times shows it.
+        # Forced steps must not count as the engine's own, so they run without its trace and its step times.
         self.engine, self.runner = engine, replace(runner or engine.runner, trace=None, pace=StepPace())
         self._pool = engine.pool
         self._wrong = None if wrong_table is None else self.runner.model.tables.index(wrong_table)
@@ -56,8 +56,9 @@ class Forced:
     def join(
         self, slot: int, tokens: Sequence[int], salt: bytes | None = None, shown: Sequence[int] | None = None
     ) -> ForcedSeq:
-        """Start a sequence in a slot, 1 or more. salt: sequences of one salt share cached prefixes; None: with no
-        other. shown: what the device gets in place of `tokens`, by whose names its blocks are found, for a control."""
+        """Start a sequence in a slot, 1 or more. Sequences of one salt share cached prefixes; without salt none do.
+        shown: tokens that the device gets in place of `tokens`, as a negative control. The prefix cache still finds and
+        names the blocks by `tokens`."""
         own = os.urandom(16) if salt is None else salt
         named = list(tokens)
         seq = Seq(slot, list(shown or tokens), NO_LIMIT, salt=own, owner=Sampling(GREEDY, 0, ()))
@@ -69,8 +70,8 @@ class Forced:
         return forced
 
     def step(self, items: Sequence[tuple[ForcedSeq, int]]) -> Array:
-        """Feed each sequence so many of its next tokens, in one step. The logits after the last of each, float32
-        [len(items), V]. Raises NoRoom."""
+        """Feed each sequence its next `count` tokens, in one step; items: (sequence, count). Returns the logits after
+        the last token of each, float32 [len(items), V]. Raises NoRoom."""
         joined = [forced.seq for forced, _ in items if not forced.tabled]
         blocks: list[BlockWrite[Sampling]] = []
         rows = []
@@ -90,7 +91,7 @@ class Forced:
         return self.runner.model.batch.logits[: len(items)].numpy()
 
     def _grown(self, forced: ForcedSeq, length: int) -> list[BlockWrite[Sampling]]:
-        """Reserve for so many tokens; the table entries that are new to the device."""
+        """Reserve blocks for `length` tokens. Returns the table entries that the device does not have yet."""
         grown = forced.lease.reserve(length)
         if grown is None:
             raise NoRoom(
@@ -110,7 +111,7 @@ class Forced:
         return write._replace(blocks=[first] * len(write.blocks))
 
     def reserve(self, forced: ForcedSeq, length: int) -> None:
-        """Give a sequence that has been fed blocks for so many tokens in all."""
+        """Give a sequence blocks for `length` tokens in all. It must have been fed before."""
         tables = self.runner.model.tables
         for write in self._grown(forced, length):
             table = tables[write.group]
@@ -125,8 +126,8 @@ class Forced:
         return logits
 
     def rewind(self, forced: ForcedSeq, length: int) -> None:
-        """Set a sequence back to its first `length` tokens. States and pages that a window has left are not what they
-        were: what follows can be timed, not compared."""
+        """Set a sequence back to its first `length` tokens. Recurrent states and pages outside a window are not
+        restored, so later steps can be timed, but not compared."""
         forced.fed = length
         self.runner.model.batch.rows.set("seq_lens", forced.seq.slot, length)
 

@@ -1,8 +1,8 @@
 """The accuracy gate: teacher-forced log-probabilities of the running engine against a reference's, on every path.
 
-A reference (made by another implementation, see scripts/reference) holds token sequences and, at the last
+A reference comes from another implementation (see scripts/reference). It holds token sequences and, at the last
 positions of each, the ids and log-probabilities of its most likely tokens. The engine is fed the same tokens, so that
-one divergence does not spread, and its log-probabilities of those ids are compared (see `verdict`).
+one divergence does not spread. Its log-probabilities of those ids are compared with the reference's (see `verdict`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def decode_all(
     wrong_table: str | None = None,
 ) -> list[Array]:
     """Prefill each sequence up to its first compared position, then feed the rest one token a step, all rows together.
-    Logits [P, V] of each sequence are given as log-probabilities of its reference's top ids [P, K] and the arg max.
-    wrong_table: see Forced."""
+    Returns `read` of the logits at each compared position: log-probabilities of the reference's top ids, and the arg
+    max; [P, K + 1] a sequence. wrong_table: see Forced."""
     forced = Forced(engine, runner, wrong_table)
     rows = [forced.join(n, s.tokens) for n, s in enumerate(sequences, start=1)]
     for row, sequence in zip(rows, sequences, strict=True):
@@ -50,7 +50,7 @@ def decode_all(
 
 
 def _decoded(forced: Forced, pairs: Sequence[tuple[ForcedSeq, Reference]]) -> list[Array]:
-    """The compared positions of sequences that have been prefilled up to these."""
+    """Decode the compared positions of sequences that have been prefilled up to them."""
     found: list[list[Array]] = [[] for _ in pairs]
     for step in range(max(len(s.top_ids) for _, s in pairs)):
         live = [n for n, (_, s) in enumerate(pairs) if step < len(s.top_ids)]
@@ -121,14 +121,14 @@ def preempted(engine: Engine, sequences: Sequence[Reference], chunk: int) -> lis
 
 
 def _long(engine: Engine, sequences: Sequence[Reference], blocks: int) -> list[Reference]:
-    """The sequences whose prompt fills so many blocks of every group."""
+    """The sequences whose prompt fills at least `blocks` blocks of every group."""
     size = max(group.block_size for group in engine.pool.groups)
     return [s for s in sequences if s.first >= blocks * size + 1]
 
 
 def run(built: Built, references: Sequence[Reference]) -> Iterator[Check]:
-    """Every path of an engine with the prefix cache on, a verdict each, and what its recipe checks. Raises
-    NotReproducible where a rerun differs in a bit."""
+    """Run every path of an engine that has the prefix cache on: a verdict each, then the recipe's own checks.
+    Raises NotReproducible where a rerun differs in a bit."""
     engine, sequences = built.engine, built.blueprint.comparable(references)
     runner = engine.runner
     largest, allowed = runner.buckets.max_tokens, limits(sequences)

@@ -1,6 +1,6 @@
-"""A tiny engine over a device that does nothing. What is left is the host's work: `openinfer bench host` measures it.
+"""A tiny engine over a device that does nothing, so only the host's work takes time; for `openinfer bench host`.
 
-What the host does for a step does not depend on the model's size.
+The host's work for a step does not depend on the model's size, so the smallest model of a recipe is enough.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LENGTH, TOKENS = 8192, 2048
 
 
 def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs: StepGraphs) -> Engine:
-    """An engine of the recipe's smallest model, without prefix cache, for sequences of 8,192 tokens. All rows together
-    may have a quarter of that.
+    """An engine of the recipe's smallest model, without prefix cache, for sequences of 8,192 tokens.
 
-    `pack` and `graphs` do nothing; a step's results are what `runner.model.batch.sampled.result` holds.
+    The pool has blocks for a quarter of all rows at full length. `pack` and `graphs` must do nothing. The results of a
+    step are the contents of `runner.model.batch.sampled.result`.
     """
     options = recipe.options(max_num_seqs=rows, enable_prefix_caching=False)
     blueprint: Any = recipe.blueprint(Source(recipe.small), options)

@@ -17,8 +17,9 @@ DECODED = 4
 
 
 def differences(engine: Engine, length: int, seed: int = 7) -> dict[str, list[float]]:
-    """The largest difference of any logit from the run that is alone and in one chunk, at the prompt's last token and
-    each decoded one, by what else was done. The engine must be idle and is to be closed afterwards."""
+    """The largest difference of any logit between a run and the sequence alone in one chunk.
+    Returns, by the name of the run, a difference for the prompt's last token and one for each decoded token. The engine
+    must be idle, and the caller must close it afterwards."""
     rng = np.random.default_rng(seed)
     vocab, most = engine.info.vocab_size, engine.runner.buckets.max_tokens
     tokens: list[int] = rng.integers(0, vocab, length + DECODED).tolist()

@@ -46,7 +46,7 @@ class Room:
 
     @classmethod
     def on(cls, device: Device, options: Options, fixed_bytes: int) -> Room:
-        """What the flags or the device's free memory leave."""
+        """The room that the flags give, or that the device's free memory leaves."""
         if options.kv_cache_memory_bytes is not None:
             return cls(options.kv_cache_memory_bytes, device, fixed_bytes)
         if device.kind == "cpu":

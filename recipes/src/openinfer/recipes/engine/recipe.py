@@ -23,10 +23,10 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a model is made from: config.json, the EOS ids of generation_config.json, and the tensors if they are there.
+    """The files that a model is made from: config.json, the EOS ids of generation_config.json, and perhaps the tensors.
 
-    A plan needs no tensors: without a checkpoint a recipe takes the formats that config.json implies. eos: as the file
-    has them; None: as config.json says.
+    A plan needs no tensors: without a checkpoint a recipe takes the formats that config.json implies.
+    eos: the ids in the form of the file; None: the ids of config.json count.
     """
 
     config: Json
@@ -61,7 +61,8 @@ class Recipe(ABC, Generic[O]):
 
     @abstractmethod
     def blueprint(self, source: Source, options: O, *, ranks: int = 1) -> Blueprint[Any]:
-        """The model of a source. ranks: the part of the first of so many GPUs. Raises UnsupportedModel, SetupError."""
+        """The model of a source. ranks: the number of GPUs that share it; above 1, this is the part of the first GPU.
+        Raises UnsupportedModel, SetupError."""
 
     def published(self) -> Mapping[str, Json]:
         """config.json of published models by a short name; wheels may carry kernels for these."""

@@ -1,8 +1,8 @@
 """Routing flips of mixtures, counted apart.
 
-Near a tie the last bit of a router's logit decides which expert a token gets, and another expert moves the token's
-logits further than rounding does. So positions whose experts are the reference's in every mixture are judged by
-themselves: as positions of a dense model, with limits from the positions where the reference's own two runs agree.
+Near a tie the last bit of a router's logit decides which expert a token gets. Another expert moves the token's logits
+further than rounding does. So the positions whose experts agree with the reference's in every mixture are judged apart,
+like positions of a dense model. Their limits come from the positions where the reference's own two runs agree.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def step_segments(
 class Outline:
     """An engine with these options on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
-    `memory`: bytes by what they are for, the cache aside. `target`: what is planned for. ranks: the part of the first
-    of so many GPUs.
+    `memory`: bytes by their use, without the cache. `target`: the GPU that the plan is for.
+    ranks: the number of GPUs that share the model; with more than one, this is the part of the first GPU.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Outline:
         }
 
     def cache(self, nbytes: int) -> Pool:
-        """The pool that an engine makes of so many bytes. Raises SetupError where they are too few."""
+        """The pool that an engine makes of `nbytes`. Raises SetupError where they are too few."""
         room = Room(nbytes, Device("cuda"), sum(self.memory.values()))
         blocks = self._blueprint.share(self._limits, room)
         return Pool(self._blueprint.groups(self._limits, blocks), prefix_cache=self._prefix_cache)
@@ -113,7 +113,7 @@ class Outline:
 
 
 class Placed:
-    """Sequences of random tokens in an engine's slots, put there by real prefill; any of them can be made a step's.
+    """Sequences of random tokens in an engine's slots, put there by real prefill. A step can take any of them.
 
     Slots 1, 2, ... hold `lengths[0]`, `lengths[1]`, ... tokens and can grow by `room`. The engine must be idle;
     `leave` gives it back. Raises NoRoom.

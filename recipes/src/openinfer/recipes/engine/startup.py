@@ -53,8 +53,10 @@ STEPS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a trace of every segment on the null device says: bytes of the arena without the cache, the kernels, the
-    workspace, and the calls of every step by its shape. Made without a GPU."""
+    """The result of tracing every segment on the null device, which needs no GPU.
+
+    fixed_bytes: bytes of the arena without the cache. specs: the kernels. scratch_bytes, zeroed_bytes: the workspace.
+    steps: the calls of every step by its shape."""
 
     fixed_bytes: int
     specs: list[KernelSpec] = field(default_factory=list)
@@ -198,7 +200,7 @@ def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) 
 def make_pack(
     device: Device, target: Target | None, stream: Stream, store: Store | None, arena: Arena, plan: Plan
 ) -> Pack:
-    """What ops run on, with the kernels and the workspace of the plan (from `arena`): the CPU's without a target."""
+    """The pack that ops run on, with the plan's kernels and its workspace from `arena`. Without a target: the CPU's."""
     if target is None or store is None:
         return CpuPack()
     with _phase("kernels"):

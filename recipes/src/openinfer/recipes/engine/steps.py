@@ -23,13 +23,13 @@ POINTS = (
     "decode:1,1024", "decode:8,1024", "decode:32,1024", "decode:64,1024", "decode:128,1024", "decode:256,512",
     "prefill:128", "prefill:1024", "prefill:4096", "prefill:16384", "offline:512,512,128", "offline:256,1024,128",
 )  # fmt: skip
-"""What the targets name."""
+"""The points that have a target."""
 
 RECORD_POINTS = (
     "decode:1,8192", "decode:8,8192", "decode:32,4096", "decode:64,256", "decode:128,256", "decode:256,256",
     "mixed:8,1024,256", "mixed:32,1024,512", "mixed:64,1024,1024", "mixed:128,1024,512", "mixed:224,512,1024",
 )  # fmt: skip
-"""What a model of step times needs besides them."""
+"""The points that a model of step times needs besides POINTS."""
 
 NUMBERS = {"decode": 2, "prefill": 1, "mixed": 3, "offline": 3}
 OFFLINE_REPEATS = 3
@@ -139,7 +139,7 @@ class StepBench:
         }
 
     def replays(self, recorder: ActivityRecorder, rows: int, context: int) -> list[list[Activity]]:
-        """What the device does in each of the same decode steps, launched when the one before is done."""
+        """The device's activities in each repeat of one decode step; a repeat starts when the one before is done."""
         runner, total = self._runner, WARM_UP + self._repeats
         placed = Placed(self._engine, [context - 1] * rows, [total] * rows, self._rng)
         placed.step(range(1, rows + 1))
@@ -157,8 +157,9 @@ class StepBench:
         return steps[WARM_UP:]
 
     def served(self, recorder: ActivityRecorder, rows: int, context: int) -> list[list[Activity]]:
-        """What the device does in each step of sequences that decode through the engine, from one read-back to the
-        next."""
+        """The device's activities in each step of sequences that decode through the engine.
+
+        A step goes from one read-back to the next."""
         tokens = self._lead(rows, context) + WARM_UP + self._repeats
         recorder.read()
         run(self._engine, [self._ids(max(1, context - tokens)) for _ in range(rows)], tokens)

@@ -1,10 +1,12 @@
 """Verdicts of the accuracy gate: how far a run is from a reference's, and how far it may be.
 
-What a right engine may deviate is 1.5 times what the reference's own bf16 run deviates from its float32 run, over all
-positions of the reference: two bf16 runs are sqrt(2) times as far from each other as one is from float32. That holds
-for the regret too. A run prefers one token to the reference's best only if its errors of the two differ by more than
-what lies between them, and among hundreds of positions there are such near ties. So a regret is held against how far
-the reference's own errors of its best token and of another likely one are apart (99th percentile).
+The limit is 1.5 times the deviation of the reference's own bf16 run from its float32 run, over all positions of the
+reference. The reason: two right bf16 runs are sqrt(2) times as far from each other as one is from float32.
+
+The regret has a limit of the same kind. A run prefers another token to the reference's best only if its errors of the
+two tokens differ by more than their log-probabilities do. Among hundreds of positions there are near ties where that
+happens. So the regret is compared with the difference between the reference's own errors of its best token and of
+another likely token (99th percentile).
 """
 
 from __future__ import annotations
@@ -26,9 +28,12 @@ OWN_DEVIATION_FACTOR = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """One reference sequence: its tokens, and for each of the last `len(top_ids)` positions the reference's most likely
-    next tokens [P, K], most likely first, their log-probabilities in its own bf16 run, and in its float32 run. `actq`:
-    in a float32 run that rounds activations as the published code does."""
+    """One reference sequence. It has results for its last P = `len(top_ids)` positions.
+
+    tokens: the sequence.
+    top_ids: the reference's most likely next tokens, most likely first, [P, K].
+    bf16, fp32: log-probabilities of `top_ids` in its bf16 run and in its float32 run, [P, K].
+    actq: the same in a float32 run that rounds activations as the published code does."""
 
     tokens: list[int]
     top_ids: Array
@@ -39,7 +44,7 @@ class Reference:
     """By run ("bf16", "fp32", "actq"): the experts of each mixture at these positions, ascending, [P, mixtures,
     chosen]. Empty for a dense model."""
     layers: Mapping[str, Array] = field(default_factory=dict)
-    """What layers make of given inputs, where the reference has it: for the recipe's own checks."""
+    """Outputs of layers for given inputs, for the recipe's own checks. Empty where the reference has none of them."""
 
     @property
     def first(self) -> int:
@@ -47,8 +52,8 @@ class Reference:
         return len(self.tokens) - len(self.top_ids)
 
     def rounded(self) -> Reference:
-        """What an engine that rounds activations is compared with: the run that does so. What may lie between them is
-        1.5 times what the rounding itself does. Raises ValueError where there is no such run."""
+        """The reference for an engine that rounds activations: its bf16 run is replaced by the run that rounds.
+        So the limits become 1.5 times the effect of the rounding itself. Raises ValueError where no run rounds."""
         if self.actq is None:
             raise ValueError("this reference has no run that rounds activations; make it anew")
         order = np.argsort(-self.actq, axis=1, kind="stable")
@@ -58,7 +63,7 @@ class Reference:
 
 
 def load_reference(path: Path) -> list[Reference]:
-    """Read what scripts/reference wrote."""
+    """Read a reference.npz of scripts/reference."""
     with np.load(path, allow_pickle=False) as data:
         return [
             Reference(
@@ -75,12 +80,12 @@ def load_reference(path: Path) -> list[Reference]:
 
 
 def _parts(data: Mapping[str, Array], at: str) -> dict[str, Array]:
-    """The arrays whose names begin so, by the rest of their names."""
+    """The arrays whose names begin with `at`, by the rest of their names."""
     return {name.removeprefix(at): data[name] for name in data if name.startswith(at)}
 
 
 class Check(Protocol):
-    """What a gate yields: it passed or not, can be printed and kept. A frozen dataclass is one with three lines."""
+    """One result of a gate: it passed or not, and can be printed and kept."""
 
     @property
     def path(self) -> str: ...
@@ -94,7 +99,7 @@ class Check(Protocol):
 
 
 class Deviation(NamedTuple):
-    """How far a run is from another, in nat; or how far it may be."""
+    """The deviation of one run from another, in nat, or the limit of it."""
 
     regret: float
     mean: float
@@ -102,7 +107,8 @@ class Deviation(NamedTuple):
 
 
 def limits(sequences: Sequence[Reference]) -> Deviation:
-    """What a run may deviate from the reference's bf16 run; from all its sequences, whichever a path runs."""
+    """The limits for the deviation of a run from the reference's bf16 run.
+    `sequences` must be all of the reference, also for a path that runs fewer of them."""
     own = np.concatenate([s.bf16 - s.fp32 for s in sequences])
     apart = np.abs(own[:, 1:] - own[:, :1])
     found = (np.quantile(apart, 0.99), np.abs(own).mean(), np.quantile(np.abs(own), 0.99))
@@ -112,8 +118,8 @@ def limits(sequences: Sequence[Reference]) -> Deviation:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How far a run is from the reference. Printed and not gated: the largest deviation, and at how many positions the
-    regret is above REGRET_NAT."""
+    """How far a run is from the reference. Printed, but not gated: the largest deviation, and the number of positions
+    whose regret is above REGRET_NAT."""
 
     path: str
     positions: int
@@ -149,7 +155,7 @@ class Verdict:
 
 
 def judge(path: str, allowed: Deviation, sequences: Sequence[Reference], found: Sequence[Array]) -> Verdict:
-    """Compare what a path gave for these sequences with the reference's bf16 run."""
+    """Compare the results of a path for these sequences, one `read` a position, with the reference's bf16 run."""
     ours = np.abs(np.concatenate([f[:, :-1] - s.bf16 for s, f in zip(sequences, found, strict=True)]))
     ours = np.where(np.isfinite(ours), ours, np.inf)
     regrets = np.array([
@@ -168,7 +174,7 @@ def judge(path: str, allowed: Deviation, sequences: Sequence[Reference], found: 
 
 
 def read(logits: Array, top_ids: Array) -> Array:
-    """Log-probabilities of top_ids, and last which of them is the arg max (-1: none)."""
+    """Log-probabilities of top_ids, then the index of the arg max among them (-1: it is not among them)."""
     wide = logits.astype(np.float64)
     peak = wide.max()
     logprobs = wide - (peak + np.log(np.exp(wide - peak).sum()))

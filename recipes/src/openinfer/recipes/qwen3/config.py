@@ -79,7 +79,7 @@ class Config:
 
 
 def _refuse(fields: Fields) -> None:
-    """What this recipe does not do, by name."""
+    """Refuse by name each setting that this recipe does not support."""
     fields.is_all({"model_type": "qwen3"}, "this recipe runs")
     if "quantization_config" in fields:
         method = shown(fields.fields("quantization_config").get("quant_method"))

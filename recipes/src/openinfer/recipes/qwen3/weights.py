@@ -1,4 +1,4 @@
-"""What the checkpoint must hold, where it goes, and the fused layout that the model runs on."""
+"""The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
 from __future__ import annotations
 

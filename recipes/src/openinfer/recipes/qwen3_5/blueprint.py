@@ -26,8 +26,11 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, floa
 
 @dataclass(frozen=True, slots=True)
 class Qwen35(Blueprint[Model]):
-    """engine.Blueprint of a Qwen3.5. Its pool has two groups: pages with keys and values of the full layers, and blocks
-    with the recurrent states of a sequence, of which snapshots are kept where a cached prefix may end."""
+    """engine.Blueprint of a Qwen3.5.
+
+    Its pool has two groups: pages with keys and values of the full-attention layers, and blocks with the recurrent
+    states of a sequence. Snapshots of these states are kept where a cached prefix may end.
+    """
 
     config: Config
     form: Format

@@ -17,7 +17,10 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: so many, so many of them a token, and the widths of one and of the shared expert."""
+    """Sizes of a mixture of experts: `count` experts, `chosen` of them a token.
+
+    intermediate_size: hidden width of a routed expert. shared_size: that of the shared expert.
+    """
 
     count: int
     chosen: int
@@ -27,10 +30,16 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The text model. `full[l]`: layer l is full attention, else it is gated delta net. `experts` is None for a dense
-    model, whose MLP is `intermediate_size` wide (0 with experts). `tie_word_embeddings` is None where the file
-    contradicts itself. `inv_freq` float32 [rotary_dim / 2]. `mtp`: there is a head that predicts a further token;
-    `fp8`: weights are block-scaled; `text_only`: there is no vision tower, and tensors have other names."""
+    """The text model.
+
+    full: full[l] is True where layer l is full attention, False where it is a gated delta net.
+    experts: None for a dense model, whose MLP is `intermediate_size` wide (0 with experts).
+    tie_word_embeddings: None where the file contradicts itself.
+    inv_freq: float32 [rotary_dim / 2].
+    mtp: the checkpoint has an MTP head, which predicts one more token.
+    fp8: weights are block-scaled FP8.
+    text_only: there is no vision tower, and tensors have other names.
+    """
 
     hidden_size: int
     full: tuple[bool, ...]
@@ -134,7 +143,7 @@ class Config:
 
 
 def _refuse(whole: Fields, text: Fields) -> None:
-    """What this recipe does not do, by name."""
+    """Refuse by name each setting that this recipe does not support."""
     if "quantization_config" in whole:
         quantization = whole.fields("quantization_config")
         method, block = quantization.get("quant_method"), quantization.get("weight_block_size")

@@ -49,8 +49,11 @@ class Tuning:
 
 
 def choose(target: Target, heads: int, rows: int) -> Tuning:
-    """What was measured on an H200: a few rows in small parts, so that there are enough programs; beside prompts only
-    so many rows that they take longer than a fork and a join."""
+    """The tuning that was fastest on an H200.
+
+    A few rows run in small parts, so that there are enough programs for the SMs. Decode rows run beside prompts only
+    where they are many enough to take longer than a fork and a join of the graph.
+    """
     if heads * rows <= 2 * target.num_sms:
         return Tuning(step_columns=32, step_warps=1)
     return Tuning(beside=heads * rows > 32 * target.num_sms)

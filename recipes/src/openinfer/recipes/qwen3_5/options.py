@@ -13,7 +13,7 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class HybridOptions(Options):
-    """Those of every engine, and how often recurrent states are kept."""
+    """The options of every engine, and how often snapshots of recurrent states are kept."""
 
     refused: ClassVar[dict[str, str]] = {
         "batch_invariant": "how a prompt is cut into steps changes what the delta rule's kernels round"

@@ -19,13 +19,19 @@ STATES = 1
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """Where snapshots of a prompt's state are taken: at the powers of two from STATE_CHUNK on below `interval`, so that
-    short shared prefixes are found too, at its multiples, and where the last whole chunk of the prompt ends."""
+    """Positions where snapshots of a prompt's state are taken.
+
+    They are the multiples of `interval`, the end of the prompt's last whole chunk, and the powers of two from
+    STATE_CHUNK up to `interval`. The powers of two let short shared prefixes be found too.
+    """
 
     interval: int
 
     def within(self, start: int, end: int, prompt: int) -> list[int]:
-        """Those in (start, end] of a prompt of so many tokens; the last of them leaves a token to compute."""
+        """Snapshot positions p with start < p <= end, in a prompt of `prompt` tokens.
+
+        p < prompt, because a prefix hit must leave one token to compute.
+        """
         regular = {*range(self.interval, end + 1, self.interval), (prompt - 1) // STATE_CHUNK * STATE_CHUNK}
         power = STATE_CHUNK
         while power < self.interval:
@@ -34,7 +40,7 @@ class Boundaries:
         return sorted(n for n in regular if start < n <= end and n < prompt)
 
     def most(self, num_tokens: int) -> int:
-        """At most so many are within a chunk of num_tokens tokens."""
+        """An upper bound of the snapshot positions in a chunk of num_tokens tokens."""
         powers = (self.interval // STATE_CHUNK).bit_length()
         return num_tokens // self.interval + powers + 1
 

@@ -1,4 +1,4 @@
-"""What the checkpoint must hold, where it goes, and the fused layout that the model runs on."""
+"""The tensors that the checkpoint must hold, their places, and the fused layout that the model runs on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Format:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
-        """What this one is, by the names of its tensors."""
+        """The format of this checkpoint, found from the names of its tensors."""
         suffix = ".weight_scale_inv"
         nested = "model.language_model.embed_tokens.weight" in checkpoint
         tied = config.tie_word_embeddings

@@ -1,7 +1,8 @@
-"""Hyper-connections: four residual streams, what a sublayer reads of them and how its output is mixed into them.
+"""Hyper-connections: four residual streams, how a sublayer reads them, and how its output is mixed into them.
 
-What mixes them are 24 numbers a token, products of the four streams with a float32 matrix. The streams are bf16, so a
-product with the matrix in three bf16 parts (24 bits of mantissa) on the tensor cores is as exact as one in float32.
+A token has 24 mixing numbers, the products of its four streams with a float32 matrix. The matrix is split into three
+bf16 parts, which have 24 bits of mantissa together. The streams are bf16, so these products on the tensor cores are as
+exact as products in float32.
 """
 
 # mypy: ignore-errors
@@ -87,8 +88,10 @@ def hc_numbers(
     pre, mix, streams, fn, base, scale, partial, counter, tokens, K, eps, hc_eps, iters,
     NUMBERS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """pre float32 [T, 4] and, if there are 24 NUMBERS and not 4, mix float32 [T, 20], from streams [T, K] of K = 4 D
-    columns. K is split over SPLIT programs, and the last one to finish sums their parts in a fixed order.
+    """Write pre float32 [T, 4] and, if NUMBERS is 24 and not 4, mix float32 [T, 20].
+
+    They are made from streams [T, K] of K = 4 D columns. K is split over SPLIT programs. The last program to finish
+    sums the parts in a fixed order.
 
     partial: float32 [SPLIT, T, 32]; counter: int32 [cdiv(T, BT)], zero before and after. BK divides K.
     Grid (SPLIT, cdiv(T, BT)).

@@ -89,7 +89,8 @@ def select_entries(
     segments of BLOCK entries).
 
     A token that sees more than BLOCK has candidates instead: found, found_order int32 [tokens, segments, topk], -1
-    where a segment has fewer. 2 SMALL <= BLOCK: a token that sees so many, or half, costs less.
+    where a segment has fewer. 2 SMALL <= BLOCK: a token that sees at most SMALL entries costs less, and so does one
+    that sees at most 2 SMALL.
     """
     token, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     live_token = tl.load(token_slots + token) != 0

@@ -1,9 +1,9 @@
 """Attention of a token to its window and to compressed entries, where one vector is key and value of all heads.
 
-A program has BM heads of a token, all of them if it can, so that a vector is read once. What the token sees is a list
-of blocks of BN vectors, those of the window first, dealt to the token's parts in turn. The softmax is online, in base 2
-and float32; `scale` holds log2(e). The D channels are taken in four quarters, for a thread then has few rows of each,
-and few addresses.
+A program has BM heads of a token, all of them if it can, so that a vector is read once. The vectors that the token sees
+are a list of blocks of BN, the blocks of the window first. The blocks are dealt to the token's parts in turn. The
+softmax is online, in base 2 and float32; `scale` holds log2(e). The D channels are taken in four quarters, because a
+thread then has few rows of each, and few addresses.
 """
 
 # mypy: ignore-errors
@@ -20,7 +20,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _sights(position, window, most, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, BN: tl.constexpr):
-    """What a position sees: the first of its raw vectors, how many entries, and the blocks of both."""
+    """(low, seen, blocks of the window, blocks in all) of a position.
+
+    low: the position of the first raw vector that it sees. seen: the number of entries that it sees.
+    """
     low = tl.maximum(position + 1 - window, 0)
     seen = 0
     if ENTRY_BITS >= 0:
@@ -43,10 +46,13 @@ def sparse_attend(
     D: tl.constexpr, ROTARY: tl.constexpr, PAGE_BITS: tl.constexpr, ENTRY_BITS: tl.constexpr, SELECTED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, tokens, cdiv(heads, BM)). A page has 2^PAGE_BITS raw vectors, or 2^ENTRY_BITS entries (-1: there
-    are none). `most` entries are seen: the columns of `selected` if SELECTED, else more than any token sees. With
-    SPLITS > 1 nothing goes to out, but to partial [tokens, SPLITS, heads, D] and weight float32, the same less D: what
-    `merge_parts` reads."""
+    """Grid (SPLITS, tokens, cdiv(heads, BM)).
+
+    A page has 2^PAGE_BITS raw vectors or 2^ENTRY_BITS entries; ENTRY_BITS is -1 without entries. A token sees at most
+    `most` entries: the columns of `selected` if SELECTED, else more than any token sees. With SPLITS > 1 the kernel
+    does not write out. It writes the input of `merge_parts`: partial [tokens, SPLITS, heads, D] and weight float32
+    [tokens, SPLITS, heads].
+    """
     QUARTER: tl.constexpr = D // 4
     part, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     head, i = tl.program_id(2) * BM + tl.arange(0, BM), tl.arange(0, BN)

@@ -1,9 +1,13 @@
 """Attention of a token to its window and to compressed entries for Hopper, in Gluon.
 
-What is computed is as in sparse_attend.py. A program has 64 heads of a token and one part of what it sees, and four
-parts that run side by side, four warps each: one looks vectors up and copies them, a block of BN after the other into
-a ring; one multiplies the queries with a block and makes probabilities of the scores; two multiply these with the
-block's vectors, half of the channels each. None waits for more than the block it needs.
+The result is that of sparse_attend.py. A program has 64 heads of a token and one part of the vectors that it sees. Four
+groups of four warps run side by side in a program:
+
+- One looks vectors up and copies them, one block of BN after the other, into a ring.
+- One multiplies the queries with a block and turns the scores into probabilities.
+- Two multiply the probabilities with the block's vectors, half of the channels each.
+
+Each group waits only for the block that it needs.
 """
 
 # mypy: ignore-errors
@@ -45,8 +49,12 @@ SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 @gluon.jit
 def _sights(token, positions, token_slots, window, most, PAGE_BITS: gl.constexpr, ENTRY_BITS: gl.constexpr,
             BN: gl.constexpr, SPLITS: gl.constexpr):  # fmt: skip
-    """A token's slot and position, the first of its raw vectors, how many entries it sees, the blocks of these, and how
-    many blocks the program has. Entries come first: where they are named depends on nothing."""
+    """(slot, position, low, seen, of_entries, count) of a token.
+
+    low: the position of the first raw vector that it sees. seen: the number of entries that it sees. of_entries: the
+    blocks of these. count: the blocks of this program. Blocks of entries come first, because the place of their names
+    depends on no other load.
+    """
     slot = gl.load(token_slots + token)
     position = gl.load(positions + token)
     low = gl.maximum(position + 1 - window, 0)

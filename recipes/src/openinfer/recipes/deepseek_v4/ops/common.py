@@ -1,4 +1,4 @@
-"""What the contracts and references of these ops share."""
+"""Code that the contracts and references of these ops share."""
 
 from __future__ import annotations
 

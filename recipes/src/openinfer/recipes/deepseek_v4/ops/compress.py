@@ -34,13 +34,15 @@ from openinfer.recipes.deepseek_v4.ops.queries import KV_BLOCK, rounded_key
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 ROUNDINGS = ("none", "q8", "hadamard_q4")
-"""What may be done to a finished entry: nothing; q8 of the channels that are not rotated, in blocks of 64; the Hadamard
-transform and q4 of all."""
+"""How a finished entry may be rounded.
+
+"none": not at all. "q8": q8 of the channels that are not rotated, in blocks of 64. "hadamard_q4": the Hadamard
+transform and q4 of all channels."""
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.compress"
 
 STAGES = 6
-"""Tokens that a program reads ahead in a chunk, and one."""
+"""Stages of a program's loop over a chunk: it reads STAGES - 1 tokens ahead."""
 
 A_PREVIOUS, A, B = 0, 1, 2
 """The accumulations of an overlapping compressor: the A half of the window before (complete), A and B of this one."""
@@ -68,10 +70,13 @@ def _contract(
 
     Rows, slots, q_starts, seq_lens and alive as in expand_rows. Window w of a row is its tokens w m .. w m + m - 1,
     with m = ape.shape[0]. az float32 [T, 2 c], rows at any stride: a, then z, of c columns each; z_t += ape[t mod m]
-    (float32 [m, c]). Everything up to the entry is in float32. An accumulation is, for each of d channels, (largest z,
-    s = sum of exp(z - largest), v = sum of exp(z - largest) * a), empty = (-inf, 0, 0), and takes tokens in order:
+    (float32 [m, c]). All values up to the entry are float32. An accumulation has three numbers for each of d channels:
+    the largest z, s = sum of exp(z - largest), and v = sum of exp(z - largest) * a. The empty one is (-inf, 0, 0). It
+    takes tokens in order:
 
-        top = max(largest, z);  s = s * exp(largest - top) + exp(z - top);  v likewise, with + exp(z - top) * a
+        top = max(largest, z)
+        s = s * exp(largest - top) + exp(z - top)
+        v = v * exp(largest - top) + exp(z - top) * a
 
     c = d (one accumulation: no overlap): it is empty before the first token of a window; after its last, e = v / s.
     c = 2d (three: A of the previous window, A, B): before the first token of a window, A becomes the previous one's
@@ -85,11 +90,11 @@ def _contract(
     w m // 128], place w mod (128 / m). m divides 128.
 
     State: state float32 [pages, accumulations, 3, d], dense within a page, pages at any stride. A row reads page
-    state_tables[slot, (n - 1) // 128] with n = seq_lens[slot], and nothing if n is 0. It leaves the accumulations as
-    they are after the last token of every page that it has tokens of in that page, state_tables[slot, p // 128]: the
-    pages it fills, and the one of its last token. Both tables int32 [S, B].
+    state_tables[slot, (n - 1) // 128] with n = seq_lens[slot], and nothing if n is 0. For every page of which the row
+    has tokens, it writes the accumulations after the last of these tokens into that page, state_tables[slot, p // 128].
+    These are the pages it fills, and the page of its last token. Both tables int32 [S, B].
 
-    Dead rows and tokens past q_starts[R] change nothing but page 0 of entries and state, which nobody reads.
+    Dead rows and tokens past q_starts[R] change nothing but page 0 of entries and state, which no row reads.
     max_q_len: no row has more tokens than this (1 in a decode step).
     """
     expect("state", state, (-1, -1, 3, -1), float32, dense=False)

@@ -128,7 +128,7 @@ def _pre_contract(
     hc_eps: float,
     iters: int,
 ) -> None:
-    """What a sublayer reads from the n streams, and how its output will be mixed into them.
+    """Make a sublayer's input from the n streams, and the numbers that will mix its output into them.
 
     With f = streams[t] flattened, in float32:
 

@@ -59,8 +59,8 @@ def _contract(
     with `quantized` the first d - r go through q8 in blocks of 64. It is written to kv [pages, 128, d]: one layer of
     the window pages, dense within a page, pages at any stride. All of one float dtype; q_norm float32 [Q], kv_norm
     float32 [d]. cos_sin float32 [P, 2, r / 2], by position. positions, token_slots int32 [T]; block_tables int32
-    [S, B]: the page of position p of slot s is block_tables[s, p // 128]. Slot 0's table names page 0, which nobody
-    reads: tokens of slot 0 may write there or not at all. Q is a multiple of 128, d - r of 64.
+    [S, B]: the page of position p of slot s is block_tables[s, p // 128]. Slot 0's table names page 0, which no row
+    reads, so tokens of slot 0 may write there or not at all. Q is a multiple of 128, d - r of 64.
     """
     expect("kv", kv, (-1, PAGE, -1), *FLOATS, dense=False)
     expect("kv[0]", kv[0], kv.shape[1:])

@@ -60,7 +60,7 @@ def _contract(
     top: the largest of the logits and the sink. Probabilities are rounded to q's dtype before they meet the values; an
     implementation may leave out the roundings of q / rms(q) and of o before the rotations. q [T, A, d] and out [T, A d]
     of the dtype of kv; sinks float32 [A]; cos_sin float32 [P, 2, r / 2]; both tables int32 [S, B]. window is in
-    [1, 128]. What is written for tokens of slot 0, the padding slot, is finite and otherwise unspecified.
+    [1, 128]. The output for tokens of slot 0, the padding slot, is finite and otherwise unspecified.
     """
     expect("q", q, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = q.shape

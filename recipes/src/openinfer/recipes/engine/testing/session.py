@@ -15,8 +15,10 @@ from openinfer.sampler.grammar import Grammar
 
 @dataclass(frozen=True)
 class Golden:
-    """What a published implementation says of a prompt in float32: its greedy tokens, and the logits float32 [V] of
-    the token after some positions of the prompt."""
+    """The results of a published implementation in float32 for one prompt.
+
+    greedy: its greedy tokens. logits: by position of the prompt, the logits float32 [V] of the token after it.
+    """
 
     prompt: Sequence[int]
     greedy: Sequence[int]
@@ -32,7 +34,7 @@ class Golden:
 
 @dataclass
 class Outcome:
-    """What an engine said of one request."""
+    """All outputs of an engine for one request."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -42,8 +44,10 @@ class Outcome:
 
 
 class Session:
-    """Drives an engine by hand and keeps what it says, by request. Raises AssertionError where the engine breaks its
-    contract: two terminals, or anything after a terminal."""
+    """Drives an engine by hand and keeps its outputs, by request.
+
+    Raises AssertionError where the engine breaks its contract: two terminals, or anything after a terminal.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

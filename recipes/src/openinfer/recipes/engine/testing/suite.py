@@ -187,7 +187,7 @@ class EngineConformance:
         expect(stats.prefix_hit_tokens > 0, "no prefix was found, so the test shows nothing")
 
     def test_any_two_options_in_any_company(self) -> None:
-        """What two options give together, alone or among requests with others."""
+        """Any two options give the same tokens alone as among requests with other options."""
         pairs, prompts = (
             list(itertools.combinations(ASKED, 2)),
             self.prompts(len(ASKED) * (len(ASKED) - 1) // 2),
@@ -265,7 +265,7 @@ class EngineConformance:
         expect(outcome.terminals == [Finished(asked, "stop", stop)], f"it ended with {outcome.terminals}")
 
     def test_a_grammar_is_kept(self) -> None:
-        """Where llguidance is installed: the output is one of two sentences, as long as it is not cut off."""
+        """Where llguidance is installed, an output that is not cut off is one of two sentences."""
         session = self.session(max_num_seqs=3)
         engine, (prompt,) = session.engine, self.prompts(1)
         if "grammar" not in engine.info.features:

@@ -1,14 +1,18 @@
 """Many tokens a row through a gated delta-rule layer, in chunks that end at positions divisible by C.
 
-With G the running sum of the log decays inside a chunk and D[i, j] = exp(G[i] - G[j]) for i >= j, the updates V' of the
-state S by a chunk's tokens depend on each other only through a triangular system:
+G is the running sum of the log decays inside a chunk; D[i, j] = exp(G[i] - G[j]) for i >= j. A chunk's tokens update
+the state S by V'. The rows of V' depend on each other only through a triangular system:
 
     (I + strictly_lower(diag(beta) K K^T . D)) V' = diag(beta) (V - diag(exp G) K S)
 
-`delta_inputs` makes Q, K and V; `delta_prepare` inverts every chunk's system by itself: `solved`, times diag(beta); and
-has Q K^T . D as `scores`; `delta_scan` goes through a row's chunks in order, carries S, and gives the outputs
-diag(exp G) Q S + (Q K^T . D) V'; `delta_norm` is the gated norm. Never exp(-G), which overflows: only differences,
-which are at most 0.
+- `delta_inputs` makes Q, K and V.
+- `delta_prepare` inverts the system of each chunk by itself. It writes the inverse times diag(beta) as `solved`, and
+  Q K^T . D as `scores`.
+- `delta_scan` goes through a row's chunks in order, carries S, and writes the outputs
+  diag(exp G) Q S + (Q K^T . D) V'.
+- `delta_norm` is the gated norm.
+
+The kernels must not compute exp(-G), because it overflows. They take exp of differences, which are at most 0.
 """
 
 # mypy: ignore-errors
@@ -42,8 +46,11 @@ def _find(n, q_starts, rows, short, C: tl.constexpr):
 
 @triton.jit
 def _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C: tl.constexpr):
-    """Of a tile: its row's slot, first token, position before the step and position after it, and the position that its
-    chunk starts at, which is not before the one after the step if there is nothing to do."""
+    """(slot, first, before, end, start) of a tile.
+
+    slot, first: the slot and the first token of its row. before, end: the row's position before and after the step.
+    start: the position at which the tile's chunk starts; start >= end if the tile has nothing to do.
+    """
     row, number, _ = _find(tile, q_starts, rows, short, C)
     inside = tl.minimum(row, rows - 1)
     first = tl.load(q_starts + inside)
@@ -90,7 +97,7 @@ def _inputs(
     qkv_stride, conv_stride, rows, short,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """What delta_inputs does for one head of one tile."""
+    """The work of delta_inputs for one head of one tile."""
     slot, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
     if start < end:
         heads: tl.constexpr = KEYS * GROUP
@@ -150,11 +157,12 @@ def delta_inputs(
 
 @triton.jit
 def _inverse(m, C: tl.constexpr, LEVELS: tl.constexpr):
-    """(I + m)^-1 of a strictly lower triangular m [C, C], C = 2^LEVELS, by products in float16: with unit keys and beta
-    at most 1 nothing that is multiplied here exceeds 1.
+    """(I + m)^-1 of a strictly lower triangular m [C, C], C = 2^LEVELS, by products in float16.
 
-    By blocks: where X holds the inverses of the diagonal blocks of some size, and B what m has below them in blocks of
-    twice that size, the inverses of these are X - X B X.
+    float16 is wide enough: with unit keys and beta at most 1, no factor exceeds 1.
+
+    The inverse grows by blocks. X holds the inverses of the diagonal blocks of some size. B is the part of m below
+    them, inside diagonal blocks of twice that size. The inverses of the larger blocks are X - X B X.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     x = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, m, 0.0)
@@ -180,7 +188,7 @@ def _prepared(
     tokens, rows, short,
     KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """What delta_prepare does for one head of one tile."""
+    """The work of delta_prepare for one head of one tile."""
     _, first, before, end, start = _chunk(tile, slots, q_starts, seq_lens, alive, rows, short, C)
     if start < end:
         i, ck = tl.arange(0, C), tl.arange(0, DK)
@@ -216,11 +224,12 @@ def delta_prepare(
     KEYS: tl.constexpr, DK: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
     LOOP: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk knows without the state, for rows of more than `short` tokens. Grid (heads, tiles; with LOOP any
-    number, 2).
+    """The part of a chunk that does not need the state, for rows of more than `short` tokens.
 
-    Out, by token: solved [T, heads, C] by the one half of the programs, and by the other scores [T, heads, C] and
-    decays float32 [heads, T] (G).
+    Grid (heads, tiles, 2); with LOOP any number of programs may stand for the tiles.
+
+    Out, by token. One half of the programs writes solved [T, heads, C]. The other half writes scores [T, heads, C] and
+    decays (G), float32 [heads, T].
     """
     head, tile = tl.program_id(0), tl.program_id(1)
     if LOOP:
@@ -274,7 +283,7 @@ def _scanned(
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, C: tl.constexpr,
     BV: tl.constexpr, SNAPSHOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What delta_scan does for one part of one head of one row."""
+    """The work of delta_scan for one part of one head of one row."""
     heads: tl.constexpr = KEYS * GROUP
     slot, first = tl.load(slots + row), tl.load(q_starts + row)
     before = tl.load(seq_lens + slot)

@@ -52,9 +52,9 @@ def delta_step(
     """Rows of exactly one token, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
     of BV columns, rows): the part of a head that arrives last does the norm.
 
-    partial: float32 [rows, heads, DV]; arrived: int32 [rows, heads], zero before and after. What is read goes out in
-    three waves, each as early as its addresses are known: a program that waits has nothing under way, and there are no
-    more than a few on an SM.
+    partial: float32 [rows, heads, DV]; arrived: int32 [rows, heads], zero before and after. Loads are issued in three
+    waves, each as early as its addresses are known. An SM holds only a few programs, and a program that waits for an
+    address has no load in flight.
     """
     PARTS: tl.constexpr = DV // BV
     head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)

@@ -25,7 +25,7 @@ def _rotated(source, inside, gain, angle, eps, D: tl.constexpr, ROTARY: tl.const
     """Heads at source [N, 1], normalised, rotated and rounded: [N, D]. `angle`: cosines and sines of the position."""
     HALF: tl.constexpr = ROTARY // 2
     column = tl.arange(0, D)
-    # What an element is rotated with; those that are not rotated have an angle of 0.
+    # The partner of each element in the rotation. Elements beyond ROTARY have an angle of 0, so they stay.
     other = tl.where(column < HALF, column + HALF, tl.where(column < ROTARY, column - HALF, column))
     rotates = column < ROTARY
     x = tl.load(source + column[None, :], mask=inside, other=0.0)

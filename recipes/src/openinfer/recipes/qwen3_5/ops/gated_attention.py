@@ -50,10 +50,11 @@ def _contract(
     scale: float,
     max_q_len: int,
 ) -> None:
-    """qk_norm_rope_write of qkv [T, (2 A + 2 G) d] into kv, attend with its queries to out [T, A * d], and out times
-    the sigmoid of the gates that are in qkv (sigmoid_gate).
+    """Three ops in one: qk_norm_rope_write, attend and sigmoid_gate.
 
-    Arguments as theirs; positions and token_slots are what expand_rows makes of slots, q_starts, seq_lens and alive.
+    qk_norm_rope_write takes qkv [T, (2 A + 2 G) d] and writes kv. attend takes its queries and writes out [T, A * d].
+    sigmoid_gate multiplies out by the sigmoid of the gates in qkv. Arguments are those of the three ops; positions and
+    token_slots are made by expand_rows from slots, q_starts, seq_lens and alive.
     """
     expect("kv", kv, (-1, 2, -1, -1, -1), *FLOATS, dense=False)
     expect("kv[0]", kv[0], kv.shape[1:])
@@ -129,8 +130,8 @@ def _decode(
 ) -> Command:
     """All of a decode step's attention in one kernel.
 
-    What a program does before it reads its first page shows where there are more programs than SMs. On an H200 8 x
-    1,024 takes 19.2 us, and the other kernels 20.4 and two starts; but 64 x 1,024 74.7 and 72.5, 256 x 512 146 and 134.
+    This pays only where there are fewer programs than SMs. With more, the work of a program before its first page is
+    not hidden, and three separate kernels are faster. docs/lessons.md has the times on an H200.
     """
     splits, group, tile = choice.splits, call.group, choice.short
     merged = power_of_two(group)

@@ -28,14 +28,14 @@ from openinfer.recipes.qwen3_5 import delta
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 STATE_CHUNK = delta.CHUNK
-"""Snapshots are taken after multiples of so many tokens: where kernels for long rows have the state at hand."""
+"""Snapshots are taken only after multiples of this many tokens, because there kernels for long rows hold the state."""
 
 L2_EPS = 1e-6
 """Inside the square root of the key and query norms; a constant of the published model."""
 
 
 class Sizes(NamedTuple):
-    """What the shapes of a call say."""
+    """Sizes that follow from the shapes of a call."""
 
     key_heads: int
     value_heads: int
@@ -91,15 +91,15 @@ def _contract(
     State of a sequence is kept in blocks: state float32 [B, Hv, dk, dv] is S; conv_state [B, K, 2 Hk dk + Hv dv] is a
     ring, m of position p at p % K, that holds the last K positions. Blocks may be at any stride, and further apart than
     2^31 elements. A row reads the block state_from[slot], unless seq_lens[slot] == 0: then both states are zeros,
-    whatever memory holds. What it leaves goes to the block state_to[slot]; the two may be equal or differ (both int32
-    [S]).
+    whatever memory holds. The row's new states go to the block state_to[slot]. state_from and state_to are int32 [S]
+    and may name the same block.
 
     snapshot_ends, snapshot_blocks int32 [R, M]: when row r has seen snapshot_ends[r, i] tokens in all, its two states
     also go to the block snapshot_blocks[r, i]. An end is 0 (none) or a multiple of STATE_CHUNK that the row reaches in
     this step. With max_q_len == 1 they are not looked at.
 
-    Dead rows and tokens past q_starts[R] change no state but block 0's, which nobody reads; what is written to `out`
-    for them is finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).
+    Dead rows and tokens past q_starts[R] change no state but that of block 0, which no row reads. Their elements of
+    `out` are finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).
     """
     _expect_layer(out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state)
     tokens = qkv.shape[0]
@@ -128,7 +128,7 @@ def _expect_layer(
     conv_state: Tensor,
     state: Tensor,
 ) -> None:
-    """What is not of the batch: activations, weights and states."""
+    """Check the arguments that do not belong to the batch: activations, weights and states."""
     expect("state", state, (-1, -1, -1, -1), float32, dense=False)
     expect("state[0]", state[0], state.shape[1:])
     _, heads, key_dim, value_dim = state.shape
