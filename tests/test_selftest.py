@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from openinfer.cli import recipes, selftest_model
-from openinfer.cli.selftest_ops import Poisoned, check
+from openinfer.cli.selftest_ops import check
+from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.ops import route
 from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.recipes.engine import gate
@@ -24,7 +25,7 @@ MODEL = Path(__file__).parent / "goldens" / "qwen3-tiny"
 @pytest.fixture
 def case() -> Any:
     """A case that writes integers and floats."""
-    return next(route.cases(Poisoned(Device("cpu"))))
+    return next(route.cases(Memory(Device("cpu"), poisoned=True)))
 
 
 def test_an_op_that_does_what_its_reference_does_agrees(case):

@@ -16,7 +16,7 @@ from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.errors import KernelsError
 from openinfer.kernels.testing import error, run_reference
 from openinfer.kernels.tuner import DeviceMeter
-from openinfer.tensor import Tensor, bfloat16
+from openinfer.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], None]
@@ -25,20 +25,8 @@ TOLERANCE = 1e-2
 """Relative Frobenius error of floats: a few last bits of bf16."""
 OTHER_INTEGERS = 1e-3
 """The share of integers that may differ, or one of them: a near tie decides otherwise with another order of sums."""
-MOST_FLOPS = 1e11
+MOST_FLOPS, MOST_BYTES = 1e10, 2e8
 """Cases that take more are left out; numpy needs seconds for each."""
-
-
-class Poisoned(Memory):
-    """Tensors for cases that run once: no copies, and what has no values yet is NaN or -1."""
-
-    def empty(self, *shape: int, dtype: Any = bfloat16) -> Tensor:
-        tensor = super().empty(*shape, dtype=dtype)
-        tensor.copy_from(np.full(tensor.nbytes, 0xFF, np.uint8).view(tensor.dtype).reshape(shape))
-        return tensor
-
-    def copies(self, args: Mapping[str, Any], *cold: str) -> list[Mapping[str, Any]]:
-        return [args]
 
 
 class Agreement(NamedTuple):
@@ -60,8 +48,9 @@ def check_all(meter: DeviceMeter) -> Iterator[Agreement]:
         meter.pack.submit(op.name, commands)
         meter.stream.synchronize()
 
-    for _, case in cases(Poisoned(meter.device, meter.stream), []):
-        if case.op.cost(case.workload, **case.args[0]).flops <= MOST_FLOPS:
+    for _, case in cases(Memory(meter.device, meter.stream, poisoned=True), []):
+        cost = case.op.cost(case.workload, **case.args[0])
+        if cost.flops <= MOST_FLOPS and cost.bytes <= MOST_BYTES:
             yield check(case, run)
 
 

@@ -61,21 +61,31 @@ class Measurement(NamedTuple):
 
 @dataclass(slots=True)
 class Memory:
-    """Tensors for cases, filled with seeded values; on the null device they have no memory."""
+    """Tensors for cases, filled with seeded values; on the null device they have no memory.
+
+    poisoned: for a check of what ops write, not of how long they take; calls get no copies.
+    """
 
     device: Device
     stream: Stream | None = None
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    poisoned: bool = False
 
     def empty(self, *shape: int, dtype: Any = bfloat16) -> Tensor:
-        """Without values."""
+        """For an op to write: without values, or in `poisoned` memory of 0xFF bytes, which are NaN or -1."""
+        if not self.poisoned:
+            return self._new(shape, dtype)
+        size = np.dtype(dtype).itemsize
+        return self._repeated(shape, dtype, lambda n: np.full(n * size, 0xFF, np.uint8).view(dtype))
+
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         if self.device.kind == "null":
             return Arena(self.device, None).alloc(shape, dtype)
         return Tensor.empty(shape, dtype, self.device)
 
     def of(self, array: Array) -> Tensor:
         """With these values."""
-        tensor = self.empty(*array.shape, dtype=array.dtype)
+        tensor = self._new(array.shape, array.dtype)
         if self.device.kind != "null":
             tensor.copy_from(np.ascontiguousarray(array), self.stream)
             self._wait()
@@ -115,7 +125,7 @@ class Memory:
         """The arguments, and as many others with own copies of the tensors named as the L2 cache takes."""
         nbytes = sum(args[name].nbytes for name in cold if args[name] is not None)
         count = max(1, min(MOST_COPIES, math.ceil(COLD_BYTES / max(1, nbytes))))
-        if self.device.kind == "null":
+        if self.device.kind == "null" or self.poisoned:
             count = 1
         made = [dict(args) for _ in range(count)]
         for other in made[1:]:
@@ -126,7 +136,7 @@ class Memory:
 
     def _repeated(self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], Array]) -> Tensor:
         """A block of at most a million values, copied until the tensor is full."""
-        tensor = self.empty(*shape, dtype=dtype)
+        tensor = self._new(shape, dtype)
         if self.device.kind != "null":
             flat = tensor.reshape(-1)
             block = make(min(tensor.numel, 1 << 20))
@@ -137,7 +147,7 @@ class Memory:
         return tensor
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        copy = self.empty(*tensor.shape, dtype=tensor.dtype)
+        copy = self._new(tensor.shape, tensor.dtype)
         copy.copy_from(tensor, self.stream)
         self._wait()
         return copy
