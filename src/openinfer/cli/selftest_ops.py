@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from openinfer.cli.bench_kernels import cases
-from openinfer.kernels import Op
+from openinfer.kernels import NullPack, Op
 from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.errors import KernelsError
 from openinfer.kernels.testing import error, run_reference
 from openinfer.kernels.tuner import DeviceMeter
-from openinfer.tensor import Tensor
+from openinfer.tensor import Device, Tensor
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], None]
@@ -40,18 +40,25 @@ class Agreement(NamedTuple):
 
 
 def check_all(meter: DeviceMeter) -> Iterator[Agreement]:
-    """An Agreement for each case that the host can compute in about a second."""
+    """An Agreement for each case that the host can compute in about a second. All kernels are compiled first."""
+    plan = NullPack(meter.target)
+    for case in _small(Memory(Device("null"), poisoned=True)):
+        plan.run(case.op, case.args[0])
+    meter.store.prepare(plan.specs())
 
     def run(op: Op[Any], args: Mapping[str, Any]) -> None:
-        commands = list(op.plan(meter.target, args))
-        meter.store.prepare([spec for command in commands if (spec := getattr(command, "spec", None))])
-        meter.pack.submit(op.name, commands)
+        meter.pack.submit(op.name, list(op.plan(meter.target, args)))
         meter.stream.synchronize()
 
-    for _, case in cases(Memory(meter.device, meter.stream, poisoned=True), []):
+    for case in _small(Memory(meter.device, meter.stream, poisoned=True)):
+        yield check(case, run)
+
+
+def _small(memory: Memory) -> Iterator[Case]:
+    for _, case in cases(memory, []):
         cost = case.op.cost(case.workload, **case.args[0])
         if cost.flops <= MOST_FLOPS and cost.bytes <= MOST_BYTES:
-            yield check(case, run)
+            yield case
 
 
 def check(case: Case, run: Run) -> Agreement:
