@@ -86,7 +86,7 @@ def forward(model: Any, tokens: Sequence[int], device: str) -> Run:
     """transformers' run of one sequence."""
     chosen: list[torch.Tensor] = []
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
-    hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][2])) for router in routers]
+    hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][-1])) for router in routers]
     with torch.no_grad():
         ids = torch.tensor([tokens], device=device)
         logits = model(ids, use_cache=False, logits_to_keep=FORCED).logits[0]
