@@ -79,7 +79,10 @@ def test_a_document_that_breaks_the_rule_is_flagged(
         ("heading.md", "# What it is\n\nA pool.\n"),
         ("code.md", "Run:\n\n    " + "word " * 26 + "\n\n```\nnobody\n" + "word " * 26 + "\n```\n"),
         ("link.md", "Read [the page](https://" + "x" * 150 + ").\n"),
-        ("table.md", "| name | size |\n| --- | --- |\n| " + "x" * 150 + " | 1 |\n"),
+        (
+            "table.md",
+            "| name | size |\n| --- | --- |\n| " + "x" * 150 + " | 1 |\n| " + "a name, " * 20 + "| 2 |\n",
+        ),
     ],
 )
 def test_prose_that_keeps_the_rule_is_not(

@@ -47,7 +47,7 @@ def chats(rng: random.Random, turns: int) -> Iterator[Request]:
 
 
 def chats_and_a_scan(rng: random.Random, turns: int) -> Iterator[Request]:
-    """The same, while a batch job sends long documents that nobody asks for twice, of lower priority."""
+    """The same, while a batch job of lower priority sends long documents, each only once."""
     for tokens, num_prompt, _ in chats(rng, turns):
         yield tokens, num_prompt, 1
         if rng.random() < 0.25:

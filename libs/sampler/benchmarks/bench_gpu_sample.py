@@ -1,4 +1,4 @@
-"""What the sample segment costs on a GPU: python benchmarks/bench_gpu_sample.py [--vocabulary V] [--json FILE].
+"""The cost of the sample segment on a GPU: python benchmarks/bench_gpu_sample.py [--vocabulary V] [--json FILE].
 
 Each figure is one op, or the segment of all three, replayed as a CUDA graph: microseconds a replay, median of 20 timed
 runs of 20 replays. Logits are drawn once: up to 64 rows they stay in the L2 cache, as a step's would. They are `normal`

@@ -1,9 +1,9 @@
-"""What grammars cost on a CPU: python benchmarks/bench_grammar.py [--tokenizer DIR] [--texts N] [--json FILE].
+"""The cost of grammars on a CPU: python benchmarks/bench_grammar.py [--tokenizer DIR] [--texts N] [--json FILE].
 
 DIR holds a byte-level tokenizer.json, such as scripts/bpe_tokenizer.py writes. Without it the vocabulary is made up,
 seeded: all bytes, and pieces of syllables, digits and punctuation. Each text is random output under one of the JSON
-schemas below, or of the 200 of tests/test_grammar.py; every mask on the way is timed, by the clock and by the processor
-time of its thread, which other programs on the machine do not lengthen.
+schemas below, or of the 200 of tests/test_grammar.py. Every mask on the way is timed by the clock and by the processor
+time of its thread. Other programs on the machine do not lengthen the processor time.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What sampling costs in numpy: python benchmarks/bench_sample.py [--vocabulary V] [--rows R]."""
+"""The cost of sampling in numpy: python benchmarks/bench_sample.py [--vocabulary V] [--rows R]."""
 
 import argparse
 import time

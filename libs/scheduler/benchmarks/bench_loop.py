@@ -8,8 +8,8 @@ drafts: the same with two drafts a row, of which one is accepted.
 
 plan: 256 rows run, 1,000 sequences wait, and in each step one ends, one is submitted and one is admitted.
 
-prefill: one prompt of a million tokens in chunks of 2,048, over openinfer-kvpool's pool with pages of 128 tokens in a
-group that keeps all and in one with a window of 127, which has 40 pages. The hashes are given.
+prefill: one prompt of a million tokens in chunks of 2,048, over openinfer-kvpool's pool with pages of 128 tokens. One
+group keeps all pages; the other has a window of 127 tokens and 40 pages. The hashes are given.
 """
 
 from __future__ import annotations

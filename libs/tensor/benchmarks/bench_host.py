@@ -1,4 +1,4 @@
-"""What the host pays: microseconds a call, best of five rounds. No GPU is used.
+"""The host's cost: microseconds a call, best of five rounds. No GPU is used.
 
 python benchmarks/bench_host.py
 """

@@ -13,7 +13,7 @@ LONE_TOKENS = 128
 
 
 class Shape(NamedTuple):
-    """What a forward segment is recorded for: tokens, rows, and the tokens of its longest row."""
+    """The shape that a forward segment is recorded for: tokens, rows, and the tokens of its longest row."""
 
     tokens: int
     rows: int
@@ -36,8 +36,8 @@ class Buckets:
         """Shapes for steps of at most `max_rows` rows and `max_tokens` tokens.
 
         decode_rows: sizes of decode steps that deserve a recording. The model chooses them: each recording adds to
-        start-up and saves what kernels lose to padding rows. In steps with prompts padding is at most a third of the
-        tokens up to 256 and a quarter above, because a prompt of 1,024 tokens must not pay for 1,536.
+        start-up and saves what kernels lose to padding rows. In steps with prompts, padding is at most a third of the
+        tokens up to 256, and a quarter above. A prompt of 1,024 tokens must not pay for 1,536.
         """
         decode = sorted({n for n in decode_rows if n < max_rows})
         sizes = [16, 32, 64, 96, 128, 192]

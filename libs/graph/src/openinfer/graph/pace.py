@@ -16,17 +16,17 @@ from openinfer.graph.buckets import Shape
 log = logging.getLogger("openinfer.graph")
 
 OUTLIER = 2.0
-"""A step that took longer than so many times its prediction is kept."""
+"""A step that took longer than this many times its prediction is kept."""
 OUTLIERS_KEPT = 8
 TOLD_EVERY_S = 0.5
-"""Between two accounts of all shapes, while there is work."""
+"""Seconds between two log messages about all shapes, while there is work."""
 
 
 class Predicted(Protocol):
     """How long a step of one shape should take; openinfer.kernels.Prediction is one."""
 
     def seconds(self, kv_tokens: int, qk_pairs: int) -> float:
-        """With so many cached tokens to read and (query, key) pairs to score, summed over the rows."""
+        """Predicted seconds. kv_tokens: cached tokens to read by all rows; qk_pairs: (query, key) pairs to score."""
 
 
 class Timed(NamedTuple):
@@ -55,11 +55,13 @@ class Total:
 
 @dataclass(slots=True)
 class StepPace:
-    """Keeps the books; O(1) a step while the batch is the same. `predictions` are by shape, all segments of a step
-    together; without them (a device whose speed nobody has measured) nothing is counted.
+    """Keeps the times of steps beside their predictions; O(1) a step while the batch is the same.
 
-    A runner says who joins, what the batch becomes, what it launches, and how long that took; results come in the order
-    of the launches.
+    predictions: by shape, for all segments of a step together. Without predictions (the speed of the device has not
+    been measured) nothing is counted.
+
+    A runner reports each sequence that joins, each change of the batch, each launch and each result, with its time.
+    Results must come in the order of the launches.
     """
 
     predictions: Mapping[Shape, Predicted] = field(default_factory=dict)
@@ -78,14 +80,14 @@ class StepPace:
     _under_way: deque[tuple[Shape, int, float] | None] = field(default_factory=deque)
 
     def join(self, slot: int, length: int) -> None:
-        """A sequence with so many computed tokens takes a slot."""
+        """A sequence with `length` computed tokens takes a slot."""
         if slot >= len(self._lengths):
             self._lengths = np.concatenate([self._lengths, np.zeros(slot + 1, np.int64)])
         self._settle()
         self._lengths[slot] = length
 
     def change(self, slots: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> None:
-        """From the next step on these slots get so many tokens each."""
+        """From the next step on, slot slots[n] gets counts[n] tokens a step."""
         if not self.predictions:
             return
         self._settle()
@@ -95,7 +97,7 @@ class StepPace:
         self._pairs = int((self._counts * before + self._counts * (self._counts + 1) // 2).sum())
 
     def launch(self, shape: Shape, *, timed: bool) -> None:
-        """A step of the batch is launched. `timed`: whether its time will say how long the device worked."""
+        """A step of the batch is launched. timed: whether its measured time will be the device's working time."""
         prediction = self.predictions.get(shape)
         if prediction is None or not timed:
             self._under_way.append(None)

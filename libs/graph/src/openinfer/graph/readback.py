@@ -69,7 +69,7 @@ class Readback:
         self._next = (self._next + 1) % len(self._ring)
 
     def take(self, *, wait: bool) -> list[np.ndarray[Any, Any]] | None:
-        """The oldest step's results as new arrays, or None if there is none or, without `wait`, if it is not here."""
+        """The oldest step's results as new arrays. None if no step is pending or, without `wait`, if it is not done."""
         if not self._pending:
             return None
         buffer, places, begun, done = self._pending[0]

@@ -1,8 +1,8 @@
 """Rows: the batch, as fixed buffers on the device that the host changes by small packed deltas.
 
 Per-sequence state (length, last token, block table, sampling parameters, ...) lives at a *slot* that the sequence keeps
-while it runs; a step names the slots it works on. So captured graphs always read the same addresses, a sequence that
-joins or leaves moves nobody, and a step in which nothing changed uploads nothing.
+while it runs; a step names the slots it works on. So captured graphs always read the same addresses. A sequence that
+joins or leaves moves no other, and a step in which nothing changed uploads nothing.
 """
 
 from __future__ import annotations

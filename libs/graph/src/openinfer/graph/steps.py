@@ -25,7 +25,7 @@ class StepGraphs:
     """Steps by key. With `capture` on a cuda device, `record` captures what `enqueue` puts on the stream into a CUDA
     graph, and `launch` replays it; otherwise `launch` calls `enqueue` again. Either way the same work is done.
 
-    What `enqueue` does must be the same at every launch: fixed addresses, and no allocation, wait or host decision. It
+    `enqueue` must do the same work at every launch: fixed addresses, and no allocation, wait or host decision. It
     may fork to other streams and join them again by events: a graph then has these branches.
     """
 

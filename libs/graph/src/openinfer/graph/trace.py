@@ -71,7 +71,7 @@ class StepTrace:
             self.source = f"events around each step ({error})"
 
     def mark(self, phase: str) -> None:
-        """What the host did until now ends, and `phase` begins; "" for nothing."""
+        """End the host's current phase and begin `phase`; "" for no phase."""
         now = time.perf_counter_ns()
         if self._phase:
             self._phases.append((self._phase, self._since, now))

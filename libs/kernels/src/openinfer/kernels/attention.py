@@ -69,8 +69,8 @@ def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
     """The tile for rows of few tokens, which are bound by reading the cache. `programs`: rows times key heads; `group`:
     query heads a key head.
 
-    One wave of programs is best, whatever it takes: a second one that is not full costs up to a third. What leaves
-    SMs idle is split into parts; up to five programs an SM fit with small blocks; beyond, large blocks cost least.
+    One wave of programs is best, because a second wave that is not full costs up to a third. Steps that leave SMs idle
+    are split into parts. Up to five programs an SM fit with small blocks; with more, large blocks cost least.
     """
     keys, stages = _keys(target, dim), _stages(target, dim)
     if dim <= 128 and stages == 5 and programs > 2 * target.num_sms:
@@ -109,8 +109,8 @@ def hopper_tile(target: Target, call: Call) -> HopperTile | None:
 
 
 HOPPER_TOKENS = 512
-"""The fewest tokens of a step for which the kernel for Hopper is the faster one with heads of up to 128: 128 tokens
-take it 14.6 us, the other 9.1. With heads of 256 they take it 9.8 and the other 12.1."""
+"""The fewest tokens of a step for which the kernel for Hopper is the faster one with heads of up to 128. With heads of
+256 it is faster with 128 tokens already (docs/lessons.md)."""
 
 
 def _is_matrix(target: Target, call: Call) -> bool:
@@ -135,10 +135,10 @@ def _matrix(call: Call, bn: int) -> TensorMap:
 
 MOST_PARTS = 16
 LARGE_PART = 4096
-"""Keys of a part where the rows alone fill the GPU: only rows that others would wait for are split."""
+"""Keys of a part where the rows alone fill the GPU. Only long rows are split then, because other rows would wait."""
 SPARE_PARTS = 32
-"""Parts that a decode step whose rows fill the GPU has for those: a program that finds nothing to do costs 1.5 us of
-one of the few places on an SM, so ten a row made 32 rows of 1,024 keys take 43 us instead of 36."""
+"""Extra parts for long rows in a decode step whose rows fill the GPU already. They must be few, because a program
+without work still takes one of the few places on an SM for a while (docs/lessons.md)."""
 
 
 def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
@@ -224,9 +224,9 @@ def choose(target: Target, call: Call) -> Choice:
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     """The launches of a call.
 
-    Rows of few tokens go to one kernel, which splits their keys; the others to another, which zeroes the tokens after
-    the last row. A step may have both, side by side: programs for prompts take a whole SM each, so those of decode rows
-    go first, and the prompts' take the SMs that their last wave leaves.
+    Rows of few tokens go to one kernel, which splits their keys. Other rows go to another kernel, which zeroes the
+    tokens after the last row. A step may have both kernels side by side. Programs for prompts take a whole SM each. So
+    programs of decode rows go first, and programs of prompts take the SMs that the last wave of these leaves.
     """
     if choice.only_long:
         return [_long_rows(call, choice, short=0)]

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Of one variant of a case: seconds a call, or why there are none."""
+    """The measurement of one variant of a case: seconds a call, or the problem that prevented it."""
 
     variant: str
     seconds: float

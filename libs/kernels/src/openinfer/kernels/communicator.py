@@ -29,7 +29,7 @@ class Communicator(Protocol):
 
 
 def member(communicator: Communicator | None, what: str, ranks: int) -> Communicator:
-    """The communicator. Raises LaunchError if there is none, or one of another number of ranks."""
+    """The communicator. Raises LaunchError if the pack has no communicator, or one of another number of ranks."""
     if communicator is None:
         raise LaunchError(f"{what} is over {ranks} ranks and this pack has no communicator; give it one")
     if communicator.size != ranks:
@@ -42,8 +42,8 @@ class SharedMemory:
 
     `path` must not exist before the first rank starts; every rank opens it with the same `size` and `slot_bytes`. Two
     slots a rank take turns, so a rank may write its next array while others still read the one before. Use it from one
-    thread. `exchange` raises RankLost where a rank does not come within `timeout_s`. Nobody removes the file but the
-    process that chose the path.
+    thread. `exchange` raises RankLost where a rank does not come within `timeout_s`. The process that chose the path
+    must remove the file; this class does not.
     """
 
     def __init__(

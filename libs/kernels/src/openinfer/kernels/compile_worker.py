@@ -1,8 +1,8 @@
 """`python -m openinfer.kernels.compile_worker`: compiles kernels named on standard input, a JSON line each.
 
-A process of its own, because Triton decides at import whether it compiles or interprets, and because a failed pass
-prints whole modules on the error stream. Needs no GPU. In: {"key", "spec", "arch"}; out: {"key", "meta", "cubin"} with
-the cubin in base64, or {"key", "error"}.
+It is a process of its own for two reasons. Triton decides at import whether it compiles or interprets. A failed pass
+prints whole modules on the error stream. It needs no GPU. In: {"key", "spec", "arch"}; out: {"key", "meta", "cubin"}
+with the cubin in base64, or {"key", "error"}.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
 
 
 def _with_layout(kind: str) -> str:
-    """A tensor map's type as Gluon wants it, which asks how the tile lies in shared memory; other types as they are."""
+    """A tensor map's type with the layout of its tile in shared memory, which Gluon needs; other types unchanged."""
     from triton.experimental.gluon import language as gl
 
     if not kind.startswith("tensordesc<"):

@@ -1,9 +1,12 @@
 """Triton's interpreter made right for bf16 and fp8, and the objects it takes in place of tensors.
 
-As shipped (3.6 to 3.9) the interpreter multiplies raw bit patterns of bf16, truncates in casts to bf16 and fp8, and
-(3.6) fails on numpy >= 2.4 in loops with a tensor bound. Importing this module repairs that: element types become
-ml_dtypes', casts are numpy's `astype` (round to nearest even), `dot` multiplies in float32, and memory is read and
-written as unsigned integers of the element's size.
+As shipped (3.6 to 3.9), the interpreter multiplies raw bit patterns of bf16 and truncates in casts to bf16 and fp8.
+That of 3.6 also fails on numpy >= 2.4 in loops with a tensor bound. Importing this module repairs these faults:
+
+- element types become those of ml_dtypes;
+- casts are numpy's `astype` (round to nearest even);
+- `dot` multiplies in float32;
+- memory is read and written as unsigned integers of the element's size.
 """
 
 from __future__ import annotations

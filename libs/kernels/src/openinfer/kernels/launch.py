@@ -1,8 +1,8 @@
 """Commands of a device as plain records: kernel launches, cuBLASLt products and collectives.
 
-A record holds no driver object, so the same one can be compiled ahead of time, counted, launched on a GPU, or sent
-through Triton's interpreter. The records of a call are right in their order. Those of different branches (`beside`) are
-right in any: in a CUDA graph they run side by side, elsewhere in their order.
+A record holds no driver object. So one record can be compiled ahead of time, counted, launched on a GPU, or sent
+through Triton's interpreter. The records of a call must run in their order. Records of different branches (`beside`)
+may run in any order: in a CUDA graph they run side by side, elsewhere in their order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A mixture of experts of any weights: the plan of its launches, the loop of its reference, the bytes of its cost.
 
 A pair is a token and one of its experts. Pairs are sorted by expert on the device, multiplied twice with the experts'
-weights, and added up by token. plain_experts.py has the kernels for weights that a product takes as they are,
-packed_experts.py those for weights that a product unpacks or takes as codes.
+weights, and added up by token. plain_experts.py has the kernels for weights that a product takes unchanged,
+packed_experts.py has the kernels for weights that a product unpacks or takes as codes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pairs:
         return self.count < self.count // places + self.experts
 
     def tiles(self, places: int) -> int:
-        """An upper bound of the tiles of so many places."""
+        """An upper bound of the number of tiles, with `places` places each."""
         return min(self.count, self.count // places + self.experts)
 
 

@@ -70,10 +70,10 @@ class Op(Generic[P]):
     """An op. `contract` is a keyword-only function. Its signature gives the op its type, its docstring is the op's
     documentation, and it raises ContractError for invalid arguments. Optional arguments default to None.
 
-    `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place, in float32 arithmetic,
-    rounding to the tensors' dtype where the published models do. `launches(target, **args)` gives what a GPU runs.
-    `cost(workload, **args)` is the call's floor. Where ranks exchange tensors, `collective` is set, and the reference
-    gets a Communicator as its first argument.
+    `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place. It computes in float32,
+    and rounds to the tensors' dtype where the published models do. `launches(target, **args)` gives the commands for a
+    GPU. `cost(workload, **args)` is the call's floor. Where ranks exchange tensors, `collective` is set, and the
+    reference gets a Communicator as its first argument.
     """
 
     def __init__(

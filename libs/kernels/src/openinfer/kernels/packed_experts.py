@@ -58,12 +58,13 @@ def kind_of(weight: Tensor) -> int:
 
 
 def tile(target: Target, pairs: int, experts: int, kind: int, quantized: bool) -> Tile:
-    """The tile for the products of so many pairs, as measured on an H200 for 256 experts of V4-Flash's size.
+    """The tile for the products of `pairs` pairs, as measured on an H200 for 256 experts of V4-Flash's size.
 
-    Where experts get few pairs each, reading the weights is all there is: tiles have few places, and fewer rows where
-    pairs are so few that programs would not fill the GPU. Where they get many, a tile takes as many places as most
-    experts have pairs, so that their weights are unpacked once. Values that go through q8 are multiplied as codes on
-    Hopper (README.md): its tensor cores do so twice as fast as in bf16, float8 weights need no unpacking, FP4 half.
+    Where experts get few pairs each, reading the weights takes all the time. Tiles then have few places. They have
+    fewer rows too where programs would not fill the GPU. Where experts get many pairs, a tile takes as many places as
+    most experts have pairs, so that their weights are unpacked once. Values that go through q8 are multiplied as codes
+    on Hopper (README.md). Its tensor cores do so twice as fast as in bf16. Float8 weights then need no unpacking, and
+    FP4 weights half of it.
     """
     mean = -(-pairs // experts)
     if target.arch < 90 or shared_bytes(target.arch) < 128 << 10 or target.batch_invariant:

@@ -40,8 +40,10 @@ def takes_codes(target: Target) -> bool:
 
 
 def tile(target: Target, tokens: int, n: int, k: int) -> Tile:
-    """The tile for a float8 weight [n, k], as measured on an H200 for V4-Flash's: programs share the columns as long as
-    each has eight blocks of them and they fill the GPU a few times, or four and less than that."""
+    """The tile for a float8 weight [n, k], as measured on an H200 for the weights of V4-Flash.
+
+    K is split further while each program keeps enough blocks of 128 columns and the programs do not yet fill the GPU
+    several times. With at least eight blocks left, the split goes on up to more programs than with four."""
     bm = min(64, max(16, power_of_two(tokens)))
     rows = 2 * ROWS if n >= 2 * ROWS * target.num_sms or tokens > 256 else ROWS
     programs, blocks, split = -(-n // rows) * -(-tokens // bm), k // 128, 1
@@ -60,7 +62,7 @@ def expect_bf16(x: Tensor) -> None:
 
 
 def expect_q8(target: Target, quantized: bool) -> None:
-    """Raise ContractError if values are to be rounded to float8 where there is none."""
+    """Raise ContractError if values are to be rounded to float8 on a GPU without float8 numbers."""
     if quantized and target.arch < 89:
         raise ContractError(f"q8 is asked for on sm_{target.arch}; float8 numbers are for sm_89 and up")
 

@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts whose weights a product takes as they are: bf16, or float8 with float32 scales.
+"""The kernels of a mixture of experts whose weights a product takes unchanged: bf16, or float8 with float32 scales.
 
 The gate is part of the first product, and the experts' weights are part of the last sum.
 """

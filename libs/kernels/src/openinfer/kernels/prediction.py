@@ -79,8 +79,10 @@ class Prediction(NamedTuple):
 
 
 def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) -> dict[Shape, Prediction]:
-    """Of steps by their shapes (tokens, rows, longest row), each with the calls of all its segments; none where nobody
-    has fitted speeds, to that GPU or to batch-invariant kernels, which the log says; nor without a target (a CPU)."""
+    """Predictions of steps by their shapes (tokens, rows, longest row); `steps` has the calls of all their segments.
+
+    The result is empty without a target (a CPU). It is empty too where no speeds have been fitted to the GPU or to
+    batch-invariant kernels; the log then says so."""
     if target is None:
         return {}
     figures = GPUS.get(target.gpu)

@@ -24,9 +24,9 @@ _NORM = "openinfer.kernels.device.norm"
 
 
 NORMING_PROGRAMS = 64
-"""Programs an SM up to which a product of one token normalises it in each of them. A head of 248,320 x 2,560 has 470:
-325 us on an H200, where the product alone is 276 and the norm 1.5. Products of float8 weights have enough to do without
-it: 12,288 x 2,560 with it 14.4 us, without 10.8."""
+"""Programs an SM up to which a product of one token normalises the token in each program. With more programs, a norm in
+each costs more than a kernel of its own. Products of float8 weights never do it, because they are short of
+instructions. Figures: docs/lessons.md, "A norm inside a GEMV"."""
 
 
 def normed_product(

@@ -10,10 +10,14 @@ from openinfer.tensor import Device
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A kind of GPU. `arch` is the compute capability as an int (90); `cublas` says whether matrix products may go to
-    cuBLASLt; `gpu` is the name that the measured tables are looked up by ("" = the generic choice); `interpreted` says
-    that launches are for Triton's interpreter, which has no Gluon; `batch_invariant` asks for one kernel an op,
-    whatever the number of tokens and rows, so that what is computed for a row does not depend on the others."""
+    """A kind of GPU.
+
+    arch: the compute capability as an int (90).
+    cublas: whether matrix products may go to cuBLASLt.
+    gpu: the name that the measured tables are looked up by ("" = the generic choice).
+    interpreted: launches are for Triton's interpreter, which has no Gluon.
+    batch_invariant: one kernel an op for any number of tokens and rows, so that no row's result depends on the others.
+    """
 
     arch: int
     num_sms: int

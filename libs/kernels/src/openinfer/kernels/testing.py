@@ -65,7 +65,7 @@ def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int
 
 
 def run_reference(op: Op[Any], args: Mapping[str, Any]) -> Arrays:
-    """The arrays of a call as the reference leaves them. `args` has numpy arrays for tensors; they stay as they are."""
+    """The arrays of a call after its reference has run. `args` has numpy arrays for tensors; they are not changed."""
     arrays, tensors = _copied(args)
     CpuPack().run(op, tensors)
     return arrays

@@ -71,7 +71,7 @@ class Meter(Protocol):
     target: Target
 
     def layer(self, shape: Shape, most: int) -> Callable[[int, Sequence[Choice]], Measured]:
-        """The layer with weights of its own, for at most so many tokens: a function of tokens and choices."""
+        """The layer with weights of its own, for at most `most` tokens: a function of tokens and choices."""
 
 
 def candidates(target: Target, op: str, m: int, n: int, k: int) -> Iterator[Choice]:
@@ -257,7 +257,7 @@ class Layer:
         return self.out[: min(m, 16)].numpy().astype(np.float32)
 
     def _seconds(self, choice: Choice, m: int, want: Array) -> float | str:
-        """Of a call, or why there are none."""
+        """Seconds of a call, or the reason why it was not measured."""
         store, pack = self._meter.store, self._meter.pack
         limit = shared_bytes(self._meter.target.arch)
         try:

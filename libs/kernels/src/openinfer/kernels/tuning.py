@@ -1,13 +1,13 @@
-"""Which kernel a matrix product uses: measured tables where there are some, a rule where there are none.
+"""Which kernel a matrix product uses: by measured tables, and by a rule where no table has an entry.
 
-A table is a file `tables/<gpu name>.json` of this package (lower case, _ for what is not a letter or digit), written by
-`openinfer tune`, which keeps tables of its own beside the compiled kernels:
+A table is a file `tables/<gpu name>.json` of this package. The name is in lower case, with _ for characters that are
+not letters or digits. `openinfer tune` writes such tables too, and keeps them beside the compiled kernels:
 
     {"sha256": "...", "norm_linear": {"6144x2560": {"1": {"kind": "gemv", "bn": 8, "bk": 512}, "16": {...}}}}
 
-by op ("logits" is norm_linear into float32), by N x K of the weight, by M: the entry of the smallest M that is not
-less than the product's. "sha256" is the digest of the rest. A table is as powerful as code, since it chooses kernels
-and their tiles.
+A table is by op ("logits" is norm_linear into float32), by N x K of the weight, by M. A product takes the entry of the
+smallest M that is not less than its own. "sha256" is the digest of the rest. A table is as powerful as code, since it
+chooses kernels and their tiles.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def user_tables() -> Path:
 
 
 def load(file: Path) -> Table:
-    """A table, empty if there is no such file. Raises InvalidTable (a ValueError) for a file that is none."""
+    """A table, empty if there is no such file. Raises InvalidTable (a ValueError) for a file that is not a table."""
     if not file.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
 """The identity of a block: a hash chained over everything before it.
 
-Two blocks are the same state exactly when their own tokens, all tokens before them and the salt are the same,
-so a block is named by sha256(name of the block before it, its tokens as little-endian u32). The chain starts
+Two blocks are the same state exactly when their own tokens, all tokens before them and the salt are the same. So the
+name of a block is sha256(name of the block before it, its tokens as little-endian u32). The chain starts
 from the salt (a tenant's cache salt, a LoRA name, ...) and the block size. Names are equal in every process
 and on every machine.
 """
@@ -27,7 +27,7 @@ def root_hash(block_size: int, salt: bytes = b"") -> bytes:
 
 
 class Chain:
-    """The names of a sequence's blocks of `block_size` tokens, made as far as they are needed.
+    """The names of a sequence's blocks of `block_size` tokens, made only up to the last one that was asked for.
 
     names: the first names, if known; the list is kept, not copied. enabled=False: a chain that is never extended.
     """

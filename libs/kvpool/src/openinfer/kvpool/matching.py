@@ -15,7 +15,7 @@ from .parts import Pages, Snapshots
 class Index:
     """Looks prefixes up in the ledgers of a pool.
 
-    One hash chain serves all groups. A name stands for the whole prefix up to a position, so the chain needs a name
+    One hash chain serves all groups. A name stands for the whole prefix up to a position. So the chain needs a name
     only where a block of any group may end. `unit`: tokens between two names. `step`: tokens between two positions
     where blocks of all groups end; a prefix ends at such a position. enabled=False: the index finds and hashes
     nothing.

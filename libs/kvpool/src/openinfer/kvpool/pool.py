@@ -156,7 +156,7 @@ class Pool:
         return hold
 
     def take_events(self, data_parallel_rank: int | None = None) -> EventBatch | None:
-        """The events since the last call: blocks that became findable or were evicted. None: there are none."""
+        """The events since the last call: blocks that became findable or were evicted. None: no event."""
         return self._events.take(data_parallel_rank) if self._events is not None else None
 
     def block_state(self, block: int, group: int = 0) -> BlockState:

@@ -1,8 +1,8 @@
-"""What a request changes of its logits before a token is chosen: the definition that a device has to reproduce.
+"""The changes that a request makes to its logits before a token is chosen: the definition that a device must reproduce.
 
 For a row of fp32 logits, in vLLM's order:
 
- 1. With allowed_token_ids, all others become -inf.
+ 1. With allowed_token_ids, all other ids become -inf.
  2. The last id of each of bad_words_token_ids becomes -inf where the output ends in the ids before it; a word of
     one id always.
  3. (min_tokens: ids that would end the sequence become -inf. They come as ``forbid`` or stop_ids.)

@@ -22,8 +22,8 @@ class Budget:
     """How many tokens a thought at the start of an output may have.
 
     Attributes:
-        tokens: at least 0, of the thought with its markers. A thought may go over it by the 3 tokens needed to
-            end a character, and by the marker that ends it where it is 0.
+        tokens: at least 0, of the thought with its markers. A thought may exceed this number by the 3 tokens needed
+            to end a character. Where the number is 0, the thought exceeds it by the marker that ends it.
         closing: the id of the token that ends a thought.
         opening: the id of the token that begins one, perhaps after whitespace; None where the prompt has begun it.
 
@@ -41,7 +41,7 @@ class Budget:
 
 
 class Spending:
-    """What one sequence has spent of its Budget. `vocabulary`: the bytes of token 0, 1, ..."""
+    """The part of its Budget that one sequence has spent. `vocabulary`: the bytes of token 0, 1, ..."""
 
     def __init__(self, budget: Budget, vocabulary: Sequence[bytes]) -> None:
         self._budget, self._vocabulary = budget, vocabulary

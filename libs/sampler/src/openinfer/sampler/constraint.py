@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 
 BURST_S, TOKEN_S = 0.25, 0.005
-"""CPU time of a sequence's masks: what it may take at once, and what it gets back for each token."""
+"""Seconds of CPU time that a sequence's masks may take at once, and that the sequence gets back for each token."""
 SLOW_S = 0.001
-"""A sequence whose last mask took longer gets another thread for the next. Most take less than 0.2 ms, and handing them
-over would take as long."""
+"""A sequence whose last mask took longer than this makes its next one in a thread. Most masks are so short that handing
+them over would take as long as making them."""
 
 
 class Constraint:
-    """What a running sequence may say next: its grammar and, as a mask, the ids that it may have at all.
+    """The tokens that a running sequence may draw next: by its grammar and by a mask of the ids it may have at all.
 
-    Nothing here raises: a grammar that fails, or that takes more CPU time than BURST_S and TOKEN_S allow, leaves no
-    token to choose, and `problem` says why. `ended` is for the engine to set when the sequence is over.
+    No method raises. A grammar that fails, or that takes more CPU time than BURST_S and TOKEN_S allow, leaves no
+    token to choose, and `problem` says why. The engine sets `ended` when the sequence is over.
 
     matcher: this sequence's own, past the output so far. allowed_ids: empty for all ids below `vocabulary`.
     """
@@ -110,7 +110,7 @@ class Masks:
 
 
 class Ready(NamedTuple, Generic[T]):
-    """What became of a request's grammar."""
+    """The result of compiling a request's grammar."""
 
     id: int
     item: T
@@ -120,7 +120,7 @@ class Ready(NamedTuple, Generic[T]):
 
 
 class PendingGrammars(Generic[T]):
-    """Requests, with an item of the engine's each, whose grammars a Compiler is at."""
+    """Requests whose grammar is still being compiled. `item` is whatever the engine wants back with the result."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
@@ -138,7 +138,7 @@ class PendingGrammars(Generic[T]):
         return self._pending.pop(request_id, None) is not None
 
     def ready(self, wait_s: float) -> list[Ready[T]]:
-        """Those that wait no longer, in order of arrival. Waits up to `wait_s` seconds for the first."""
+        """The requests that wait no longer, in order of arrival. Waits up to `wait_s` seconds for the first."""
         found = []
         for request_id, (item, compilation) in list(self._pending.items()):
             matcher, problem = None, ""

@@ -1,4 +1,4 @@
-"""What this library raises.
+"""The errors of this library.
 
 SamplerError
 ├── InvalidParams (ValueError)    a sampling parameter is outside what is allowed; ``.param`` names it

@@ -40,19 +40,19 @@ JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n]{1,24}", "lenient": False}
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output has to be. Immutable, hashable, checked for size and shape when made.
+    """The form that an output must have. Immutable, hashable, checked for size and shape when made.
 
     Attributes:
-        kind: "json_schema", "json_object" (any JSON object), "regex" (Rust's syntax, for the whole output), "choice"
-            (one of some strings), "lark" (llguidance's dialect), "gbnf" (llama.cpp's, as in `root ::= "a" | "b"`) or
-            "any" (what the model likes, where there is only a budget to keep).
+        kind: "json_schema"; "json_object": any JSON object; "regex": in Rust's syntax, for the whole output; "choice":
+            one of some strings; "lark": llguidance's dialect; "gbnf": llama.cpp's, as in `root ::= "a" | "b"`; or
+            "any": any output, for a budget alone.
         text: the schema as JSON, nothing, the expression, the strings as a JSON list, the grammar. At most 65,536
             characters, JSON at most 64 levels deep.
         content: a grammar that a Lark text calls as `@content`, so that one grammar can be set into another.
-        budget: of the thought that the output begins with. What `text` says includes the thought and its markers.
+        budget: of the thought that the output begins with. `text` must then describe the thought and its markers too.
 
     Raises:
-        InvalidGrammar: a ValueError. What only a compiler can see, it says later.
+        InvalidGrammar: a ValueError. Problems that only a compiler can see are raised by the Compiler, later.
     """
 
     kind: Kind
@@ -172,7 +172,7 @@ class Matcher:
 
     @property
     def failure(self) -> str:
-        """Why the matcher is of no use any more; empty as long as it is."""
+        """Why the matcher can no longer be used; empty while it can."""
         if self._inner is None or not self._inner.is_error():
             return ""
         return _first_line(self._inner.get_error())
@@ -312,7 +312,7 @@ class Compiler:
         if grammar.content is None:
             return text
         content = self._alone(grammar.content)
-        # What makes a grammar answers with a list of one, or with Lark as it is.
+        # llguidance translates a grammar into a JSON list of one, but leaves Lark text unchanged.
         inner = json.loads(content)["grammars"][0] if content.startswith("{") else {"lark_grammar": content}
         return json.dumps({"grammars": [{"lark_grammar": text}, {**inner, "name": "content"}]})
 
@@ -339,11 +339,11 @@ class Compiler:
 
 
 class _Tokens:
-    """A vocabulary as llguidance asks for it.
+    """A vocabulary in the form that llguidance needs.
 
-    Where a grammar leaves one text only, llguidance has it cut into tokens and allows just these, so the cut has to be
-    one that a model is used to: the longest token first, which for the keys of JSON and the marks of calls is nearly
-    always the tokenizer's own. (Single bytes would be valid, and nothing that a model was trained on.)
+    Where a grammar leaves one text only, llguidance asks for a cut of it into tokens and allows just these. So the cut
+    must be one that a model is used to: the longest token first. For the keys of JSON and the marks of calls that is
+    nearly always the tokenizer's own cut. Single bytes would be valid, but no model was trained on them.
     """
 
     bos_token_id = None

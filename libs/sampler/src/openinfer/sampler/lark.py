@@ -54,7 +54,7 @@ class Lark:
         `never` come anywhere, if it is given. like: expressions for the text, as `schema.whole_pattern` makes them."""
         count = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
         end = _pattern(marker)
-        # What goes on behind the marker is out: without this, the text could run past the first one.
+        # Exclude text that goes on behind a marker; without this, the text could run past the first marker.
         body = f"/(?s:.{count}){_pattern(before)}{end}/ & ~/(?s:.*){end}(?s:.+)/"
         for expression in like:
             body += f" & /(?:{expression}){_pattern(before)}{end}/"

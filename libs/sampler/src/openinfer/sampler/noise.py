@@ -1,6 +1,6 @@
 """Randomness as a pure function: Gumbel noise from a hash of (seed, position, token id).
 
-No state is carried from step to step, so a draw does not depend on the batch around it, on the order of
+No state is carried from step to step. So a draw does not depend on the batch around it, on the order of
 rows, or on how often a step was replayed. The hash is uint32 adds, multiplies, xors and shifts only: numpy
 and a GPU kernel give the same bits. The logarithms that follow may differ between them in the last place.
 """

@@ -7,8 +7,8 @@ For a row of fp32 logits, first adjusted as ``openinfer.sampler.adjust`` says, a
  2. ``scaled = logits / temperature``, correctly rounded; ``peak`` is its maximum.
  3. min_p > 0 keeps ``scaled >= peak + log(min_p)``.
  4. top_k > 0 keeps ``scaled >= `` the k-th largest of what is kept, and so all that tie with it.
- 5. top_p < 1 takes the softmax over what is kept and keeps ``scaled >= t``, t being the largest value such
-    that the mass of ``scaled >= t`` is at least top_p: at least one token, and all that tie with the last.
+ 5. top_p < 1 takes the softmax over what is kept and keeps ``scaled >= t``. t is the largest value such that
+    the mass of ``scaled >= t`` is at least top_p: at least one token is kept, and all that tie with the last.
  6. Gumbel-max: the largest ``scaled + gumbel(hash_u32(seed, position, id))`` among what is kept, the lowest
     id among equals. That is a draw from the softmax over what is kept.
 

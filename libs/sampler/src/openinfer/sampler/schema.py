@@ -1,7 +1,7 @@
-"""JSON schemas as SDKs write them, put into what a compiler of grammars knows.
+"""JSON schemas of SDKs, rewritten with the keywords that a compiler of grammars knows.
 
-A format that is not known is an annotation, as JSON schema has it. The classes of patterns are ASCII. What no grammar
-can keep at a reasonable size is a wish: `wishes` names it, and what comes out may go against it.
+A format that is not known is an annotation, as in JSON schema. The classes of patterns are ASCII. A rule that no
+grammar can keep at a reasonable size is a wish: `wishes` names it, and an output may break it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def prepared(schema: Schema, root: Schema | None = None) -> dict[str, Any]:
 
 
 def wishes(schema: Any, root: Any = None) -> Iterator[str]:
-    """What of the schema is not kept, in words; formats that no one knows are not among it."""
+    """The rules of the schema that are not kept, in words. Unknown formats are not among them."""
     root = schema if root is None else root
     if not isinstance(schema, Mapping):
         return
@@ -159,7 +159,7 @@ def _inner(schema: Any, root: Schema) -> Any:
 
 
 def _resolved(schema: Any, root: Schema) -> Any:
-    """What a local reference of one step leads to."""
+    """The schema that a local reference of one step leads to; any other schema unchanged."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if isinstance(reference, str) and re.fullmatch(r"#/(\$defs|definitions)/[^/]+", reference):
         _, group, name = reference.split("/")

@@ -1,8 +1,8 @@
 """StepLoop: plans and launches a step before it has read the step before, and reconciles the results.
 
-Host work is O(changes). Decode rows run in every step, so their counters follow from the step index (sequence.Clock),
-and a calendar lists the rows that need blocks by step. A steady step touches no row without drafts. The advance of a
-row with drafts is known only from the step's result.
+Host work is O(changes). Decode rows run in every step, so their counters follow from the step index (sequence.Clock).
+A calendar lists the rows that need blocks by step. A steady step touches no row without drafts. The advance of a row
+with drafts is known only from the step's result.
 
 A row that ends on the device while a step is in flight stays in that step as a dead row. The loop gives its slot
 and lease back when it has read the last step that has the row (the fence). It launches no step whose rows all end

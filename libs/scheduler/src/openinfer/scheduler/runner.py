@@ -18,8 +18,8 @@ class Row(NamedTuple, Generic[Owner]):
     """One row of a step.
 
     A decode row (start None) feeds the token that the device sampled last, at the position that the device counts,
-    and emits the next token. With k drafts its q_len is 1 + k. It feeds the drafts after that token, accepts the
-    longest prefix of drafts that equals its own samples, and emits one more token than it accepts. So it advances
+    and emits the next token. With k drafts its q_len is 1 + k. It feeds the drafts after that token and accepts the
+    longest prefix of drafts that equals its own samples. It emits one more token than it accepts. So it advances
     by 1 to 1 + k tokens (StepResult.advanced). Later steps overwrite the KV of rejected drafts. The device neither
     writes nor accepts drafts at positions from seq.max_len - 1 on, because the row has no blocks there.
 

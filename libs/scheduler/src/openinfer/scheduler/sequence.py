@@ -41,8 +41,8 @@ class FinishReason(Enum):
 
 @dataclass(slots=True)
 class Clock:
-    """The loop's two step counters. Those of a decode row without drafts follow from them: it advances by one a
-    step."""
+    """The loop's two step counters. A decode row without drafts advances by one a step, so its own counters follow
+    from these."""
 
     launched: int = 0
     """Index of the last launched step; 0 before the first."""

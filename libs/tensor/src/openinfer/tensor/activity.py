@@ -1,7 +1,7 @@
 """Device activity with times: kernels, copies and memsets as CUPTI times them, inside graphs too.
 
-CUPTI is opened at run time, from the package nvidia-cuda-cupti or from a CUDA toolkit. It has to be opened before the
-first context is made, and makes a launch somewhat dearer, so nothing here runs unless it is asked for.
+CUPTI is opened at run time, from the package nvidia-cuda-cupti or from a CUDA toolkit. It must be opened before the
+first context is made. It makes every launch somewhat slower, so it is opened only on request.
 """
 
 from __future__ import annotations

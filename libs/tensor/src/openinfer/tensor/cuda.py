@@ -20,8 +20,10 @@ _counts = dict.fromkeys((*_ALLOCATE, *_WAIT), 0)
 
 
 class DriverCounts(NamedTuple):
-    """How often this process has called the driver so far to take memory (page-locked memory, kernels and graphs count
-    too), and in a way that may make the host wait for a device."""
+    """Counts of this process's calls to the driver so far.
+
+    allocations: calls that take memory; page-locked memory, kernels and graphs count too. waits: calls that may make
+    the host wait for a device."""
 
     allocations: int
     waits: int

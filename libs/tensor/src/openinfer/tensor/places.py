@@ -27,8 +27,8 @@ class Conversion(NamedTuple):
 
 @dataclass(slots=True)
 class Places:
-    """Makes tensors in `arena` and notes what fills them: `loads` as they are, `conversions` through the host, `pads`
-    with zeros. `dtype`: of tensors that are not told otherwise. The arena owns the memory."""
+    """Makes tensors in `arena` and notes how to fill them: `loads` straight from the checkpoint, `conversions` through
+    the host, `pads` with zeros. `dtype`: the default dtype of a tensor. The arena owns the memory."""
 
     arena: Arena
     dtype: np.dtype[Any]
@@ -37,7 +37,7 @@ class Places:
     pads: list[Tensor] = field(default_factory=list)
 
     def plain(self, name: str, *shape: int, dtype: np.dtype[Any] | None = None) -> Tensor:
-        """A tensor as it is in the checkpoint."""
+        """A tensor that takes the values of the checkpoint's tensor of this name."""
         tensor = self.arena.alloc(shape, self.dtype if dtype is None else dtype, name)
         self.loads.append(Load(name, tensor))
         return tensor

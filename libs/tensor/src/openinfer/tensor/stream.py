@@ -58,8 +58,8 @@ class Stream:
     def copy_async(self, dst_ptr: int, src_ptr: int, nbytes: int, kind: CopyKind) -> None:
         """Copy `nbytes` between two addresses ("h2d", "d2h" or "d2d", one device). Addresses are not checked.
 
-        Host memory must stay as it is until the copy is done, and should be page-locked: from pageable memory
-        the driver copies twice and may block.
+        Host memory must not change until the copy is done. It should be page-locked, because from pageable
+        memory the driver copies twice and may block.
         """
         if kind not in ("h2d", "d2h", "d2d"):
             raise DeviceError(f'unknown copy kind {kind!r}; use "h2d", "d2h" or "d2d"')
@@ -113,7 +113,7 @@ class Stream:
 class Event:
     """A mark in a stream. `timing=True` lets `elapsed_s` measure between two; without it an event is cheaper.
 
-    On cpu and null an event is done as soon as it is recorded.
+    On cpu and null an event is done once it is recorded.
     """
 
     __slots__ = ("_handle", "_recorded_s", "device", "timing")

@@ -83,8 +83,8 @@ class Tensor:
     def from_numpy(array: np.ndarray[Any, Any], name: str = "") -> Tensor:
         """A cpu tensor over the array's own memory, which it keeps alive.
 
-        Raises DTypeError for an unknown dtype, ShapeError for an array that is read-only (a Tensor is
-        writable) or whose strides are negative or no multiple of an element. Pass `array.copy()` then.
+        Raises DTypeError for an unknown dtype. Raises ShapeError for an array that is read-only (a Tensor is
+        writable), or whose strides are negative or no multiple of an element. Pass `array.copy()` then.
         """
         if not array.flags.writeable:
             raise ShapeError("the array is read-only and a Tensor is writable; pass array.copy()")

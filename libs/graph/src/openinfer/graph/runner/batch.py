@@ -34,7 +34,8 @@ class StepRows(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What every model's step reads and writes, for at most T tokens and R rows. A smaller step uses the first rows.
+    """The buffers that every model's step reads and writes, for at most T tokens and R rows. A smaller step uses the
+    first elements.
 
     The arena of `allocate` owns the memory; `rows.close()` gives back the host's staging buffers.
     """

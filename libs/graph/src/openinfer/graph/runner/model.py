@@ -1,4 +1,4 @@
-"""What a runner needs of a model. Nothing here knows a layer."""
+"""The protocols of a model that a runner drives. They name no layer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class States(Protocol):
 
 
 class Constraint(Protocol):
-    """What a sequence may say next. openinfer.sampler.constraint.Constraint is one."""
+    """The tokens that a sequence may draw next. openinfer.sampler.constraint.Constraint is one."""
 
     ended: bool
     """Set by the runner when the sequence is over."""
@@ -34,7 +34,7 @@ class Constraint(Protocol):
     """Why no token was left to choose; empty while there is one."""
 
     def accept(self, token: int) -> None:
-        """Go on by a token that was drawn under the mask. Never raises for a token that the mask allowed."""
+        """Advance by a token that was drawn under the mask. Never raises for a token that the mask allowed."""
 
 
 class Masks(Protocol):
@@ -65,15 +65,15 @@ class Model(Protocol):
 
     @property
     def states(self) -> States | None:
-        """What writes the rest of a sequence's state."""
+        """The object that writes the part of a sequence's state that no block table describes; None without such."""
 
     @property
     def hidden(self) -> Tensor:
-        """[T, W]: what `head` needs of each token, after `forward`."""
+        """[T, W]: the hidden states of each token after `forward`, which `head` reads."""
 
     def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
-        """The step's tokens to logits of each row's last token; the cache moves on. Rows have at most `max_q_len`
-        tokens."""
+        """Turn the step's tokens into logits of each row's last token, and write the cache. Rows have at most
+        `max_q_len` tokens."""
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """batch.logits[:num_rows] of batch.last[:num_rows]."""

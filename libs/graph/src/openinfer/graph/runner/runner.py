@@ -40,7 +40,7 @@ FINISH_REASONS = {
 
 @dataclass(slots=True)
 class Sampling:
-    """What a sequence brings to its row: the owner of every Seq that a Runner runs."""
+    """The sampling state that a sequence brings to its row: the owner of every Seq that a Runner runs."""
 
     params: SamplingParams
     seed: int
@@ -113,8 +113,8 @@ class Runner:
         self.stream.synchronize()
 
     def _warm_up(self) -> None:
-        """Run the smallest segment of each kind with all rows dead: what libraries set up at first use must be set up
-        before a capture, because a capture cannot allocate. What dead rows left in the cache is then cleared."""
+        """Run the smallest segment of each kind with all rows dead, then clear what these rows wrote into the cache.
+        Libraries allocate at first use, so that must happen before a capture, which cannot allocate."""
         tokens = self.buckets.mixed_tokens[0]
         smallest = Buckets((1,), (tokens,), (1,))
         work = segments(self.model, self.pack, smallest)
@@ -367,6 +367,6 @@ def _prompt_ids(placed: Sequence[tuple[Row[Sampling], int]], num_tokens: int) ->
 
 
 def readback_bytes(max_rows: int, max_tokens: int) -> int:
-    """What the results of one step take at most in the read-back ring."""
+    """An upper bound of the bytes that the results of one step take in the read-back ring."""
     tops = 2 * MAX_LOGPROBS
     return 4 * (max_rows * (3 + tops) + padded(max_tokens, max_rows) * (2 + tops)) + 7 * 64

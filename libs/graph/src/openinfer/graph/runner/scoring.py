@@ -95,7 +95,7 @@ def write_scores(
 
 
 def read_scores(shares: Sequence[Share], arrays: Sequence[Array]) -> Iterator[Scores]:
-    """What a step's shares came to, from its logprobs, ranks, top_ids and top_logprobs."""
+    """The scores of a step's shares, from its logprobs, ranks, top_ids and top_logprobs."""
     start = 0
     for seq, size, tops in shares:
         logprobs, ranks, top_ids, top_logprobs = (array[start : start + size] for array in arrays)

@@ -1,8 +1,8 @@
 """Causal attention over the paged cache: an online softmax over blocks of BN keys, in base 2 and float32.
 
 A program works on the query heads that share one key head: its tile is BM (token, query head) pairs, token by token,
-GROUP heads each. `scale` holds log2(e) and is positive; `window` is huge where there is none. A page of the cache is
-[K heads | V heads, PAGE, D] at kv + page * page_stride.
+GROUP heads each. `scale` holds log2(e) and is positive; `window` is huge for a layer without a window. A page of the
+cache is [K heads | V heads, PAGE, D] at kv + page * page_stride.
 """
 
 # mypy: ignore-errors
@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 LOW = tl.constexpr(-1.0e30)
-"""The maximum before anything was seen: finite, so that its distance to a hidden score is no NaN."""
+"""The maximum before any key was seen. It must be finite, so that its distance to a hidden score is not NaN."""
 
 HIDDEN = tl.constexpr(-float("inf"))
-"""The score of a key that a query does not see. Not a large finite one: the compiler fuses score * scale - top, which
-for a block without a seen key is then not 0 but the rounding of top, and exp2 of that infinite or 0 as it happens."""
+"""The score of a key that a query does not see. It must not be a large finite number, because the compiler fuses
+score * scale - top. For a block without a seen key the result is then not 0 but the rounding of top. exp2 of that may
+be infinite or 0."""
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Causal attention of prompts over the paged cache for Hopper, in Gluon.
 
-What is computed, and how rows are cut into tiles, is as in `attend_long` of attention.py. A program has three parts
-that run side by side: one warp copies pages into shared memory by bulk tensor copies, two warpgroups multiply, BM // 2
-(token, query head) pairs each. Keys are visited from the last block down, so that the blocks that need a mask come
-first. The softmax of a block runs while the tensor cores multiply the weights of the block before with its values.
+The result, and the tiles that rows are cut into, are those of `attend_long` in attention.py. A program has three parts
+that run side by side: one warp copies pages into shared memory by bulk tensor copies, and two warpgroups multiply,
+BM // 2 (token, query head) pairs each. Keys are visited from the last block down, so that the blocks that need a mask
+come first. The softmax of a block runs while the tensor cores multiply the weights of the block before with its values.
 """
 
 # mypy: ignore-errors
@@ -31,13 +31,15 @@ SEARCH = gl.constexpr(128)
 @gluon.jit
 def _tile(turn, q_starts, slots, seq_lens, alive, rows, tokens, short, kv_heads, items, GROUP: gl.constexpr,
           BM: gl.constexpr):  # fmt: skip
-    """The work of a program's turn: key head, first token, tokens to write, tokens of them before the row's end, slot,
-    position of the first token, and whether there is something to see."""
+    """The work of a program's turn, as a tuple.
+
+    The key head; the first token; the number of tokens to write; how many of these are before the row's end; the slot;
+    the position of the first token; whether the tokens see any key."""
     BQ: gl.constexpr = BM // GROUP
     LANES: gl.constexpr = gl.BlockedLayout([SEARCH // 32], [32], [gl.num_warps()], [0])
     programs = gl.num_programs(0)
     place = gl.program_id(0)
-    if turn % 2 == 1:  # to and fro: who got the longest of a turn gets the shortest of the next
+    if turn % 2 == 1:  # to and fro: the program with the longest tile of a turn gets the shortest of the next
         place = programs - 1 - place
     item = turn * programs + place
     head = item % kv_heads
@@ -150,7 +152,7 @@ def _pack(weight):
 
 @gluon.jit
 def _unpack(p, LAYOUT: gl.constexpr):
-    """What `_pack` packed, as the left operand of a product."""
+    """The left operand of a product, from the registers that `_pack` made."""
     M: gl.constexpr = p.shape[0]
     N: gl.constexpr = p.shape[1]
     even, odd = gl.inline_asm_elementwise(

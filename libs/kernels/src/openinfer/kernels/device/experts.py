@@ -1,9 +1,10 @@
 """A mixture of experts: which rows go to which expert, and their products with the experts' weights.
 
 A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
-has order[starts[e]] to order[starts[e + 1]]. How many pairs an expert has is data: it gets the tiles from
-starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at once. Where pairs are fewer
-than that makes tiles, there is a tile a place in the order (FEW), and those inside another's BM places end at once.
+has order[starts[e]] to order[starts[e + 1]]. The number of pairs of an expert is data. Expert e gets the tiles from
+starts[e] // BM + e on, which may be one more than its pairs fill; a tile without pairs ends at once. If there are fewer
+pairs than such tiles, each place in the order has a tile (FEW). A tile inside the BM places of another then ends at
+once.
 """
 
 # mypy: ignore-errors
@@ -16,8 +17,9 @@ from openinfer.kernels.device.norm import gated
 
 @triton.jit
 def sort_expert(order, starts, expert_ids, expert, experts, pairs, BLOCK: tl.constexpr):
-    """The pairs of one expert, in their order, after those of the experts before it; of expert `experts` only the end.
-    Pairs of no expert (id -1) are in nobody's range."""
+    """Stable counting sort of pairs: writes the pairs of one expert after those of all smaller ids.
+
+    Program `experts` only writes the final offset. Pairs with id -1 are dropped."""
     before = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
@@ -42,8 +44,9 @@ def sort_pairs(order, starts, expert_ids, pairs, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(tile, starts, EXPERTS: tl.constexpr, E_BLOCK: tl.constexpr, BM: tl.constexpr, FEW: tl.constexpr):
-    """A tile's expert, its first place in the order, and the place after the expert's last, which is not after the
-    first if there is nothing to do."""
+    """(expert, begin, end) of a tile: its first place in the order, and the place after the expert's last.
+
+    A tile without work has begin >= end."""
     expert = tl.arange(0, E_BLOCK)
     start = tl.load(starts + expert, mask=expert < EXPERTS, other=1 << 30)
     if FEW:

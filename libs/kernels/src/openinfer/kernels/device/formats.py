@@ -1,12 +1,12 @@
 """Number formats in kernels: E8M0 scales, q8, and packed weights as the left operand of a bf16 product.
 
-A packed weight is moved into bf16 bit by bit: its exponent and mantissa are put where bf16 has them, which is the value
-times a power of two (also for the smallest, which are subnormal there), and one multiplication by another power of two
-puts that right, the block's scale included. All of it is exact.
+A packed weight is moved into bf16 bit by bit: its exponent and mantissa are put where bf16 has them. That is the value
+times a power of two, also for the smallest values, which are subnormal there. One multiplication by another power of
+two puts that right and includes the block's scale. All of it is exact.
 
-Weights lie several columns to a word of 32 bits. The words of a row are taken 16 at a time, which are 128 columns of
-FP4 or 64 of float8, and every number goes to a place in the tensor cores' operand that its thread has anyway: no weight
-moves between threads. The columns of the other operand are to be in the same order, `packed_column`.
+A word of 32 bits has several columns of a row. The words of a row are taken 16 at a time: 128 columns of FP4 or 64 of
+float8. Every number goes to a place in the tensor cores' operand that its own thread holds, so no weight moves between
+threads. The columns of the other operand must be in the same order, `packed_column`.
 """
 
 # mypy: ignore-errors

@@ -158,8 +158,8 @@ def gemm_small(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     ADD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """M <= BM: the weights are the tall operand of the tensor cores, K is split over SPLIT programs, and the last one
-    to finish sums their parts in a fixed order. Grid (cdiv(N, BN), SPLIT).
+    """M <= BM: the weights are the tall operand of the tensor cores. K is split over SPLIT programs, and the last
+    program to finish sums their parts in a fixed order. Grid (cdiv(N, BN), SPLIT).
 
     partial: float32 [SPLIT, 2 if GATED else 1, BM, N]; counter: int32 [cdiv(N, BN)], zero before and after.
     """
@@ -245,7 +245,7 @@ def gemm_tma(
 ):  # fmt: skip
     """Any M, through tensor maps of out [BM, BN], x [BM, BK] and weight [BN, BK]; persistent: grid (min(SMs, tiles),).
 
-    old: out as a pointer. What ADD adds is read through it: through a map it would cost a tile of shared memory.
+    old: out as a pointer. ADD reads its addend through this pointer, because a map would cost a tile of shared memory.
     """
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for index in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):

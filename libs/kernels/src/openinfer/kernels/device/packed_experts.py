@@ -187,9 +187,9 @@ def coded_product(
     of a token or place; what is after the last place is read, but not used.
 
     FLOAT8 weights are e4m3 [EXPERTS, N, K], FP4 scales uint8 [EXPERTS, N, 4 K_BLOCKS] (a block below 2^-25 counts as
-    zero, fp4_codes). TURN: 1, or of FP4 2 blocks of 128 columns at a time, then K_BLOCKS is even. The tensor cores
-    add up float8 products with some 14 bits, so each block of 128 columns is a sum of its own, scaled and added in
-    float32.
+    zero, fp4_codes). TURN: 1 block of 128 columns at a time, or 2 for FP4 with an even K_BLOCKS. The tensor cores
+    add up float8 products with some 14 bits. So each block of 128 columns has a sum of its own, which is scaled and
+    added in float32.
     """
     expert, begin, end = tile_of(tl.program_id(1), starts, EXPERTS, E_BLOCK, BM, FEW)
     if begin >= end:
@@ -231,8 +231,9 @@ def activate(
     EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr, QUANTIZED: tl.constexpr,
     CODES: tl.constexpr,
 ):  # fmt: skip
-    """hidden[place] = silu(min(g, limit)) * clamp(u, -limit, limit) * the pair's weight, with both[place] = [g, u] of
-    `width` columns each, BLOCKS * 128 columns a program, written as `arrange` does.
+    """hidden[place] = silu(min(g, limit)) * clamp(u, -limit, limit) * the pair's weight.
+
+    both[place] = [g, u] has `width` columns each. A program takes BLOCKS * 128 columns and writes them like `arrange`.
     Grid (pairs, cdiv(width, BLOCKS * 128))."""
     place = tl.program_id(0)
     if place >= tl.load(starts + EXPERTS):

@@ -58,7 +58,7 @@ def _numbers(word, sign):
 
 @gluon.jit
 def _operand(first, first_sign, second, second_sign, OPERAND: gl.constexpr):
-    """What _codes gave as a left operand [R, 128], in the order of code_order."""
+    """The registers of `_codes` as a left operand [R, 128], in the order of code_order."""
     ROWS: gl.constexpr = first.shape[0]
     x = gl.join(_numbers(first, first_sign), _numbers(second, second_sign))
     x = gl.permute(gl.reshape(x, [ROWS, 4, 4, 4, 2]), [0, 2, 4, 1, 3])  # from row, c, j, i, h
@@ -152,8 +152,8 @@ def _sums(
         following = (k + 1) % STAGES  # after the last block what is there is unpacked for nothing
         scale = value_scales.index(stage).load(gl.SliceLayout(0, MMA))
         a, b, c, d = _unpacked(words.index(following), exponents.index(following), HELD)
-        # What is unpacked is among what is waited for, or the assembler would unpack when the product is done. Signs
-        # come after: the product's operand must not be written before.
+        # Pass the unpacked registers to the wait as dependencies: otherwise ptxas delays unpacking until the product is
+        # done. Signs must come after the wait, because the product's operand must not be written before.
         product, a, b, c, d = warpgroup_mma_wait(0, deps=(product, a, b, c, d))
         acc += product * scale[None, :]
     async_copy.wait_group(0)

@@ -101,8 +101,9 @@ def project_codes(
 ):  # fmt: skip
     """out [M, N] = x @ weight^T of e4m3 codes: x [M, K] with float32 x_scales [K_BLOCKS, TOKENS], weight [N, K] with
     uint8 scales [cdiv(N, 128), K_BLOCKS] (E8M0); K = 128 K_BLOCKS, TOKENS is M rounded up to a multiple of BM, and
-    ROWS divides 128. The tensor cores add up float8 products with some 14 bits, so each block of 128 columns is a sum
-    of its own, scaled and added in float32. Otherwise as project_few. Grid (cdiv(N, ROWS), SPLIT, cdiv(M, BM))."""
+    ROWS divides 128. The tensor cores add up float8 products with some 14 bits. So each block of 128 columns has a sum
+    of its own, which is scaled and added in float32. The rest is as in project_few. Grid (cdiv(N, ROWS), SPLIT,
+    cdiv(M, BM))."""
     token = tl.program_id(2) * BM + tl.arange(0, BM)
     on = tl.program_id(0) * ROWS
     used = (token < M)[None, :]

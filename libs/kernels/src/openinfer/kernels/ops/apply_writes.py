@@ -16,7 +16,7 @@ def _contract(*, words: Tensor, writes: Tensor) -> None:
     """words[index] = value for each of the writes.
 
     words: int32 [W], the batch state as 32-bit words. writes: int32 [1 + 2 * capacity]: the count n, then `capacity`
-    indices of which the first n are used, then `capacity` values likewise. An index may come twice with the same value.
+    indices, then `capacity` values; the first n of each are used. An index may come twice with the same value.
     """
     expect("words", words, (-1,), int32)
     expect("writes", writes, (-1,), int32)

@@ -34,12 +34,12 @@ def _contract(
 ) -> None:
     """out[t] = softmax(scale * q[t] . K) V over the cached tokens that token t may see.
 
-    Rows, slots, q_starts, seq_lens and alive as in expand_rows: token i of row r is at position seq_lens[slot] + i and
-    sees the positions j <= its own, and with window > 0 only those with its own - j < window. Its own key and value are
-    in the cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] as in
+    Rows, slots, q_starts, seq_lens and alive as in expand_rows. Token i of row r is at position p = seq_lens[slot] + i.
+    It sees the positions j <= p, and with window > 0 only those with p - j < window. Its own key and value are in the
+    cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] as in
     qk_norm_rope_write; query head a uses key head a // (A / G). block_tables int32 [S, B]. max_q_len: no row has more
     tokens than this (1 in a decode step). scale > 0. Softmax in float32. The values written for tokens of dead rows and
-    for those past q_starts[R] is finite and otherwise unspecified. On a GPU d is a power of two.
+    for tokens past q_starts[R] are finite and otherwise unspecified. On a GPU d is a power of two.
     """
     expect("q", q, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = q.shape

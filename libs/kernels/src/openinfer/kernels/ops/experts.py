@@ -36,16 +36,20 @@ def _contract(
     limit: float,
     quantized: bool,
 ) -> None:
-    """out[t] = shared[t] + sum over j of MLP_e(x[t]) with e = expert_ids[t, j], w = expert_weights[t, j] and
-    MLP_e(x) = (silu(min(g, limit)) * clamp(u, -limit, limit) * w) Wd_e^T, [g, u] = x Wgu_e^T.
+    """out[t] = shared[t] + sum over j of MLP_e(x[t]), with e = expert_ids[t, j] and w = expert_weights[t, j].
+
+        MLP_e(x) = (silu(min(g, limit)) * clamp(u, -limit, limit) * w) Wd_e^T, [g, u] = x Wgu_e^T
 
     x, shared, out [T, D] of one float dtype. expert_ids int32 [T, K], each in [-1, E), no expert twice in a row but
-    -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up [E, 2 I, D] (the gate's rows, then
-    the up projection's) and down [E, D, I], both of x's dtype, or both packed FP4 or float8 (contract.expect_packed;
-    gate_up with parts=2). g and u are rounded as outputs of a linear layer; the product, w in it, is in float32 and
-    rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8), as x must have by its maker; each
-    expert's output is rounded; their sum and shared are added in float32 and rounded once. D and I are multiples of
-    128. How many tokens an expert gets is data: an implementation sorts them on the device.
+    -1, which is no expert and adds nothing; expert_weights float32 [T, K]. gate_up is [E, 2 I, D]: the gate's rows,
+    then the up projection's. down is [E, D, I]. Both are of x's dtype, or both packed FP4 or float8
+    (contract.expect_packed; gate_up with parts=2). D and I are multiples of 128.
+
+    g and u are rounded as outputs of a linear layer. The product, with w in it, is in float32 and rounded. With
+    `quantized` it then goes through q8 in blocks of 128 (formats.q8); the caller must have done the same to x. Each
+    expert's output is rounded. Their sum and shared are added in float32 and rounded once.
+
+    The number of tokens of an expert is data: an implementation sorts them on the device.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, width = x.shape

@@ -117,10 +117,10 @@ def _gate_contract(
 ) -> None:
     """out = silu(min(g, limit)) * clamp(u, -limit, limit) with [g, u] = x @ weight^T.
 
-    x [T, K], weight [2 I, K] (the gate's rows, then the up projection's) of x's dtype, or packed float8 with parts=2
-    (contract.expect_packed), out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer; the product
-    is in float32, rounded, and with `quantized` goes through q8 in blocks of 128 (formats.q8), as x has (`rounded_x` of
-    project). K is a multiple of 16, I of 128.
+    x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or packed float8 with parts=2
+    (contract.expect_packed). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The product is
+    in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (formats.q8), as x has
+    (`rounded_x` of project). K is a multiple of 16, I of 128.
     """
     expect("x", x, (-1, -1), *FLOATS)
     expect("out", out, (x.shape[0], -1), x.dtype)

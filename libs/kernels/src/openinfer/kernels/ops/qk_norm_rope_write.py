@@ -34,11 +34,11 @@ def _contract(
     qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads; or [T, (2 A + 2 G) d]: each query head is followed
     by d columns of its output gate, which are not read here. q out [T, A, d]. kv out [pages, 2, G, page_size, d]: one
     layer of the cache (K, then V), dense within a page, pages at any stride. q_norm, k_norm [d]. All of one float
-    dtype; q_norm and k_norm may both be float32 (as in norm_linear), or both be left out: then q and k are rotated as
-    they are. cos_sin float32 [P, 2, r/2]: cosines and sines by position, P > every position; of each head the first r
-    <= d elements are rotated, element i with i + r/2. positions, token_slots int32 [T]; block_tables int32 [S, B]: the
-    page of position p of slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the padding page,
-    whose content nobody reads: tokens of slot 0 may write there or not at all. d is a multiple of 16.
+    dtype; q_norm and k_norm may both be float32 (as in norm_linear), or both be left out: then q and k are rotated
+    without a norm. cos_sin float32 [P, 2, r/2]: cosines and sines by position, P > every position; of each head the
+    first r <= d elements are rotated, element i with i + r/2. positions, token_slots int32 [T]; block_tables int32
+    [S, B]: the page of position p of slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the
+    padding page, which no row reads, so tokens of slot 0 may write there or not at all. d is a multiple of 16.
     """
     tokens, heads, dim = q.shape
     expect("q", q, (-1, -1, -1), *FLOATS)

@@ -77,14 +77,14 @@ class NullPack:
 
 
 class Repeated(tuple[T, ...]):
-    """The layers of a model that is traced with one of each kind: a pass over them tells the pack how many layers are
-    like the one that it gives, so that its calls count for all of these.
+    """The layers of a model that is traced with one layer of each kind. A loop over them tells the pack how many layers
+    each one stands for, and the calls of that layer count as many times.
 
     `kinds`: the layers with their numbers.
     """
 
     def __new__(cls, pack: NullPack, kinds: Iterable[tuple[T, int]]) -> Repeated[T]:
-        """The layers, for a model in place of its own."""
+        """The layers, for a model to have in place of its own."""
         pairs = tuple(kinds)
         made = super().__new__(cls, (layer for layer, _ in pairs))
         made._pack, made._times = pack, tuple(times for _, times in pairs)

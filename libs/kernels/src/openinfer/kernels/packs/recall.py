@@ -1,5 +1,5 @@
-"""Op calls that came before: the layers of a model call the same ops with the same shapes at other addresses, so the
-commands of the first call serve the others, which makes recording steps several times faster."""
+"""Commands of earlier op calls, used again. The layers of a model call the same ops with the same shapes at other
+addresses. So the commands of the first call serve the others, which makes recording steps several times faster."""
 
 from __future__ import annotations
 

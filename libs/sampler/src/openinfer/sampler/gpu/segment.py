@@ -27,7 +27,7 @@ class Fields(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleBuffers:
-    """What the segments read and write, for at most R rows and P scored prompt tokens. K is MAX_LOGPROBS."""
+    """The buffers of the segments, for at most R rows and P scored prompt tokens. K is MAX_LOGPROBS."""
 
     logits: Tensor  # float32 [R, V]
     tokens: Tensor  # int32 [R]
@@ -58,8 +58,8 @@ class SampleBuffers:
 
 
 def sample_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
-    """Choose the next token of the first `num_rows` rows from their logits, end rows that are over, and move the state
-    of live rows past the step. A step has one such call, after its forward pass."""
+    """Choose the next token of the first `num_rows` rows from their logits, and end rows that are over. Then advance
+    the state of live rows past the step. A step has one such call, after its forward pass."""
     b, r = buffers, num_rows
     step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
     lengths = {"q_starts": rows["q_starts"][: r + 1], "seq_lens": rows["seq_lens"]}

@@ -2,8 +2,8 @@
 
 It computes a step at its launch and returns the result late. Steps of a stream run in order, so the difference does
 not show. A row has the state that a GPU keeps: alive bit, length, last token, block tables. Tokens are stored and
-read through the block tables. So a block that is released too early, written twice, or cached before it is written
-causes a DeviceFault, or a token that differs from the oracle's (`generate`).
+read through the block tables. A block that is released too early, written twice, or cached before it is written is
+noticed: it causes a DeviceFault, or a token that differs from the oracle's (`generate`).
 """
 
 from __future__ import annotations

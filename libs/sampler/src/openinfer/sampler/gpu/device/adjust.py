@@ -79,7 +79,7 @@ def adjust(
                 vocabulary, penalties, prompt_masks, output_counts, mask_width, count_width,
             )  # fmt: skip
             tl.store(out + token, x, mask=token < vocabulary)
-            if is_first:  # counts of whoever had the slot before
+            if is_first:  # the slot still has the counts of its previous sequence
                 word = start // 2 + tl.arange(0, BLOCK // 2)
                 counts = output_counts + slot * count_width + word
                 tl.store(counts, tl.zeros((BLOCK // 2,), tl.int32), mask=word < count_width)

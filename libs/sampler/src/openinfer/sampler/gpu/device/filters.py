@@ -1,7 +1,7 @@
-"""What the kernels of a filtered row share: bounds as raw logits, and what the row asks for.
+"""Code that the kernels of a filtered row share: bounds as raw logits, and the row's filters.
 
-logits / temperature grows with the logit, so a bound on one is a bound on the other, if it is `aligned`: the smallest
-of those that have its quotient.
+logits / temperature grows with the logit. So a bound on the quotient is a bound on the logit, if the bound is
+`aligned`: the smallest of the logits that have its quotient.
 """
 
 # mypy: ignore-errors

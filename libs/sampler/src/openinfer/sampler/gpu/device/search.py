@@ -180,9 +180,11 @@ def sift(
     GREEDY: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, LIST: tl.constexpr,
     FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of CHUNK logits of a filtered row: how many reach k_high, and how much they weigh; how much those weigh that
-    reach p_high; the best candidate among them. What lies in the brackets is appended to the row's list, and
-    so is what reaches p_high if that is at most FEW."""
+    """Count CHUNK logits of a filtered row against the guessed bounds.
+
+    It finds the number and the mass of the logits that reach k_high. Of the logits that reach p_high it finds the mass
+    and the best candidate. Logits inside the brackets are appended to the row's list. Logits that reach p_high are
+    appended too, if they are at most FEW."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot, filtered, temperature, _, _, _ = filters_of(
         row, slots, emits, alive, temperatures, top_ks, top_ps, min_ps, vocabulary, GREEDY

@@ -33,8 +33,8 @@ class SlotField(NamedTuple):
 
 
 def adjustment_fields(vocabulary: int) -> list[SlotField]:
-    """The state of adjustments, by the names of the arguments of `sample` and `advance`. What SamplingParams allows
-    has room; output_counts is most of it, two bytes a token of the vocabulary."""
+    """The state of adjustments, by the names of the arguments of `sample` and `advance`. It has room for the most that
+    SamplingParams allows. Most of it is output_counts, with two bytes a token of the vocabulary."""
     return [
         SlotField("adjusts", (), int32),
         SlotField("prompt_lens", (), int32),
@@ -52,11 +52,10 @@ def adjustment_fields(vocabulary: int) -> list[SlotField]:
 def adjustment_values(
     params: SamplingParams, prompt: Sequence[int], output: Sequence[int], vocabulary: int
 ) -> dict[str, float | Array]:
-    """What to write at the slot of a sequence that joins, by field of `adjustment_fields`: a number for a field of no
-    axis, else an array.
+    """The values to write at the slot of a sequence that joins, by field of `adjustment_fields`.
 
-    prompt: ids of the prompt; output: ids generated before, which a sequence has that was preempted. Ids must be below
-    `vocabulary`. What is not named may stay as it is in the slot.
+    A value is a number for a field of no axis, else an array. prompt: ids of the prompt. output: ids generated before a
+    preemption. Ids must be below `vocabulary`. A field that is not named may keep its old value in the slot.
     """
     flags = Adjustment(0)
     values: dict[str, float | Array] = {"prompt_lens": len(prompt)}

@@ -34,13 +34,17 @@ def _contract(
 
     A dead row (alive[slot] == 0) or one without tokens in the step is IDLE, with token -1, and its state
     stays. Any other has its tokens added to seq_lens[slot]. If it does not emit it is RUNNING, with token -1.
-    If it emits, its token goes to last_tokens[slot], and the row ends (alive[slot] = 0) as FAILED if the
-    token is -2 (last_tokens stays), as STOP if the token is in stop_ids[slot] and seq_lens[slot] is not below
-    min_lens[slot], as LENGTH if seq_lens[slot] + 1 (the new token included) is limits[slot] or more; else it
-    is RUNNING. Where adjusts[slot] (int32 [S], `Adjustment`) has the bit PENALTIES, the token is counted in
-    output_counts int32 [S, C] (two 16-bit counts a word, up to 65,535); with BAD_WORDS it goes to recent_tokens
-    int32 [S, L], at its index in the sequence modulo L. The slots of live rows must be distinct; alive of the
-    padding slot 0, which may repeat, must be 0.
+    If it emits, its token goes to last_tokens[slot], and its status is the first of these that holds:
+
+    - FAILED: the token is -2 (last_tokens stays).
+    - STOP: the token is in stop_ids[slot], and seq_lens[slot] is not below min_lens[slot].
+    - LENGTH: seq_lens[slot] + 1 (the new token included) is limits[slot] or more.
+    - RUNNING.
+
+    The first three end the row: alive[slot] = 0. adjusts int32 [S] has bits of `Adjustment`. With the bit PENALTIES,
+    the token is counted in output_counts int32 [S, C] (two 16-bit counts a word, up to 65,535). With BAD_WORDS, it
+    goes to recent_tokens int32 [S, L], at its index in the sequence modulo L. The slots of live rows must be
+    distinct; alive of the padding slot 0, which may repeat, must be 0.
     """
     rows, size = slots.shape[0], seq_lens.shape[0]
     expect("result", result, (rows, 3), int32)

@@ -1,4 +1,4 @@
-"""What the sampling ops say of a row."""
+"""The results of the sampling ops for a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNSOUND = -2
 
 
 class RowStatus(IntEnum):
-    """What a step did to a row: the second column of `advance`'s result."""
+    """The state of a row after a step: the second column of `advance`'s result."""
 
     IDLE = 0
     """Dead, or without tokens in the step; nothing was touched."""
@@ -31,7 +31,7 @@ class RowStatus(IntEnum):
 
 
 class Adjustment(IntFlag):
-    """What of a row's logits is changed before a token is chosen: the bits of the field `adjusts`."""
+    """The kinds of changes to a row's logits before a token is chosen: the bits of the field `adjusts`."""
 
     ALLOWED = 1
     BAD_WORDS = 2

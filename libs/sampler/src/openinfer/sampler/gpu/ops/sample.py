@@ -58,10 +58,10 @@ def _contract(
     is below min_lens[slot].
 
     The bits of adjusts[slot] (int32 [S], `Adjustment`) say which other changes of `openinfer.sampler.adjust` the
-    row gets; what a bit is not set for is not read. ALLOWED: the bits of allowed_masks int32 [S, (V + 31) // 32],
-    lowest first. BAD_WORDS: bad_words int32 [S, N, L], each word at the end of its L ids, -1 before it, all -1 =
-    none; recent_tokens int32 [S, L], in which the token at index i of the output stands at i % L, indices
-    counting from the start of the sequence. BIAS: bias_ids int32 [S, B], -1 = none, no id twice, and biases
+    row gets; fields of a bit that is not set are not read. ALLOWED: the bits of allowed_masks int32
+    [S, (V + 31) // 32], lowest first. BAD_WORDS: bad_words int32 [S, N, L], each word at the end of its L ids, -1
+    before it, all -1 = none; recent_tokens int32 [S, L]: the token at index i of the sequence, if it is one of the
+    output, stands at i % L. BIAS: bias_ids int32 [S, B], -1 = none, no id twice, and biases
     float32 [S, B]. PENALTIES: penalties float32 [S, 3] (repetition, frequency, presence); prompt_masks int32
     [S, (V + 31) // 32]; output_counts int32 [S, (V + 1) // 2], two 16-bit counts a word, the lower first. A row
     at position prompt_lens[slot] (int32 [S]) has no output: its counts are set to zero here, whatever they were.

@@ -1,7 +1,7 @@
 """The state of sampling by slot: one table of fields, and what a sequence writes there when it joins.
 
-Every field is named here once. The ops take the fields as keyword arguments of these names; `fields` declares them to
-whoever allocates the batch; `values` makes what a SamplingParams puts there.
+Every field is named here once. The ops take the fields as keyword arguments of these names. `fields` declares them to
+the code that allocates the batch. `values` makes the values of a SamplingParams.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_STOP_IDS = 20
 
 ADJUSTMENTS = tuple(field.name for field in adjustment_fields(1))
 SAMPLE_FIELDS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "min_lens", "stop_ids", *ADJUSTMENTS)
-"""What `sample` reads by slot."""
+"""The fields that `sample` reads."""
 ADVANCE_FIELDS = ("limits", "min_lens", "stop_ids", "adjusts", "output_counts", "recent_tokens")
-"""What `advance` reads by slot, and of penalties and bad words writes."""
+"""The fields that `advance` reads. It writes those of penalties and bad words too."""
 
 _ANY_WIDTH = {"stop_ids", "bias_ids", "biases", "bad_words", "recent_tokens"}
 _BY_VOCABULARY = {"prompt_masks", "output_counts", "allowed_masks"}
@@ -58,8 +58,10 @@ def values(
     vocabulary: int,
     masked: bool = False,
 ) -> dict[str, float | Array]:
-    """What to write at the slot of a sequence that joins, by field: a number for a field of no axis, else an array of
-    the field's shape or of its beginning. A field that is not named may stay as the slot has it.
+    """The values to write at the slot of a sequence that joins, by field.
+
+    A value is a number for a field of no axis, else an array of the field's shape or of its beginning. A field that is
+    not named may keep its old value in the slot.
 
     stop_ids: every id that ends the sequence, EOS included unless ignored. prompt: ids of the prompt; output: ids
     generated before, which a preempted sequence has. max_len: tokens at which the sequence ends. masked: a mask of

@@ -40,8 +40,9 @@ def _contract(
     """Write the num_logprobs[slots[r]] most likely tokens of each row r that samples, and their logprobs.
 
     ids int32 [R, K] and values float32 [R, K], K in 1..20: most likely first, the lowest id first among
-    equals; values are log_softmax of the raw logits float32 [R, V]. What was not asked for, what K or V has
-    no room for, and rows whose largest logit is not finite get id -1 and value 0. slots, emits int32 [R];
+    equals; values are log_softmax of the raw logits float32 [R, V]. An element that the
+    row did not ask for gets id -1 and value 0. So do elements for which K or V has no room, and all elements of a row
+    whose largest logit is not finite. slots, emits int32 [R];
     alive, num_logprobs int32 [S]; a row samples if emits[r] and alive[slots[r]] are not 0, and asks if
     num_logprobs is above 0.
     """
