@@ -140,9 +140,18 @@ class Process:
             found = re.search(r"ready on (https?://\S+) in ", line)
             if found:
                 self.url = found[1]
-                return
-        self.end()
-        raise AssertionError(self.lines)
+                break
+        self._rest = ""
+        self._reader = threading.Thread(target=self._read)  # a pipe that fills up would hold the server
+        self._reader.start()
+        if not self.url:
+            self.end()
+            raise AssertionError(self.lines)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as stream:
+            self._rest = stream.read()
 
     def children(self, module: str = "") -> list[int]:
         """Its child processes that run the module."""
@@ -151,8 +160,10 @@ class Process:
         return [int(one) for one in found if module in Path(f"/proc/{one}/cmdline").read_text()]
 
     def end(self) -> tuple[int, str]:
-        _, rest = self.process.communicate(timeout=10)
-        return self.process.returncode, rest
+        """The exit code, once it ends, and what it has said since it was ready."""
+        code = self.process.wait(timeout=10)
+        self._reader.join()
+        return code, self._rest
 
 
 @pytest.fixture
@@ -168,4 +179,4 @@ def launch() -> Iterator[Callable[..., Process]]:
     for one in started:
         if one.process.poll() is None:
             one.process.kill()
-        one.process.communicate()
+        one.end()

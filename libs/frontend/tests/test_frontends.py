@@ -419,7 +419,7 @@ def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(
             parent = Frontends(options, make, [listener], restart_engine=True, engine_hang_timeout=None)
             ready = asyncio.Event()
             engines: list[ProcessDriver] = []
-            running = asyncio.create_task(parent.run(engines.append, ready.set))
+            running = asyncio.create_task(parent.run(engines.append, ready.set, print))
             await asyncio.wait_for(ready.wait(), 60)
             monkeypatch.setattr(parent, fails, odd)
             pid = parent._children[0].pid if fails == "_spawn" else engines[0].pid

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,3 +112,61 @@ def test_an_engine_that_refuses_with_an_exception_names_the_sequence(
     refused, served = [line for line in lines if "outcome" in line]
     assert served["outcome"] == "ok"
     assert f"sequence {refused['engine_id']}" in raised["message"]
+
+
+def ended(server: Any) -> list[str]:
+    server.process.send_signal(signal.SIGTERM)
+    code, rest = server.end()
+    assert code == 0
+    return rest.splitlines()
+
+
+def test_the_access_log_has_a_line_a_request(model_dir: Path, launch: Callable[..., Any]) -> None:
+    server = launch(model_dir, "--api-key", SECRET)
+    with httpx.Client(base_url=server.url, headers={"x-request-id": "id-5"}) as http:
+        key = {"authorization": f"Bearer {SECRET}"}
+        http.post("/v1/completions?k=v", json={"prompt": [5], "max_tokens": 2}, headers=key)
+        http.get("/v1/models")
+        http.get("/no/such%0aline/" + "x" * 500, headers=key)
+        http.get("/state", headers=key)
+    lines = [line.partition(" - ") for line in ended(server) if "frontend.http.access" in line]
+    assert all(
+        re.fullmatch(r"INFO openinfer\.frontend\.http\.access: 127\.0\.0\.1:\d+", head)
+        for head, _, _ in lines
+    )
+    done, refused, unknown = (line for _, _, line in lines)  # the page asks for /state all the time
+    assert re.fullmatch(r'"POST /v1/completions HTTP/1\.1" 200 in \d+\.\d{3} s, id id-5', done)
+    assert refused.startswith('"GET /v1/models HTTP/1.1" 401 in ')
+    assert re.fullmatch(r'"GET /no/such%0Aline/x{100,190} HTTP/1\.1" 404 in \S+ s, id id-5', unknown)
+
+
+def test_a_line_of_the_access_log_has_fields(model_dir: Path, launch: Callable[..., Any]) -> None:
+    server = launch(model_dir, "--log-format", "json", "--frontends", "2")
+    httpx.get(f"{server.url}/health", headers={"x-request-id": "id-6"})
+    (line,) = [json.loads(one) for one in ended(server) if "frontend.http.access" in one]
+    shown = {"method": "GET", "path": "/health", "status": 200, "request_id": "id-6", "level": "info"}
+    assert shown.items() <= line.items()
+    assert line["client"].startswith("127.0.0.1:")
+    assert line["seconds"] >= 0
+
+
+@pytest.mark.parametrize("flag", ["--no-access-log", "--disable-uvicorn-access-log"])
+def test_the_access_log_can_be_left_out(model_dir: Path, launch: Callable[..., Any], flag: str) -> None:
+    server = launch(model_dir, flag)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert not any("/health" in line for line in ended(server))
+
+
+@pytest.mark.parametrize("frontends", [1, 2])
+def test_the_last_line_says_what_was_served(
+    model_dir: Path, launch: Callable[..., Any], frontends: int
+) -> None:
+    server = launch(model_dir, "--frontends", frontends, "--step-delay", "0.01")
+    for _ in range(3):
+        body = {"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    body = {"prompt": [5], "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+        next(response.iter_lines())
+    expected = "3 answers, 1 aborted, 0 failed; 6 prompt tokens (0 cached), 12 tokens generated"
+    assert re.fullmatch(rf"openinfer: stopped after 0:00:\d\d: {re.escape(expected)}", ended(server)[-1])

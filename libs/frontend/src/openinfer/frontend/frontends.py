@@ -21,6 +21,7 @@ import msgspec
 from openinfer.frontend.errors import EngineStartError, one_line
 from openinfer.frontend.frontend_process import Engine, FrontendBoot, Lost, Order, Report, Stop
 from openinfer.frontend.http.board import Board
+from openinfer.frontend.http.metrics import Metrics
 from openinfer.frontend.http.server import on_signals
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.restart import MAX_RESTARTS, Budget, broken
@@ -63,9 +64,15 @@ class Frontends:
         self._ending = False
         self._failed = asyncio.Event()  # for good
 
-    async def run(self, on_engine: Callable[[ProcessDriver], None], on_ready: Callable[[], None]) -> int:
+    async def run(
+        self,
+        on_engine: Callable[[ProcessDriver], None],
+        on_ready: Callable[[], None],
+        on_stop: Callable[[str], None],
+    ) -> int:
         """Start all, serve until a signal or a loss that is final; returns the exit code, 0 or 1.
 
+        on_engine, on_ready, on_stop: as serve_web has them.
         Raises FrontendError or OSError with one line for the user when something does not start.
         """
         keepers: list[asyncio.Task[None]] = []
@@ -96,6 +103,7 @@ class Frontends:
                 self._tell(Stop())
             self._ending = True
             await self._drain(now)
+            on_stop(Metrics(self._engine, None, board=Board.shared(boards)).served())
             return 1 if self._failed.is_set() else 0
         finally:
             self._ending = True

@@ -5,12 +5,13 @@ What only a server needs is imported when there is one to start: `--help` answer
 
 import argparse
 import contextlib
+import datetime
 import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from openinfer.frontend.server_flags import build_parser
 if TYPE_CHECKING:
     from openinfer.frontend.client import EngineClient
     from openinfer.frontend.contract import EngineSpec
+    from openinfer.frontend.frontends import Frontends
     from openinfer.frontend.web import WebOptions
 
 __all__ = ["Recipe", "build_parser", "serve"]
@@ -100,33 +102,30 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec", signals: list[int
             scheme = "http" if args.ssl_certfile is None else "https"
             say(f"ready on {scheme}://{shown}:{port} in {time.monotonic() - began:.1f} s{processes}")
 
+        def on_stop(served: str) -> None:
+            say(f"stopped after {datetime.timedelta(seconds=round(time.monotonic() - began))}: {served}")
+
         if args.frontends > 1:
-            return await _serve_several(args, spec, listeners, on_engine, on_ready)
+            return await _frontends(args, spec, listeners).run(on_engine, on_ready, on_stop)
         client = _client(args, spec)
         return await serve_web(
-            _web_options(args), client, listeners[0], on_engine=on_engine, on_ready=on_ready
+            _web_options(args), client, listeners[0], on_engine=on_engine, on_ready=on_ready, on_stop=on_stop
         )
 
 
-async def _serve_several(
-    args: argparse.Namespace,
-    spec: "EngineSpec",
-    listeners: list[socket.socket],
-    on_engine: Callable[["EngineClient"], None],
-    on_ready: Callable[[], None],
-) -> int:
+def _frontends(args: argparse.Namespace, spec: "EngineSpec", listeners: list[socket.socket]) -> "Frontends":
     from openinfer.frontend.frontends import Frontends
     from openinfer.frontend.process_driver import ProcessDriver
 
     if args.driver != "process":
         raise FlagError("--frontends needs --driver process: a thread serves the process that it is in")
-    return await Frontends(
+    return Frontends(
         _web_options(args),
         lambda: ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout),
         listeners,
         restart_engine=args.restart_engine,
         engine_hang_timeout=args.engine_hang_timeout,
-    ).run(on_engine, on_ready)
+    )
 
 
 def _web_options(args: argparse.Namespace) -> "WebOptions":

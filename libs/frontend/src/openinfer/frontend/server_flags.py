@@ -128,7 +128,16 @@ def server_parser(prog: str, description: str) -> FlagParser:
     server.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="json: one object a line"
     )
-    server.add_argument("--log-requests", action="store_true", help="log a line for each request")
+    server.add_argument(
+        "--no-access-log",
+        "--disable-uvicorn-access-log",
+        dest="access_log",
+        action="store_false",
+        help="log no line for each HTTP request",
+    )
+    server.add_argument(
+        "--log-requests", action="store_true", help="log a line for what each request generated"
+    )
     return parser
 
 

@@ -46,6 +46,7 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None
     log_level: str
     log_format: str
+    access_log: bool
     log_requests: bool
     otlp_traces_endpoint: str | None
 
@@ -57,6 +58,7 @@ async def serve_web(
     *,
     on_ready: Callable[[], None],
     on_engine: Callable[["EngineClient"], None] | None = None,
+    on_stop: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     now: asyncio.Event | None = None,
     boards: Sequence[Path] = (),
@@ -64,6 +66,7 @@ async def serve_web(
     """Start the client, serve until told to stop, close it; returns the exit code of run_server.
 
     on_engine, on_ready: called once the client has started, and once requests are accepted.
+    on_stop: called with what was served, once no more requests are.
     stop, now: as run_server has them. boards: where the processes of a server count, our own first.
     Raises FrontendError, ValueError or OSError with one line for the user.
     """
@@ -95,6 +98,7 @@ async def serve_web(
             defaults=defaults,
             model_names=options.served_model_name,
             api_key=options.api_key,
+            access_log=options.access_log,
             log_requests=options.log_requests,
             tracing=tracing,
             board=Board.shared(boards) if boards else None,
@@ -105,7 +109,7 @@ async def serve_web(
                 options.allow_credentials,
             ),
         )
-        return await run_server(
+        code = await run_server(
             app,
             listener,
             shutdown_timeout_s=options.shutdown_timeout,
@@ -115,6 +119,9 @@ async def serve_web(
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
         )
+        if on_stop is not None:
+            on_stop(app.state.service.metrics.served())
+        return code
     finally:
         starting.cancel()  # where the tokenizer has failed: a process half started is seen to its end
         await asyncio.wait([starting])

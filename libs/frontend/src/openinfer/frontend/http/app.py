@@ -15,6 +15,7 @@ from starlette.routing import Route
 from openinfer.frontend.chat import TOOL_FORMATS, Renderer, RendererSpec
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.errors import APIError
+from openinfer.frontend.http.access import AccessLog
 from openinfer.frontend.http.answer import error_response
 from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.chat import ChatFormat
@@ -47,6 +48,7 @@ def create_app(
     defaults: SamplingDefaults | None = None,
     model_names: Sequence[str] = (),
     api_key: str | None = None,
+    access_log: bool = False,
     log_requests: bool = False,
     tracing: "Tracing | None" = None,
     board: Board | None = None,
@@ -64,7 +66,8 @@ def create_app(
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
     (default: the engine's name). api_key: wanted on all paths but /health, /ping, /ready and the page at /.
-    log_requests: log one line a request at its end. tracing: where spans go; closed by its owner.
+    access_log: log a line for each HTTP request. log_requests: log a line for what each request generated, at its end.
+    tracing: where spans go; closed by its owner.
     board: where /metrics counts, one for all processes of a server.
     cors: pages of which origins may call; None for none.
     """
@@ -100,13 +103,14 @@ def create_app(
             await service.close()
             await client.close()
 
+    log = [Middleware(AccessLog)] if access_log else []
     guards = [Middleware(ApiKeyGuard, api_key=api_key)] if api_key else []
     app = Starlette(
         routes=[
             *(Route(one.path, one.handler, methods=[one.method]) for one in table),
             Route("/openapi.json", openapi),
         ],
-        middleware=[*(cors or Cors()).middleware(), Middleware(RequestIds), *guards],
+        middleware=[*log, *(cors or Cors()).middleware(), Middleware(RequestIds), *guards],
         exception_handlers={APIError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=lifespan,
     )

@@ -59,6 +59,10 @@ class Histogram:
         self._own[bisect_left(self._bounds, value)] += 1
         self._own[-1] += value
 
+    def total(self) -> float:
+        """The sum of all values."""
+        return self._cells.sums()[-1]
+
     def collect(self, labels: Sequence[str]) -> Metric:
         """The family in Prometheus' cumulative form."""
         total, buckets = 0.0, []
@@ -153,6 +157,15 @@ class Metrics:
     def _trace(self, request: Request, reason: str, tokens: int, times: Times, problem: str = "") -> None:
         if self.tracing is not None:
             self.tracing.finished(request, reason, tokens, *times, problem=problem)
+
+    def served(self) -> str:
+        """What all processes have served so far, as text. Tokens are those of answers that came to their end."""
+        stop, length, aborted, failed = map(int, self._successes.sums())
+        prompt, computed = int(self._prompt.total()), int(self._computed.total())
+        return (
+            f"{stop + length} answers, {aborted} aborted, {failed} failed; {prompt} prompt tokens "
+            f"({prompt - computed} cached), {int(self._generation.total())} tokens generated"
+        )
 
     def render(self) -> bytes:
         """The exposition, text format."""
