@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import random
 import sys
@@ -178,6 +179,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; needs openinfer[plot]")
     add_arguments(parser)
     args = parser.parse_args()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'openinfer[plot]'")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, served(args.what, Path(folder)) as (port, pids):
         found = soak(port, pids, args.requests)

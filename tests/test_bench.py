@@ -16,7 +16,16 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import bench, bench_fake, bench_host, bench_ops, bench_serve, bench_step, explain
+from openinfer.cli import (
+    bench,
+    bench_fake,
+    bench_gaps,
+    bench_host,
+    bench_ops,
+    bench_serve,
+    bench_step,
+    explain,
+)
 from openinfer.cli.bench_client import Answer, Client, Run, arrivals, run_load
 from openinfer.cli.bench_ledger import Machine, Recorder, grouped, key
 from openinfer.cli.bench_record import percentile
@@ -384,11 +393,45 @@ def test_a_plot_is_drawn_or_matplotlib_is_named(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert explain.main([str(TINY), "--plot", str(path)]) == 1
-    assert "pip install 'openinfer[plot]'" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "pip install 'openinfer[plot]'" in said.err
+    assert said.out == ""  # it is told before the work
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     assert explain.main([str(TINY), "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_ops_refuses_what_would_take_a_cpu_hours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_ops.main([str(TINY), "--device", "cpu", "--context", "500"]) == 1
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert "256 rows of 500 tokens take too long on a CPU: lower --max-num-seqs or --context" in error
+
+
+def test_tables_fit_100_columns() -> None:
+    load = Load(123.45, 20000, 1024, 16384, 1024, 0)
+    answers = [answer(80.0, 1.0), answer(90.0, 0.9), answer(1, 1, error="lost")]
+    served = summary(load, Run(answers, 1e-3, 9e-4), {})
+    counted = ("steps", "compiles_after_ready", "allocations_after_ready", "host_waits_after_ready")
+    cost = {"us": 1234567.0, "floor_us": 1234567.0, "of_floor": 1.0, "bytes": 10**13, "flops": 10**15}
+    key = "norm_rope_attend result[2048x32x128], 256 rows, 12345678 cached, 123456789 pairs"
+    link = explain.Line("norm_linear 151936x5120", 9999, 99999, 10**12, 10**14, 1e6, 2e6, 10**9)
+    gap = {"p50_us": 1234.5, "max_us": 12345.6, "after": "k" * 200, "before": "k" * 200}
+    gaps = {"point": "decode:256,16384", "how": "through the engine", "kernels_a_step": 9999, "span_us": 1e5,
+            "device_ms": 100.0, "idle_us": 1e4, "overlapped": 9999, "activities_a_step": 9999,
+            "longest_gap_us": 12345.6, "over_limit": 9999, "longest": [gap]}  # fmt: skip
+    step = {"point": "mixed:224,16384,1024", "wall_ms": 12345.6, "device_ms": 12345.6}
+    host = {"what": "frontend, 256 clients, 128 tokens, not streamed", "requests_per_s": 12345.6,
+            "tokens_per_s": 1234567.8, "cpu_us_a_token": 1234.5, "cpu_us_a_request": 123456.7}  # fmt: skip
+    shown = (
+        bench_serve._table([{**served, "counters": dict.fromkeys(counted, 1e6)}]),
+        bench_ops.line({**cost, "key": key, "calls_a_step": 100}),
+        explain.table([link], with_measured=True),
+        bench_gaps.table(gaps),
+        bench_step._line(step),
+        bench_host._line(host),
+    )
+    assert [line for text in shown for line in text.splitlines() if len(line) > 100] == []
 
 
 def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:

@@ -232,6 +232,7 @@ def test_the_command_says_what_is_wrong(capsys, monkeypatch):
     assert main(["--workload", "nowhere.jsonl"]) == 2
     assert "nowhere.jsonl" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("openinfer.scheduler.sim.__main__._simulate", None)  # it is told before the work
     assert main(["--num-requests", "3", "--plot", "x.png"]) == 2
     assert "pip install 'openinfer-scheduler[plot]'" in capsys.readouterr().err
 

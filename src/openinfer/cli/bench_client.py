@@ -11,7 +11,7 @@ import asyncio
 import gc
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -260,10 +260,14 @@ class Run:
 
 
 async def run_load(
-    client: Client, messages: Sequence[bytes], times: Sequence[float], max_concurrency: int = 0
+    client: Client,
+    messages: Sequence[bytes],
+    times: Sequence[float],
+    max_concurrency: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Run:
     """Send each message at its time (seconds after the start), at most max_concurrency at once (0: no limit; a
-    request that waits for its turn is sent, and timed from, then)."""
+    request that waits for its turn is sent, and timed from, then). progress: called after each answer."""
     turns = asyncio.Semaphore(max_concurrency or len(messages))
     answers: list[Answer] = []
 
@@ -272,6 +276,7 @@ async def run_load(
             answers.append(
                 await client.complete(message, due if not max_concurrency else time.perf_counter())
             )
+            progress(len(answers), len(messages))
 
     gc.collect()
     gc.disable()

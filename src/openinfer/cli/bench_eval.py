@@ -22,6 +22,7 @@ from openinfer.cli import eval_cases, recipes
 from openinfer.cli.api import Api, ApiError
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.bench_server import NotReady, serving
+from openinfer.tensor import ProgressBar
 
 PROG = "openinfer bench eval"
 
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
             url = args.model
             if folder is not None:
                 log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+                progress(f"starting a server of {folder}")
                 server = stack.enter_context(serving(folder, server_flags, log))
                 url = server.url
                 progress(f"ready in {server.ready_s:.2f} s")
@@ -100,8 +102,11 @@ def _run(api: Api, cases: list[eval_cases.Case], args: argparse.Namespace) -> di
         }  # fmt: skip
         return api.chat({**body, "tools": case.tools} if case.tools else body)
 
+    bar, answers = ProgressBar("bench:", things="answers"), []
     with ThreadPoolExecutor(args.max_concurrency) as pool:
-        answers = list(pool.map(ask, cases))
+        for answer in pool.map(ask, cases):
+            answers.append(answer)
+            bar(len(answers), len(cases))
     seconds = time.perf_counter() - began
     outcomes, wrong = [], []
     for case, answer in zip(cases, answers, strict=True):

@@ -22,6 +22,8 @@ from openinfer.tensor import Activity, ActivityRecorder
 LIMIT_US = 5.0
 """A longer gap is one too long."""
 LISTED = 10
+NAME_CHARS = 87
+"""Names of kernels may have hundreds."""
 
 Step = Sequence[Activity]
 
@@ -114,12 +116,13 @@ def table(result: dict[str, Any]) -> str:
     """A result as text."""
     head = (
         f"{result['point']} {result['how']}: {result['kernels_a_step']} kernels in {result['span_us']:.0f} us "
-        f"({result['device_ms'] * 1e3:.0f} us when nothing is recorded), {result['idle_us']:.1f} us idle, "
-        f"{result['overlapped']} of {result['activities_a_step'] - 1} starts overlap, longest gap "
-        f"{result['longest_gap_us']:.2f} us, {result['over_limit']} over {LIMIT_US:g} us"
+        f"({result['device_ms'] * 1e3:.0f} us when nothing is recorded),\n"
+        f"  {result['idle_us']:.1f} us idle, {result['overlapped']} of {result['activities_a_step'] - 1} starts "
+        f"overlap, longest gap {result['longest_gap_us']:.2f} us, {result['over_limit']} over {LIMIT_US:g} us"
     )
     lines = [
-        f"  {gap['p50_us']:8.2f} us (at most {gap['max_us']:.2f}) after {gap['after'][:48]} before {gap['before'][:48]}"
+        f"  {gap['p50_us']:8.2f} us (at most {gap['max_us']:.2f})\n"
+        f"      after {gap['after'][:NAME_CHARS]}\n      before {gap['before'][:NAME_CHARS]}"
         for gap in result["longest"]
     ]
     return "\n".join([head, *lines])

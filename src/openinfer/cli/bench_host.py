@@ -137,4 +137,5 @@ def _line(result: dict[str, Any]) -> str:
         "cpu_us_a_token",
         "cpu_us_a_request",
     )
-    return f"{result['what']:<62} " + ", ".join(f"{n} {result[n]:.1f}" for n in names if n in result)
+    figures = ", ".join(f"{name} {result[name]:.1f}" for name in names if name in result)
+    return f"{result['what']}\n    {figures}"

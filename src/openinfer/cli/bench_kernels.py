@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from openinfer.cli.bench_ledger import Machine
+from openinfer.cli.bench_ledger import Machine, figures
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_record import add_arguments, record, write
 from openinfer.kernels.benchmark import Case, Measurement, Memory, measure
@@ -120,10 +120,4 @@ def entry(case: Case, found: Measurement, limits: Machine) -> dict[str, Any]:
 def line(entry: dict[str, Any]) -> str:
     """An entry as text."""
     what = f"{entry['op']} {entry['case']}: {entry['variant']}"
-    if entry["us"] is None:
-        return f"{what:<76} {entry['problem']}"
-    us = entry["us"]
-    return (
-        f"{what:<76} {us:9.2f} us, floor {entry['floor_us']:9.2f} ({entry['of_floor']:4.0%}), "
-        f"{entry['bytes'] / us / 1e3:6.0f} GB/s {entry['flops'] / us / 1e6:5.0f} TFLOP/s"
-    )
+    return f"{what}\n{figures(entry) if entry['us'] is not None else '    ' + entry['problem']}"

@@ -74,6 +74,15 @@ def grouped(calls: Iterable[OpCall], workload: Workload) -> dict[str, list[OpCal
     return groups
 
 
+def figures(entry: Mapping[str, Any]) -> str:
+    """The time of an entry of a ledger beside its floor, and its rates, as text of at most 100 characters."""
+    us = entry["us"]
+    return (
+        f"{us:13.2f} us, floor {entry['floor_us']:10.2f} ({entry['of_floor']:4.0%}), "
+        f"{entry['bytes'] / us / 1e3:6.0f} GB/s {entry['flops'] / us / 1e6:5.0f} TFLOP/s"
+    )
+
+
 def load(path: Path) -> dict[str, float]:
     """Microseconds a call by key, from what `openinfer bench ops --json` wrote. Raises FlagError, OSError."""
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from openinfer.cli import bench_recipe
-from openinfer.cli.bench_ledger import Machine, OpCall, Recorder, grouped
+from openinfer.cli.bench_ledger import Machine, OpCall, Recorder, figures, grouped
 from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
 from openinfer.graph import StepGraphs
@@ -24,6 +24,8 @@ from openinfer.tensor import Event, Stream
 CALLS = 32
 """A graph holds at least so many calls, so that its own start does not count."""
 WARM_UP = 2
+CPU_TOKENS = 8192
+"""A CPU takes about a minute to fill a cache with so many of a small model, and hours with what a GPU serves."""
 
 
 def main(argv: list[str]) -> int:
@@ -59,13 +61,21 @@ def _measure(args: argparse.Namespace, asked: Asked) -> int:
         raise bench_recipe.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     engine = without_prefix_cache(asked)
+    rows = engine.runner.buckets.max_rows
+    if engine.runner.stream.device.kind == "cpu" and rows * args.context > CPU_TOKENS:
+        engine.close()
+        raise bench_recipe.BadFlags(
+            f"{rows} rows of {args.context} tokens take too long on a CPU: lower --max-num-seqs or --context to "
+            f"{CPU_TOKENS} tokens in all, or run it on a GPU"
+        )
+    progress(f"{rows} rows get {args.context} tokens of cache each")
     limits, results, seen = machine(args), [], set[str]()
     try:
         runner = engine.runner
         for segment in engine_segments(engine, args.context, args.tokens):
             for entry in measured(segment, runner.pack, runner.stream, args.repeats, limits, seen):
                 results.append(entry)
-                print(_line(entry), flush=True)
+                print(line(entry), flush=True)
     finally:
         engine.close()
         if args.json:
@@ -133,9 +143,6 @@ def _entry(
     }
 
 
-def _line(entry: dict[str, Any]) -> str:
-    us = entry["us"]
-    return (
-        f"{entry['key']:<84} {entry['calls_a_step']:3} x {us:9.2f} us, floor {entry['floor_us']:9.2f} "
-        f"({entry['of_floor']:4.0%}), {entry['bytes'] / us / 1e3:6.0f} GB/s {entry['flops'] / us / 1e6:5.0f} TFLOP/s"
-    )
+def line(entry: dict[str, Any]) -> str:
+    """An entry as text."""
+    return f"{entry['calls_a_step']:3} x {entry['key']}\n{figures(entry)}"

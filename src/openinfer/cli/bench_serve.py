@@ -15,6 +15,7 @@ import random
 import re
 import sys
 import tempfile
+import textwrap
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from openinfer.cli.bench_record import add_arguments, percentile, progress, reco
 from openinfer.cli.bench_server import Server, serving
 from openinfer.cli.bench_text import Text
 from openinfer.frontend.errors import FlagError, is_users_error, one_line
+from openinfer.tensor import ProgressBar, format_bytes
 
 PROG = "openinfer bench serve"
 BUSY = 0.7
@@ -68,8 +70,9 @@ def main(argv: list[str]) -> int:
             if args.base_url is None:
                 work = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 log = args.server_log or work / "server.log"
+                progress(f"starting a server of {args.model_dir}")
                 server = stack.enter_context(serving(args.model_dir, server_flags, log))
-                progress(f"ready in {server.ready_s:.2f} s, {server.pss_bytes / 1e9:.2f} GB of host memory")
+                progress(f"ready in {server.ready_s:.2f} s, {format_bytes(server.pss_bytes)} of host memory")
             results = _measure(args, loads, goodput, server)
     except Exception as error:
         if not is_users_error(error):
@@ -203,8 +206,9 @@ def _measure(
             progress(str(load))
             rng, before = random.Random(load.seed), counters(url)
             times = arrivals(load.num_prompts, load.request_rate, rng)
+            bar = ProgressBar("bench:", things="answers")
             run = await run_load(
-                client, list(messages(load, load.num_prompts, rng)), times, load.max_concurrency
+                client, list(messages(load, load.num_prompts, rng)), times, load.max_concurrency, bar
             )
             after = counters(url)
             change = {name: after[name] - before.get(name, 0.0) for name in after}
@@ -288,18 +292,24 @@ def _spread(values: list[float]) -> dict[str, float] | None:
 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:
-    head = f"{'load':>28} {'done':>9} {'req/s':>7} {'tok/s':>8} "
-    lines = [head + " ".join(f"{name + ' p50/p99 ms':>19}" for name in METRICS) + "  client CPU"]
+    """At most 100 columns: a load has a line, and a second one for what the server counted."""
+    head = f"{'load, p50/p99 in ms':>24} {'done':>6} {'req/s':>7} {'tok/s':>7}"
+    lines = [head + "".join(f"{name:>13}" for name in METRICS)]
     for r in results:
         limit = f" x{r['max_concurrency']}" if r["max_concurrency"] else ""
         name = f"{r['request_rate']}{limit}, {r['input_len']}/{r['output_len']}"
         spreads = [r[f"{m}_ms"] or {"p50": math.nan, "p99": math.nan} for m in METRICS]
-        columns = " ".join(f"{s['p50']:9.2f} {s['p99']:9.2f}" for s in spreads)
+        columns = "".join(f"{_ms(s['p50']) + '/' + _ms(s['p99']):>13}" for s in spreads)
         lines.append(
-            f"{name:>28} {r['completed']:4}/{r['num_prompts']:4} {r['requests_per_s']:7.2f} "
-            f"{r['output_tokens_per_s']:8.0f} {columns}  {r['client']['cpu_share']:.0%}"
+            f"{name:>24} {r['completed']:6} {r['requests_per_s']:7.2f} {r['output_tokens_per_s']:7.0f}{columns}"
         )
         lines += [f"    {count} x {error}" for error, count in r["errors"].items()]
-        if r.get("counters"):
-            lines.append("    " + ", ".join(f"{name} +{value:g}" for name, value in r["counters"].items()))
+        counted = [f"{name} +{value:g}" for name, value in r.get("counters", {}).items()]
+        told = [f"client CPU {r['client']['cpu_share']:.0%}", *counted]
+        lines.append(textwrap.fill(", ".join(told), 100, initial_indent="    ", subsequent_indent="    "))
     return "\n".join(lines)
+
+
+def _ms(value: float) -> str:
+    """Milliseconds in at most 6 characters, up to 1,000 s."""
+    return f"{value:.{2 if value < 100 else 1 if value < 1000 else 0}f}"

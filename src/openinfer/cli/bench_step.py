@@ -49,6 +49,7 @@ def _measure(args: argparse.Namespace, asked: Asked) -> int:
         return bench_gaps.measure(args, asked)
     engine = without_prefix_cache(asked)
     results = []
+    progress(f"{len(points)} points: {' '.join(points)}")
     try:
         for result in steps.measure(engine, points, repeats=args.repeats):
             progress(_line(result))

@@ -10,6 +10,7 @@ import argparse
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from openinfer.cli import bench_ledger, bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall
@@ -18,6 +19,7 @@ from openinfer.cli.bench_recipe import Asked
 from openinfer.kernels import GPUS, H200, NullPack, Target
 from openinfer.recipes.engine import SetupError, Source
 from openinfer.recipes.engine.segments import Outline, Steps
+from openinfer.tensor import format_bytes
 
 
 @dataclass(slots=True)
@@ -54,7 +56,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="one GPU's part of N; what goes between them is left out",
     )
     add("--ledger", type=Path, metavar="FILE", help="what `openinfer bench ops --json FILE` measured")
-    add("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw it; needs openinfer[plot]")
     add(
         "--gpu-memory",
         type=float,
@@ -70,6 +72,8 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
         raise bench_recipe.BadFlags(f"--prefill {args.prefill}: a prompt has at least one token")
     if args.ranks < 1:
         raise bench_recipe.BadFlags(f"--ranks {args.ranks}: a model is on at least one GPU")
+    if args.plot:
+        _figure()  # what is missing is said before the work
     source = Source.read(asked.model_dir)
     outline = Outline(asked.recipe, source, asked.options, H200, ranks=args.ranks)
     measured = bench_ledger.load(args.ledger) if args.ledger else {}
@@ -123,19 +127,19 @@ def _name(call: OpCall) -> str:
 
 def table(lines: list[Line], with_measured: bool) -> str:
     """As text, with the sum of all; of the measured times where every line has one. Link bytes: where there are any."""
-    head = f"{'op':<28} {'calls':>6} {'kernels':>8} {'MB':>10} {'GFLOP':>10} {'floor us':>10}"
+    head = f"{'op':<28}{'calls':>6}{'kernels':>8}{'MB':>10}{'GFLOP':>9}{'floor us':>9}"
     links = any(line.link for line in lines)
-    head += f" {'link MB':>9}" if links else ""
-    rows = [head + (f" {'measured us':>12} {'of floor':>9}" if with_measured else "")]
+    head += f"{'link MB':>9}" if links else ""
+    rows = [head + (f"{'measured us':>12}{'of floor':>9}" if with_measured else "")]
     for line in [*lines, total(lines)]:
         text = (
-            f"{line.name:<28} {line.calls:>6} {line.kernels:>8} {line.bytes / 1e6:>10.2f} "
-            f"{line.flops / 1e9:>10.2f} {line.floor_us:>10.1f}"
+            f"{line.name:<28}{line.calls:>6}{line.kernels:>8}{line.bytes / 1e6:>10.2f}"
+            f"{line.flops / 1e9:>9.2f}{line.floor_us:>9.1f}"
         )
-        text += f" {line.link / 1e6:>9.3f}" if links else ""
+        text += f"{line.link / 1e6:>9.3f}" if links else ""
         if with_measured:
             known = not math.isnan(line.us)
-            text += f" {line.us:>12.1f} {line.floor_us / line.us:>9.0%}" if known else f" {'-':>12} {'-':>9}"
+            text += f"{line.us:>12.1f}{line.floor_us / line.us:>9.0%}" if known else f"{'-':>12}{'-':>9}"
         rows.append(text)
     return "\n".join(rows)
 
@@ -148,15 +152,15 @@ def total(lines: list[Line]) -> Line:
 
 def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
     """The memory plan as text: what is fixed, and the cache that the rest holds."""
-    rows = [f"memory of {gpu_bytes / 1e9:.1f} GB, of which {utilization:.0%} are used:"]
-    rows += [f"  {name:<26} {size / 1e9:>8.3f} GB" for name, size in outline.memory.items()]
+    rows = [f"memory of {format_bytes(gpu_bytes)}, of which {utilization:.0%} are used:"]
+    rows += [f"  {name:<26} {format_bytes(size):>8}" for name, size in outline.memory.items()]
     try:
         pool = outline.cache(int(gpu_bytes * utilization) - sum(outline.memory.values()))
     except SetupError as error:
         return "\n".join([*rows, f"  {error}"])
     rows += [
-        f"  {f'cache: {group.name}':<26} {group.num_blocks * group.block_bytes / 1e9:>8.3f} GB: {group.num_blocks - 1} "
-        f"blocks of {group.block_size} tokens"
+        f"  {f'cache: {group.name}':<26} {format_bytes(group.num_blocks * group.block_bytes):>8}: "
+        f"{group.num_blocks - 1} blocks of {group.block_size} tokens"
         for group in pool.groups
     ]
     rows.append(f"  the longest sequence that fits alone has {min(pool.capacity_tokens, 1 << 40)} tokens")
@@ -165,11 +169,7 @@ def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
 
 def plot(lines: list[Line], title: str, path: Path) -> None:
     """A bar a line: its floor, and what was measured. Raises BadFlags without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise bench_recipe.BadFlags("--plot needs matplotlib: pip install 'openinfer[plot]'") from None
-    figure = Figure(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
+    figure = _figure()(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
     axes = figure.subplots()
     places = range(len(lines), 0, -1)
     measured = [(at, line.us) for at, line in zip(places, lines, strict=True) if not math.isnan(line.us)]
@@ -181,3 +181,12 @@ def plot(lines: list[Line], title: str, path: Path) -> None:
     axes.set_title(title)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _figure() -> Any:
+    """matplotlib's Figure. Raises BadFlags without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise bench_recipe.BadFlags("--plot needs matplotlib: pip install 'openinfer[plot]'") from None
+    return Figure

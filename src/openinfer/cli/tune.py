@@ -109,10 +109,10 @@ def line(found: Measured) -> str:
     moved = 2 * (n * k + found.m * k) + found.m * n * (4 if op == "logits" else 2)
     return (
         f"{op:>12} {n:6} x {k:5}, {found.m:5} tokens: {best * 1e6:8.1f} us, untuned {untuned * 1e6:8.1f}, cuBLASLt "
-        f"{cublas * 1e6:8.1f}, {moved / best / 1e9:5.0f} GB/s {2 * found.m * n * k / best / 1e12:5.0f} TFLOP/s: "
+        f"{cublas * 1e6:8.1f}\n    {moved / best / 1e9:5.0f} GB/s {2 * found.m * n * k / best / 1e12:5.0f} TFLOP/s: "
         + " ".join(f"{name} {value}" for name, value in entry(found.best).items() if name != "kind")
         + f" {found.best.kind}"
-        + "".join(f"\n    {problem[:110]}" for problem in found.problems if "wrong" in problem)
+        + "".join(f"\n    {problem[:96]}" for problem in found.problems if "wrong" in problem)
     )
 
 

@@ -40,7 +40,7 @@ from openinfer.tensor.errors import (
 from openinfer.tensor.loading import Load, LoadReport, load_tensors
 from openinfer.tensor.memory import PinnedBuffer
 from openinfer.tensor.places import Conversion, Places
-from openinfer.tensor.progress import ProgressBar
+from openinfer.tensor.progress import ProgressBar, format_bytes
 from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
@@ -83,6 +83,7 @@ __all__ = [
     "float16",
     "float32",
     "float64",
+    "format_bytes",
     "int8",
     "int16",
     "int32",

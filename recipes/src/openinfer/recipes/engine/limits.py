@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
-from openinfer.tensor import Device, bfloat16, dtypes, float32
+from openinfer.tensor import Device, bfloat16, dtypes, float32, format_bytes
 
 log = logging.getLogger("openinfer.engine")
 
@@ -58,8 +58,8 @@ class Room:
     def refusal(self, what: str, detail: str = "") -> SetupError:
         """The error for a room that is too small for `what`."""
         return SetupError(
-            f"no room for {what}: {self.nbytes / 1e9:.2f} GB are left on {self.device} beside "
-            f"{self.fixed_bytes / 1e9:.2f} GB of weights and buffers; {detail}lower --max-num-seqs or "
+            f"no room for {what}: {format_bytes(self.nbytes)} are left on {self.device} beside "
+            f"{format_bytes(self.fixed_bytes)} of weights and buffers; {detail}lower --max-num-seqs or "
             "--max-num-batched-tokens, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
         )
 

@@ -43,6 +43,7 @@ from openinfer.tensor import (
     DriverNotFound,
     ProgressBar,
     Stream,
+    format_bytes,
     uint8,
 )
 
@@ -156,7 +157,7 @@ def _make(
         with _phase("steps"):
             runner.record()
         with _phase("rest of the weights"):
-            log.info("weights: %.3g GB at %.2f GB/s", *weights.result())
+            log.info("weights: %s", weights.result())
     if store is not None:
         store.seal()
     return _Made(runner, pool, store, limits)
@@ -231,11 +232,11 @@ def open_device(name: str) -> Device:
         return Device("cpu")
 
 
-def _load(blueprint: Blueprint[M], model: M, checkpoint: Checkpoint, device: Device) -> tuple[float, float]:
-    """Load the weights on a stream of their own, since the engine's is being captured: GB, and GB/s."""
+def _load(blueprint: Blueprint[M], model: M, checkpoint: Checkpoint, device: Device) -> str:
+    """Load the weights on a stream of their own, since the engine's is being captured; how much, and how fast."""
     with Stream(device) as stream:
         report = blueprint.load(model, checkpoint, stream, ProgressBar("loading weights"))
-    return report.bytes / 1e9, report.gbytes_per_s
+    return f"{format_bytes(report.bytes)} at {format_bytes(1e9 * report.gbytes_per_s)}/s"
 
 
 def _trace(options: Options) -> StepTrace | None:

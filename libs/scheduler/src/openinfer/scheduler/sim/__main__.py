@@ -13,6 +13,7 @@ from ..errors import SchedulerError
 from ..policies import POLICIES, make_policy
 from ..pool import Pool
 from .cost import LinearCost
+from .plot import figure_class, plot
 from .pool import SimPool
 from .report import Report
 from .simulate import simulate
@@ -96,15 +97,16 @@ def _simulate(spec: str, workload: list[Request], args: argparse.Namespace) -> R
 
 
 def _table(reports: dict[str, Report]) -> str:
-    width = max(len(spec) for spec in reports)
-    lines = [
-        f"{'policy':{width}}  TTFT p50 / p99 ms   TPOT p50 / p99 ms  ITL p99 ms  req/s  tok/s  goodput  hits  preempted"
-    ]
+    first = "policy (times in ms)"
+    width = max(len(first), *(len(spec) for spec in reports))
+    head = ("TTFT p50/p99", "TPOT p50/p99", "ITL p99", "req/s", "tok/s", "goodput", "hits", "preempted")
+    lines = [f"{first:{width}}  " + "  ".join(head)]
     for spec, r in reports.items():
+        ttft = f"{r.ttft.p50 * 1e3:.0f}/{r.ttft.p99 * 1e3:.0f}"
+        tpot = f"{r.tpot.p50 * 1e3:.1f}/{r.tpot.p99 * 1e3:.1f}"
         lines.append(
-            f"{spec:{width}}  {r.ttft.p50 * 1e3:8.1f} / {r.ttft.p99 * 1e3:7.1f}  {r.tpot.p50 * 1e3:8.2f} / "
-            f"{r.tpot.p99 * 1e3:6.2f} {r.itl.p99 * 1e3:11.1f} {r.requests_per_s:6.1f} "
-            f"{r.output_tokens_per_s:6.0f} {r.goodput:8.2f} {r.hit_rate:5.0%} {r.preemptions:10}"
+            f"{spec:{width}}  {ttft:>12}  {tpot:>12}  {r.itl.p99 * 1e3:7.1f}  {r.requests_per_s:5.1f}  "
+            f"{r.output_tokens_per_s:5.0f}  {r.goodput:7.2f}  {r.hit_rate:4.0%}  {r.preemptions:9}"
         )
     return "\n".join(lines)
 
@@ -113,13 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit status."""
     args = _parser().parse_args(argv)
     try:
+        if args.plot:
+            figure_class()  # what is missing is said before the work
         workload = _workload(args)
         start = time.perf_counter()
         reports = {spec: _simulate(spec, workload, args) for spec in args.policy}
         elapsed = time.perf_counter() - start
         if args.plot:
-            from .plot import plot
-
             plot(reports, args.plot)
     except (SchedulerError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from .report import Report
+
+
+def figure_class() -> Any:
+    """matplotlib's Figure. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'openinfer-scheduler[plot]'") from error
+    return Figure
 
 
 def plot(reports: Mapping[str, Report], path: str | Path) -> None:
     """Write a PNG: the share of requests whose TTFT, TPOT and time to the last token are below a value, a line for each
     report. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'openinfer-scheduler[plot]'") from error
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = figure_class()(figsize=(12, 4), layout="constrained")
     titles = ("time to the first token (s)", "time per output token (s)", "time to the last token (s)")
     axes = figure.subplots(1, 3, sharey=True)
     for axis, title in zip(axes, titles, strict=True):
