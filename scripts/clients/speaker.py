@@ -26,10 +26,26 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2
 SHELL = (
     '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo sunny > weather.txt"}}\n</tool_call>'
 )
+MARKDOWN = """# Title
+
+**bold** and `x < y`, <img src=x onerror="document.title='owned'"> <script>document.title = 'owned'</script>
+
+- one
+- two [site](https://example.com/a) [evil](javascript:document.title='owned')
+
+```python
+print("hi")
+```
+
+| a | b |
+| --- | --: |
+| 1 | 2 |
+"""
 ANSWERS = (
     ("[tool]", "It will be sunny in Bonn."),
     ('"exec_command"', f"I look.\n{SHELL}"),
     ("<tools>", f"<think>\nI need the weather.\n</think>\n\nI look.\n{CALL}"),
+    ("Markdown", MARKDOWN),
     ("JSON", '```json\n{"city": "Bonn", "days": 2}\n```'),
     ("", "<think>\nhm\n</think>\n\nHello there, friend."),
 )

@@ -11,11 +11,19 @@ def test_the_page_is_whole_and_asks_nobody_else(start: Any) -> None:
     answer = live.http.get("/")  # without a key: it holds nothing
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert not re.findall(r"https?://|innerHTML|\bsrc=|\bhref=", answer.text)
-    (script,) = re.findall(r"<script>(.*?)</script>", answer.text, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in answer.headers["content-security-policy"]
+    assert not re.findall(
+        r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", answer.text
+    )
+    assert re.findall(r"\b(?:src|href)=\S+", answer.text) == ['href="/favicon.svg">']
+    policy = answer.headers["content-security-policy"].split("; ")
+    for kind in ("script", "style"):  # no other runs, and no attribute can hold one
+        (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
     assert live.http.get("/state").status_code == 401
+    icon = live.http.get("/favicon.svg")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml")
 
 
 def test_the_state_is_the_engines(start: Any) -> None:

@@ -33,6 +33,7 @@ _SCHEMES = {
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 """Either will do."""
+_KINDS = {"/": "text/html", "/favicon.svg": "image/svg+xml", "/metrics": "text/plain"}
 _REFUSALS = {
     400: "The request cannot be honoured; the message names the field.",
     401: "The API key is missing or wrong.",
@@ -98,6 +99,7 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         Endpoint("/v1/load", service.load, "The same as /load"),
         Endpoint("/metrics", service.prometheus, "Prometheus"),
         Endpoint("/", page.page, "A chat and the engine's state, for people"),
+        Endpoint("/favicon.svg", page.icon, "The icon of the page"),
         Endpoint("/state", page.state, "The engine's state in numbers"),
         Endpoint("/version", service.version, "Versions"),
     ]
@@ -146,7 +148,7 @@ def document(table: Sequence[Endpoint], version: str, models: Sequence[str], gua
 
 def _operation(endpoint: Endpoint, models: Sequence[str]) -> dict[str, Any]:
     whole: dict[str, Any] = {} if endpoint.answer is None else _ref(endpoint.answer.__name__)
-    kind = {"/metrics": "text/plain", "/": "text/html"}.get(endpoint.path, "application/json")
+    kind = _KINDS.get(endpoint.path, "application/json")
     content = {kind: {"schema": whole}}
     if endpoint.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}

@@ -1,4 +1,4 @@
-"""The page at `/`: a small chat and the engine's state. One static file, which asks nobody but this server."""
+"""The page at `/`: a small chat and the engine's state. It asks only this server for anything."""
 
 import base64
 import hashlib
@@ -18,14 +18,17 @@ class Page:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._html = importlib.resources.files(__package__).joinpath("page.html").read_bytes()
-        script = self._html.split(b"<script>")[1].split(b"</script>")[0]
-        digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
+        style, script = _static("page.css"), _static("markdown.js") + _static("page.js")
+        html = _static("page.html").replace(b"<style>", b"<style>" + style)
+        self._html = html.replace(b"<script>", b"<script>" + script)
+        self._icon = _static("favicon.svg")
         policy = (
-            f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+            f"default-src 'none'; connect-src 'self'; img-src 'self'; style-src {_hash(style)}; "
+            f"script-src {_hash(script)}; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         )
         self._headers = {
-            "content-security-policy": f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+            "content-security-policy": policy,
             "x-content-type-options": "nosniff",
             "referrer-policy": "no-referrer",
         }
@@ -33,6 +36,10 @@ class Page:
     async def page(self, request: Request) -> Response:
         """GET /."""
         return Response(self._html, 200, self._headers, "text/html; charset=utf-8")
+
+    async def icon(self, request: Request) -> Response:
+        """GET /favicon.svg."""
+        return Response(self._icon, 200, {"cache-control": "max-age=86400"}, "image/svg+xml")
 
     async def state(self, request: Request) -> Response:
         """GET /state: gauges, and counters to take rates of."""
@@ -53,3 +60,13 @@ class Page:
                 "steps": stats.steps,
             }
         )
+
+
+def _static(name: str) -> bytes:
+    """A file of the page."""
+    return importlib.resources.files(__package__).joinpath("static", name).read_bytes()
+
+
+def _hash(text: bytes) -> str:
+    """How a policy names a text within the page."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
