@@ -15,6 +15,7 @@ from openinfer.cli.selftest_ops import check
 from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.ops import route
 from openinfer.kernels.packs.cpu import CpuPack
+from openinfer.recipes.deepseek_v4.ops.cases import cases as attention_cases
 from openinfer.recipes.engine import gate
 from openinfer.recipes.engine.startup import build
 from openinfer.tensor import Device
@@ -43,6 +44,22 @@ def test_a_wrong_output_is_named(case, output, part):
     found = check(case, run)
     assert found.output == output
     assert found.problem.startswith(f"{output} is off by")
+
+
+def test_a_cache_is_compared_where_it_is_written():
+    """The rest stays NaN; an element that the reference leaves alone must be left alone."""
+    case = next(c for c in attention_cases(Memory(Device("cpu"), poisoned=True)) if c.op.name == "q_kv_write")
+    assert np.isnan(case.args[0]["kv"].numpy().astype(np.float32)).all()
+    assert check(case, CpuPack().run).problem == ""
+
+    case.args[0]["kv"].numpy()[:] = np.nan
+
+    def run(op: Any, args: Any) -> None:
+        CpuPack().run(op, args)
+        args["kv"].numpy()[0, 3] = 1
+
+    found = check(case, run)
+    assert found.problem.startswith("kv is off by")
 
 
 def test_an_op_that_writes_nothing_is_no_success(case):
