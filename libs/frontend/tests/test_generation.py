@@ -1,12 +1,15 @@
 """A choice does not depend on how the engine's steps cut its tokens."""
 
+import json
 import random
 from typing import Any
 
 import pytest
 
+from openinfer.frontend.chat import OutputParser
 from openinfer.frontend.client import Delta
 from openinfer.frontend.contract import EngineInfo, EngineStats, Finished, Request, TokenLogprobs
+from openinfer.frontend.http.chat_shape import ChatShape
 from openinfer.frontend.http.generation import Choice
 from openinfer.frontend.http.metrics import Metrics
 from openinfer.frontend.http.params import Plan
@@ -28,7 +31,7 @@ def metrics() -> Metrics:
     return Metrics(NoClient(), None)  # type: ignore[arg-type]
 
 
-def make(tokenizer: Tokenizer, metrics: Metrics, aborted: list[int], **options: Any) -> Choice:
+def plan_of(**options: Any) -> Plan:
     sampling = SamplingParams(
         min_tokens=options.pop("min_tokens", 0), stop_token_ids=options.pop("stop_ids", ()), logprobs=0
     )
@@ -46,6 +49,12 @@ def make(tokenizer: Tokenizer, metrics: Metrics, aborted: list[int], **options: 
         cache_salt="",
     )
     assert not options
+    return plan
+
+
+def make(tokenizer: Tokenizer, metrics: Metrics, aborted: list[int], **options: Any) -> Choice:
+    plan = plan_of(**options)
+    sampling = plan.sampling
     request = Request(id=7, prompt_token_ids=[1], sampling=sampling, max_tokens=100, arrival=0.0)
     return Choice(0, request, plan, tokenizer, metrics, lambda: None, aborted.append)
 
@@ -121,3 +130,33 @@ def test_a_broken_end_is_shown(tokenizer: Tokenizer, metrics: Metrics) -> None:
     assert choice.take()[0] == "H"
     choice.push(Delta([], terminal=Finished(7, "length")))
     assert choice.take()[0] == "\ufffd"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_chunk_of_a_chat_has_the_log_probability_of_one_token_and_its_text(
+    tokenizer: Tokenizer, metrics: Metrics, skip: bool
+) -> None:
+    """However many came at once: a client may take the text of several from their log-probabilities."""
+    core = tokenizer._core
+    ids = [*core.encode("<think>\nhm\n</think>\n\nfour it is, 漢字!", add_special_tokens=False).ids, 2]
+    choice = make(tokenizer, metrics, [], skip=skip)
+    shape = ChatShape("m", plan_of(skip=skip), tokenizer, lambda: OutputParser(reasoning=True))
+    sent = b""
+    for at in (0, 9):  # the second time in the middle of the answer
+        tokens = ids[at : at + 9] if not at else ids[at:]
+        entries = [TokenLogprobs(-1.0, [], []) for _ in tokens]
+        choice.push(Delta(tokens, entries, terminal=Finished(7, "stop", 2) if at else None))
+        sent += shape.events(choice)
+    chunks = [json.loads(line.removeprefix(b"data: "))["choices"][0] for line in sent.split(b"\n\n") if line]
+    chunks = chunks[1:]  # the role
+    said = [chunk["logprobs"]["content"] for chunk in chunks]
+    assert [len(entries) for entries in said] == [1] * len(ids)
+    assert [bytes(entry["bytes"]) for (entry,) in said] == [tokenizer.token_bytes(one) for one in ids]
+    assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "four it is, 漢字!"
+    assert "".join(chunk["delta"].get("reasoning") or "" for chunk in chunks) == "hm"
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(ids) - 1) + ["stop"]
+    shown = [chunk for chunk in chunks if chunk["delta"].get("content")]
+    assert len(shown) > 5
+    for chunk in shown:
+        token = bytes(chunk["logprobs"]["content"][0]["bytes"])
+        assert chunk["delta"]["content"].encode().strip().endswith(token.strip()), chunk

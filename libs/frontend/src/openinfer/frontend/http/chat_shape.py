@@ -9,12 +9,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from openinfer.frontend.chat import Arguments, Content, Part, Reasoning, ToolCall
-from openinfer.frontend.contract import TokenLogprobs
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.chat import ParserFactory
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
-from openinfer.frontend.http.reader import Reader, new_call_id, said
+from openinfer.frontend.http.reader import Piece, Reader, new_call_id, said
 from openinfer.frontend.http.shapes import (
     UsageBody,
     encode,
@@ -101,18 +100,19 @@ class ChatShape:
     def events(self, choice: Choice) -> bytes:
         if not has_news(choice, self._plan):
             return b""
-        parts, token_ids, logprobs = self._reader.take(choice)
-        first = b""
+        chunks = b""
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             role = _Choice(choice.index, delta=_Message("assistant", "", refusal=None))
             prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
-            first = event(ChatResponse(*self._head, [role], prompt_token_ids=prompt))
-        delta = self._message(choice.index, parts)
-        if not parts and not logprobs and not self._plan.return_token_ids and choice.finish_reason is None:
-            return first  # all of it is held back until it is clear what it becomes
-        body = self._choice(choice, UNSET, delta, token_ids, logprobs)
-        return first + event(ChatResponse(*self._head, [body], usage_so_far(choice, self._plan)))
+            chunks = event(ChatResponse(*self._head, [role], prompt_token_ids=prompt))
+        for piece in self._reader.each(choice, self._plan.skip_special_tokens):
+            delta = self._message(choice.index, piece.parts)
+            shown = piece.parts or piece.logprobs or self._plan.return_token_ids or choice.finish_reason
+            if shown:  # or all of it is held back until it is clear what it becomes
+                body = self._choice(choice, UNSET, delta, piece)
+                chunks += event(ChatResponse(*self._head, [body], usage_so_far(choice, self._plan)))
+        return chunks
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         last = ChatResponse(*self._head, [], usage_body(usage))
@@ -127,14 +127,14 @@ class ChatShape:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = []
         for choice in choices:
-            parts, token_ids, logprobs = self._reader.take(choice)
-            message = self._message(choice.index, parts)
+            piece = self._reader.take(choice)
+            message = self._message(choice.index, piece.parts)
             message.role, message.refusal = "assistant", None
             if message.content is UNSET:
                 message.content = "" if message.tool_calls is UNSET else None
             for call in message.tool_calls or ():
                 call.index = UNSET
-            bodies.append(self._choice(choice, message, UNSET, token_ids, logprobs))
+            bodies.append(self._choice(choice, message, UNSET, piece))
         ids, asked = choices[0].request.prompt_token_ids, self._plan.prompt_logprobs
         scores: list[dict[str, Any] | None] | UnsetType = UNSET
         if asked is not None:
@@ -169,25 +169,24 @@ class ChatShape:
         choice: Choice,
         message: _Message | UnsetType,
         delta: _Message | UnsetType,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs | None],
+        piece: Piece,
     ) -> _Choice:
-        reason = choice.finish_reason
+        reason = choice.finish_reason if piece.last else None
         if reason == "stop" and choice.index in self._calls:
             reason = "tool_calls"
         return _Choice(
             choice.index,
             message,
             delta,
-            self._logprobs(token_ids, logprobs) if logprobs else None,
+            self._logprobs(piece) if piece.logprobs else None,
             reason,
-            choice.stop_reason,
-            token_ids if self._plan.return_token_ids else UNSET,
+            choice.stop_reason if piece.last else None,
+            piece.token_ids if self._plan.return_token_ids else UNSET,
         )
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs | None]) -> dict[str, Any]:
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
         content = []
-        for token_id, entry in zip(token_ids, logprobs, strict=True):
+        for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
             if entry is None:
                 continue
             tops = zip(entry.top_token_ids, entry.top_logprobs, strict=True)

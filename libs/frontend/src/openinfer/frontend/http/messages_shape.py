@@ -41,7 +41,7 @@ class MessagesShape:
         self._begun = False
 
     def events(self, choice: Choice) -> bytes:
-        parts, _, _ = self._reader.take(choice)
+        parts = self._reader.take(choice).parts
         said = b""
         if not self._begun:
             self._begun = True
@@ -67,7 +67,7 @@ class MessagesShape:
         (choice,) = choices
         blocks: list[dict[str, Any]] = []
         kind: type[Part] | None = None
-        for part in self._reader.take(choice)[0]:
+        for part in self._reader.take(choice).parts:
             assert not isinstance(part, Arguments)  # what is not streamed has whole calls
             if type(part) is kind and isinstance(part, Content | Reasoning):
                 name = "text" if isinstance(part, Content) else "thinking"

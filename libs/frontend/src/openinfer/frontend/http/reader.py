@@ -1,16 +1,27 @@
 """What a choice has gathered, read as parts: one output parser a choice."""
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from openinfer.frontend.chat import Content, OutputParser, Part, Reasoning
 from openinfer.frontend.chat.output import END_THINK
 from openinfer.frontend.contract import TokenLogprobs
 from openinfer.frontend.http.chat import ParserFactory
+from openinfer.frontend.http.detokenizer import Detokenizer
 from openinfer.frontend.http.generation import Choice
 from openinfer.frontend.http.tokenizer import Tokenizer
 
-__all__ = ["Reader", "new_call_id", "said"]
+__all__ = ["Piece", "Reader", "new_call_id", "said"]
+
+
+class Piece(NamedTuple):
+    """Of an answer. logprobs: parallel to token_ids, or empty. last: of what its choice has gathered."""
+
+    parts: list[Part]
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    last: bool = True
 
 
 class Reader:
@@ -21,22 +32,43 @@ class Reader:
         self._tokenizer = tokenizer
         self._end_think = tokenizer.token_id(END_THINK) if tokenizer else None
         self._parsers: dict[int, OutputParser] = {}
+        self._widths: dict[int, Detokenizer] = {}  # how much of the text is a token's
         self._counts: dict[int, int] = {}
         self._closed: set[int] = set()
 
-    def take(self, choice: Choice) -> tuple[list[Part], list[int], list[TokenLogprobs | None]]:
-        """parts, token_ids and logprobs since the last call; with the end of a finished choice."""
+    def take(self, choice: Choice) -> Piece:
+        """All since the last call; with the end of a finished choice."""
         text, token_ids, logprobs = choice.take()
+        return Piece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)
+
+    def each(self, choice: Choice, skip_special_tokens: bool) -> Iterator[Piece]:
+        """As take(), but where there are log-probabilities a token at a time: clients that are sent several tokens at
+        once take the text from their log-probabilities, which have markers and the end of the sequence too."""
+        text, token_ids, logprobs = choice.take()
+        if not logprobs or self._tokenizer is None:
+            yield Piece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)
+            return
+        widths = self._widths.get(choice.index)
+        if widths is None:
+            widths = self._widths[choice.index] = self._tokenizer.detokenizer(skip_special_tokens)
+        for left, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True), 1 - len(token_ids)):
+            width = len(widths.push((token_id,)))
+            piece, text = (text[:width], text[width:]) if left else (text, "")
+            yield Piece(
+                self._read(choice, piece, [token_id], choice.done and not left), [token_id], [entry], not left
+            )
+
+    def _read(self, choice: Choice, text: str, token_ids: list[int], ended: bool) -> list[Part]:
         if self._new_parser is None:
-            return [Content(text)] if text else [], token_ids, logprobs
+            return [Content(text)] if text else []
         parser = self._parsers.get(choice.index)
         if parser is None:
             parser = self._parsers[choice.index] = self._new_parser()
         parts = parser.push(text) if text else []
-        if choice.done:
+        if ended:
             parts += parser.flush()
         self._count(choice, parser, parts, token_ids)
-        return parts, token_ids, logprobs
+        return parts
 
     def _count(self, choice: Choice, parser: OutputParser, parts: list[Part], token_ids: list[int]) -> None:
         """Tokens of thoughts, with the marker that ends them."""

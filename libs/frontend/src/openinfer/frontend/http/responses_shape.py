@@ -45,7 +45,7 @@ class ResponsesShape:
         self._sequence = 0
 
     def events(self, choice: Choice) -> bytes:
-        parts, _, _ = self._reader.take(choice)
+        parts = self._reader.take(choice).parts
         begun = b""
         if self._sequence == 0:
             response = self._response("in_progress", None, None)
@@ -65,7 +65,7 @@ class ResponsesShape:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         (choice,) = choices
-        for part in self._reader.take(choice)[0]:
+        for part in self._reader.take(choice).parts:
             self._grow(part)
         self._close()
         self._keep()
