@@ -17,6 +17,7 @@ from openinfer.frontend.errors import Unsupported
 from openinfer.frontend.http import Tokenizer
 from openinfer.graph import Readback
 from openinfer.graph.runner import Runner
+from openinfer.sampler.budget import Budget
 from openinfer.sampler.grammar import Compiler, Grammar
 
 PERSON = {
@@ -126,6 +127,36 @@ def test_outputs_fit_and_neither_batch_nor_preemption_nor_launching_ahead_change
     mixed(alone, 4)
     alone.finish()
     assert [outcome.tokens for outcome in alone.outcomes.values()] == together[:4]
+
+
+END_THINK = 639
+"""Of the golden checkpoints' tokenizer."""
+
+
+@pytest.mark.parametrize("kind", ["any", "regex"])
+def test_a_budget_of_thoughts_is_kept_over_a_preemption(
+    constrained: Callable[..., Any], tokenizer: Tokenizer, kind: str
+) -> None:
+    """Rows are sent back while they think, so what a thought has spent has to outlive that."""
+    text = {"any": "", "regex": r"(?s:[^<]*)</think>[a-e]{3,12}!"}[kind]
+    found: list[list[list[int]]] = []
+    for tight in (False, True):
+        session = constrained(max_num_seqs=6, kv_cache_memory_bytes=(17 if tight else 2000) * 16 * 8192)
+        budgets = {}
+        for n in range(6):
+            grammar = Grammar(kind, text, budget=Budget(24 + 4 * n, END_THINK))  # type: ignore[arg-type]
+            prompt = [*range(20, 60), *range(100 + n, 110 + n)]
+            options: dict[str, Any] = {"temperature": 1.0, "seed": n, "ignore_eos": kind == "any"}
+            budgets[session.submit(prompt, 60, grammar=grammar, **options)] = grammar.budget
+        while not any(END_THINK in outcome.tokens for outcome in session.outcomes.values()):
+            session.step()
+        assert (session.engine.stats().preemptions > 0) == tight
+        session.finish()
+        found.append([session.outcomes[request_id].tokens for request_id in budgets])
+        for tokens, budget in zip(found[-1], budgets.values(), strict=True):
+            assert budget is not None
+            assert 0 <= tokens.index(END_THINK) + 1 - budget.tokens <= 3  # noise cuts characters
+    assert found[0] == found[1]
 
 
 def test_without_masks_the_outputs_do_not_fit(
