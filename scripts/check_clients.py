@@ -1,10 +1,11 @@
 """What people point at a server, each in an environment of its own: `python scripts/check_clients.py [CLIENT ...]`.
 
 For every client (all by default) a fresh environment gets the pinned packages below, from PyPI or npm, and its program
-in scripts/clients runs there against two servers on the loopback: a small model of random weights on the CPU, and one
-that says what it is asked for (speaker.py). Besides clients there are `page`, which looks at / with a headless
-Chromium, and `openapi`, which lets Schemathesis loose on the document. Nothing else can be reached: telemetry is off,
-proxies lead nowhere. With `--write` the table of docs/clients.md gets the rows of the clients that ran.
+in scripts/clients runs there against three servers on the loopback: a small model of random weights on the CPU, one
+that says what it is asked for (speaker.py), and a small trained model. Besides clients there are `page`, which looks
+at / with a headless Chromium, and `openapi`, which lets Schemathesis loose on the document. Nothing else can be
+reached: telemetry is off, proxies lead nowhere. With `--write` the table of docs/clients.md gets the rows of the
+clients that ran.
 """
 
 from __future__ import annotations
@@ -26,36 +27,65 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ROOT / "scripts" / "clients"
 CHECKPOINT = ROOT / "tests" / "goldens" / "qwen3-tiny"
+DEMO = ROOT / "demo" / "qwen3"
 TABLE = ROOT / "docs" / "clients.md"
 
 
 @dataclass(frozen=True)
 class Client:
-    """packages: pinned, the client's own first. tried: what its program does, for the table."""
+    """packages: pinned, the client's own first. tried: what its program does, for the table.
+    bare: pinned, installed without what they depend on; the client's own is the first of them, if there are any."""
 
     name: str
     packages: tuple[str, ...]
     tried: str
     npm: bool = False
+    bare: tuple[str, ...] = ()
 
     @property
     def version(self) -> str:
-        """Of the first package."""
-        return self.packages[0].rpartition("@" if self.npm else "==")[2]
+        """Of the client's own package."""
+        return (*self.bare, *self.packages)[0].rpartition("@" if self.npm else "==")[2]
 
 
 AI_SDK = ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7")
+# A torch without CUDA's libraries, where pip knows one.
+TORCH = "torch==2.13.0"
+# What vLLM's benchmark client imports, of the eighty packages that vLLM depends on.
+VLLM_PARTS = """aiohttp==3.14.5 apache-tvm-ffi==0.1.11 cachetools==8.0.1 cbor2==6.3.0 cloudpickle==3.1.2
+    einops==0.8.2 fastapi==0.165.0
+    llguidance==1.9.1 msgspec==0.22.0 openai==3.54.0 openai-harmony==0.0.8 partial-json-parser==0.2.1.1.post7
+    pillow==13.0.0 prometheus_client==0.26.0 psutil==7.2.2 py-cpuinfo==9.0.0 pybase64==1.5.1 pyzmq==27.3.0
+    regex==2026.11.15 requests==2.34.2 tqdm==4.70.1 transformers==5.20.2 uvloop==0.23.0"""
 CLIENTS = {
     "agents": Client(
         "openai-agents", ("openai-agents==0.24.0",), "agents with tools, hand-overs, streams, both APIs"
     ),
+    "aiperf": Client("aiperf", ("aiperf==0.13.0",), "loads on chats, completions, responses and messages"),
     "anthropic": Client(
         "anthropic", ("anthropic==2.12.0",), "messages, streams, tools, typed answers, thoughts"
+    ),
+    "autogen": Client(
+        "autogen",
+        ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
+        "chats, streams, an assistant with a tool, typed answers",
     ),
     "codex": Client(
         "Codex CLI", ("@openai/codex@0.169.0",), "a task with a command, over /v1/responses", npm=True
     ),
+    "crewai": Client(
+        "crewai", ("crewai==1.15.30",), "its models, streams, a crew with a tool, typed answers"
+    ),
     "dspy": Client("dspy", ("dspy==3.4.1",), "a signature in JSON, completions of noise"),
+    "evalscope": Client(
+        "evalscope", ("evalscope[perf]==1.14.1",), "questions of our own, scored; its load test"
+    ),
+    "guidance": Client(
+        "guidance", ("guidance[openai]==0.3.1",), "chats, choices, patterns, schemas, grammars"
+    ),
+    "guidellm": Client(
+        "guidellm", ("guidellm==0.8.1", TORCH), "loads on completions, chats of one and two turns, responses"
+    ),
     "haystack": Client("haystack", ("haystack-ai==3.4.0",), "its chat generator, an agent with a tool"),
     "instructor": Client("instructor", ("instructor==1.17.0",), "typed answers in its modes"),
     "langchain": Client(
@@ -68,22 +98,43 @@ CLIENTS = {
     "llama_index": Client(
         "llama-index", ("llama-index-llms-openai-like==0.8.1",), "chats, streams, a tool, typed answers"
     ),
+    "llm": Client("llm", ("llm==0.36",), "prompts, conversations, a schema, a tool, on three APIs"),
     "lm_eval": Client(
         "lm-eval", ("lm-eval[api]==0.4.13",), "log-likelihoods, generations, chats, the server's tokenizer"
+    ),
+    "locust": Client("locust", ("locust==2.47.0",), "six users for five seconds, whole answers and streams"),
+    "mirascope": Client(
+        "mirascope",
+        ("mirascope[openai,anthropic]==2.8.2",),
+        "calls, streams, a tool, typed answers, on three APIs",
     ),
     "openai_node": Client(
         "openai-node", ("openai@6.49.0", "zod@4.6.7"), "chats, tool runner, responses, zod", npm=True
     ),
     "openapi": Client("Schemathesis", ("schemathesis==4.32.5",), "the OpenAPI document, 5 minutes"),
+    "outlines": Client(
+        "outlines", ("outlines[openai]==1.3.3",), "chats, streams, types, patterns, choices, a grammar"
+    ),
     "page": Client("Chromium", ("selenium==4.51.0",), "the page at /"),
     "pydantic_ai": Client(
         "pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), "tools, types with dates, both APIs"
+    ),
+    "semantic_kernel": Client(
+        "semantic-kernel",
+        ("semantic-kernel==1.45.0",),
+        "chats, texts, an agent with a plug-in, typed answers",
     ),
     "smolagents": Client(
         "smolagents", ("smolagents[openai]==1.26.0",), "chats, streams, calls, five stop strings"
     ),
     "vercel_ai": Client(
         "Vercel AI SDK", AI_SDK, "tool loops of two steps with both providers, objects", npm=True
+    ),
+    "vllm": Client(
+        "vLLM's benchmark",
+        (TORCH, *VLLM_PARTS.split()),
+        "`vllm bench serve`, without the rest of vLLM: completions, chats, responses",
+        bare=("vllm==0.33.0", "xgrammar==0.2.8"),
     ),
 }
 ALONE = {
@@ -128,10 +179,15 @@ def main() -> int:
     serve = ["-m", "openinfer.cli", "serve", str(CHECKPOINT), "--device", "cpu", "--port", "0"]
     # A short context: noise that nobody bounds must not take minutes.
     real = [*serve, "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512"]
-    with server("real", real) as real_url, server("speaker", [str(PROGRAMS / "speaker.py")]) as speaker_url:
+    demo = ["-m", "openinfer.cli", "serve", str(DEMO), "--device", "cpu", "--port", "0"]
+    with (
+        server("real", real) as real_url,
+        server("speaker", [str(PROGRAMS / "speaker.py")]) as speaker_url,
+        server("demo", demo) as demo_url,
+    ):
         for client in args.clients or CLIENTS:
             try:
-                results[client] = check(client, real_url, speaker_url)
+                results[client] = check(client, [real_url, speaker_url, demo_url])
             except CheckFailed as error:
                 results[client] = Outcome(1, problem=str(error).splitlines()[-1].strip())
                 print(f"{client}: FAILED: {error}", flush=True)
@@ -182,18 +238,20 @@ def wait_until_ready(name: str, process: subprocess.Popen[bytes], log: Path) -> 
     raise CheckFailed(f"the {name} server did not get ready:\n{log.read_text()[-4000:]}")
 
 
-def check(client: str, real: str, speaker: str) -> Outcome:
-    """Install a client and run its program. Raises CheckFailed."""
+def check(client: str, urls: list[str]) -> Outcome:
+    """Install a client and run its program with the servers' addresses. Raises CheckFailed."""
     with tempfile.TemporaryDirectory(prefix=f"openinfer-{client}-") as temporary:
         folder = Path(temporary)
         program = install(client, folder)
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env |= {"TMPDIR": temporary, "HOME": temporary, **ALONE}
-        code, output = command(client, [*program, real, speaker], env, folder)
-    said = [line for line in output.splitlines() if line.startswith(f"{client}_client: ")]
+        code, output = command(client, [*program, *urls], env, folder)
+    # What a client prints of its own may stand before it on the line.
+    said = re.findall(rf"{client}_client: .*", output)
     print("\n".join(said), flush=True)
     faults = [line.partition("model: ")[2] for line in said if "_client: model: " in line]
-    return Outcome(code, sum("_client: check_" in line for line in said), "; ".join(faults))
+    skipped = said[-1].partition("skipped, ")[2] if code == SKIPPED else ""
+    return Outcome(code, sum("_client: check_" in line for line in said), "; ".join(faults), skipped)
 
 
 def install(client: str, folder: Path) -> list[str]:
@@ -203,8 +261,11 @@ def install(client: str, folder: Path) -> list[str]:
     if not CLIENTS[client].npm:
         venv.create(folder, with_pip=True)
         python = str(folder / "bin" / "python")
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *packages]
-        command(what, pip, dict(os.environ), folder)
+        # Not compiled: most modules of a large package are never imported.
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+        command(what, [*pip, *packages], dict(os.environ), folder)
+        if bare := CLIENTS[client].bare:
+            command(f"install {' '.join(bare)}", [*pip, "--no-deps", *bare], dict(os.environ), folder)
         return [python, str(PROGRAMS / "run.py"), f"{client}_client"]
     (folder / "package.json").write_text('{"private": true}')
     npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages]

@@ -1,12 +1,14 @@
-"""Run a client's checks: `python run.py CLIENT REAL_URL SPEAKER_URL`, in the environment that has the client.
+"""Run a client's checks: `python run.py CLIENT REAL_URL SPEAKER_URL DEMO_URL`, in the environment that has the client.
 
-A check is a function check_*(real, speaker) in CLIENT.py: the addresses of a server with a small model of random
-weights (named qwen3-tiny) and of one that says what it is asked for (named speaker, see speaker.py).
+A check is a function check_* in CLIENT.py that takes the addresses it wants: `real` has a small model of random
+weights (named qwen3-tiny), `speaker` says what it is asked for (named speaker, see speaker.py), and `demo` has a small
+trained model, which ends its thoughts (named qwen3).
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,15 +28,17 @@ def raises(kind: type[Exception], word: str) -> Iterator[None]:
         raise AssertionError(f"no {kind.__name__} was raised")
 
 
-def main(client: str, real: str, speaker: str) -> int:
+def main(client: str, real: str, speaker: str, demo: str) -> int:
     """Every check, in order; the first that fails ends it. 0, or SKIPPED where missing() says what is not here."""
     module = importlib.import_module(client)
     if hasattr(module, "missing") and (reason := module.missing()):
         print(f"{client}: skipped, {reason}")
         return SKIPPED
     names = [name for name in vars(module) if name.startswith("check_")]
+    urls = {"real": real, "speaker": speaker, "demo": demo}
     for name in names:
-        getattr(module, name)(real, speaker)
+        check = getattr(module, name)
+        check(**{wanted: urls[wanted] for wanted in inspect.signature(check).parameters})
         print(f"{client}: {name}", flush=True)
     print(f"{client}: {len(names)} checks passed")
     return 0

@@ -52,10 +52,10 @@ ANSWERS = (
 
 
 class Speaker(FakeEngine):
-    """Says the first of ANSWERS whose mark is in the prompt, and ends."""
+    """Says the first of ANSWERS whose mark is in the prompt, and ends; what a request forces changes nothing."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(model="speaker", max_model_len=1 << 18)
+        super().__init__(model="speaker", max_model_len=1 << 18, features=["grammar"])
         self._tokenizer = tokenizer
         self._answers = [(mark, [*tokenizer.encode_short(text), 2]) for mark, text in ANSWERS]
 
