@@ -29,7 +29,6 @@ NOT_YET: tuple[str, ...] = (
     "examples",
     "libs/frontend",
     "scripts",
-    "src",
     "tools",
 )
 
@@ -132,7 +131,7 @@ def source_pieces(source: str) -> Iterator[Piece]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             if isinstance(node.value.value, str):
-                yield from paragraphs(node.value.value, node.lineno, docstring=True)
+                yield from paragraphs(node.value.value, node.lineno, node.col_offset, docstring=True)
         elif isinstance(node, ast.keyword) and node.arg in ("help", "description", "epilog"):
             for part in ast.walk(node.value):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
@@ -153,11 +152,9 @@ def source_pieces(source: str) -> Iterator[Piece]:
     yield from paragraphs("\n".join(block), first)
 
 
-def paragraphs(text: str, line: int, *, docstring: bool = False) -> Iterator[Piece]:
-    """The prose in a docstring or comment: without tables, and without code that is indented deeper."""
+def paragraphs(text: str, line: int, margin: int = 0, *, docstring: bool = False) -> Iterator[Piece]:
+    """The prose in a docstring or comment: without tables, and without code, which is indented deeper than `margin`."""
     lines = text.split("\n")
-    margin = min((indent(one) for one in lines[1:] if one.strip()), default=0)
-    margin = margin if docstring else min(margin, indent(lines[0]))
     block: list[str] = []
     first, blank, code = line, True, False
     for number, one in enumerate(lines):

@@ -72,6 +72,7 @@ def test_a_document_that_breaks_the_rule_is_flagged(
         ("question.py", '"""Make a plan.\n\nWhat does a step cost?\n"""'),
         ("value.py", '"""The limit. It is None if the pool has no limit: `as it is`."""'),
         ("shapes.py", '"""Attend.\n\n    ' + "q: (rows, heads, width) bfloat16\n    " * 12 + '\n"""'),
+        ("example.py", '"""A model:\n\n    load(x)\n    print("What is it? Nobody knows.")\n"""'),
         ("table.py", '"""Sizes.\n\nname     rows     bytes\n' + "qwen3    8        16\n" * 12 + '"""'),
         ("list.py", '"""Parts:\n\n' + "- a block of the pool\n" * 12 + '"""'),
         ("code.py", "x = 'nobody'  # type: ignore[so many]\ny = 'What is ours. Those are yours.'\n"),

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Whether whoever read our output has seen enough: `openinfer serve --help | head`."""
+    """Whether the reader of our output has closed the pipe, as in `openinfer serve --help | head`."""
     output = select.poll()
     output.register(1, 0)
     return any(events & select.POLLERR for _, events in output.poll(0))

@@ -81,7 +81,7 @@ class Api:
 
 
 def _message(text: str) -> str:
-    """The message of an OpenAI error; "" if it is none."""
+    """The message of an OpenAI error; "" if the text is not such an error."""
     try:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,8 +1,12 @@
 """A load generator for an OpenAI server: streamed completions over plain asyncio, with a time stamp for every chunk.
 
-It asks for standard fields only (`ignore_eos` aside, which fixes the length of answers) and keeps to the definitions of
-the commonest client, `vllm bench serve`, so that figures compare: TTFT is the first chunk that carries choices, ITL the
-gaps between such chunks, TPOT (last - first) / (output tokens - 1), the counts from the usage chunk.
+It asks for standard fields only, and for `ignore_eos`, which fixes the length of answers. It has the definitions of the
+commonest client, `vllm bench serve`, so that figures compare:
+
+- TTFT is the time to the first chunk that carries choices.
+- ITL are the gaps between such chunks.
+- TPOT is (last - first) / (output tokens - 1).
+- Token counts are those of the usage chunk.
 """
 
 from __future__ import annotations
@@ -239,8 +243,10 @@ class Client:
 
 
 def arrivals(count: int, rate: float, rng: random.Random) -> list[float]:
-    """Seconds after the start at which requests are sent: a Poisson process, stretched so that the last is sent at
-    (count - 1) / rate and the load that is offered is the load that is named. All 0 for an infinite rate."""
+    """Seconds after the start at which requests are sent; all 0 for an infinite rate.
+
+    They are a Poisson process, stretched so that the last request is sent at (count - 1) / rate. So the offered load is
+    the load that was named."""
     if rate == float("inf") or count < 2:
         return [0.0] * count
     times = [0.0]

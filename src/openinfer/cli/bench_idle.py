@@ -85,12 +85,13 @@ class IdleEngine:
             pass
 
     def steps_us(self, count: int) -> list[float]:
-        """Microseconds of steps in which nobody joins or leaves."""
+        """Microseconds of steps in which no sequence joins or leaves."""
         return [self._step_us() for _ in range(count)]
 
     def changes_us(self, count: int) -> list[float]:
-        """Microseconds of turns of two steps, in which the oldest sequence leaves and one that waits joins; the one
-        that left is submitted again, outside the time."""
+        """Microseconds of turns of two steps, in which the oldest sequence leaves and a waiting one joins.
+
+        The sequence that left is submitted again, outside the time."""
         times = []
         for _ in range(count):
             self.end_first(True)

@@ -1,7 +1,7 @@
 """`openinfer bench kernels [OP ...]`: ops at the shapes that their modules name, on this GPU.
 
-Times are medians of a CUDA graph of calls that rotate among copies of weights or cache, so that the L2 cache does not
-serve them. With --variants other launches of the same op stand beside those that are chosen, if their output is the
+Times are medians of a CUDA graph of calls. The calls rotate among copies of weights or cache, so that the L2 cache does
+not serve them. With --variants other launches of the same op stand beside those that are chosen, if their output is the
 same. `--list` names the cases and needs no GPU.
 """
 
@@ -100,7 +100,7 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def entry(case: Case, found: Measurement, limits: Machine) -> dict[str, Any]:
-    """What is written of a measurement. Without a time `us` is None and `problem` says why."""
+    """The JSON entry of a measurement. Without a time `us` is None and `problem` says why."""
     cost = case.op.cost(case.workload, **case.args[0])
     floor_us, us = limits.floor_us(cost), found.seconds * 1e6
     known = not math.isnan(us)

@@ -19,15 +19,15 @@ BATCH = ("slots", "q_starts")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device can do at most: bytes/s to and from its memory, FLOP/s of its matrix units in bf16, and bytes/s to
-    other GPUs. The defaults are of an H200: what was measured, and the vendor's figure for links."""
+    """The limits of a device: bytes/s to and from its memory, FLOP/s of its matrix units in bf16, and bytes/s to other
+    GPUs. The defaults are those of an H200: measured figures, and the vendor's figure for links."""
 
     bytes_per_s: float = GPUS[H200.gpu].measured.bytes_per_s
     flops_per_s: float = GPUS[H200.gpu].measured.flops_per_s
     link_bytes_per_s: float = GPUS[H200.gpu].link_bytes_per_s
 
     def floor_us(self, cost: Cost) -> float:
-        """Microseconds below which no implementation of one call can be."""
+        """The lower bound of one call's time in microseconds, for any implementation."""
         return cost.floor_s(self.bytes_per_s, self.flops_per_s, self.link_bytes_per_s) * 1e6
 
 
@@ -49,8 +49,10 @@ class Recorder:
 
 
 def key(op: Op[Any], args: Mapping[str, Any], workload: Workload) -> str:
-    """What the time of a call depends on, as text: the op, the shape of what it writes, of its weight, and where they
-    matter the rows, the tokens in the cache and the pairs of query and key."""
+    """A text of all that the time of a call depends on.
+
+    It has the op and the shapes of its output and of its weight. Where they matter it has the rows, the tokens in the
+    cache and the pairs of query and key."""
     name, first = next((n, a) for n, a in args.items() if isinstance(a, Tensor))
     parts = [f"{op.name} {name}{_shape(first)}"]
     if "weight" in args:

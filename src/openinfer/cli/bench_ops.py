@@ -1,7 +1,7 @@
 """`openinfer bench ops MODEL_DIR`: every op at every shape that the engine's recorded steps run.
 
-An op's calls of one step (one a layer) are captured together in a CUDA graph and replayed, so that weights and cache
-come from memory as they do in a step, and activations from where the step leaves them. Ops are greedy sampling's.
+An op's calls of one step (one a layer) are captured together in a CUDA graph and replayed. So weights and cache come
+from memory, as in a step, and activations come from where the step leaves them. Sampling is greedy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from openinfer.recipes.engine.segments import Segment, engine_segments
 from openinfer.tensor import Event, Stream
 
 CALLS = 32
-"""A graph holds at least so many calls, so that its own start does not count."""
+"""The fewest calls in a graph, so that the start of the graph itself does not count."""
 WARM_UP = 2
 CPU_TOKENS = 8192
 """A CPU takes about a minute to fill a cache with so many of a small model, and hours with what a GPU serves."""

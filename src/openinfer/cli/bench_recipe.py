@@ -1,4 +1,4 @@
-"""What bench, compile, explain and tune share: a checkpoint's recipe, the flags of both, and errors as one line."""
+"""Code that bench, compile, explain and tune share: a checkpoint's recipe, its flags, and errors as one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BadFlags(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the command line named: a checkpoint, its recipe and the engine's options."""
+    """The choices of the command line: a checkpoint, its recipe and the engine's options."""
 
     recipe: Recipe[Any]
     model_dir: Path
@@ -37,7 +37,7 @@ class Asked:
 
 
 def without_prefix_cache(asked: Asked) -> Engine:
-    """Its engine, for measurements: a prompt that is found again would not be computed."""
+    """The engine without a prefix cache, for measurements: a prompt with a prefix hit would not be computed."""
     from openinfer.recipes.engine.startup import build
 
     flags = {field.name: getattr(asked.options, field.name) for field in dataclasses.fields(asked.options)}

@@ -1,4 +1,4 @@
-"""What every yardstick writes: a JSON object that says when, where and by which command its figures were measured."""
+"""The record of every benchmark: a JSON object that says when, where and by which command its figures were measured."""
 
 from __future__ import annotations
 

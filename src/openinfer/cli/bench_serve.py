@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What is ours, and after `--` what is the server's."""
+    """(words of this command, words after `--`, which are the server's)."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 
@@ -225,7 +225,7 @@ def _first_model(url: str) -> str:
 
 
 def counters(url: str) -> dict[str, float]:
-    """What the server's /metrics counts of steps, and of what a step must not do; nothing of a server without them."""
+    """The server's /metrics counters of steps and of forbidden work in steps; empty for a server without them."""
     try:
         with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=30) as response:
             text = response.read().decode()

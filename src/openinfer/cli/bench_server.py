@@ -17,8 +17,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server: its process id, its URL, seconds from process start to /health, and idle memory in bytes (the
-    proportional set size of the server's process and of those that it started)."""
+    """A running server.
+
+    pid, url: its process id and its URL. ready_s: seconds from process start to /health. pss_bytes: idle memory in
+    bytes, the proportional set size of the server's process and of the processes that it started."""
 
     pid: int
     url: str
@@ -36,7 +38,7 @@ class NotReady(RuntimeError):
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -29,7 +29,7 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def main(argv: list[str]) -> int:
-    """Chat until the input ends; returns 0, 1 if there is nobody to talk to, 2 for wrong arguments."""
+    """Chat until the input ends; returns 0, 1 if no server answers, 2 for wrong arguments."""
     at = argv.index("--") if "--" in argv else len(argv)
     args = _parser().parse_args(argv[:at])
     try:

@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
 def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--arch", type=int, required=True, metavar="N", help="compute capability: 90 is 9.0")
-    add("--gpu", metavar="NAME", help="as the driver calls it; default: a common one of that N")
-    add("--num-sms", type=int, metavar="N", help="its multiprocessors; default: likewise")
+    add("--gpu", metavar="NAME", help="the GPU's name in the driver; default: a common GPU of that N")
+    add("--num-sms", type=int, metavar="N", help="its multiprocessors; default: those of that GPU")
     add("--out", type=Path, metavar="DIR", help=f"cache to fill; default: {default_cache().parent}")
 
 

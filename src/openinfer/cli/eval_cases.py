@@ -1,8 +1,11 @@
-"""Evaluation cases with exact checks: what a right answer is, for whoever made the answer.
+"""Evaluation cases with exact checks of an answer, whatever server or engine made it.
 
-A case file is JSON lines: {"kind", "messages", "tools", "thinking", "check"}. A check is an object with any of
-`contains` (texts that the content holds), `last_number` (the last whole number in the content), `json` (the content is
-this value) and `calls` (the tool calls, in order: [{"name", "arguments"}]; [] for none).
+A case file is JSON lines: {"kind", "messages", "tools", "thinking", "check"}. A check is an object with any of:
+
+- `contains`: texts that the content holds.
+- `last_number`: the last whole number in the content.
+- `json`: the content is this value.
+- `calls`: the tool calls, in order: [{"name", "arguments"}]; [] for none.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 def _flags(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--decode", default="1,1024", metavar="ROWS,CONTEXT",
-        help="a decode step of so many sequences of so many tokens; default: %(default)s")  # fmt: skip
+        help="a decode step of ROWS sequences of CONTEXT tokens each; default: %(default)s")  # fmt: skip
     what.add_argument("--prefill", type=int, metavar="TOKENS", help="the steps of one prompt instead")
     add = parser.add_argument
     add(

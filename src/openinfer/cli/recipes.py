@@ -66,7 +66,7 @@ def merged(parser: FlagParser, recipes: Sequence[Recipe]) -> FlagParser:
 
 
 def model_and_rest(parser: FlagParser, argv: list[str]) -> tuple[str, list[str]]:
-    """The model that a command line names, and its other words. Ends the process where there is none."""
+    """The model that a command line names, and its other words. Ends the process if no model is named."""
     words = parser.with_config(argv)
     place = parser.position(words)
     if place is None:

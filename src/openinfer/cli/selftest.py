@@ -1,8 +1,8 @@
 """`openinfer selftest`: on any GPU, tests, accuracy gates and benchmarks in order of worth, within a budget.
 
-Each stage is a process of its own and its result is kept in DIR/selftest.json as soon as it is there, so a run that was
-cut off goes on where it stopped. From installed wheels `device` and `ops` run, and with --model `model_gates` and
-`model_serve`; the other stages need a checkout, its tests and scripts, and torch for the references.
+Each stage is a process of its own. Its result is kept in DIR/selftest.json at once, so a run that was cut off goes on
+where it stopped. From installed wheels `device` and `ops` run, and with --model `model_gates` and `model_serve`. The
+other stages need a checkout, its tests and scripts, and torch for the references.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Result = dict[str, Any]
 
 
 def device(work: Path) -> Result:
-    """What machine this is."""
+    """The machine: its GPU, driver and Python."""
     from openinfer.tensor import Device, check, driver
 
     gpu = Device("cuda", 0)
@@ -211,7 +211,7 @@ def deepseek_reference(work: Path) -> Result:
 
 
 def deepseek_gates(work: Path) -> Result:
-    """Their accuracy gate on every path, with activations as they are."""
+    """Their accuracy gate on every path, with activations that are not rounded."""
     return _gates("deepseek_v4", work / "deepseek", activation_quantization="off")
 
 
@@ -287,7 +287,7 @@ def main(argv: list[str]) -> int:
 
 
 def _result(name: str, work: Path) -> Result:
-    """What a stage says. One that the user can mend, such as a missing driver, failed for a reason of one line."""
+    """The result of a stage. A user's error, such as a missing driver, becomes a reason of one line."""
     try:
         return STAGES[name][0](work)
     except Exception as error:

@@ -23,8 +23,9 @@ SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512}
 
 
 def references(recipe: Recipe[Any], folder: Path, seed: int = 0, **flags: Any) -> list[Reference]:
-    """What the engine on the CPU says of seeded tokens, in bf16 and in float32. flags: of the engine, but for device,
-    dtype and sizes."""
+    """References of seeded tokens, made by the engine on the CPU in bf16 and in float32.
+
+    flags: the engine's flags, except device, dtype and sizes."""
     runs: list[list[Array]] = []
     sequences: list[list[int]] = []
     for dtype in ("bfloat16", "float32"):

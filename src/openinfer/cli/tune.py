@@ -1,7 +1,7 @@
 """`openinfer tune MODEL_DIR`: measure which kernels are fastest for a model's linear layers on this GPU.
 
-What is found is kept after every measurement, so a run that was stopped goes on where it was, and engines started later
-use it. `--out` writes a table elsewhere: the package's own (libs/kernels, tables/) are made so.
+The results are kept after every measurement. So a run that was stopped goes on where it was, and engines started later
+use them. `--out` writes a table elsewhere: the package's own tables (libs/kernels, tables/) are made that way.
 """
 
 from __future__ import annotations

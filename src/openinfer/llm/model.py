@@ -36,7 +36,7 @@ class PromptRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a prompt. finish_reason: "stop" (EOS, a stop id or a stop string) or "length"."""
+    """The answer to a prompt. finish_reason: "stop" (EOS, a stop id or a stop string) or "length"."""
 
     text: str
     token_ids: list[int]
