@@ -1,10 +1,10 @@
-"""Mixed steps as they are recorded, with what an op has beside something else as a branch of the graph, and the same on
-one stream: whether all bits are the same, and how long each takes.
+"""Mixed steps with branches in the graph, beside the same steps on one stream: whether all bits agree, and the times.
 
     python benchmarks/branches.py MODEL_DIR [--points 224,512,1024 ...] [FLAGS OF THE ENGINE]
 
-A point is decode rows, the tokens of each, and the tokens of a prompt beside them. What layers keep is copied, so give
---kv-cache-memory-bytes that fits twice.
+The engine records a mixed step with branches: the commands of an op that may run beside each other. A point is decode
+rows, the tokens of each, and the tokens of a prompt beside them. The cache and the states of the layers are copied, so
+give --kv-cache-memory-bytes that fits twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMPARED, TIMED = 4, 15
 
 
 def kept(model: Any) -> Iterator[Tensor]:
-    """What layers keep of the tokens."""
+    """The tensors in which layers keep keys, values and states."""
     yield from (t for name in ("kv", "state", "conv_state") if (t := getattr(model, name, None)) is not None)
     if hasattr(model, "cache"):
         yield from (getattr(model.cache, f.name) for f in dataclasses.fields(model.cache))

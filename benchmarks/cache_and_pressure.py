@@ -1,4 +1,4 @@
-"""What prefix caching, a small pool and mixed loads do to a running server; each part starts its own.
+"""The effect of prefix caching, a small pool and mixed loads on a running server; each part starts its own server.
 
     python benchmarks/cache_and_pressure.py MODEL_DIR [prefix] [shared] [pressure] [mixed] [--json FILE]
 

@@ -5,9 +5,9 @@
 
 A rank's part of V4-Flash (79, 41 and 22 GB of 2, 4 and 8) fits one GPU. Weights, cache and batch are random but valid;
 the router sends tokens to experts of all ranks, as it would. A step is replayed as a graph; times are medians.
-`collectives` adds two all-reduces a layer of [tokens, D] in bf16 and a gather of the logits, by what NCCL 2.28 took
-inside graphs on H200s of one host (ALL_REDUCE_US): nothing here runs them. `--ledger`: every op of these steps at the
-rank's shapes, as `openinfer bench ops` writes it.
+`collectives` adds the time of two all-reduces a layer of [tokens, D] in bf16 and of a gather of the logits. No
+collective runs here: the times are those of NCCL 2.28 inside graphs on H200s of one host (ALL_REDUCE_US). `--ledger`:
+every op of these steps at the rank's shapes, in the form of `openinfer bench ops`.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def fill(model: Model, num_experts: int, stream: Stream, rng: np.random.Generato
 
 
 def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int, context: int) -> Runner:
-    """What an engine's start makes of a checkpoint, without one; nothing is recorded."""
+    """The runner that an engine's start would make of a checkpoint, with random weights. Its steps are not recorded."""
     options = RECIPE.options(
         max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=max(context, tokens) + PAGE
     )
@@ -184,7 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--size", choices=[*SIZES], default="Flash")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--layers", type=int, help="of the model, the first so many")
+    parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--ledger", type=Path, metavar="FOLDER")
     parser.add_argument("--json", type=Path)

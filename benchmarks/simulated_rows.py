@@ -1,4 +1,4 @@
-"""What the scheduler's simulator predicts for the server rows, beside what was measured.
+"""The predictions of the scheduler's simulator for the server rows, beside the measured figures.
 
     python benchmarks/simulated_rows.py RECORDS.json STEP.json SERVE.json
 

@@ -3,11 +3,13 @@
     python benchmarks/soak.py [fake | MODEL_DIR] [--requests 100000] [--json FILE] [--plot FILE.png]
 
 One server (fake: the frontend over an engine that makes tokens up; else `openinfer serve` of a checkpoint on the CPU)
-answers a mix: whole and streamed, several choices, log-probabilities, refusals, clients that leave in the middle,
-scrapes of the metrics; with a tenant, a stop string, an id and a trace of its own for every request, since tables
-keyed by what clients send are where memory hides. A hundred times, when nobody is served, the private memory of its
-processes is read, and a line is fitted over the second half. Its noise is the standard error that the slopes of that
-half's quarters give: neighbouring readings are not independent, so the residuals would promise too much.
+answers a mix: whole and streamed answers, several choices, log-probabilities, refusals, clients that leave in the
+middle, scrapes of the metrics. Every request has a tenant, a stop string, an id and a trace of its own: memory hides
+in tables that are keyed by clients' data.
+
+A hundred times, while no request is served, the private memory of the server's processes is read. A line is fitted over
+the second half of the readings. Its noise is the standard error of the slopes of that half's quarters. The residuals
+would promise too much, because neighbouring readings are not independent.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def private_bytes(pids: Sequence[int]) -> list[int]:
 
 
 def soak(port: int, pids: Sequence[int], requests: int, readings: int = READINGS) -> dict[str, Any]:
-    """Send the requests; after each of `readings` equal parts the memory is read, once nobody is served."""
+    """Send the requests; after each of `readings` equal parts the memory is read, when no request is served."""
     part = requests // readings
     counts, memory = [], []
     for index in range(readings):

@@ -2,7 +2,7 @@
 
     python benchmarks/start_up.py MODEL_DIR [FLAGS OF THE ENGINE]
 
-What is left of a phase is Python, or time in which the host waited for the disk.
+The rest of a phase is Python, or time in which the host waited for the disk.
 """
 
 from __future__ import annotations

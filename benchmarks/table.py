@@ -47,7 +47,7 @@ def _point(bench: str, result: dict[str, Any]) -> str:
 
 
 def reached(result: dict[str, Any] | None, row: dict[str, Any]) -> float:
-    """The figure of a row, NaN where nobody measured it. `metric` may name a figure in a figure: ttft_ms.p50."""
+    """The figure of a row, NaN where it was not measured. `metric` may name a figure in a figure: ttft_ms.p50."""
     value: Any = result
     for name in row["metric"].split("."):
         value = value.get(name) if value else None

@@ -1,7 +1,7 @@
-"""A scheduling policy of your own in the stock Qwen3 engine: the shortest prompt first, but nobody waits for ever.
+"""A scheduling policy of your own in the stock Qwen3 engine: the shortest prompt first, but no request waits for ever.
 
-The same requests are served first come, first served, and then under the policy; it changes when each is served, and
-not a token of what it gets. A server takes the policy by its place:
+The same requests are served first come, first served, and then under the policy. The policy changes when each request
+is served, but no token of its answer. A server takes the policy by its place:
 
     openinfer serve MODEL_DIR --scheduling-policy custom_scheduler:ShortestFirst
 
@@ -22,9 +22,9 @@ TINY = Path(__file__).parents[1] / "tests" / "goldens" / "qwen3-tiny"
 
 
 class ShortestFirst(Batching):
-    """Shortest prompt first. Who has waited for patience_s seconds goes before all others, in order of arrival.
+    """Shortest prompt first. A request that has waited for patience_s seconds goes before all others, by arrival.
 
-    What it inherits: the queue `waiting`, chunked prefill within max_batched_tokens, and all bookkeeping.
+    The class inherits the queue `waiting`, chunked prefill within max_batched_tokens, and all bookkeeping.
     """
 
     def __init__(self, max_batched_tokens: int = 2048, patience_s: float = 2.0) -> None:
@@ -32,7 +32,7 @@ class ShortestFirst(Batching):
         self.patience_s = patience_s
 
     def candidates(self, view: View) -> Iterable[Seq]:
-        """Who should be admitted next, the first first."""
+        """The sequences to admit next, in that order."""
 
         def rank(seq: Seq) -> tuple[int, float]:
             if view.now - seq.arrival > self.patience_s or seq.num_preemptions:
@@ -42,7 +42,7 @@ class ShortestFirst(Batching):
         return sorted(self.waiting, key=rank)
 
     def victim(self, view: View) -> Seq:
-        """Whom to preempt when the cache is full: who has the least to compute again."""
+        """The sequence to preempt when the cache is full: the one with the least to compute again."""
         *others, oldest = reversed(view.running)  # the oldest always gets on, so everything ends
         return min(others, key=lambda seq: len(seq.tokens), default=oldest)
 

@@ -1,7 +1,7 @@
 """The Qwen3 engine in your own process, without HTTP, without text: token ids in, token ids out.
 
-What a frontend of your own does: submit requests, call step(), read columns. The engine runs on the GPU if there is
-one. Without a checkpoint directory it takes the tiny one of the tests.
+A frontend of your own does the same: it submits requests, calls step() and reads columns. The engine runs on the GPU if
+there is one. Without a checkpoint directory it takes the tiny checkpoint of the tests.
 
     python examples/generate.py [MODEL_DIR]
 """

@@ -1,7 +1,12 @@
 """A whole engine in a page or two: a pool, a step loop and a sampler around a model that is a table of bigrams.
 
-Nothing here knows a GPU or a recipe. What is real: continuous batching with chunked prefill, a paged cache that is
-shared by prefix, a step launched before the last is read, rows that end by themselves, seeded sampling.
+It needs neither a GPU nor a recipe. These parts are real:
+
+- continuous batching with chunked prefill;
+- a paged cache with shared prefixes;
+- a step launched before the last one is read;
+- rows that end by themselves;
+- seeded sampling.
 
     python examples/toy_engine.py
 """

@@ -1,10 +1,10 @@
-"""What people point at a server, each in an environment of its own: `python scripts/check_clients.py [CLIENT ...]`.
+"""Other people's clients, each in an environment of its own: `python scripts/check_clients.py [CLIENT ...]`.
 
-For every client (all by default) a fresh environment gets the pinned packages below, from PyPI or npm, and its program
-in scripts/clients runs there against three servers on the loopback: a small model of random weights on the CPU, one
-that says what it is asked for (speaker.py), and a small trained model. Besides clients there are `page`, which looks
-at / with a headless Chromium, and `openapi`, which lets Schemathesis loose on the document. Nothing else can be
-reached: telemetry is off, proxies lead nowhere. With `--write` the table of docs/clients.md gets the rows of the
+For every client (all by default) a fresh environment gets the pinned packages below, from PyPI or npm. The client's
+program in scripts/clients runs there against three servers on the loopback: a small model of random weights on the CPU,
+one that says what a request tells it to say (speaker.py), and a small trained model. Besides clients there are `page`,
+which looks at / with a headless Chromium, and `openapi`, which runs Schemathesis on the document. No other address can
+be reached: telemetry is off, and proxies lead nowhere. With `--write` the table of docs/clients.md gets the rows of the
 clients that ran.
 """
 
@@ -177,7 +177,7 @@ def main() -> int:
     args = parser.parse_args()
     results = {}
     serve = ["-m", "openinfer.cli", "serve", str(CHECKPOINT), "--device", "cpu", "--port", "0"]
-    # A short context: noise that nobody bounds must not take minutes.
+    # A short context, because the noise of random weights has no end of its own and must not take minutes.
     real = [*serve, "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "512"]
     demo = ["-m", "openinfer.cli", "serve", str(DEMO), "--device", "cpu", "--port", "0"]
     with (

@@ -22,14 +22,9 @@ SOURCES = ("libs", "recipes", "src", "examples", "scripts", "benchmarks")
 SKIPPED = ("tests", "build", "results")
 # Files and folders whose prose is not rewritten yet. A test fails when one has no finding left: take it out then.
 NOT_YET: tuple[str, ...] = (
-    "CHANGELOG.md",
-    "benchmarks",
-    "demo",
+    "benchmarks/README.md",
     "docs",
-    "examples",
     "libs/frontend",
-    "scripts",
-    "tools",
 )
 
 MAX_WORDS = 25

@@ -1,9 +1,9 @@
 """Declared ranges hold: `python scripts/check_ranges.py [oldest] [newest] [--quick]`, by default both.
 
-`oldest` makes an environment where each package that a library or recipe depends on has the lower bound of its range,
-`newest` one where each has the newest version that its range admits. Tools that only tests need have the versions of
-.ci/constraints.txt. In each environment the suites of everything with such a dependency run, and every kernel of every
-recipe is compiled for sm_90. `make test` runs with the versions of constraints.txt.
+`oldest` makes an environment where each package that a library or recipe depends on has the lower bound of its range.
+`newest` makes one where each has the newest version that its range admits. Tools that only tests need have the versions
+of .ci/constraints.txt. In each environment the suites of every project with such a dependency run, and every kernel
+of every recipe is compiled for sm_90. `make test` runs with the versions of constraints.txt.
 
 --quick, for CI: every fourth kernel, beginning by the day; and libs/kernels with the newest versions alone, because
 make test runs it with the oldest Triton.
@@ -104,7 +104,7 @@ def install(end: str, folder: Path) -> str | None:
 
 
 def versions(python: str) -> list[str]:
-    """What the environment has of the packages with a range."""
+    """The versions that the environment has of the packages with a range."""
     names = sorted({canonicalize_name(r.name) for r in requirements()})
     code = "import sys; from importlib.metadata import version; print(*(f'{n}=={version(n)}' for n in sys.argv[1:]))"
     done = subprocess.run([python, "-c", code, *names], check=True, capture_output=True, text=True)
@@ -118,7 +118,7 @@ def lower_bounds() -> list[str]:
 
 
 def requirements() -> Iterator[Requirement]:
-    """What the distributions of this checkout declare of others' packages, for users."""
+    """The requirements that the distributions of this checkout declare on other projects' packages, for users."""
     for name in PROJECTS:
         table = tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
         lists = [table["dependencies"]]

@@ -110,7 +110,7 @@ def project(library: str) -> Mapping[str, Any]:
 
 
 def sibling_requirements(library: str) -> list[Requirement]:
-    """What a library declares of its siblings, in its dependencies and extras."""
+    """The requirements that a library declares on its siblings, in its dependencies and extras."""
     table = project(library)
     lists = [table["dependencies"], *table.get("optional-dependencies", {}).values()]
     found = [Requirement(text) for texts in lists for text in texts]
@@ -128,7 +128,7 @@ def check_ranges(library: str, wheels: Mapping[str, Path] | None) -> None:
 
 
 def use_previous(library: str, wheels: dict[str, Path], work: Path) -> bool:
-    """Put the siblings' previous releases into `wheels`. False, and a line that says so, if there is none."""
+    """Put the siblings' previous releases into `wheels`. False, and a line that says so, if no sibling has one."""
     found = []
     for name in sorted({r.name.removeprefix("openinfer-") for r in sibling_requirements(library)}):
         tags = command("git tag", ["git", "-C", str(ROOT), "tag", "--list", f"{name}-v*"]).split()

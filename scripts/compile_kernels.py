@@ -1,8 +1,8 @@
 """Compile every kernel of every recipe: `python scripts/compile_kernels.py [--arch 90] [--every N]`. Needs no GPU.
 
 The kernels are those that engines of every published size run on an H200 with cuBLASLt. The script uses the installed
-Triton, starts with an empty cache, and fails with the compiler's words where a kernel does not compile or needs more
-shared memory than the architecture has.
+Triton and starts with an empty cache. It fails with the compiler's message where a kernel does not compile, or needs
+more shared memory than the architecture has.
 """
 
 from __future__ import annotations

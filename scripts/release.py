@@ -154,7 +154,7 @@ def check_wheels_of(names: Sequence[str], out: Path, work: Path, *, tests: bool)
     """Each library alone from its wheel, and the command with everything. Raises CheckFailed."""
     rest = [name for name in FOLDERS if name not in names]
     wheels = {name: wheel(out, name) for name in names}
-    for name in rest:  # unreleased siblings, as they are here
+    for name in rest:  # unreleased siblings, from this checkout
         (work / "rest").mkdir(exist_ok=True)
         wheels[name] = build(ROOT / FOLDERS[name], work / "rest")[1]
     libraries = {name: wheels[name] for name in LIBRARIES}
@@ -233,7 +233,7 @@ def wheel(folder: Path, name: str) -> Path:
 
 
 def requirements(name: str) -> list[Requirement]:
-    """What a distribution declares of its siblings with a range, once for each sibling."""
+    """The requirements with a range that a distribution declares on its siblings, once for each sibling."""
     table = project(name)
     lists = [table["dependencies"], *table.get("optional-dependencies", {}).values()]
     found = [Requirement(text) for texts in lists for text in texts if text.startswith("openinfer-")]
@@ -247,7 +247,7 @@ def project(name: str) -> dict[str, Any]:
 
 
 def _commands(names: Sequence[str], version: str, out: Path) -> str:
-    """What is left to do, as commands."""
+    """The remaining commands of a release."""
     tags = [f"{name}-v{version}" for name in names]
     files = [str(path) for path in sorted(out.glob(f"openinfer*-{version}*"))]
     lines = [f'git commit -am "release: {version}"', *(f"git tag {tag}" for tag in tags)]

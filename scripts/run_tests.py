@@ -153,7 +153,7 @@ def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str], str]:
 
 
 def count(report: Path) -> Counter[str]:
-    """Passed, failed and skipped tests of a JUnit report; nothing if there is none."""
+    """Passed, failed and skipped tests of a JUnit report; empty if there is no report."""
     counts: Counter[str] = Counter()
     if report.exists():
         for suite in ET.parse(report).getroot().iter("testsuite"):

@@ -1,7 +1,7 @@
 """Make the golden checkpoints of the tests: `python make_golden.py`, with torch, transformers and tokenizers.
 
-Random weights in bf16. What transformers says of them in float32 goes into golden.npz: of each prompt the logits of its
-last positions and 32 greedy tokens.
+The weights are random, in bf16. golden.npz gets the results of transformers in float32: for each prompt the logits of
+its last positions and 32 greedy tokens.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Weather(BaseModel):
 
 
 class Where(BaseModel):
-    """What the speaker says."""
+    """The object that the speaker sends."""
 
     city: str
     days: int

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 RUN = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "--no-color", "run"]
-# Not checked: that all data which fits the schema is taken, and that all other is refused. A schema cannot say that a
-# prompt must fit the context, and numbers written as text are taken without being promised.
-# A busy CPU takes a minute over the five hundred tokens of an answer that nobody bounded.
+# Two checks are left out: that all data which fits the schema is taken, and that all other data is refused. A schema
+# cannot say that a prompt must fit the context. Numbers written as text are taken without being promised.
+# The time limits are long, because a busy CPU needs a minute for the five hundred tokens of an unbounded answer.
 OPTIONS = """
     --checks all --exclude-checks positive_data_acceptance,negative_data_rejection --max-time 300 --seed 7
     --continue-on-failure --request-timeout 120 --max-response-time 120 --generation-database none --warnings off

@@ -19,7 +19,7 @@ PHONE = {"deviceMetrics": {"width": 390, "height": 844, "pixelRatio": 1.0}}
 
 
 def missing() -> str | None:
-    """What a machine lacks for this."""
+    """The programs that this machine lacks for the check; None if it has all."""
     if CHROMIUM is None or DRIVER is None:
         return "no chromium and chromedriver here (Debian: apt-get install chromium chromium-driver)"
     return None

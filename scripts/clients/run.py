@@ -1,8 +1,8 @@
 """Run a client's checks: `python run.py CLIENT REAL_URL SPEAKER_URL DEMO_URL`, in the environment that has the client.
 
-A check is a function check_* in CLIENT.py that takes the addresses it wants: `real` has a small model of random
-weights (named qwen3-tiny), `speaker` says what it is asked for (named speaker, see speaker.py), and `demo` has a small
-trained model, which ends its thoughts (named qwen3).
+A check is a function check_* in CLIENT.py that takes the addresses it wants. `real` has a small model of random
+weights, named qwen3-tiny. `speaker` says what a request tells it to say (model speaker, see speaker.py). `demo` has a
+small trained model, which ends its thoughts, named qwen3.
 """
 
 from __future__ import annotations

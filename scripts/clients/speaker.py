@@ -1,4 +1,4 @@
-"""A server whose model says what it is asked for: text, a tool call, an answer to a tool's result, JSON.
+"""A server whose model says what a request tells it to say: text, a tool call, an answer to a tool's result, JSON.
 
 A model of random weights never calls a tool by itself. This one always does when tools are offered, so that a client
 can go through its whole loop. Run by check_clients; prints `ready on URL`.

@@ -1,12 +1,17 @@
-"""Write a checkpoint of a published shape with seeded random weights, and what a reference says of it.
+"""Write a checkpoint of a published shape with seeded random weights, and a reference's results for it.
 
     python scripts/reference {qwen3,qwen3_5,deepseek_v4} --shape 4b --out DIR [--fp8] [--long] [...]
 
-Needs torch and transformers, which no distribution of this project does: it makes test data. DIR gets the checkpoint in
-the published format and reference.npz, which openinfer.recipes.engine.gate reads: token sequences, and at the last
-positions of each the 64 most likely tokens of transformers' run in bf16, their log-probabilities in that run and in
-float32, and the experts that mixtures chose in both. With --long, DIR has the checkpoint of this seed already and gets
-long.npz, of prompts up to the model's maximum.
+This script makes test data. It needs torch and transformers, which no distribution of this project needs. DIR gets the
+checkpoint in the published format and reference.npz, which openinfer.recipes.engine.gate reads. reference.npz has token
+sequences. For the last positions of each sequence it has
+
+- the 64 most likely tokens of transformers' run in bf16;
+- their log-probabilities in that run and in float32;
+- the experts that mixtures chose in both runs.
+
+With --long, DIR must have the checkpoint of this seed already, and gets long.npz, with prompts up to the model's
+maximum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the references of all families share: seeded tensors, shards, transformers' runs, and reference.npz."""
+"""Code that the references of all families share: seeded tensors, shards, transformers' runs, and reference.npz."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def runs(
 
 
 def arrays(sequences: Sequence[Sequence[int]], found: Mapping[str, Sequence[Run]]) -> dict[str, np.ndarray]:
-    """What reference.npz has of the sequences: each run's log-probabilities of the tokens that "bf16" finds most
-    likely, and its experts."""
+    """The arrays of reference.npz for the sequences: each run's log-probabilities of the tokens that the run "bf16"
+    finds most likely, and its experts."""
     kept: dict[str, np.ndarray] = {"count": np.array(len(sequences))}
     for n, tokens in enumerate(sequences):
         ids = found["bf16"][n].logprobs.topk(TOP, -1).indices

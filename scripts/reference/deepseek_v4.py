@@ -296,7 +296,7 @@ def reference(
 
 
 def one_by_one(forward: Forward, tokens: list[int]) -> dict[str, np.ndarray]:
-    """What reference.npz has of the layers of one sequence."""
+    """The arrays of reference.npz for the layers of one sequence."""
     inputs, outputs, own = [], [], []
     with torch.no_grad():
         for given, made, stored in forward.layers(tokens, min(LAST, len(tokens))):

@@ -20,7 +20,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 def meant(
     weights: Mapping[str, Tensor], name: str, device: str, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """What a tensor of the checkpoint means: packed weights times their scales, exactly (also in bf16)."""
+    """The values of a tensor of the checkpoint: packed weights times their scales, exactly (also in bf16)."""
     tensor = weights[name].to(device)
     scale = weights.get(name.removesuffix("weight") + "scale") if name.endswith(".weight") else None
     if scale is None:

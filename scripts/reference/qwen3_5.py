@@ -1,5 +1,7 @@
-"""Qwen3.5's text model: a flat config, two shards and an index; with --fp8 quantised by the published scheme (e4m3, a
-BF16 scale for each block of 128 x 128), where the reference runs on what these weights mean."""
+"""Qwen3.5's text model: a flat config, two shards and an index.
+
+With --fp8 the weights are quantised by the published scheme: e4m3, and a BF16 scale for each block of 128 x 128. The
+reference then runs on the values of these weights."""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ NEVER_FP8 = (
 )
 NEVER_FP8 += ("shared_expert_gate",)
 OUTPUTS = ("o_proj", "out_proj", "down_proj")
-"""What adds to the residual stream."""
+"""The projections whose outputs are added to the residual stream."""
 
 
 def config_of(shape: str, layers: int | None) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def meant(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What quantize() made of a weight, float32: bf16 cannot hold it."""
+    """The values of a weight after quantize(), in float32, because bf16 cannot hold them."""
     wide = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
     return values.float() * wide[: values.shape[0], : values.shape[1]]
 

@@ -25,7 +25,7 @@ CALLS = 32
 """The fewest calls in a graph, so that the start of the graph itself does not count."""
 WARM_UP = 2
 CPU_TOKENS = 8192
-"""A CPU takes about a minute to fill a cache with so many of a small model, and hours with what a GPU serves."""
+"""Tokens of the cache on a CPU. It fills them in about a minute for a small model; a GPU's cache would take hours."""
 
 
 def main(argv: list[str]) -> int:
