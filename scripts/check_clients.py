@@ -51,7 +51,7 @@ class Client:
 AI_SDK = ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7")
 # A torch without CUDA's libraries, where pip knows one.
 TORCH = "torch==2.13.0"
-# What vLLM's benchmark client imports, of the eighty packages that vLLM depends on.
+# The packages that vLLM's benchmark client imports, of the eighty that vLLM depends on.
 VLLM_PARTS = """aiohttp==3.14.5 apache-tvm-ffi==0.1.11 cachetools==8.0.1 cbor2==6.3.0 cloudpickle==3.1.2
     einops==0.8.2 fastapi==0.165.0
     llguidance==1.9.1 msgspec==0.22.0 openai==3.54.0 openai-harmony==0.0.8 partial-json-parser==0.2.1.1.post7
@@ -246,7 +246,7 @@ def check(client: str, urls: list[str]) -> Outcome:
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env |= {"TMPDIR": temporary, "HOME": temporary, **ALONE}
         code, output = command(client, [*program, *urls], env, folder)
-    # What a client prints of its own may stand before it on the line.
+    # The line may begin with the client's own output, so the search is not anchored.
     said = re.findall(rf"{client}_client: .*", output)
     print("\n".join(said), flush=True)
     faults = [line.partition("model: ")[2] for line in said if "_client: model: " in line]

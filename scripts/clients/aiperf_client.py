@@ -16,7 +16,7 @@ EXACT = """--use-server-token-count --per-chunk-usage --extra-inputs ignore_eos:
 
 
 def profile(url: str, kind: str, *options: str) -> Any:
-    """What it measured."""
+    """The figures that aiperf measured."""
     # Told to be offline, it takes the tokenizer's folder for a name.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     where = ["-m", "qwen3", "--url", url, "--endpoint-type", kind, "--tokenizer", str(TOKENIZER)]

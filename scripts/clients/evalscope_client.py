@@ -16,7 +16,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "HF_
 
 
 def evalscope(*arguments: str) -> str:
-    """What the command prints."""
+    """The output of the command."""
     command = [sys.executable, "-m", "evalscope.cli.cli", *arguments]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

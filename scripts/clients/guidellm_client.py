@@ -13,7 +13,7 @@ REQUESTS = 8
 
 
 def load(url: str, path: str, profile: str, data: str = "") -> Any:
-    """What it measured, of a load with `profile` on an endpoint."""
+    """The figures that guidellm measured of a load with `profile` on an endpoint."""
     options = {
         "backend": f"kind=openai_http,target={url},model=qwen3,request_format={path}",
         "tokenizer": f"kind=hf_auto,model={TOKENIZER}",

@@ -42,7 +42,7 @@ def models(real: str, speaker: str) -> None:
 
 
 def llm(*arguments: str) -> str:
-    """What the command prints."""
+    """The output of the command."""
     environment = {**os.environ, "LLM_USER_PATH": str(Path("llm").resolve())}
     command = [sys.executable, "-m", "llm", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, input="")

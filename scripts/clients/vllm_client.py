@@ -15,7 +15,7 @@ LOAD = """--dataset-name random --random-input-len 24 --random-output-len 8 --nu
 
 
 def bench(url: str, backend: str, path: str, *options: str) -> Any:
-    """What it measured."""
+    """The figures that vLLM's client measured."""
     parser = argparse.ArgumentParser()
     add_cli_args(parser)
     where = ["--model", "qwen3", "--tokenizer", str(TOKENIZER), "--base-url", url, "--endpoint", path]
