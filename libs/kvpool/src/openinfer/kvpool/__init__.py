@@ -4,6 +4,7 @@ from .errors import (
     EvictionError,
     IntegrityError,
     InvalidBlocks,
+    InvalidEviction,
     InvalidGroup,
     InvalidTokens,
     LeaseLoading,
@@ -17,6 +18,7 @@ from .hashing import hash_blocks
 from .hold import Hold
 from .lease import Lease
 from .loading import Load, Loader, Piece
+from .named import make_eviction
 from .parts import Copy
 from .pool import Pool
 from .stats import PoolStats
@@ -34,6 +36,7 @@ __all__ = [
     "Hold",
     "IntegrityError",
     "InvalidBlocks",
+    "InvalidEviction",
     "InvalidGroup",
     "InvalidTokens",
     "Lease",
@@ -50,4 +53,5 @@ __all__ = [
     "Priority",
     "S3Fifo",
     "hash_blocks",
+    "make_eviction",
 ]

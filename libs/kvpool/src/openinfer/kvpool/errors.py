@@ -2,6 +2,7 @@
 
     PoolError (Exception)
      ├─ InvalidGroup     (ValueError)      a group, a set of groups or an option that no pool can be made of
+     ├─ InvalidEviction  (ValueError)      an eviction policy that is not found, or breaks a rule
      ├─ InvalidTokens    (ValueError)      tokens, hashes or counts that do not belong together
      ├─ InvalidBlocks    (ValueError)      blocks that cannot be held: not there, or not complete
      ├─ LeaseReleased    (RuntimeError)    a lease used after its release
@@ -21,6 +22,12 @@ class PoolError(Exception):
 
 class InvalidGroup(PoolError, ValueError):
     """A group, a set of groups or an option that no pool can be made of."""
+
+
+class InvalidEviction(PoolError, ValueError):
+    """An eviction policy was not found, or it breaks a rule."""
+
+    user_can_mend = True
 
 
 class InvalidTokens(PoolError, ValueError):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from openinfer.recipes.engine.errors import SetupError
 
 if TYPE_CHECKING:
+    from openinfer.kvpool import Eviction, Group
     from openinfer.scheduler import Policy
 
 T = TypeVar("T")
@@ -60,6 +61,11 @@ class Options:
         "fcfs",
         "fcfs, priority, fair-share, deadline, longest-prefix, or your own as MODULE:FUNCTION (called with "
         "max_batched_tokens=N); options behind commas, as in deadline,ttft_s=0.2,tpot_s=0.02",
+    )
+    eviction_policy: str | Callable[[Group], Eviction] = option(  # noqa: RUF009
+        "auto",
+        "order in which cached blocks are evicted: lru, lineage, priority, s3fifo, or your own as MODULE:CLASS (called "
+        "with a group); auto: lru, and s3fifo for windows",
     )
     batch_invariant: bool = option(
         False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from openinfer.kernels import (
     cublas_available,
     predictions,
 )
-from openinfer.kvpool import Pool
+from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room, decide, fit
@@ -139,7 +139,7 @@ def _make(
             pool = Pool(
                 blueprint.groups(limits, blocks),
                 prefix_cache=options.enable_prefix_caching,
-                eviction=blueprint.eviction,
+                eviction=_eviction(options, blueprint),
             )
             limits = fit(limits, options, pool.capacity_tokens)
         with _phase("memory"):
@@ -252,6 +252,14 @@ def _policy(options: Options, limits: Limits) -> Policy:
     if isinstance(options.scheduling_policy, str):
         return make_policy(options.scheduling_policy, max_batched_tokens=limits.max_tokens)
     return options.scheduling_policy
+
+
+def _eviction(options: Options, blueprint: Blueprint[Any]) -> Callable[[Group], Eviction]:
+    """The flag's, the recipe's, or what the caller of build() gave. Raises InvalidEviction (a ValueError)."""
+    if isinstance(options.eviction_policy, str):
+        auto = options.eviction_policy == "auto"
+        return blueprint.eviction if auto else make_eviction(options.eviction_policy)
+    return options.eviction_policy
 
 
 @contextmanager
