@@ -23,7 +23,7 @@ SKIPPED = ("tests", "build", "results")
 # Files and folders whose prose is not rewritten yet. A test fails when one has no finding left: take it out then.
 NOT_YET: tuple[str, ...] = (
     "benchmarks/README.md",
-    "docs",
+    "docs/lessons.md",
     "libs/frontend",
 )
 
