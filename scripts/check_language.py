@@ -24,7 +24,6 @@ SKIPPED = ("tests", "build", "results")
 NOT_YET: tuple[str, ...] = (
     "benchmarks/README.md",
     "docs/lessons.md",
-    "libs/frontend",
 )
 
 MAX_WORDS = 25
@@ -178,7 +177,8 @@ def markdown_pieces(content: str) -> Iterator[Piece]:
     """Paragraphs, list items, headings and cells of a document, without code."""
     block: list[str] = []
     first, fence, listed = 1, False, False
-    for number, line in enumerate([*content.split("\n"), ""], 1):
+    lines = [*content.split("\n"), ""]
+    for number, line in enumerate(lines, 1):
         marks = line.lstrip().startswith("```")
         code = fence or marks or (line.startswith("    ") and not block and not listed)
         fence ^= marks
@@ -189,7 +189,10 @@ def markdown_pieces(content: str) -> Iterator[Piece]:
         if not code and line.startswith("#"):
             yield Piece(number, line.lstrip("# "), heading=True)
         elif not code and line.startswith("|"):
-            yield from (Piece(number, cell, cell=True) for cell in line.strip("|").split("|"))
+            top = lines[number : number + 1] and lines[number].startswith(("|--", "| --"))
+            yield from (
+                Piece(number, cell, heading=bool(top), cell=True) for cell in line.strip("|").split("|")
+            )
         elif not apart and line.strip():
             listed = bool(ITEM.match(line)) or (listed and line.startswith(" "))
             if not block:

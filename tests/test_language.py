@@ -82,7 +82,11 @@ def test_a_document_that_breaks_the_rule_is_flagged(
         ("link.md", "Read [the page](https://" + "x" * 150 + ").\n"),
         (
             "table.md",
-            "| name | size |\n| --- | --- |\n| " + "x" * 150 + " | 1 |\n| " + "a name, " * 20 + "| 2 |\n",
+            "| name | What it is |\n| --- | --- |\n| "
+            + "x" * 150
+            + " | 1 |\n| "
+            + "a name, " * 20
+            + "| 2 |\n",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""A further client of an engine process that somebody else started, watches and ends."""
+"""A further client of an engine process that another process started, watches and ends."""
 
 from collections.abc import Awaitable, Callable
 
@@ -12,7 +12,8 @@ __all__ = ["AttachedDriver"]
 class AttachedDriver(Driver):
     """Speaks to the engine behind a ProcessDriver in another process. An EngineClient.
 
-    Whoever watches the engine calls lose() when it has died, and the ProcessDriver's forget() when we have.
+    The process that watches the engine calls lose() when the engine has died. It calls the ProcessDriver's forget()
+    when this client's process has died.
 
     address: waits for the ProcessDriver's address. client: our number, never used before with this engine.
     hang_timeout_s: requests without a step for longer make health() say that the engine hangs; None: EngineInfo's.

@@ -22,12 +22,12 @@ _REFUSALS = (
     *(jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError),
     *(AttributeError, OverflowError, MemoryError),
 )
-"""What a template may raise over messages or options that it was not written for."""
+"""The exceptions that a template may raise over messages or options that it was not written for."""
 _SYSTEMS = [
     {"role": role, "content": "x", "reasoning": "", "reasoning_content": ""}
     for role in ("system", "system", "user", "assistant", "system", "user")
 ]
-"""What some templates refuse: a system message that is not the first message."""
+"""Messages that some templates refuse: a system message that is not the first message."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 

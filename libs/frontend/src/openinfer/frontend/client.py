@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Delta(msgspec.Struct):
-    """What one step, or several that were read together, did to one request. Owned by the sink that receives it."""
+    """The results of one step, or of several that were read together, for one request. The receiving sink owns it."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
@@ -108,7 +108,7 @@ class EngineClient(Protocol):
 
 
 class Driver(ABC):
-    """What both drivers share: who waits for what, health, and the reading of the engine's messages."""
+    """Code that all drivers share: sinks and pending controls, health, and the reading of the engine's messages."""
 
     def __init__(self, hang_timeout_s: float | None, first_id: int = 1) -> None:
         self._hang_timeout_s = hang_timeout_s
@@ -164,7 +164,7 @@ class Driver(ABC):
         self._closing = True
         if self._close_task is None:
             self._close_task = asyncio.create_task(self._close())
-        # Shielded: whoever is cancelled while waiting must not leave a process half ended.
+        # Shielded, because a caller that is cancelled while waiting must not leave a process half ended.
         await asyncio.shield(self._close_task)
 
     async def _close(self) -> None:
@@ -245,7 +245,7 @@ class Driver(ABC):
         match message:
             case ControlDone(serial, error):
                 future = self._controls.pop(serial, None)
-                if future is None or future.done():  # whoever waited has left
+                if future is None or future.done():  # the waiting caller has left
                     return
                 if error is None:
                     future.set_result(None)

@@ -1,13 +1,13 @@
-"""What an engine is: the messages and the Protocol between an engine and whoever drives it.
+"""The contract of an engine: the messages and the Protocol between an engine and its driver.
 
 Token ids cross this line, text never does: tokenizing, chat templates, stop strings and detokenizing
 belong to the frontend. The messages are msgspec structs so that they travel between processes as msgpack,
 never as pickle.
 
-The life of a request: the client mints an id and submits; the engine answers, through the StepOutputs of its
-steps, with at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished,
-Rejected or Failed), after which the id is never named again. What an engine cannot honour it Rejects by name;
-it never ignores it.
+The life of a request: the client mints an id and submits. The engine answers through the StepOutputs of its
+steps: at most one Scheduled, then any number of tokens, then **exactly one terminal** (Finished, Rejected or
+Failed). After that the id is never named again. An engine Rejects by name a field that it cannot honour; it never
+ignores one.
 
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
@@ -48,7 +48,7 @@ __all__ = [
 CONTRACT_VERSION = 1
 """Raised when a message changes meaning; both sides of a process driver must agree on it."""
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-"""What an integer of a message may be: msgpack has no larger ones."""
+"""The range of an integer of a message, because msgpack has no larger ones."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -73,8 +73,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     trace_parent: str | None = None
     """W3C traceparent of the caller, passed through for tracing."""
     grammar: Grammar | None = None
-    """What the output has to be, and how long the thought at its start; EOS is drawn only where it may end. Needs the
-    feature "grammar" and a TokenTable."""
+    """The form of the output, and the length of the thought at its start; EOS is drawn only where the output may end.
+    Needs the feature "grammar" and a TokenTable."""
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens: None for none, 0 for theirs alone, n for the n most likely
     alternatives' as well. Needs the feature "prompt_logprobs"."""
@@ -135,7 +135,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     id: int
     reason: str
     code: Literal["invalid", "too_long", "queue_full", "unsupported", "grammar"] = "invalid"
-    """grammar: the request's is none, or asks for what cannot be kept."""
+    """"grammar": the request's grammar is malformed or uses an unsupported feature."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="x"):
@@ -154,7 +154,7 @@ TERMINALS = (Finished, Rejected, Failed)
 
 
 class StepOutputs(msgspec.Struct, array_like=True):
-    """What one step produced, in columns; objects appear only for first and terminal updates.
+    """The results of one step, in columns; objects appear only for first and terminal updates.
 
     Read it so: Scheduled updates first, then prompt_logprobs, then the tokens in order, then the terminals.
     """
@@ -171,7 +171,7 @@ class StepOutputs(msgspec.Struct, array_like=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What is fixed once the engine is up."""
+    """The facts that are fixed once the engine is up."""
 
     model: str
     """Name of the model (the checkpoint's directory name, unless the engine knows better)."""
@@ -186,9 +186,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens a KV block holds."""
     features: list[str] = []
-    """What this engine honours beyond the bare contract: "logprobs", "prompt_logprobs", "prefix_cache", "priority",
-    and of SamplingParams "penalties" (all three), "logit_bias", "allowed_token_ids", "bad_words"; "grammar", once it
-    was sent a TokenTable. The frontend refuses the rest by name."""
+    """The features of this engine beyond the bare contract: "logprobs", "prompt_logprobs", "prefix_cache", "priority",
+    "grammar" (once it was sent a TokenTable). Of SamplingParams: "penalties" (all three), "logit_bias",
+    "allowed_token_ids", "bad_words". The frontend refuses the rest by name."""
     contract_version: int = CONTRACT_VERSION
     hang_timeout_s: float = 60.0
     """With requests live, this long without a step means that the engine hangs, unless the server is told otherwise."""
@@ -210,7 +210,7 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     running: int = 0
     waiting: int = 0
     kv_used_tokens: int = 0
-    """Of EngineInfo.kv_capacity_tokens, held by live requests (cached blocks nobody holds are free)."""
+    """Tokens of EngineInfo.kv_capacity_tokens that live requests hold (cached blocks without a holder are free)."""
     prompt_tokens: int = 0
     """Prompt tokens of scheduled requests, cached ones included."""
     generation_tokens: int = 0
@@ -223,10 +223,11 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     compiles_after_ready: int = 0
     """Kernels compiled while serving; anything but 0 is a bug."""
     allocations_after_ready: int = 0
-    """Driver calls that took memory (on the device or page-locked, for kernels, for graphs) while serving; likewise."""
+    """Driver calls that took memory (on the device or page-locked, for kernels, for graphs) while serving; anything but
+    0 is a bug."""
     host_waits_after_ready: int = 0
-    """Driver calls in which the host may have waited for the device while serving, but for the one a step that reads
-    its results; likewise."""
+    """Driver calls in which the host may have waited for the device while serving, without the one a step that reads
+    its results; anything but 0 is a bug."""
     outlier_steps: int = 0
     """Steps that took more than twice their prediction."""
     step_times: list[StepTimes] = []
@@ -238,12 +239,12 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_
 
 
 class TokenTable(msgspec.Struct, frozen=True, array_like=True, tag="token_table"):
-    """What the token ids stand for, which grammars need: sent at start to engines with the feature "grammar"."""
+    """The bytes of the token ids, which grammars need: sent at start to engines with the feature "grammar"."""
 
     tokens: list[bytes]
     """The bytes of token 0, 1, ...; empty where an id stands for nothing."""
     special_ids: list[int]
-    """Those that no text can be, such as the end of a turn; markers that count as text are not among them."""
+    """Ids that no text can be, such as the end of a turn; markers that count as text are not among them."""
 
 
 Command = ResetPrefixCache | TokenTable

@@ -110,8 +110,8 @@ def is_users_error(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line for a user: its message, or its type where it has none. What a terminal would obey, such
-    as an escape sequence in the name of a tensor, is written out."""
+    """An exception as one line for a user: its message, or its type if it has no message. Characters that a terminal
+    would obey, such as an escape sequence in the name of a tensor, are written out."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text

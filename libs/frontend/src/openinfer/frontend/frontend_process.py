@@ -31,7 +31,7 @@ BEAT_S = 1.0
 
 
 class FrontendBoot(msgspec.Struct, frozen=True):
-    """What a child is told first."""
+    """The first message to a child."""
 
     options: WebOptions
     listener: int
@@ -71,7 +71,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class _Orders:
-    """What the parent says, as the client and the server need it."""
+    """The parent's orders, in the form that the client and the server need."""
 
     def __init__(self, boot: FrontendBoot) -> None:
         self.stop, self.now = asyncio.Event(), asyncio.Event()

@@ -1,8 +1,8 @@
 """Several HTTP processes on one port over one engine process: this is their parent, which serves nothing itself.
 
-Each child listens on a socket of its own (SO_REUSEPORT): the kernel deals new connections out evenly, which one shared
-socket would not, as whoever wakes first takes all that wait. The parent makes the sockets and keeps them open, so that
-connections which wait on a child that dies are served by its successor.
+Each child listens on a socket of its own (SO_REUSEPORT), so the kernel deals new connections out evenly. With one
+shared socket, the process that wakes first would take all waiting connections. The parent makes the sockets and keeps
+them open. So connections that wait on a child that dies are served by its successor.
 """
 
 import asyncio

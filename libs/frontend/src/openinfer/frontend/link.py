@@ -59,7 +59,7 @@ class Link:
         self.send(Hello())
 
     def send(self, message: ToEngine) -> None:
-        """Without waiting. What goes to an engine that is gone is kept, and dropped by close()."""
+        """Send without waiting. A message to an engine that is gone is kept, and dropped by close()."""
         self._socket.send(self._encode(message), zmq.NOBLOCK)
         # ZeroMQ signals its descriptor on edges, and sending may swallow one.
         self._schedule()

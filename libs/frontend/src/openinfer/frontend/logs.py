@@ -66,7 +66,7 @@ class _Text(logging.Formatter):
 def set_up_logging(level: str, form: str, secrets: Sequence[str] = ()) -> None:
     """Log to stderr from `level` (debug, info, ...) on, as `form`: text or json.
 
-    secrets: texts of at least MIN_SECRET characters that must not be seen, whoever brought them into a line.
+    secrets: texts of at least MIN_SECRET characters that must not be seen in any line.
     """
     secrets = [secret for secret in secrets if len(secret) >= MIN_SECRET]
     handler = logging.StreamHandler(sys.stderr)
@@ -98,7 +98,7 @@ class LogLines(io.TextIOBase):
 
 
 def say(line: str) -> None:
-    """A line for whoever started the server, at any log level."""
+    """Write a line for the person who started the server, at any log level."""
     formatter = _formatter()
     if isinstance(formatter, _Json):
         line = formatter.format(logging.LogRecord("openinfer", logging.INFO, "", 0, line, None, None))

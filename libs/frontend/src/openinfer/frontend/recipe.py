@@ -1,4 +1,4 @@
-"""What a recipe tells the command line: which checkpoints are its own, its flags, how to build its engine."""
+"""The protocol between a recipe and the command line: its checkpoints, its flags, and how to build its engine."""
 
 import argparse
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ __all__ = ["RenderPool"]
 
 START_TIMEOUT_S = 10.0
 LANES = (2, 2)
-"""Processes for small chats, and for large ones: whoever sends large ones waits for others of the kind only."""
+"""Processes for small chats, and for large ones: a large chat waits only for other large ones."""
 MAX_ANSWER_BYTES = 256 << 20
 
 
@@ -70,9 +70,9 @@ class RenderPool:
         process = self._idle.pop() if self._idle else await self._process()
         try:
             answer = await asyncio.wait_for(_answer(process, line), timeout_s)
-        except (
-            BaseException
-        ):  # late, gone, or nobody waits any more: what it would still say is no answer to others
+        except BaseException:
+            # The process is late or gone, or the caller was cancelled. It must end, because its answer may still come
+            # and would be read as the answer to another request.
             await _end(process)
             raise
         if answer is None:

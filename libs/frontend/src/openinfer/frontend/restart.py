@@ -29,7 +29,7 @@ class RestartingClient:
 
     make_driver: a new driver each time.
     first_id: of the requests. Ids are unique over all engines: a request may be made for one, sent to the next.
-    watch_hangs: end an engine that hangs; False where somebody else does.
+    watch_hangs: end an engine that hangs; False where another process does.
     """
 
     def __init__(

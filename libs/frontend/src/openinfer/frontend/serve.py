@@ -1,6 +1,6 @@
 """The command line that every recipe shares: `python -m openinfer.recipes.<name> MODEL_DIR [flags]`.
 
-What only a server needs is imported when there is one to start: `--help` answers at once.
+Modules that only a server needs are imported when a server starts, so that `--help` answers at once.
 """
 
 import argparse
@@ -33,8 +33,8 @@ __all__ = ["Recipe", "build_parser", "serve"]
 def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     """Run a server until it is told to stop; returns the process's exit code.
 
-    0 after an orderly end, 1 when the engine did not start or was lost, 2 for wrong flags (as argparse does),
-    130 or 143 when interrupted or terminated while starting. Errors are one line on stderr.
+    The code is 0 after an orderly end, and 1 when the engine did not start or was lost. It is 2 for wrong flags (as
+    argparse does), and 130 or 143 when interrupted or terminated while starting. Errors are one line on stderr.
     """
     args = build_parser(recipe, prog).parse_args(argv)
     try:
@@ -206,7 +206,7 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
 def _bind(host: str, port: int, count: int) -> list[socket.socket]:
     """Bound but not listening: clients are refused, not left hanging, until the engine is ready.
 
-    Several sockets share the port; that nobody else has it is found out before, as sharing is open to all.
+    Several sockets share the port. Sharing is open to all, so a first socket checks that no other program has the port.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

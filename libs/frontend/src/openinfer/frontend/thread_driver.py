@@ -88,12 +88,12 @@ class ThreadDriver(Driver):
         if len(self._outbox) == 1:
             try:
                 self._loop.call_soon_threadsafe(self._drain)
-            except RuntimeError:  # the loop closed without close(): nobody is left to tell
+            except RuntimeError:  # the loop closed without close(), so no receiver is left
                 _log.debug("event loop is closed")
 
     def _drain(self) -> None:
         assert self._loop is not None
-        # The first stays until the others are read: _post wakes the loop when there is none.
+        # The first message must stay until the others are read, because _post wakes the loop only for an empty queue.
         count = min(len(self._outbox), MESSAGES_A_TURN)
         self._receive([self._outbox[position] for position in range(count)])
         for _ in range(count):

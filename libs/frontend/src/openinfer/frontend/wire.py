@@ -1,4 +1,4 @@
-"""What passes between the asyncio side and the engine loop: objects in a thread, msgpack between processes.
+"""The messages between the asyncio side and the engine loop: objects in a thread, msgpack between processes.
 
 One engine may have several clients (the frontends of a server), known by number. A client's request ids begin at
 `first_id(client)`, so that an id alone says whose it is; 0 is the client that started the engine.

@@ -1,6 +1,6 @@
 """Calls that a grammar forces: arguments after a tool's schema, in formats that write them one by one.
 
-What such a format cannot promise is refused by the keyword's name (InvalidGrammar), never left out.
+A keyword that such a format cannot keep is refused by its name (InvalidGrammar), never left out.
 """
 
 import json
@@ -20,7 +20,7 @@ _NOTES = {"description", "title", "default", "examples", "$schema", "$comment", 
 _BARE = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format"}
 _DEFINITIONS = {"$defs", "definitions"}
 HELD = (_BARE | {"anyOf", "oneOf"}) - {"type"}
-"""What holds a text to more than its type."""
+"""The keywords that restrict a text further than its type."""
 
 
 def checked(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -34,7 +34,7 @@ def checked(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 @contextmanager
 def of_tool(name: str) -> Iterator[None]:
-    """What is refused within is refused with the tool's name."""
+    """A refusal within this context gets the tool's name."""
     try:
         yield
     except InvalidGrammar as error:
@@ -85,8 +85,9 @@ def _each(
 def bare_value(
     lark: Lark, schema: Mapping[str, Any], marker: str, closing: str, *, before: str = ""
 ) -> tuple[str | None, str | None]:
-    """Expressions of a value written as it is, where it can be a string, and as JSON, where it can be something else;
-    each with `before` and `marker` at its end. A text never holds `closing`, which would end the call."""
+    """(expression of a bare string, expression of JSON); None where the value cannot be a string, or only a string.
+
+    Each expression has `before` and `marker` at its end. A text never holds `closing`, which would end the call."""
     allowed = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     if allowed is not None:
         return _one_of(lark, schema, allowed, marker, closing, before)

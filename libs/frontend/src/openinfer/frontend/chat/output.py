@@ -1,12 +1,11 @@
 """A model's text, a piece at a time, to reasoning, content and tool calls.
 
-One machine serves every format: what differs is a pair of markers and a function that reads the text between them.
-The parts depend on the text alone, never on how it was cut into pieces, because whatever might still become a
-marker, or whitespace that a marker would swallow, is held back until it is decided.
+One machine serves every format. A format is a pair of markers and a function that reads the text between them. The
+parts depend on the text alone, never on the pieces that it came in. So text that may still become a marker, and
+whitespace that a marker would swallow, are held back until that is decided.
 
 A call is handed out when it is complete. Text that only resembles a call, or a call that is cut off, is content,
-verbatim. Where calls are streamed, one is handed out as soon as it names a tool on offer, and its arguments as they
-come.
+verbatim. Where calls are streamed, a call is handed out once it names a tool on offer, and its arguments as they come.
 """
 
 from typing import Protocol
@@ -40,9 +39,10 @@ class ToolFormat(Protocol):
         """A new reader of the text between two markers."""
 
     def grammar(self, lark: Lark, schemas: Schemas, many: bool) -> str:
-        """What follows `opening` when it must be a call of one of these tools, `closing` included; with `many` any
-        number of further calls, in as many blocks as the format takes. Raises InvalidGrammar for what cannot be
-        forced."""
+        """The grammar after `opening` for a forced call of one of these tools, `closing` included.
+
+        With `many` any number of further calls may follow, in as many blocks as the format takes. Raises
+        InvalidGrammar for a schema that cannot be forced."""
 
 
 def repeated(lark: Lark, form: ToolFormat, call: str, many: bool) -> str:

@@ -1,4 +1,4 @@
-"""What a model's text is made of."""
+"""The parts of a model's text: content, reasoning and tool calls."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

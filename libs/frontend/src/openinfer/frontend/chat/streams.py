@@ -1,7 +1,7 @@
-"""Calls while they are being written: a call is told when its name is there, its arguments as they come.
+"""Calls while they are being written: a call is sent when its name is there, and its arguments as they come.
 
-What was told cannot be taken back. A call that turns out malformed, or is cut off, ends where it is: its arguments are
-no JSON then.
+A part that was sent cannot be taken back. A call that turns out malformed, or is cut off, ends there, and its arguments
+are not JSON then.
 """
 
 import json
@@ -79,10 +79,11 @@ class JsonStream:
 class ParameterStream:
     """Calls whose arguments are written one by one, between markers.
 
-    call, value: expressions of what opens a call and a value, the name in their first group. end: what ends a value;
-    end_call: the expression of what ends a call. is_text: whether a value is a text that stands as it is. read: the
-    JSON of any other value. Both are given the call's name and the match of `value`. trims: a line break on each side
-    of a value is not of it.
+    call, value: expressions of the openings of a call and of a value, with the name in their first group.
+    end: the text that ends a value. end_call: the expression that ends a call.
+    is_text: whether a value is a text that is written bare. read: the JSON of any other value. Both get the call's
+    name and the match of `value`.
+    trims: a line break on each side of a value is not part of it.
     """
 
     def __init__(

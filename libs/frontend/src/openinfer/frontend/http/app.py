@@ -56,9 +56,9 @@ def create_app(
 ) -> Starlette:
     """OpenAI's endpoints over an engine; `app.state.service` is the Service.
 
-    The application's lifespan starts and closes the client: run it with any ASGI server. Whoever manages the
-    client elsewhere turns the lifespan off (uvicorn: lifespan="off") and awaits `app.state.service.prepare()` once the
-    client has started, which run_server does.
+    The application's lifespan starts and closes the client: run it with any ASGI server. Code that manages the client
+    elsewhere must turn the lifespan off (uvicorn: lifespan="off") and await `app.state.service.prepare()` once the
+    client has started. run_server does so.
 
     client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat. It is
     made in a process of its own; a RendererSpec is made only there.

@@ -1,7 +1,7 @@
-"""The JSON bodies of the two completion endpoints, typed; what we know but do not do is refused by name.
+"""The JSON bodies of the two completion endpoints, typed. A known field that is not supported is refused by name.
 
-Fields nobody knows are ignored, as clients expect. A field that is known and would change the answer is either
-honoured or answered with 400.
+Unknown fields are ignored, as clients expect. A field that is known and would change the answer is either honoured
+or answered with 400.
 """
 
 import re
@@ -43,7 +43,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """What both endpoints take; None is a field that was not given. Values are checked in params.py."""
+    """The fields that both endpoints take; None is a field that was not given. Values are checked in params.py."""
 
     model: str | None = None
     max_tokens: int | None = None

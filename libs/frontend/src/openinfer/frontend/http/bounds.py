@@ -1,4 +1,4 @@
-"""What the bodies' types do not say, for the OpenAPI document: ranges of fields, names of models, examples.
+"""Facts for the OpenAPI document that the bodies' types do not have: ranges of fields, names of models, examples.
 
 params.py and the sampler check them; a test holds the two to each other.
 """

@@ -144,7 +144,7 @@ class ChatFormat:
         return calls if forced or content is None else lark.any_of([calls, lark.content(content)])
 
     def _thoughts(self, lark: Lark, where: Where) -> str:
-        """What the model may think first."""
+        """The grammar of the thought that the model may begin with."""
         if where == "over":
             return ""
         rest = f"{lark.until(END_THINK)} /\\n{{0,2}}/"

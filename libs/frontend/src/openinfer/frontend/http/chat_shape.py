@@ -79,7 +79,7 @@ class ChatResponse(msgspec.Struct):
 
 
 class ChatShape:
-    """A Shape. new_parser: how to read the text; None takes it as it is. show_reasoning: say what was thought."""
+    """A Shape. new_parser: makes a parser of the text; None: all text is content. show_reasoning: send the thoughts."""
 
     def __init__(
         self,

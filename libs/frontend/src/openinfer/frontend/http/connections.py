@@ -19,7 +19,7 @@ SWEEP_S = 2.0
 
 
 def http_protocol() -> Any:
-    """What uvicorn is to read requests with: httptools where [fast] is installed, else h11; both behind `Framing`."""
+    """The protocol class of uvicorn: httptools where [fast] is installed, else h11; both behind `Framing`."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
@@ -92,7 +92,7 @@ def _without_upgrades(parser: Any) -> Any:
                 self.send_400_response("Invalid HTTP request received.")
 
         def _feed(self, data: bytes) -> bytes:
-            """What is left to be read by another parser."""
+            """The rest of the data, which another parser must read."""
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:

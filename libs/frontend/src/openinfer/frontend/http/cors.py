@@ -8,7 +8,7 @@ __all__ = ["Cors"]
 
 
 class Cors(msgspec.Struct, frozen=True):
-    """What browsers are told. "*" stands for any; no origin means that pages of other origins may not call."""
+    """The CORS rules for browsers. "*" stands for any; without an origin, pages of other origins may not call."""
 
     origins: tuple[str, ...] = ()
     methods: tuple[str, ...] = ("*",)

@@ -35,7 +35,7 @@ _HINTS = {
 
 
 def hint(path: str) -> str:
-    """What to do instead, to be put behind an error's message; empty for a path that no server has."""
+    """Advice to append to an error's message; empty for a path that no other server has."""
     found = _HINTS.get(path.rstrip("/"))
     if path.startswith("/v1/responses/"):
         found = "answers are not stored; use /v1/responses with store: false"

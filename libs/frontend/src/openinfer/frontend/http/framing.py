@@ -1,7 +1,7 @@
 """Where messages of a connection begin and end, read strictly and before any HTTP parser: one rule for all of them.
 
-What two parsers may read differently is refused: it is how requests are smuggled past a proxy. And what no parser
-bounds is bounded: a head, the lines between chunks, trailers.
+Bytes that two parsers may read differently are refused, because they can smuggle requests past a proxy. Parts that no
+parser bounds have a bound here: a head, the lines between chunks, trailers.
 """
 
 import re
@@ -9,7 +9,7 @@ import re
 __all__ = ["HEAD_BYTES", "Framing", "Violation"]
 
 HEAD_BYTES = 64 << 10
-"""Request line and headers together; trailers likewise."""
+"""The limit of request line and headers together, and of trailers."""
 CHUNK_LINE_BYTES = 256
 MAX_BODY_DIGITS = 18
 

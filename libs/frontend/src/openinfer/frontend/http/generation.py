@@ -1,7 +1,7 @@
 """One HTTP request at work: its choices, fed by the engine, read by the response.
 
-Everything happens in the event loop's thread. The engine side (Choice.push) looks for stop strings at once, so that
-they end the sequence even when nobody reads; the response side takes what has gathered, all at once, so that a slow
+All code here runs in the event loop's thread. The engine side (Choice.push) looks for stop strings at once, so that
+they end the sequence even without a reader. The response side takes all that has gathered at once, so that a slow
 reader gets fewer, larger pieces. An answer that is not streamed is only woken at its end.
 """
 
@@ -36,12 +36,12 @@ DECODE_AT_LEAST = 256
 
 
 class Choice:
-    """One sequence of a request: what came out of the engine and has not been taken yet.
+    """One sequence of a request: the output of the engine that has not been taken yet.
 
-    The response takes text, token_ids and logprobs (parallel to token_ids, if asked for), and reads finish_reason,
-    stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens, cached_tokens, and, complete with
-    the first token, prompt_logprobs (of prompt_token_ids[1:], if asked for). The reader of the text sets
-    reasoning_tokens, how many of num_tokens were thoughts.
+    The response takes text, token_ids and logprobs (parallel to token_ids, if asked for). It reads finish_reason,
+    stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens. It also reads
+    prompt_logprobs (of prompt_token_ids[1:], if asked for), which are complete with the first token. The reader of the
+    text sets reasoning_tokens, the number of tokens that were thoughts.
     """
 
     __slots__ = (
@@ -188,7 +188,7 @@ class Choice:
             ids = ids[:-1]
         if self._stops is None:
             self._undecoded += ids
-            if len(self._undecoded) >= DECODE_AT_LEAST:  # nobody reads; all at once would hold up the others
+            if len(self._undecoded) >= DECODE_AT_LEAST:  # all of it at the end would hold up other requests
                 self._decode()
             return
         before = self.num_tokens - len(delta.token_ids)

@@ -159,7 +159,7 @@ class Metrics:
             self.tracing.finished(request, reason, tokens, *times, problem=problem)
 
     def served(self) -> str:
-        """What all processes have served so far, as text. Tokens are those of answers that came to their end."""
+        """The totals of all processes so far, as text. Tokens are those of answers that came to their end."""
         stop, length, aborted, failed = map(int, self._successes.sums())
         prompt, computed = int(self._prompt.total()), int(self._computed.total())
         return (

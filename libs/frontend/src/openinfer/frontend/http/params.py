@@ -49,7 +49,7 @@ _SAMPLING = (
     *("seed", "min_tokens", "ignore_eos", "temperature", "top_k", "top_p", "min_p"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
-"""Fields that go to the sampler as they are."""
+"""Fields that go to the sampler unchanged."""
 _FEATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "frequency_penalty": ("penalties", (None, 0)),
     "presence_penalty": ("penalties", (None, 0)),
@@ -62,7 +62,7 @@ _FEATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What a request gets that does not say otherwise; from generation_config.json with `auto`."""
+    """The defaults of a request's sampling parameters; from generation_config.json with `auto`."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -112,9 +112,9 @@ class Plan(msgspec.Struct, frozen=True):
     continuous_usage: bool = False
     """Every event of the stream has the counts so far."""
     more_stop_ids: frozenset[int] = frozenset()
-    """Beyond what an engine looks for."""
+    """Stop ids beyond the number that an engine looks for."""
     warnings: tuple[str, ...] = ()
-    """What of the request changes nothing here, in words for the answer's headers."""
+    """Fields of the request that change nothing here, in words for the answer's headers."""
 
     @property
     def wanted_of_prompt(self) -> int | None:

@@ -29,8 +29,8 @@ async def encode_prompt(
 ) -> list[int]:
     """The ids, checked as prompt_ids does. gone: whether the client has left.
 
-    A text of more characters than so many tokens can have is refused at once. Another one of many characters is counted
-    in slices, each in a thread, until there are too many tokens.
+    A text with more characters than the allowed tokens can have is refused at once. Any other long text is counted in
+    slices, each in a thread, until there are too many tokens.
     Raises APIError (400) naming `param`.
     """
     limit, longest = info.max_model_len, tokenizer.most_chars_a_token

@@ -1,4 +1,4 @@
-"""What a choice has gathered, read as parts: one output parser a choice."""
+"""The text that a choice has gathered, read as parts: one output parser a choice."""
 
 import uuid
 from collections.abc import Iterable, Iterator

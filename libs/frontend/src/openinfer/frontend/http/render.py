@@ -1,4 +1,4 @@
-"""What would be generated from, without generating: token ids and sampling parameters, as routers ask for them.
+"""The input of a generation, without generating: token ids and sampling parameters, for routers.
 
 The answers have the names of vLLM's GenerateRequest, so that a router that reads those can route to this server.
 """

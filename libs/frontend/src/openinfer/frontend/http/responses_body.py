@@ -69,14 +69,14 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    """Those that are not functions are left out of the prompt: only a service could run them."""
+    """Tools that are not functions are left out of the prompt, because only a service could run them."""
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Effort | None = None
     text: TextOptions | None = None
     stream: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """Nothing is left out of an input that is too long: it is refused."""
+    """An input that is too long is refused, never cut."""
     store: bool | None = None
     """false: the items of the answer are not kept for an item_reference. An answer itself never is."""
     include: Annotated[list[str], msgspec.Meta(max_length=MAX_INCLUDED)] | None = None

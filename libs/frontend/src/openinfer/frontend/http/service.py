@@ -60,11 +60,11 @@ _log = logging.getLogger(__name__)
 
 
 class Service:
-    """What the endpoints share. `draining` set to True makes new work 503; `active` holds the answers under way.
+    """The state that the endpoints share. `draining` set to True makes new work 503; `active` has the open answers.
 
     client: a started engine client. tokenizer: None serves token-id prompts only.
-    chat_format: how chats are written and read. model_names: what the model answers to, the first is
-    the one it reports; empty for the engine's own name.
+    chat_format: how chats are written and read. model_names: the names that the model answers to; it reports the
+    first. Empty for the engine's own name.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Service:
         return renderer.variables if renderer else frozenset()
 
     def names(self) -> list[str]:
-        """What requests may call the model; the client must have been started."""
+        """The names that requests may use for the model; the client must have been started."""
         return self._model_names or [self.client.info.model]
 
     def known(self, model: str | None) -> str:

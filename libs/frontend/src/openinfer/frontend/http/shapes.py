@@ -1,4 +1,4 @@
-"""What answers have in common, and /v1/completions as OpenAI words it. Pure: choices in, bytes out."""
+"""The common parts of all answers, and /v1/completions in OpenAI's form. Pure: choices in, bytes out."""
 
 import functools
 import importlib.metadata
@@ -102,10 +102,10 @@ class Shape(Protocol):
         """Server-sent events for what the choice has gathered; b"" when that says nothing yet."""
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        """What ends a stream in order, after the last events()."""
+        """The bytes that end a stream in order, after the last events()."""
 
     def broken(self, error: APIError) -> bytes:
-        """What ends a stream that had begun and cannot go on."""
+        """The bytes that end a stream that had begun and cannot go on."""
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
@@ -271,5 +271,5 @@ def usage_body(usage: Usage) -> UsageBody:
 
 
 def usage_so_far(choice: Choice, plan: Plan) -> UsageBody | UnsetType:
-    """What an event of a choice says about its counts, where the request wants to know."""
+    """The usage in an event of a choice, if the request asks for it."""
     return usage_body(Usage([choice], 1)) if plan.continuous_usage else UNSET

@@ -1,4 +1,4 @@
-"""What the output has to be: the fields that say so, under all their names, as one Grammar."""
+"""The required form of an output: the fields for it, under all their names, become one Grammar."""
 
 import json
 from collections.abc import Iterable, Iterator

@@ -22,8 +22,8 @@ LONG_TEXT_CHARS = 8192
 class Tokenizer:
     """The tokenizer of a checkpoint directory.
 
-    config: tokenizer_config.json as it is (special tokens, chat template), {} where there is none.
-    vocab_size: number of ids the model may produce; those the tokenizer does not know decode to nothing.
+    config: the contents of tokenizer_config.json (special tokens, chat template), {} without the file.
+    vocab_size: number of ids the model may produce; ids that the tokenizer does not know decode to "".
     """
 
     def __init__(self, core: tokenizers.Tokenizer, config: dict[str, Any], vocab_size: int = 0) -> None:
@@ -51,14 +51,16 @@ class Tokenizer:
             core = tokenizers.Tokenizer.from_file(str(path))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # the Rust side raises plain Exceptions, and panics are none
+        except (
+            BaseException
+        ) as error:  # the Rust side raises plain Exceptions; a panic is only a BaseException
             raise ModelFilesError(f"{path} is not a tokenizer: {error}") from error
         config_path = model_dir / "tokenizer_config.json"
         return cls(core, read_json(config_path) if config_path.exists() else {}, vocab_size)
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Those named in tokenizer_config.json: {"eos_token": "<|im_end|>", ...}."""
+        """The special tokens named in tokenizer_config.json: {"eos_token": "<|im_end|>", ...}."""
         found = {}
         for name, value in self.config.items():
             content = value.get("content") if isinstance(value, dict) else value
@@ -67,7 +69,7 @@ class Tokenizer:
         return found
 
     def token_id(self, text: str) -> int | None:
-        """The id of the one token that is this text; None where there is none."""
+        """The id of the one token that is this text; None if no token is."""
         return self._core.token_to_id(text)
 
     def has_special_in(self, text: str) -> bool:
@@ -129,8 +131,8 @@ class Tokenizer:
         return self._tables is not None
 
     def token_table(self, markers: str) -> TokenTable | None:
-        """What an engine needs for grammars; None where a token's bytes depend on its neighbours. `markers`: special
-        tokens written in this text are text to a grammar, as they are to the parsers."""
+        """The table that an engine needs for grammars; None where a token's bytes depend on its neighbours. `markers`:
+        special tokens that occur in this text are text to a grammar, and to the parsers."""
         if self._tables is None:
             return None
         added = self._core.get_added_tokens_decoder()
