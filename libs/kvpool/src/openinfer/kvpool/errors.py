@@ -5,6 +5,7 @@
      ├─ InvalidEviction  (ValueError)      an eviction policy that is not found, or breaks a rule
      ├─ InvalidTokens    (ValueError)      tokens, hashes or counts that do not belong together
      ├─ InvalidBlocks    (ValueError)      blocks that cannot be held: not there, or not complete
+     ├─ InvalidConfig    (ValueError)      a configuration of events that cannot be followed
      ├─ LeaseReleased    (RuntimeError)    a lease used after its release
      ├─ LeaseLoading     (RuntimeError)    a lease used before its load has ended
      ├─ EvictionError    (RuntimeError)    an eviction policy chose a block that is not cached
@@ -36,6 +37,12 @@ class InvalidTokens(PoolError, ValueError):
 
 class InvalidBlocks(PoolError, ValueError):
     """Blocks that cannot be held: not in the pool, or not complete."""
+
+
+class InvalidConfig(PoolError, ValueError):
+    """A configuration of events that cannot be followed; the message says what is allowed."""
+
+    user_can_mend = True
 
 
 class LeaseReleased(PoolError, RuntimeError):

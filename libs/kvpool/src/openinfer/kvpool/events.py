@@ -27,6 +27,8 @@ class BlockStored:
     medium: str | None = "GPU"
     lora_name: str | None = None
     group_idx: int = 0
+    salt: bytes = b""
+    """Of the sequence. A request with another salt does not find these blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,16 @@ class EventLog:
         self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
 
     def stored(
-        self, group: int, parent: bytes | None, names: list[bytes], tokens: Sequence[int], block_size: int
+        self,
+        group: int,
+        parent: bytes | None,
+        names: list[bytes],
+        tokens: Sequence[int],
+        block_size: int,
+        salt: bytes = b"",
     ) -> None:
         """A run of blocks became findable."""
-        self._events.append(BlockStored(names, parent, list(tokens), block_size, group_idx=group))
+        self._events.append(BlockStored(names, parent, list(tokens), block_size, group_idx=group, salt=salt))
 
     def removed(self, group: int, names: list[bytes]) -> None:
         """Blocks were evicted. Joins the event before, if that is an eviction of the same group."""

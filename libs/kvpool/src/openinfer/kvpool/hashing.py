@@ -37,7 +37,7 @@ class Chain:
     ) -> None:
         self.names = [] if names is None else names
         self.root = root_hash(block_size, salt) if enabled else b""
-        self.enabled = enabled
+        self.enabled, self.salt = enabled, salt
         self._block_size = block_size
 
     def extend(self, tokens: Sequence[int], num_blocks: int) -> None:

@@ -158,11 +158,12 @@ class Ledger:
         names: Sequence[bytes],
         parent: bytes | None,
         tokens: Sequence[int] | None,
+        salt: bytes = b"",
     ) -> None:
         """Name private blocks, each the child of the one before it, the first of `parent`.
 
         If another used block has the name, the new block becomes its duplicate. tokens: of the blocks, for events;
-        None: no event.
+        None: no event. salt: of the sequence, for events.
         """
         index, fresh, before = self._index, [], parent
         for position, name in enumerate(names):
@@ -186,7 +187,9 @@ class Ledger:
             size, parents = self.group.block_size, [parent, *names]
             for first, last in _runs(fresh):
                 run = tokens[first * size : last * size]
-                self._events.stored(self._group_index, parents[first], list(names[first:last]), run, size)
+                self._events.stored(
+                    self._group_index, parents[first], list(names[first:last]), run, size, salt
+                )
 
     def release(self, blocks: Iterable[int], priority: int) -> None:
         """Take one user from each of these blocks, children first."""

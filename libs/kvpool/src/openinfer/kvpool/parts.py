@@ -109,7 +109,7 @@ class Pages:
         names = chain.names[(first + 1) * scale - 1 : last * scale : scale]
         parent = chain.names[first * scale - 1] if first else None
         own = tokens[first * size : last * size]
-        self.ledger.register(self.table[first:last], names, parent, own)
+        self.ledger.register(self.table[first:last], names, parent, own, chain.salt)
         self._num_committed = last
         if self.ledger.tails is not None:
             for index, name in enumerate(names):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from openinfer.frontend.contract import (
     Command,
@@ -29,6 +29,7 @@ from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import Payload, PromptScore, Runner, Sampling
 from openinfer.kernels import Store
 from openinfer.kvpool import Pool, hash_blocks
+from openinfer.recipes.engine.emitting import NO_ROWS, Emitting
 from openinfer.sampler import MAX_LOGPROBS, fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
 from openinfer.sampler.gpu import MAX_STOP_IDS
@@ -40,7 +41,6 @@ from openinfer.scheduler import (
     FinishReason,
     Policy,
     RejectReason,
-    Row,
     Seq,
     StepLoop,
     Tokens,
@@ -53,6 +53,9 @@ from openinfer.scheduler import (
 )
 from openinfer.tensor import DriverCounts
 
+if TYPE_CHECKING:
+    from openinfer.kvpool.publisher import EventPublisher
+
 REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
     RejectReason.TOO_LONG: "too_long",
     RejectReason.POOL_TOO_SMALL: "too_long",
@@ -61,34 +64,6 @@ REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
 
 FEATURES = ["logprobs", "prompt_logprobs", "penalties", "logit_bias", "allowed_token_ids", "bad_words"]
 """The features of every engine, in the names of EngineInfo.features."""
-
-
-class Emitting(NamedTuple):
-    """The rows that get a token in a step, kept while the batch does not change.
-
-    A steady step then makes one call a row: the row's entry of `appends` puts the token into the scheduler's sequence.
-    """
-
-    rows: Sequence[Row[Sampling]]
-    positions: list[int]
-    ids: list[int]
-    appends: list[Callable[[int], None]]
-    wants_logprobs: bool
-
-    @classmethod
-    def of(cls, event: Tokens[Sampling, Payload]) -> Emitting:
-        emitting = list(event.emitting())
-        seqs = [seq for _, seq in emitting]
-        return cls(
-            event.rows,
-            [position for position, _ in emitting],
-            [seq.id for seq in seqs],
-            [seq.tokens.append for seq in seqs],
-            any(seq.owner.params.logprobs is not None for seq in seqs),
-        )
-
-
-NO_ROWS = Emitting((), [], [], [], False)
 
 
 class Engine:
@@ -106,8 +81,9 @@ class Engine:
         max_rows: int,
         max_model_len: int,
         max_queued: int,
+        publisher: EventPublisher | None = None,
     ) -> None:
-        self._pool, self._store = pool, store
+        self._pool, self._store, self._publisher = pool, store, publisher
         self._vocab_size, self._eos_token_ids = runner.model.vocab_size, tuple(eos_token_ids)
         self._uses_priority = policy.uses_priority
         self.runner = runner
@@ -260,6 +236,7 @@ class Engine:
             case ResetPrefixCache():
                 if not self._pool.reset_prefix_cache():
                     raise Unsupported("the prefix cache can be reset only while no request runs")
+                self._publish()
             case TokenTable():
                 self._take_tokens(command)
 
@@ -301,9 +278,15 @@ class Engine:
                     outputs.updates.append(Scheduled(seq.id, num_cached, time.monotonic()))
                 case SeqFinished(seq, reason):
                     outputs.updates.append(self._finished(seq, reason))
+        self._publish()
         if trace is not None:
             trace.mark("")
         return outputs
+
+    def _publish(self) -> None:
+        """Tell routers which blocks can be found now, and which no longer."""
+        if self._publisher is not None:
+            self._publisher.publish(self._pool.take_events())
 
     def _prompt_logprobs(self, outputs: StepOutputs) -> None:
         """Put out the prompt logprobs that are ready, except those of requests that have ended."""
@@ -393,4 +376,6 @@ class Engine:
         """Wait for the device and give everything back."""
         if self._grammars is not None:
             self._grammars.close()
+        if self._publisher is not None:
+            self._publisher.close()
         self.runner.close()

@@ -73,6 +73,12 @@ class Options:
         "slower on a GPU, and always so on a CPU",
         kind=bool,
     )
+    kv_events_config: str | None = option(
+        None,
+        "publish KV events over ZeroMQ for prefix-aware routers; JSON with the keys of vLLM's flag, as in "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Events carry the token ids of prompts',
+        metavar="JSON",
+    )
     trace: str | None = option(
         None,
         "write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and kernels "

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace
 from openinfer.graph.runner import Runner, readback_bytes, segments
@@ -31,6 +31,7 @@ from openinfer.kernels import (
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits, Room, decide, fit
 from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.recipe import Recipe, Source
@@ -46,6 +47,9 @@ from openinfer.tensor import (
     format_bytes,
     uint8,
 )
+
+if TYPE_CHECKING:
+    from openinfer.kvpool.publisher import EventsConfig
 
 log = logging.getLogger("openinfer.engine")
 
@@ -80,6 +84,7 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     """
     options, path = recipe.options(**flags), Path(model_dir)
     options.check(recipe.name)
+    events = _events(options)
     trace = _trace(options)  # CUPTI must be attached before the CUDA context exists
     with _phase("configuration and checkpoint header"):
         source, device = Source.read(path), open_device(options.device)
@@ -89,11 +94,12 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
         limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
         policy = _policy(options, limits)
         blueprint.validate(checkpoint, limits)
-        made = _make(blueprint, checkpoint, options, limits, device, trace)
+        made = _make(blueprint, checkpoint, options, limits, device, trace, events is not None)
     engine = Engine(
         made.runner, made.pool, policy, made.store,
         name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
         max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
+        publisher=None if events is None else events.open(made.pool.groups),
     )  # fmt: skip
     log.info(
         "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache (%s), %d recorded steps",
@@ -122,6 +128,7 @@ def _make(
     limits: Limits,
     device: Device,
     trace: StepTrace | None,
+    events: bool,
 ) -> _Made:
     """Plan, take the memory, and load the weights while kernels are made and steps are recorded."""
     buckets = buckets_for(blueprint, limits)
@@ -140,6 +147,7 @@ def _make(
                 blueprint.groups(limits, blocks),
                 prefix_cache=options.enable_prefix_caching,
                 eviction=_eviction(options, blueprint),
+                events=events,
             )
             limits = fit(limits, options, pool.capacity_tokens)
         with _phase("memory"):
@@ -245,6 +253,20 @@ def _trace(options: Options) -> StepTrace | None:
     trace = StepTrace(Path(options.trace))
     log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
     return trace
+
+
+def _events(options: Options) -> EventsConfig | None:
+    """The configuration of KV events, if they are to be published."""
+    if options.kv_events_config is None:
+        return None
+    try:
+        from openinfer.kvpool.publisher import EventsConfig
+    except ImportError as error:
+        raise SetupError(f"--kv-events-config: {error}") from None
+    config = EventsConfig.parse(options.kv_events_config)
+    if config.publishes and not options.enable_prefix_caching:
+        raise SetupError("--kv-events-config publishes cached prefixes; leave out --no-enable-prefix-caching")
+    return config if config.publishes else None
 
 
 def _policy(options: Options, limits: Limits) -> Policy:

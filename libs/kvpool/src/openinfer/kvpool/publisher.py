@@ -1,0 +1,219 @@
+"""Publish a pool's events over ZeroMQ, in the frames and maps that vLLM publishes and routers read.
+
+    config = EventsConfig.parse('{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}')
+    publisher = EventPublisher(config, pool.groups)
+    ...
+    publisher.publish(pool.take_events())   # after each step
+
+A message has three frames: the topic, its number (8 bytes, big endian, from 0), and msgpack of
+`[seconds, [event, ...], data_parallel_rank]`. An event is a map with "type". Routers match blocks only by unsigned
+64-bit integers, so a block's hash is the last eight bytes of its name. Events carry the token ids of prompts: publish
+them to the routers alone. Needs `openinfer-kvpool[events]`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import InvalidConfig
+from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from .group import Group
+
+try:
+    import msgspec
+    import zmq
+except ImportError as error:
+    raise ImportError(
+        f"{error.name} is missing; events need it: pip install 'openinfer-kvpool[events]'", name=error.name
+    ) from None
+
+__all__ = ["EventPublisher", "EventsConfig"]
+
+END = (-1).to_bytes(8, "big", signed=True)
+"""The number of the message that ends a replay."""
+_HASH_MASK = (1 << 64) - 1
+_BOUND = (
+    "tcp://*",
+    "tcp://0.0.0.0",
+    "tcp://127.0.0.1",
+    "tcp://localhost",
+    "tcp://[::",
+    "ipc://",
+    "inproc://",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """The keys of vLLM's `--kv-events-config`. Raises InvalidConfig.
+
+    endpoint: bound where it names this host (`tcp://*:5557`, loopback, `ipc://`), else connected to. replay_endpoint:
+    where subscribers ask for messages that they missed. buffer_steps: messages kept for that. hwm: messages that wait
+    for a slow subscriber, then it loses some and sees a gap in the numbers. topic: the first frame; vllm-router wants
+    it empty. publisher: "zmq", or "null" for none. max_queue_size is taken and has no effect: messages are sent at
+    once.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("enable_kv_cache_events", bool), ("endpoint", str), ("topic", str)):
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidConfig(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
+        if self.publisher not in ("zmq", "null"):
+            raise InvalidConfig(f"publisher is {self.publisher!r}; zmq and null are possible")
+        for name in ("buffer_steps", "hwm", "max_queue_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidConfig(f"{name} is {value!r}; it must be an integer of at least 0")
+        for name in ("endpoint", "replay_endpoint"):
+            value = getattr(self, name)
+            if value is not None and "://" not in str(value):
+                raise InvalidConfig(f"{name} is {value!r}; it must be like tcp://127.0.0.1:5557")
+
+    @classmethod
+    def parse(cls, text: str) -> EventsConfig:
+        """From JSON: an object with some of the keys."""
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InvalidConfig(f"this is no JSON ({error}): {text[:100]!r}") from None
+        known = [field.name for field in fields(cls)]
+        if not isinstance(given, dict) or set(given) - set(known):
+            raise InvalidConfig(f"{text[:200]!r} must be an object with keys among {', '.join(known)}")
+        return cls(**given)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether events are wanted at all."""
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    def open(self, groups: Sequence[Group], data_parallel_rank: int = 0) -> EventPublisher:
+        """A publisher as configured; see there."""
+        return EventPublisher(self, groups, data_parallel_rank)
+
+
+class EventPublisher:
+    """Sends a pool's events. `publish` is for one thread and never blocks; replays run in a thread of their own.
+
+    groups: of the pool, for the kind of each group's blocks. data_parallel_rank: of this engine among replicas. The
+    first message begins with AllBlocksCleared: a restarted engine has none of the blocks that routers remember. Raises
+    InvalidConfig for an address that cannot be had.
+    """
+
+    def __init__(self, config: EventsConfig, groups: Sequence[Group], data_parallel_rank: int = 0) -> None:
+        self._kinds = [_kind(group) for group in groups]
+        self._rank, self._topic = data_parallel_rank, config.topic.encode()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._number = 0
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._pub = self._context.socket(zmq.PUB)
+        self._pub.setsockopt(zmq.SNDHWM, config.hwm)
+        self._pub.setsockopt(zmq.LINGER, 0)
+        self._replays: threading.Thread | None = None
+        try:
+            _open(self._pub, config.endpoint)
+            if config.replay_endpoint is not None:
+                router = self._context.socket(zmq.ROUTER)
+                router.setsockopt(zmq.LINGER, 0)
+                _open(router, config.replay_endpoint)
+                self._replays = threading.Thread(target=self._replay, args=(router,), daemon=True)
+                self._replays.start()
+        except InvalidConfig:
+            self._context.destroy(linger=0)
+            raise
+
+    def publish(self, batch: EventBatch | None) -> None:
+        """Send what `Pool.take_events` gave; None sends nothing."""
+        if batch is None:
+            return
+        events = [self._map(event) for event in batch.events]
+        if not self._number:
+            events.insert(0, {"type": "AllBlocksCleared"})
+        payload = self._encode([batch.ts, events, self._rank])
+        number, self._number = self._number, self._number + 1
+        self._sent.append((number, payload))
+        self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Close the sockets; messages under way are dropped."""
+        self._pub.close(linger=0)
+        self._context.term()  # ends the wait for requests of replays, and waits until their socket is closed
+        if self._replays is not None:
+            self._replays.join(5)
+
+    def _map(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> dict[str, Any]:
+        match event:
+            case BlockStored():
+                parent, salt = event.parent_block_hash, event.salt
+                first = [salt.decode("utf-8", "replace")] if salt and parent is None else None
+                return {
+                    "type": "BlockStored",
+                    "block_hashes": [_number(name) for name in event.block_hashes],
+                    "parent_block_hash": None if parent is None else _number(parent),
+                    "token_ids": event.token_ids,
+                    "block_size": event.block_size,
+                    "lora_id": event.lora_id,
+                    "medium": event.medium,
+                    "lora_name": event.lora_name,
+                    "extra_keys": [first, *[None] * (len(event.block_hashes) - 1)] if first else None,
+                    "group_idx": event.group_idx,
+                    **self._kinds[event.group_idx],
+                }
+            case BlockRemoved():
+                return {
+                    "type": "BlockRemoved",
+                    "block_hashes": [_number(name) for name in event.block_hashes],
+                    "medium": event.medium,
+                    "group_idx": event.group_idx,
+                }
+            case AllBlocksCleared():
+                return {"type": "AllBlocksCleared"}
+
+    def _replay(self, router: zmq.Socket[Any]) -> None:
+        """Answer requests, 8 bytes each: every kept message from that number on, then END."""
+        try:
+            while True:
+                client, *delimiter, start = router.recv_multipart()
+                if len(start) != 8 or delimiter not in ([], [b""]):
+                    continue  # not a request of this protocol; there is nothing to answer
+                first = int.from_bytes(start, "big")
+                for number, payload in self._sent.copy():
+                    if number >= first:
+                        router.send_multipart((client, *delimiter, number.to_bytes(8, "big"), payload))
+                router.send_multipart((client, *delimiter, END, b""))
+        except zmq.ZMQError:
+            router.close(linger=0)  # the context ended
+
+
+def _open(socket: zmq.Socket[Any], endpoint: str) -> None:
+    try:
+        socket.bind(endpoint) if endpoint.startswith(_BOUND) else socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise InvalidConfig(f"KV events cannot have {endpoint}: {error}; give another endpoint") from None
+
+
+def _number(name: bytes) -> int:
+    return int.from_bytes(name, "big") & _HASH_MASK
+
+
+def _kind(group: Group) -> dict[str, Any]:
+    """The kind of a group's blocks, in the words that routers know. Their window counts the token itself."""
+    if group.snapshots:
+        return {"kv_cache_spec_kind": "mamba", "kv_cache_spec_sliding_window": None}
+    if group.window is not None:
+        return {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": group.window + 1}
+    return {"kv_cache_spec_kind": "full_attention", "kv_cache_spec_sliding_window": None}
