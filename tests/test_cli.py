@@ -233,7 +233,7 @@ def test_a_hub_that_does_not_answer_ends_in_one_line_that_says_what_to_do(
     done = openinfer("serve", "Some/Mamba", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert ("pip install huggingface_hub" if source else "hf download Some/Mamba --local-dir Mamba") in line
+    assert ("pip install 'openinfer[hub]'" if source else "hf download Some/Mamba --local-dir Mamba") in line
 
 
 @pytest.mark.parametrize(("given", "threads"), [({}, "1"), ({"OPENBLAS_NUM_THREADS": "3"}, "3")])

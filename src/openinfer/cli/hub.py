@@ -44,7 +44,7 @@ def _download(name: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise recipes.NoRecipe(
-            f"{name} is no folder here; to take it from the hub: pip install huggingface_hub, and run this again"
+            f"{name} is no folder here; to take it from the hub: pip install 'openinfer[hub]', and run this again"
         ) from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(FILES)))

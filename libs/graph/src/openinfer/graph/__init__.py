@@ -1,7 +1,7 @@
 """The batch on the device, and captured steps over it."""
 
 from openinfer.graph.buckets import Buckets, Shape
-from openinfer.graph.errors import FieldError, GraphError, RingFull, UnknownStep
+from openinfer.graph.errors import FieldError, GraphError, MissingExtra, RingFull, UnknownStep
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Field, Rows
@@ -13,6 +13,7 @@ __all__ = [
     "Field",
     "FieldError",
     "GraphError",
+    "MissingExtra",
     "Readback",
     "RingFull",
     "Rows",

@@ -3,7 +3,8 @@
 GraphError
  ├── FieldError (ValueError)     a row field is declared or written in a way its shape or dtype does not allow
  ├── RingFull (RuntimeError)     more results are under way than the read-back ring holds
- └── UnknownStep (LookupError)   a step was launched that was never recorded, or no bucket is large enough
+ ├── UnknownStep (LookupError)   a step was launched that was never recorded, or no bucket is large enough
+ └── MissingExtra (ImportError)  an extra of this library is not installed
 """
 
 
@@ -21,3 +22,9 @@ class RingFull(GraphError, RuntimeError):
 
 class UnknownStep(GraphError, LookupError):
     """No step was recorded under this key, or no bucket is large enough."""
+
+
+class MissingExtra(GraphError, ImportError):
+    """A part of the library needs an extra that is not installed; the message has the command."""
+
+    user_can_mend = True

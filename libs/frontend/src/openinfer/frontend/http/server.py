@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -14,7 +15,7 @@ from starlette.applications import Starlette
 from openinfer.frontend.http.connections import close_stalled, http_protocol, parser_name
 from openinfer.frontend.http.service import Service
 
-__all__ = ["on_signals", "run_server"]
+__all__ = ["on_signals", "parts", "run_server"]
 
 DEATH_LINGER_S = 2.0
 """After the engine's death: open streams get their error, probes see 503, then the process ends."""
@@ -102,10 +103,7 @@ async def _run(
     if now is None:
         now = asyncio.Event()
         on_signals(stop, now)
-    parser = parser_name(config.http)
-    _log.info(
-        "event loop %s, HTTP parser %s", type(asyncio.get_running_loop()).__module__.partition(".")[0], parser
-    )
+    _log.info("%s", parts(asyncio.get_running_loop(), config.http))
     serving = asyncio.create_task(server.serve([listener]))
     sweep = asyncio.create_task(close_stalled(server.server_state.connections))
     died = asyncio.create_task(service.client.died())
@@ -121,6 +119,14 @@ async def _run(
         task.cancel()
     await serving
     return code
+
+
+def parts(loop: asyncio.AbstractEventLoop, protocol: Any) -> str:
+    """The event loop and the parser of http_protocol() in words, and where to get faster ones."""
+    name, parser = type(loop).__module__.partition(".")[0], parser_name(protocol)
+    fast = (name, parser) == ("uvloop", "httptools")
+    hint = "" if fast else "; faster ones: pip install 'openinfer-frontend[fast]'"
+    return f"event loop {name}, HTTP parser {parser}{hint}"
 
 
 def _allow_connections() -> None:

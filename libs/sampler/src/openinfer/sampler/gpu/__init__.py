@@ -1,13 +1,20 @@
 """openinfer.sampler.gpu: sampling as ops that a step graph captures. They run on every pack of openinfer.kernels."""
 
-from openinfer.sampler.gpu.ops.adjustments import SlotField, mask_words
-from openinfer.sampler.gpu.ops.advance import advance
-from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
-from openinfer.sampler.gpu.ops.sample import sample
-from openinfer.sampler.gpu.ops.score import score
-from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, MAX_STOP_IDS, SAMPLE_FIELDS, fields, values
-from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
-from openinfer.sampler.gpu.segment import SampleBuffers, sample_rows, score_tokens
+try:
+    from openinfer.sampler.gpu.ops.adjustments import SlotField, mask_words
+    from openinfer.sampler.gpu.ops.advance import advance
+    from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
+    from openinfer.sampler.gpu.ops.sample import sample
+    from openinfer.sampler.gpu.ops.score import score
+    from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, MAX_STOP_IDS, SAMPLE_FIELDS, fields, values
+    from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
+    from openinfer.sampler.gpu.segment import SampleBuffers, sample_rows, score_tokens
+except ModuleNotFoundError as error:
+    if error.name not in ("openinfer.kernels", "openinfer.tensor"):
+        raise
+    from openinfer.sampler.errors import MissingExtra
+
+    raise MissingExtra(f"sampling as ops needs {error.name}: pip install 'openinfer-sampler[gpu]'") from error
 
 __all__ = [
     "ADVANCE_FIELDS",
