@@ -23,6 +23,7 @@ from openinfer.cli import (
     bench_host,
     bench_ops,
     bench_serve,
+    bench_server,
     bench_step,
     explain,
 )
@@ -400,6 +401,17 @@ def test_a_plot_is_drawn_or_matplotlib_is_named(
     pytest.importorskip("matplotlib")
     assert explain.main([str(TINY), "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_start_that_takes_long_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_server, "SAY_S", 0.05)
+    port = bench_server.free_port()
+    module = ["openinfer.cli.bench_fake", str(port), str(tmp_path)]
+    with bench_server.running(module, port, tmp_path / "log"):
+        pass
+    assert "openinfer: the server starts, 0 s so far: nothing yet" in capsys.readouterr().err
 
 
 def test_bench_ops_refuses_what_would_take_a_cpu_hours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+SAY_S = 10.0
+"""Between two lines about a server that starts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -61,11 +64,7 @@ def running(
         began = time.monotonic()
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        while not _healthy(port):
-            if process.poll() is not None or time.monotonic() - began > timeout_s:
-                tail = log_path.read_text()[-2000:]
-                raise NotReady(f"the server is not ready after {time.monotonic() - began:.0f} s:\n{tail}")
-            time.sleep(0.01)
+        _wait(process, port, log_path, began, timeout_s)
         ready_s = time.monotonic() - began
         time.sleep(1.0)  # what start-up leaves to the background is then done
         yield Server(process.pid, f"http://127.0.0.1:{port}", ready_s, sum(map(_pss, _family(process.pid))))
@@ -76,6 +75,23 @@ def running(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _wait(
+    process: subprocess.Popen[bytes], port: int, log_path: Path, began: float, timeout_s: float
+) -> None:
+    """Return once /health is 200; say every SAY_S seconds where the start is. Raises NotReady."""
+    told = began
+    while not _healthy(port):
+        now = time.monotonic()
+        if process.poll() is not None or now - began > timeout_s:
+            raise NotReady(
+                f"the server is not ready after {now - began:.0f} s:\n{log_path.read_text()[-2000:]}"
+            )
+        if now - told >= SAY_S:
+            told, lines = now, log_path.read_text().splitlines() or ["nothing yet"]
+            print(f"openinfer: the server starts, {now - began:.0f} s so far: {lines[-1]}", file=sys.stderr)
+        time.sleep(0.01)
 
 
 def _healthy(port: int) -> bool:

@@ -204,7 +204,11 @@ async function chat(text) {
   answer.end(stopped);
   // An answer that never came is no turn of the chat: the next message would be refused with it.
   if (answer.text) mine.push({ role: "assistant", content: answer.text });
-  else { mine.pop(); question.classList.add("lost"); question.title = "the model has not answered; this is not a part of the chat"; }
+  else {
+    mine.pop();
+    question.classList.add("lost");
+    if (!error) say(place, "note", "The model has said nothing. The chat goes on without this question.");
+  }
   if (running !== control) return; // another chat has begun
   follow();
   busy(null);
