@@ -34,6 +34,7 @@ TYPED_SCRIPTS = (
     "check_clients",
     "check_language",
     "check_ranges",
+    "check_routers",
     "check_wheels",
     "clients/run",
     "clients/speaker",

@@ -174,7 +174,10 @@ CLASSES = {
         r"(EXTRAS=\S+ )?docker .+",
         "it wants a daemon; its files, extras and the command in the image are right",
     ),
-    "another program's": Class(r"hf download .+|pre-commit install", "no environment of this project has it"),
+    "another program's": Class(
+        r"hf download .+|pre-commit install|python -m dynamo\.indexer .+",
+        "no environment of this project has it",
+    ),
     "there": Class(
         r"tools/demo_models/train_all\.sh .+|export PYTHONPATH=.+",
         "it wants a GPU with torch; its files are there",

@@ -1,0 +1,242 @@
+"""Other people's routers in front of two replicas: `python scripts/check_routers.py [--environment FOLDER]`.
+
+Two servers of demo/qwen3 on the CPU publish KV events. vllm-router (kv_aware) and Dynamo's indexer read them, each as
+its authors ship it, pinned below, in an environment of its own. Documents are put on a replica of our choice, past the
+routers. Then
+
+ - 32 of 32 questions on these documents must reach the replica that has the document;
+ - the indexer must find every token of the documents that fills a block;
+ - one replica is killed while it answers: the router goes on, and only that replica's own answers are lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("vllm-router==0.1.17", "ai-dynamo-runtime==1.6.1")
+BARE = "ai-dynamo==1.6.1"  # it depends on a package that PyPI does not have
+BLOCK = 16
+DOCUMENTS, QUESTIONS = 8, 4
+START_LIMIT_S = 120
+
+
+class CheckFailed(Exception):
+    """A router does not work with these servers; the message says where."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--environment", type=Path, help="where the routers are installed, or shall be")
+    args = parser.parse_args()
+    with ExitStack() as stack:
+        kept = Path(args.environment or stack.enter_context(tempfile.TemporaryDirectory()))
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        install(kept)
+        replicas = [stack.enter_context(replica(logs, n)) for n in range(2)]
+        urls, events, processes = zip(*replicas, strict=True)
+        router = stack.enter_context(vllm_router(kept, logs, urls, events))
+        indexer = stack.enter_context(dynamo_indexer(kept, logs, events))
+        documents = [f"Document {n}: " + f"the {n} of {n * 37 % 101} goes to {n * 53 % 89}. " * 12
+                     for n in range(DOCUMENTS)]  # fmt: skip
+        for n, document in enumerate(documents):
+            ask(urls[n % 2], document)
+        time.sleep(1)  # events are on their way
+        check_hits(router, documents)
+        check_index(indexer, urls, documents)
+        check_death(router, urls, processes)
+    print("routers: all checks hold")
+    return 0
+
+
+def install(folder: Path) -> None:
+    """The routers' environment, unless it is there."""
+    if (folder / "bin" / "vllm-router").exists():
+        return
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
+    subprocess.run([*pip, *PACKAGES], check=True)
+    subprocess.run([*pip, "--no-deps", BARE], check=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(
+    name: str, logs: Path, command: list[str], ready: Callable[[], bool]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that became ready; ended at the end. Raises CheckFailed with its log."""
+    log = logs / name
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=stream, stderr=stream, cwd=logs)
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not ready():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise CheckFailed(f"{name} did not get ready:\n{log.read_text()[-3000:]}")
+            time.sleep(0.1)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def answers(url: str) -> Callable[[], bool]:
+    """Whether an address answers a GET with 200."""
+
+    def found() -> bool:
+        try:
+            with urllib.request.urlopen(url, timeout=2) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    return found
+
+
+@contextmanager
+def replica(logs: Path, number: int) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
+    """A server of the demo model, its address, and that of its events."""
+    port, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    config = json.dumps({"enable_kv_cache_events": True, "endpoint": events})
+    command = [sys.executable, "-m", "openinfer.cli", "serve", str(ROOT / "demo" / "qwen3"), "--device", "cpu",
+               "--port", str(port), "--kv-events-config", config]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with running(f"replica{number}", logs, command, answers(f"{url}/health")) as process:
+        yield url, events, process
+
+
+@contextmanager
+def vllm_router(
+    environment: Path, logs: Path, urls: tuple[str, ...], events: tuple[str, ...]
+) -> Iterator[str]:
+    port = free_port()
+    command = [str(environment / "bin" / "vllm-router"), "--port", str(port), "--policy", "kv_aware",
+               "--worker-urls", *urls, "--kv-event-block-size", str(BLOCK), "--kv-event-model", "qwen3",
+               "--prometheus-port", str(free_port())]  # fmt: skip
+    for url, source in zip(urls, events, strict=True):
+        command += ["--kv-event-source", f"{url}={source}"]
+    url = f"http://127.0.0.1:{port}"
+    with running("vllm-router", logs, command, answers(f"{url}/v1/models")):
+        yield url
+
+
+@contextmanager
+def dynamo_indexer(environment: Path, logs: Path, events: tuple[str, ...]) -> Iterator[str]:
+    port = free_port()
+    workers = ",".join(f"{n}={source}" for n, source in enumerate(events, start=1))
+    command = [str(environment / "bin" / "python"), "-m", "dynamo.indexer", "--port", str(port),
+               "--block-size", str(BLOCK), "--model-name", "qwen3", "--workers", workers]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    with running("dynamo.indexer", logs, command, answers(f"{url}/workers")):
+        yield url
+
+
+def post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "qwen3", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **more}
+
+
+def ask(base: str, text: str) -> dict[str, Any]:
+    """The usage of a short answer."""
+    usage: dict[str, Any] = post(f"{base}/v1/chat/completions", chat(text))["usage"]
+    return usage
+
+
+def check_hits(router: str, documents: list[str]) -> None:
+    """Every question must find its document in the cache of the replica that it reaches."""
+    found = []
+    for question in range(QUESTIONS):
+        for n, document in enumerate(documents):
+            usage = ask(router, f"{document} Question {question}: who?")
+            cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+            found.append(cached > prompt // 2)
+            if not found[-1]:
+                print(f"document {n}: {cached} of {prompt} tokens are cached")
+    print(f"vllm-router: {sum(found)} of {len(found)} questions reached the replica with their document")
+    if not all(found):
+        raise CheckFailed("vllm-router does not know where the documents are")
+
+
+def check_index(indexer: str, urls: tuple[str, ...], documents: list[str]) -> None:
+    """The indexer must find all whole blocks of each document, on its replica."""
+    total = matched = 0
+    for n, document in enumerate(documents):
+        prompt = {name: value for name, value in chat(document).items() if name != "max_tokens"}
+        tokens = post(f"{urls[n % 2]}/tokenize", prompt)["tokens"]
+        scores = post(f"{indexer}/query", {"token_ids": tokens, "model_name": "qwen3"})["scores"]
+        total += len(tokens) // BLOCK * BLOCK
+        matched += scores.get(str(n % 2 + 1), {}).get("0", 0)
+    print(f"dynamo.indexer: {matched} of {total} tokens")
+    if matched < total:
+        raise CheckFailed("Dynamo's indexer misses blocks")
+
+
+def check_death(router: str, urls: tuple[str, ...], processes: tuple[subprocess.Popen[bytes], ...]) -> None:
+    """Kill a replica with an answer under way; every later request is answered by the other."""
+    whole = [False, False]
+
+    def stream(n: int) -> None:
+        body = chat("count", max_tokens=300, stream=True, ignore_eos=True)
+        request = urllib.request.Request(f"{urls[n]}/v1/chat/completions", json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})  # fmt: skip
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                whole[n] = any(line.strip() == b"data: [DONE]" for line in response)
+        except (OSError, http.client.HTTPException):
+            pass  # the server is gone
+
+    threads = [threading.Thread(target=stream, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    processes[0].kill()
+    for thread in threads:
+        thread.join(60)
+    print(f"answers under way when one replica was killed: whole are {whole} (its own, the other's)")
+    if whole != [False, True]:
+        raise CheckFailed("the killed replica's answer must break off, and the other's must not")
+    lost = []
+    for n in range(12):
+        try:
+            ask(router, f"after death {n}")
+        except (urllib.error.HTTPError, OSError) as error:
+            lost.append(str(error))
+    print(f"vllm-router: {12 - len(lost)} of 12 requests answered after one replica was killed")
+    if lost:
+        raise CheckFailed(f"requests were lost: {lost[:3]}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    sys.exit(main())
