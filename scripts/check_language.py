@@ -1,8 +1,8 @@
-"""Hold prose to the rule of CONTRIBUTING.md: `python scripts/check_language.py [--all] [PATH ...]`.
+"""Hold prose to the rule of CONTRIBUTING.md: `python scripts/check_language.py [PATH ...]`.
 
 It reads docstrings, comments and help texts of the shipped source, and all Markdown. It finds banned subjects, idioms,
 sentences of more than 25 words, measured times in docstrings, and Markdown lines over 140 characters.
-The exit code is 1 if there is one. Places in NOT_YET are read with --all only.
+The exit code is 1 if there is a finding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("libs", "recipes", "src", "examples", "scripts", "benchmarks")
 SKIPPED = ("tests", "build", "results")
-# Files and folders whose prose is not rewritten yet. A test fails when one has no finding left: take it out then.
-NOT_YET: tuple[str, ...] = ("benchmarks/README.md",)
 
 MAX_WORDS = 25
 MAX_COLUMNS = 140
@@ -51,15 +49,12 @@ class Piece:
 def main() -> int:
     """Print each finding; 1 if there is any."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="also places that are not rewritten yet")
     parser.add_argument("paths", nargs="*", type=Path, help="files or folders; all if none is given")
     args = parser.parse_args()
     wanted = [path.resolve() for path in args.paths]
     count = 0
     for path in files():
         if wanted and not any(path.is_relative_to(one) for one in wanted):
-            continue
-        if not args.all and exempt(path):
             continue
         for line, text in findings(path):
             print(f"{path.relative_to(ROOT)}:{line}: {text}")
@@ -78,11 +73,6 @@ def skipped(path: Path) -> bool:
     """Whether a path, relative to the checkout, is neither shipped nor a document."""
     hidden = any(part.startswith(".") for part in path.parts)
     return hidden or (path.suffix == ".py" and any(part in SKIPPED for part in path.parts))
-
-
-def exempt(path: Path) -> bool:
-    """Whether a file is in a place of NOT_YET."""
-    return any(path.is_relative_to(ROOT / place) for place in NOT_YET)
 
 
 def findings(path: Path) -> list[tuple[int, str]]:

@@ -110,7 +110,3 @@ def test_source_of_every_library_and_all_documents_are_read(language: ModuleType
     for folder in ("libs/kvpool/src", "recipes/src", "src/openinfer/cli", "examples", "benchmarks"):
         assert any(name.startswith(folder) and name.endswith(".py") for name in read), folder
     assert not [name for name in read if "/tests/" in name and name.endswith(".py")]
-
-
-def test_places_that_are_not_rewritten_yet_are_there(language: ModuleType) -> None:
-    assert [place for place in language.NOT_YET if not (ROOT / place).exists()] == []
