@@ -199,6 +199,15 @@ class Server:
                 self._ready.set()
         self._ready.set()
 
+    def processor_s(self) -> float:
+        """Seconds of processor that the server has taken, its processes included."""
+        pid, total = self.process.pid, 0
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for one in (pid, *children):
+            fields = Path(f"/proc/{one}/stat").read_text().rsplit(")", 1)[1].split()
+            total += int(fields[11]) + int(fields[12])
+        return total / os.sysconf("SC_CLK_TCK")
+
     def settled(self) -> dict[str, float]:
         """Running, waiting and cache use, once all are zero or five seconds have passed: it takes a moment to notice
         who has left."""

@@ -61,6 +61,10 @@ class Live:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._stop.set)
 
+    def buffer_little(self) -> None:
+        """Let the system take 16 KiB of an answer that is not read, for connections from now on."""
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 
@@ -79,7 +83,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(DATA, vocab_size=1024)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # servers that do nothing take time too
 def start(tokenizer: Tokenizer) -> Iterator[Factory]:
     """start(engine={...}, app={...}, process=False, shutdown_timeout_s=0): a Live server with a FakeEngine, or with
     what `driver` drives."""

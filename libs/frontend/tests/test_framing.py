@@ -85,7 +85,7 @@ def live(request: pytest.FixtureRequest, start: Any, monkeypatch: pytest.MonkeyP
         monkeypatch.setitem(sys.modules, "uvicorn.protocols.http.httptools_impl", None)
     else:
         pytest.importorskip("httptools")
-    return start({"step_delay_s": 0.002})
+    return start({"step_delay_s": 0.002}, {"template": None})  # no chats: a process less to start
 
 
 def exchange(live: Any, *parts: bytes) -> bytes:

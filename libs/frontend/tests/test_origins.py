@@ -3,7 +3,6 @@
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,10 +96,9 @@ def test_wrong_flags_are_one_line(model_dir: Path, flags: list[str], word: str) 
 
 def test_the_head_of_a_stream_does_not_wait_for_a_slow_engine(start: Any) -> None:
     live = start({"step_delay_s": 1.5})
-    began = time.monotonic()
     body = {"prompt": [5], "max_tokens": 1, "stream": True}
     with live.http.stream("POST", "/v1/completions", json=body) as answer:
-        assert time.monotonic() - began < 1
+        assert live.driver.stats().generation_tokens == 0
         assert answer.status_code == 200
         assert "[DONE]" in answer.read().decode()
 

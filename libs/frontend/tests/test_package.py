@@ -50,9 +50,13 @@ def test_the_command_line_knows_the_formats_without_importing_them() -> None:
 
 
 def test_importing_is_quick() -> None:
-    # Processor time: the wall clock of a busy machine says nothing about us.
-    code = "import time; t = time.process_time(); import openinfer.frontend.client; print(time.process_time() - t)"
-    assert min(float(python(code)) for _ in range(3)) < 0.25
+    # Processor time, beside that of asyncio: a slow or busy machine takes longer for both.
+    code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+    ours, unit = (
+        min(float(python(code.format(name))) for _ in range(3))
+        for name in ("openinfer.frontend.client", "asyncio")
+    )
+    assert ours < 5 * unit
 
 
 @pytest.mark.parametrize(
