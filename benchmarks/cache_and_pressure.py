@@ -142,7 +142,7 @@ def prefix(model: str) -> dict[str, Any]:
 
 
 def shared(model: str) -> dict[str, Any]:
-    """Of each chat: its prompt, how much of it was found, and the time to its first token."""
+    """For each chat: the length of its prompt, the prefix hit, and the time to the first token."""
     raw = json.loads((Path(model) / "config.json").read_text())
     vocabulary = raw.get("text_config", raw)["vocab_size"]
     found: dict[str, Any] = {}

@@ -48,7 +48,7 @@ CODES = np.array([*range(0x08, 0x38), *range(0x88, 0xB8)], np.uint8)
 """Bytes that are float8 numbers up to 1 in size, and any two FP4 ones."""
 BLOCK = 64 << 20
 SCALES = {"fn": 0.01, "base": 0.1, "bias": 0.0, "router": 0.02}
-"""Of float32 tensors, by name: what mixes the streams little, and no expert that all tokens want."""
+"""Scales of random float32 tensors, by name. With them the streams mix little, and no expert attracts all tokens."""
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -169,7 +169,9 @@ def ledger(runner: Runner, path: Path, gpu: str) -> None:
 
 
 def collectives_ms(config: Config, rows: int, tokens: int, ranks: int) -> float:
-    """By interpolation of ALL_REDUCE_US; the gather as an all-reduce of as many bytes as a rank sends."""
+    """Milliseconds of a step's collectives, by interpolation of ALL_REDUCE_US.
+
+    The gather counts as an all-reduce of as many bytes as a rank sends."""
     sizes = ALL_REDUCE_US["bytes"]
     layer, gather = np.interp(
         [tokens * config.hidden_size * 2, rows * config.vocab_size * 4], sizes, ALL_REDUCE_US[ranks]

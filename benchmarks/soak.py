@@ -84,7 +84,7 @@ async def ask(port: int, numbers: Iterator[int], seed: int, done: list[int]) -> 
     for number in numbers:
         raw, kind = request(number, rng)
         writer.write(raw)
-        # Half of those who leave have not even seen the answer begin.
+        # Half of the clients that leave must do so before the answer begins, so that both cases are tested.
         if kind == "leave" and number % 4 < 2:
             await asyncio.sleep(0.002)
         else:

@@ -22,7 +22,7 @@ MARKS = re.compile(r"(<!-- table -->\n).*(<!-- end of table -->)", re.DOTALL)
 
 
 def figures(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """By model, yardstick and point: the result, and the file that it came from."""
+    """The result and its file, by model, yardstick and point."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     files = [(json.loads(path.read_text()), path) for path in sorted(folder.glob("*/*.json"))]
     for data, path in sorted(files, key=lambda item: item[0]["date"]):

@@ -44,7 +44,7 @@ class Client:
 
     @property
     def version(self) -> str:
-        """Of the client's own package."""
+        """The version of the client's own package."""
         return (*self.bare, *self.packages)[0].rpartition("@" if self.npm else "==")[2]
 
 

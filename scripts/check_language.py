@@ -1,7 +1,7 @@
 """Hold prose to the rule of CONTRIBUTING.md: `python scripts/check_language.py [PATH ...]`.
 
 It reads docstrings, comments and help texts of the shipped source, and all Markdown. It finds banned subjects, idioms,
-sentences of more than 25 words, measured times in docstrings, and Markdown lines over 140 characters.
+fragments, sentences of more than 25 words, measured times in docstrings, and Markdown lines over 140 characters.
 The exit code is 1 if there is a finding.
 """
 
@@ -27,6 +27,7 @@ SUBJECT = re.compile(r"(What|Those|Who|Whoever|Nobody|Somebody|Such|Likewise|It 
 IDIOM = re.compile(
     r"\b((?:is|are) none|so many|as it is|as they are|be it|yet an?|[Nn]obody|[Ss]omebody|[Ww]hoever|[Ll]ikewise)\b"
 )
+FRAGMENT = re.compile(r"(Of|As|Whom)\b")  # "Of one check." leaves out the thing that it describes
 TIME = re.compile(r"\b\d[\d.,]* ?(?:us|µs|microseconds?)\b")
 # A sentence ends at its stop. A colon or semicolon ends one too: the parts are read one after the other.
 END = re.compile(r"(?<=[.!?:;])[)\"'*_]*\s+| · ")
@@ -42,6 +43,7 @@ class Piece:
     line: int
     text: str
     docstring: bool = False
+    opening: bool = False  # of a docstring
     heading: bool = False
     cell: bool = False
 
@@ -89,6 +91,8 @@ def check(pieces: Iterator[Piece]) -> list[tuple[int, str]]:
     for piece in pieces:
         text = plain(piece.text)
         found += [(piece.line, f"idiom {match[0]!r}") for match in IDIOM.finditer(text)]
+        if piece.opening and (start := FRAGMENT.match(text)):
+            found.append((piece.line, f"fragment {start[0]!r}: {text[:60]}"))
         if piece.docstring:
             found += [(piece.line, f"measured time {match[0]!r}") for match in TIME.finditer(text)]
         for sentence in END.split(text):
@@ -145,7 +149,7 @@ def paragraphs(text: str, line: int, margin: int = 0, *, docstring: bool = False
         table = re.search(r"\S {3,}\S|\S  +\S.*\S  +\S|[├└]──", one) or one.lstrip().startswith(">>>")
         if blank or code or table or ITEM.match(one):
             if block:
-                yield Piece(first, "\n".join(block), docstring)
+                yield Piece(first, "\n".join(block), docstring, docstring and first == line)
             block = []
         if blank or code or table:
             continue
@@ -153,7 +157,7 @@ def paragraphs(text: str, line: int, margin: int = 0, *, docstring: bool = False
             first = line + number
         block.append(ITEM.sub("", one, count=1) if not block else one)
     if block:
-        yield Piece(first, "\n".join(block), docstring)
+        yield Piece(first, "\n".join(block), docstring, docstring and first == line)
 
 
 def indent(line: str) -> int:

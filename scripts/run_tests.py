@@ -77,7 +77,7 @@ LONGEST = ("tests", "tests/test_independence.py", "libs/frontend", "libs/kernels
 
 @dataclass
 class Outcome:
-    """Of one check or suite. `counts` has passed, failed and skipped tests."""
+    """The outcome of one check or suite. `counts` has passed, failed and skipped tests."""
 
     name: str
     ok: bool

@@ -30,6 +30,7 @@ def language() -> ModuleType:
     [
         ('"""Takes a block. Those of the prefix stay."""', "subject 'Those'"),
         ('"""What a step costs."""', "subject 'What'"),
+        ('"""Of one check or suite."""', "fragment 'Of'"),
         ("# Nobody reads it.\nx = 1\n", "idiom 'Nobody'"),
         ("# The request's grammar\n# is none.\n", "idiom 'is none'"),
         ("x = 1  # so many of them\n", "idiom 'so many'"),
@@ -76,6 +77,7 @@ def test_a_document_that_breaks_the_rule_is_flagged(
         ("table.py", '"""Sizes.\n\nname     rows     bytes\n' + "qwen3    8        16\n" * 12 + '"""'),
         ("list.py", '"""Parts:\n\n' + "- a block of the pool\n" * 12 + '"""'),
         ("code.py", "x = 'nobody'  # type: ignore[so many]\ny = 'What is ours. Those are yours.'\n"),
+        ("order.py", '"""Sort them. Of equal ones the first stays.\n\nOf each row there is one."""'),
         ("number.py", '"""' + "The kernel was measured on one H200. " * 12 + '"""'),
         ("heading.md", "# What it is\n\nA pool.\n"),
         ("code.md", "Run:\n\n    " + "word " * 26 + "\n\n```\nnobody\n" + "word " * 26 + "\n```\n"),

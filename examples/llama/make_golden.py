@@ -61,8 +61,8 @@ def main() -> None:
 
 
 def numbers(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """By prompt n: ids{n}, logits{n} float32 [last, V], greedy{n}. Prompts whose greedy tokens win narrowly are drawn
-    again, because rounding may decide them."""
+    """The arrays ids{n}, logits{n} float32 [last, V] and greedy{n} of each prompt n. Prompts whose greedy tokens win
+    narrowly are drawn again, because rounding may decide them."""
     found, generator = {}, torch.Generator().manual_seed(7)
     for n, length in enumerate(LENGTHS):
         new, margin = [], 0.0

@@ -68,15 +68,17 @@ def save(
 
 
 class Run(NamedTuple):
-    """Of the last FORCED positions of a sequence, on the host: log-probabilities float32 [FORCED, V], and the experts
-    that each mixture chose, ascending, int16 [FORCED, mixtures, chosen]; None for a model without mixtures."""
+    """The results at the last FORCED positions of a sequence, on the host.
+
+    logprobs: float32 [FORCED, V]. experts: the experts that each mixture chose, ascending, int16 [FORCED, mixtures,
+    chosen]; None for a model without mixtures."""
 
     logprobs: torch.Tensor
     experts: np.ndarray | None
 
     @classmethod
     def of(cls, logits: torch.Tensor, chosen: Sequence[torch.Tensor]) -> Run:
-        """Of logits and the ids [tokens, chosen] of each mixture, both of the whole sequence or of its end."""
+        """A run from logits and the ids [tokens, chosen] of each mixture, both of the whole sequence or of its end."""
         ids = [layer[-FORCED:].sort(-1).values.to(torch.int16).cpu().numpy() for layer in chosen]
         last = torch.log_softmax(logits[-FORCED:].float(), -1).cpu()
         return cls(last, np.stack(ids, 1) if ids else None)

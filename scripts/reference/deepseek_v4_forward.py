@@ -68,7 +68,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def frequencies(c: Mapping[str, Any], compressed: bool, device: str) -> Tensor:
-    """Of the rotated pairs, float32; those of layers with compressed entries by YaRN."""
+    """The frequencies of the rotated pairs, float32. Layers with compressed entries have those of YaRN."""
     dim = c["qk_rope_head_dim"]
     theta = c["compress_rope_theta"] if compressed else c["rope_theta"]
     plain = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
@@ -135,7 +135,7 @@ class Forward:
     def runs(
         self, sequences: Sequence[Sequence[int]], last: int
     ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """Of the last positions of each sequence, on the host: logits [last, V], and each layer's experts
+        """The results at the last positions of each sequence, on the host: logits [last, V], and each layer's experts
         [last, chosen]."""
         ids = torch.tensor([i for sequence in sequences for i in sequence], device=self.device)
         lengths = [len(sequence) for sequence in sequences]
@@ -201,7 +201,7 @@ class Forward:
     # Attention
 
     def attention(self, layer: int, x: Tensor) -> Tensor:
-        """Of one sequence."""
+        """The attention of one sequence."""
         c, at, ratio = self.c, f"layers.{layer}.attn.", self.c["compress_ratios"][layer]
         heads, dim, rope = c["num_attention_heads"], c["head_dim"], c["qk_rope_head_dim"]
         freq, positions = self.freq[ratio > 0], torch.arange(len(x), device=self.device)

@@ -47,7 +47,7 @@ def chats(rng: random.Random, turns: int) -> Iterator[Request]:
 
 
 def chats_and_a_scan(rng: random.Random, turns: int) -> Iterator[Request]:
-    """The same, while a batch job of lower priority sends long documents, each only once."""
+    """The requests of `chats`, while a batch job of lower priority sends long documents, each only once."""
     for tokens, num_prompt, _ in chats(rng, turns):
         yield tokens, num_prompt, 1
         if rng.random() < 0.25:
@@ -157,7 +157,7 @@ def window_hit_rate(trace: Sequence[Request], memory: int, part: float, eviction
 
 
 def compare_windows(seed: int) -> dict[str, dict[str, float]]:
-    """By trace, policy and part of the memory."""
+    """Hit rates by trace, policy and part of the memory."""
     results = {}
     for name, (make, turns, memory) in WINDOW_TRACES.items():
         trace = list(make(random.Random(seed), turns))
@@ -170,7 +170,7 @@ def compare_windows(seed: int) -> dict[str, dict[str, float]]:
 
 
 def compare_policies(seed: int) -> dict[str, dict[str, float]]:
-    """By trace and policy."""
+    """Hit rates by trace and policy."""
     results: dict[str, dict[str, float]] = {}
     for name, (make, turns, num_tokens) in TRACES.items():
         trace = list(make(random.Random(seed), turns))
@@ -182,7 +182,7 @@ def compare_policies(seed: int) -> dict[str, dict[str, float]]:
 
 
 def compare_tails(seed: int) -> dict[str, dict[str, float]]:
-    """By block size, on the chats."""
+    """Hit rates on the chats, by block size."""
     make, turns, num_tokens = TRACES["chats"]
     trace = list(make(random.Random(seed), turns))
     return {

@@ -22,7 +22,7 @@ from openinfer.sampler.gpu.ops.adjustments import adjustment_fields, adjustment_
 from openinfer.tensor import Device, Event, Stream, Tensor, check, driver
 
 LOGITS = {"normal": (2.5, 0), "peaks": (2.5, 40), "flat": (0.1, 0)}
-"""Their standard deviation, and how many peaks a row."""
+"""The standard deviation of the logits, and the number of peaks a row."""
 
 SETTINGS = {
     "greedy": {"temperatures": 0},

@@ -112,7 +112,7 @@ def varied_schemas():
 
 
 class Times:
-    """Of one kind of call: by the clock, and of the processor."""
+    """The times of one kind of call: by the clock, and of the processor."""
 
     def __init__(self, what):
         self.what, self.wall, self.cpu = what, [], []
@@ -159,7 +159,7 @@ def measure(compiler, vocabulary, eos, name, schemas, texts):
 
 
 def measure_steps(compiler, vocabulary, eos, schemas, rows=64, steps=100):
-    """The masks of a step with `rows` sequences, each under a schema of its own; who ends makes room for another."""
+    """The masks of a step with `rows` sequences, each under a schema of its own; a new one replaces one that ends."""
     rng, made = np.random.default_rng(0), iter(schemas * steps)
 
     def another():

@@ -93,7 +93,7 @@ class CountingLease:
 
 
 class HalfRight(NullRunner):
-    """Of two drafts a row one is accepted."""
+    """A runner that accepts one of two drafts a row."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def gaps(step: Step) -> list[float]:
 
 
 def alike(steps: Sequence[Step]) -> list[Step]:
-    """The steps whose activities are those of most."""
+    """The steps with the most common list of activities."""
     if not steps:
         return []
     names = [tuple(a.name for a in step) for step in steps]
@@ -81,8 +81,8 @@ def alike(steps: Sequence[Step]) -> list[Step]:
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
-    """Of steps of the same activities, place by place: the median of each gap over the steps. `repeats` has every
-    step's sum and longest gap. Raises FlagError if nothing was recorded."""
+    """The median of each gap over steps with the same activities, place by place. `repeats` has every step's sum and
+    longest gap. Raises FlagError if no kernel was recorded."""
     steps = [step for step in alike(steps) if len(step) > 1]
     if not steps:
         raise FlagError("CUPTI recorded no kernels: a profile cannot be made here")

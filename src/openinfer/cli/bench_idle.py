@@ -21,7 +21,7 @@ from openinfer.tensor import Device, Stream
 
 CPU = Device("cpu")
 PROMPT_LENS = range(64, 80)
-"""Of one request after the other, so that a sixteenth of the rows gets a block in every step."""
+"""Prompt lengths of one request after the other, so that a sixteenth of the rows gets a block in every step."""
 
 
 def recipes_that_can() -> dict[str, Recipe[Any]]:

@@ -52,7 +52,7 @@ def machine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def machine(args: argparse.Namespace) -> Machine:
-    """As the flags say."""
+    """The machine that the flags describe."""
     return Machine(args.bandwidth * 1e12, args.tflops * 1e12)
 
 

@@ -57,7 +57,7 @@ def progress(line: str) -> None:
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """By linear interpolation between the nearest ranks; NaN of nothing."""
+    """A percentile by linear interpolation between the nearest ranks; NaN without values."""
     ordered = sorted(values)
     if not ordered:
         return math.nan

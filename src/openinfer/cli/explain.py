@@ -126,7 +126,8 @@ def _name(call: OpCall) -> str:
 
 
 def table(lines: list[Line], with_measured: bool) -> str:
-    """As text, with the sum of all; of the measured times where every line has one. Link bytes: where there are any."""
+    """The lines as text, with their sum. Measured times have a sum where every line has one. Link bytes have a column
+    where a line has any."""
     head = f"{'op':<28}{'calls':>6}{'kernels':>8}{'MB':>10}{'GFLOP':>9}{'floor us':>9}"
     links = any(line.link for line in lines)
     head += f"{'link MB':>9}" if links else ""

@@ -25,7 +25,7 @@ __all__ = ["LLM", "Answer", "PromptRefused"]
 
 Chat = Sequence[Message]
 MOST_QUEUED = 1 << 20
-"""Prompts that may wait: a batch is not a queue of clients, who would rather be refused than wait."""
+"""Prompts that may wait. The limit is high, because prompts of a batch must not be refused as those of clients are."""
 
 
 class PromptRefused(ValueError):

@@ -62,7 +62,7 @@ class Config:
 
 
 def _frequencies(fields: Fields, dim: int) -> Floats:
-    """Of plain RoPE, or scaled as Llama 3.1 scales them: long wavelengths by `factor`, short ones not at all."""
+    """Frequencies of plain RoPE, or of Llama 3.1's scaling: long wavelengths by `factor`, short ones not at all."""
     rope = fields.fields("rope_parameters" if "rope_parameters" in fields else "rope_scaling")
     theta = (rope if "rope_theta" in rope else fields).number("rope_theta", default=1e4, above=1, most=1e15)
     plain = np.float32(theta) ** -(np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))

@@ -51,7 +51,7 @@ class Delta(msgspec.Struct):
     logprobs: list[TokenLogprobs | None] | None = None
     """Parallel to token_ids, or None."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's next tokens; they come before the first of token_ids."""
+    """Log-probabilities of the prompt's next tokens; they come before the first of token_ids."""
     scheduled: Scheduled | None = None
     """Happened before the tokens."""
     terminal: Terminal | None = None

@@ -67,7 +67,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     priority: int = 0
     """Smaller is more urgent. An engine without a priority policy rejects a value other than 0."""
     tenant: str = ""
-    """Whom the tokens are for; fairness policies may share by it."""
+    """The user or group that the tokens are for; fairness policies may share by it."""
     cache_salt: str = ""
     """Requests share cached prefixes only under the same salt."""
     trace_parent: str | None = None
@@ -91,7 +91,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities (natural log, of the raw logits) at one position."""
 
     logprob: float
-    """Of the token that was chosen, or that the prompt has."""
+    """Log-probability of the token that was chosen, or that the prompt has."""
     top_token_ids: list[int]
     """The alternatives asked for with SamplingParams.logprobs, most probable first (the chosen one
     may be among them)."""
@@ -231,7 +231,7 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     outlier_steps: int = 0
     """Steps that took more than twice their prediction."""
     step_times: list[StepTimes] = []
-    """By shape. An engine may leave them out of most snapshots, empty; the client keeps the last."""
+    """Times of steps by shape. An engine may leave the list empty in most snapshots; the client keeps the last one."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefix_cache"):

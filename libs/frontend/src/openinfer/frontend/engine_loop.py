@@ -56,7 +56,7 @@ def run_engine(
 
 
 class _Desk:
-    """Whose requests are live, and who hears of them."""
+    """The live requests, and the clients that get messages about them."""
 
     def __init__(self, engine: Engine, send: Callable[[int, FromEngine], None]) -> None:
         self.live: set[int] = set()
@@ -88,7 +88,7 @@ class _Desk:
 
     def step(self) -> None:
         if not self._busy:
-            # Before the step: one that hangs in it must not look idle to those who sent nothing.
+            # Tell before the step: an engine that hangs in it must not look idle to clients without requests.
             self._busy = True
             if len(self._heard) > 1:
                 self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))

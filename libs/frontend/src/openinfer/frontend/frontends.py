@@ -123,7 +123,7 @@ class Frontends:
             _write(child, order)
 
     async def _drain(self, now: asyncio.Event) -> None:
-        """Wait for the children, who end by themselves; at a second signal, or when it takes too long, they hurry."""
+        """Wait for the children, which end by themselves. At a second signal, or after a limit, they are hurried."""
         ended, hurry = asyncio.create_task(self._all_ended()), asyncio.create_task(_wait(now))
         limit = self._options.shutdown_timeout + KILL_AFTER_S
         await asyncio.wait([ended, hurry], timeout=limit, return_when=asyncio.FIRST_COMPLETED)

@@ -18,7 +18,7 @@ from openinfer.frontend.errors import APIError, one_line
 __all__ = ["main"]
 
 MEMORY_BYTES = 2 << 30
-"""Of address space: a template that wants more gets a MemoryError."""
+"""The limit of the address space: a template that wants more gets a MemoryError."""
 
 
 def main() -> int:

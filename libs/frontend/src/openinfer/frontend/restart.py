@@ -104,7 +104,7 @@ class RestartingClient:
         assert self._lost is not None
         try:
             self._down = await self._restart_while_possible()
-        except Exception as error:  # whatever it is: one who waits for a restart must not wait for ever
+        except Exception as error:  # any error: a caller that waits for a restart must not wait for ever
             _log.exception("the engine cannot be restarted")
             self._down = f"the engine cannot be restarted: {one_line(error)}"
         self._lost.set_result(self._down)

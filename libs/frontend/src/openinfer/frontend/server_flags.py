@@ -142,7 +142,7 @@ def server_parser(prog: str, description: str) -> FlagParser:
 
 
 def _add_origins(server: Any) -> None:
-    """Flags about who may call, and how safely."""
+    """Add the flags of CORS and of HTTPS."""
     for name, default, what in (
         ("origins", [], "origins whose pages may call, such as '[\"http://localhost:3000\"]' or '[\"*\"]'"),
         ("methods", ["*"], "methods that such pages may use"),

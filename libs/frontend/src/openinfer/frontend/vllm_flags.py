@@ -92,4 +92,4 @@ VLLM_FLAGS: dict[str, str] = {
     "-q": "the checkpoint's own format is taken; leave it out",
     "-tp": _ONE_GPU,
 }
-"""By the name without `--no-`."""
+"""Advice about flags of vLLM, by the flag's name without `--no-`."""

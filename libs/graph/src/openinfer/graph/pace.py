@@ -46,7 +46,7 @@ class Timed(NamedTuple):
 
 @dataclass(slots=True)
 class Total:
-    """Of all timed steps of a shape."""
+    """The totals of all timed steps of a shape."""
 
     steps: int = 0
     predicted_s: float = 0.0

@@ -30,7 +30,7 @@ class TracedStep:
     launched_ns: int
     read_ns: int = 0
     seconds: float = 0.0
-    """Of device time."""
+    """Device time."""
 
     def overlaps(self, start_ns: int, end_ns: int) -> bool:
         """Whether something happened while this step was under way."""

@@ -165,7 +165,7 @@ class Rows(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of the step."""
+        """The tokens of the step."""
         return sum(self.lengths)
 
     @property

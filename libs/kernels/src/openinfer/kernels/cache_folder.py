@@ -1,4 +1,4 @@
-"""Folders on disk whose files are run as code: who may have written them, and whether they are whole."""
+"""Folders on disk whose files are run as code: checks of their owner, and whether the files are whole."""
 
 from __future__ import annotations
 

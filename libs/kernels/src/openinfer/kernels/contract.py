@@ -64,7 +64,7 @@ def expect_weight(
 
 
 def expect_columns(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> None:
-    """As `expect`, for columns of a wider tensor: rows may be at any stride, the elements of one lie together."""
+    """Like `expect`, for columns of a wider tensor: rows may be at any stride, the elements of a row lie together."""
     expect(name, tensor, shape, *dtypes, dense=False)
     if tensor.shape[0] > 1:
         expect(f"{name}[0]", tensor[0], tensor.shape[1:])

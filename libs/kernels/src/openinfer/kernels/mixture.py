@@ -33,7 +33,7 @@ class Pairs:
 
     @classmethod
     def of(cls, expert_ids: Tensor, experts: int) -> Pairs:
-        """Of expert_ids int32 [T, K]."""
+        """The pairs of expert_ids int32 [T, K]."""
         tokens, chosen = expert_ids.shape
         order, starts = Scratch((tokens * chosen,), int32), Scratch((experts + 1,), int32)
         return cls(tokens, chosen, experts, order, starts)

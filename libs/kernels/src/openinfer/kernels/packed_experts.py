@@ -48,7 +48,7 @@ class Tile:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the values that the products read."""
+        """The dtype of the values that the products read."""
         return float8_e4m3fn if self.coded else bfloat16
 
 
@@ -110,7 +110,7 @@ class PackedExperts:
     def of(
         cls, target: Target, tile: Tile, *, x: Tensor, expert_ids: Tensor, down: Tensor, **rest: Any
     ) -> PackedExperts:
-        """Of a call's arguments, with scratch for what its kernels leave to each other."""
+        """The kernels for a call's arguments, with scratch for the values that they pass to each other."""
         tokens, width = x.shape
         packed = kind_of(down) != BF16
         return cls(

@@ -2,7 +2,7 @@
 
     seconds = sum over ops of max(bytes / bytes_per_s, FLOPs / flops_per_s) + kernels * kernel_s
 
-The three speeds are fitted to measured steps, so they are what our kernels reach, not what the GPU could.
+The three speeds are fitted to measured steps. So they are the speeds of our kernels, not the limits of the GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ _TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on t
 
 
 class _Varying(NamedTuple):
-    """The cost of an op that depends on the cached tokens and the pairs of query and key: without any, what a token
-    adds, what a pair adds. `times`: calls of it."""
+    """The cost of an op that depends on the cached tokens and the pairs of query and key.
+
+    It has the cost without any of these, the cost that a token adds, and the cost that a pair adds. `times`: calls of
+    the op."""
 
     times: int
     none: Cost
@@ -51,7 +53,7 @@ class Prediction(NamedTuple):
 
     @classmethod
     def of(cls, calls: Iterable[Call], tokens: int, rows: int, speed: Speed) -> Prediction:
-        """Of the calls of a step."""
+        """The prediction for the calls of a step."""
         fixed, varying, bent = 0.0, [], []
         for call in calls:
             fixed += call.times * len(call.commands) * speed.kernel_s

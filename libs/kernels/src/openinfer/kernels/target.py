@@ -69,5 +69,5 @@ GPUS = {
         link_bytes_per_s=450e9,
     )
 }
-"""By the GPU's name. `fitted` of the H200: least squares over 29 decode, prompt and mixed steps of Qwen3-4B; the line
-meets them within 21 %, most within 10 %."""
+"""Figures by the GPU's name. `fitted` of the H200: least squares over 29 decode, prompt and mixed steps of Qwen3-4B.
+The line meets these steps within 21 %, most within 10 %."""

@@ -72,7 +72,7 @@ def run_reference(op: Op[Any], args: Mapping[str, Any]) -> Arrays:
 
 
 def run_interpreted(op: Op[Any], args: Mapping[str, Any], target: Target = INTERPRETED) -> Arrays:
-    """As run_reference, by the op's kernels in Triton's interpreter. Scratch begins as 0xFF bytes."""
+    """Like run_reference, by the op's kernels in Triton's interpreter. Scratch begins as 0xFF bytes."""
     arrays, tensors = _copied(args)
     plain, zeroed = workspace(op, tensors, target)
     scratch, zeros = np.full(plain + _MARGIN, 0xFF, np.uint8), np.zeros(zeroed + _MARGIN, np.uint8)
@@ -85,7 +85,7 @@ def run_interpreted(op: Op[Any], args: Mapping[str, Any], target: Target = INTER
 def run_on_gpu(
     op: Op[Any], args: Mapping[str, Any], target: Target, driver: CudaDriver, stream: Stream
 ) -> Arrays:
-    """As run_reference, by the op's kernels on the GPU of `stream`, compiled first where `driver.store` lacks them."""
+    """Like run_reference, by the op's kernels on the GPU of `stream`, compiled first if `driver.store` lacks them."""
     arrays, _ = _copied(args)
     sent = {name: _upload(array, stream) for name, array in arrays.items()}
     tensors = {name: sent[name][1] if name in sent else value for name, value in args.items()}

@@ -114,8 +114,8 @@ def tune(
     progress: Callable[[int, int], None],
     budget_s: float = math.inf,
 ) -> Iterator[Measured]:
-    """Measure each layer at each of these token counts, but for what `known` has, and stop after `budget_s`. `progress`
-    gets what is done and what is to do."""
+    """Measure each layer at each of these token counts, except entries of `known`, and stop after `budget_s` seconds.
+    `progress` gets the number of measurements that are done, and the number of all."""
     began, done = time.monotonic(), 0
     work = missing(shapes, tokens, known)
     total = sum(map(len, work.values()))

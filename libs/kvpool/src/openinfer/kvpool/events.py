@@ -28,7 +28,7 @@ class BlockStored:
     lora_name: str | None = None
     group_idx: int = 0
     salt: bytes = b""
-    """Of the sequence. A request with another salt does not find these blocks."""
+    """The salt of the sequence. A request with another salt does not find these blocks."""
 
 
 @dataclass(frozen=True, slots=True)

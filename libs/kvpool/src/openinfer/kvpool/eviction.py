@@ -255,4 +255,4 @@ POLICIES: dict[str, Callable[[Group], Eviction]] = {
     "priority": Priority,
     "s3fifo": S3Fifo,
 }
-"""By the names that Pool(eviction=...) takes."""
+"""The policies by the names that Pool(eviction=...) takes."""

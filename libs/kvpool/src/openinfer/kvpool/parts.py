@@ -22,7 +22,7 @@ class Copy:
     target: int
     """Block to copy to. It belongs to the lease."""
     num_tokens: int
-    """Of a page: the number of first tokens to copy. Of a snapshot: the tokens that the state has seen."""
+    """For a page, the number of first tokens to copy. For a snapshot, the tokens that the state has seen."""
 
 
 class Pages:

@@ -18,7 +18,7 @@ class PoolStats:
     query_tokens: int = 0
     """Tokens asked for by leases that went on to reserve."""
     hit_tokens: int = 0
-    """Of these, tokens found in the prefix cache, loaded ones included."""
+    """The part of these tokens that was found in the prefix cache, loaded ones included."""
     loaded: int = 0
     """Blocks that a loader brought."""
     failed: int = 0

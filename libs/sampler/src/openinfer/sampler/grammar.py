@@ -29,7 +29,7 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", 
 MAX_GRAMMAR_CHARS = 1 << 16
 MAX_NESTING = 64
 MAX_STATES = 50_000
-"""Of a matcher's lexer, at 1 to 2 KB each."""
+"""The most states of a matcher's lexer, at 1 to 2 KB each."""
 LEXER_FUEL = 200_000
 """Bounds the work on a grammar's expressions for its first mask: with llguidance's default of a million a short
 expression takes a second of CPU time and 200 MB."""

@@ -30,7 +30,7 @@ class Tokens(Generic[Owner, Payload]):
     """Sequences whose rows must be skipped, because they ended or were aborted earlier. Mostly empty."""
     payload: Payload
     advanced: Mapping[int, int] | None = None
-    """As in StepResult: decode rows, by slot, that advanced by less than their q_len."""
+    """StepResult.advanced: decode rows, by slot, that advanced by less than their q_len."""
 
     def emitting(self) -> Iterator[tuple[int, Seq[Owner]]]:
         """(position in rows, sequence) of each row that has tokens here."""

@@ -72,7 +72,7 @@ class Step(Generic[Owner]):
     drafts: Mapping[Seq[Owner], int] = field(default_factory=dict)
     """Number of drafts of each decode row that has any."""
     launched_at: float = 0.0
-    """By the loop's clock."""
+    """Time of the launch by the loop's clock."""
 
 
 @dataclass(slots=True)
@@ -86,8 +86,8 @@ class StepResult(Generic[Payload]):
     payload: Payload = field(default=cast(Any, None))
     """Tokens, log-probabilities, ...: opaque to the loop, which passes it on in the Tokens event."""
     advanced: Mapping[int, int] | None = None
-    """By slot, the tokens that a decode row advanced by, where that is less than its q_len: 1 + accepted drafts, or
-    fewer where the row ended; 0: the row stood still and emitted nothing. Other live rows advanced by their q_len.
+    """Tokens that a decode row advanced by, by slot, where that is less than its q_len: 1 + accepted drafts, or fewer
+    where the row ended; 0: the row stood still and emitted no token. Other live rows advanced by their q_len.
     None: all did."""
     seconds: float | None = None
     """Seconds that the device took. None: the loop measures from the launch, or from the result before if that came

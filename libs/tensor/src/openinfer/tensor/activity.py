@@ -30,7 +30,7 @@ _OTHER = struct.Struct("<4xB35xII")  # kind of a copy, stream, correlation
 _kept: list[Any] = []  # CUPTI may call from threads of its own until the process ends
 
 BUFFER_BYTES = 1 << 20
-"""Of one buffer that CUPTI fills: about 4,800 kernels."""
+"""The size of one buffer that CUPTI fills: about 4,800 kernels."""
 
 _REQUESTED = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)

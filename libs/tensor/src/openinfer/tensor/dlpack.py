@@ -160,8 +160,8 @@ class _Taken:
 def take(source: Any) -> View:
     """(ptr, shape, strides in elements, dtype, device, owner) of an object with `__dlpack__`.
 
-    Raises TensorError for what is not such an object; DeviceError, DTypeError and ShapeError (read-only data)
-    for what a Tensor cannot view.
+    Raises TensorError for any other object. Raises DeviceError, DTypeError or ShapeError (read-only data) for data
+    that a Tensor cannot view.
     """
     if not hasattr(source, "__dlpack__"):
         raise TensorError(f"{type(source).__name__} has no __dlpack__; pass an array of a DLPack library")

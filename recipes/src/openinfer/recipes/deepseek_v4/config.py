@@ -226,7 +226,7 @@ def _frequencies(theta: float, dim: int) -> Floats:
 
 
 def _yarn(fields: Fields, dim: int) -> Floats:
-    """Of layers with compressed entries, at every position."""
+    """Frequencies of layers with compressed entries, the same at every position."""
     scaling = fields.fields("rope_scaling")
     scaling.is_all({"type": "yarn"}, "possible is")
     theta = fields.number("compress_rope_theta", above=1, most=1e15)

@@ -1,8 +1,8 @@
 """Each layer alone, for the accuracy gate of an engine that rounds activations.
 
-Rounding to codes turns the last bits of bf16 into whole codes, and layers pile that up: over five layers two right
-engines are as far apart as one that rounds and one that does not. A layer that gets the reference's own input cannot
-pile up anything. So it is held against what the reference makes of that input, as a part of what the layer adds.
+Rounding to codes turns the last bits of bf16 into whole codes, and errors of layers add up. Over five layers two right
+engines are as far apart as one that rounds and one that does not. A layer that gets the reference's own input has no
+error of earlier layers. So its output is compared with the reference's, relative to the contribution of the layer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ MEDIAN, P90 = 0.01, 0.02
 
 @dataclass(frozen=True, slots=True)
 class LayerCheck:
-    """How far a layer's output is from the reference's, as a part of what the layer adds: median and 90th percentile
-    over the positions, and what they may be."""
+    """The distance of a layer's output from the reference's, relative to the contribution of the layer.
+
+    It has the median and the 90th percentile over the positions, and their limits."""
 
     path: str
     positions: int

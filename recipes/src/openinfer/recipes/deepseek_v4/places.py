@@ -29,14 +29,14 @@ class Format:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Format:
-        """By the dtype of the first expert: config.json may not say it."""
+        """The format of a checkpoint, by the dtype of the first expert, because config.json may not say it."""
         name = "layers.0.ffn.experts.0.w1.weight"
         return cls(name in checkpoint and checkpoint.info(name).dtype == int8)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Of a hyper-connection, float32: fn [numbers, n D], base [numbers], scale [3], or [1] at the head."""
+    """The weights of a hyper-connection, float32: fn [numbers, n D], base [numbers], scale [3], or [1] at the head."""
 
     fn: Tensor
     base: Tensor
@@ -72,7 +72,7 @@ class ModelPlaces(LinearPlaces):
 
     @property
     def experts(self) -> Packing:
-        """Of the experts."""
+        """The packing of the experts."""
         return FP4_E8M0 if self.form.fp4_experts else FP8_E8M0
 
 

@@ -27,7 +27,7 @@ class Compressor:
 
 @dataclass(frozen=True, slots=True)
 class Heavy:
-    """Of an HCA layer. `into` stacks wkv and wgate of the compressor."""
+    """The weights of an HCA layer. `into` stacks wkv and wgate of the compressor."""
 
     into: Tensor  # [2 d, D]
     compressor: Compressor
@@ -35,7 +35,8 @@ class Heavy:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Of a CSA layer. `into` stacks wkv and wgate of the compressor, those of the indexer's, and weights_proj."""
+    """The weights of a CSA layer. `into` stacks wkv and wgate of both compressors (the indexer's last), and
+    weights_proj."""
 
     into: Tensor  # [4 d + 4 di + Hi, D]
     compressor: Compressor

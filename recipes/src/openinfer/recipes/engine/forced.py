@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 class NoRoom(ValueError):
-    """The engine's cache is too small for what is measured; the message says what to change."""
+    """The engine's cache is too small for the measured sequences; the message says what to change."""
 
     user_can_mend = True
 

@@ -48,7 +48,7 @@ class Recipe(ABC, Generic[O]):
     name: str
     """Short, as users see it."""
     options: type[O]
-    """Its flags."""
+    """The dataclass of the recipe's flags."""
     target: str
     """"package.module:function" that builds the engine in its own process, called with model_dir and the options."""
     small: Json

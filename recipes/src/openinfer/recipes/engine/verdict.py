@@ -41,8 +41,8 @@ class Reference:
     fp32: Array
     actq: Array | None = None
     experts: Mapping[str, Array] = field(default_factory=dict)
-    """By run ("bf16", "fp32", "actq"): the experts of each mixture at these positions, ascending, [P, mixtures,
-    chosen]. Empty for a dense model."""
+    """The experts of each mixture at these positions, ascending, [P, mixtures, chosen], by run ("bf16", "fp32",
+    "actq"). Empty for a dense model."""
     layers: Mapping[str, Array] = field(default_factory=dict)
     """Outputs of layers for given inputs, for the recipe's own checks. Empty where the reference has none of them."""
 

@@ -55,7 +55,7 @@ class States:
 
     @property
     def max_snapshots(self) -> int:
-        """Of a row in a step."""
+        """The most snapshots of a row in a step."""
         return self.boundaries.most(self.max_tokens)
 
     def join(self, rows: Rows, joined: Sequence[Seq[Any]]) -> None:

@@ -44,7 +44,7 @@ class Format:
 
     @classmethod
     def published(cls, config: Config) -> Format:
-        """As the publisher's checkpoints of such a config are."""
+        """The format of the publisher's checkpoints with this config."""
         prefix = "model." if config.text_only else "model.language_model."
         scaled = None if config.fp8 else frozenset[str]()
         return cls(prefix, scaled, config.fp8, bool(config.tie_word_embeddings))

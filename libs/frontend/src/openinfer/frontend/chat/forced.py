@@ -24,7 +24,7 @@ HELD = (_BARE | {"anyOf", "oneOf"}) - {"type"}
 
 
 def checked(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The schema of a tool's arguments: no `parameters` are no arguments, and arguments are an object."""
+    """The schema of a tool's arguments. A tool without `parameters` takes no arguments; arguments are an object."""
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if parameters.get("type", "object") != "object":
@@ -126,7 +126,7 @@ def _one_of(
 def _options(
     lark: Lark, schema: Mapping[str, Any], options: list[Any], marker: str, closing: str, before: str
 ) -> tuple[str | None, str | None]:
-    """Of anyOf and oneOf: what any of the options allows."""
+    """The expressions of anyOf and oneOf, which allow the values of every option."""
     _only(schema, {"type", "anyOf", "oneOf"} | _NOTES | _DEFINITIONS, "a parameter with anyOf")
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     found: tuple[list[str], list[str]] = ([], [])

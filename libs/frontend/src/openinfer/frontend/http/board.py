@@ -20,7 +20,7 @@ class Cells:
         self.own = self._all[0]
 
     def sums(self) -> list[float]:
-        """Of all processes."""
+        """The sums over all processes."""
         return [sum(numbers) for numbers in zip(*self._all, strict=True)]
 
 

@@ -112,8 +112,9 @@ class ChatFormat:
         return new
 
     def grammar(self, chat: Chat, prompt: str, content: Grammar | None) -> Grammar | None:
-        """Of all that follows `prompt`: thoughts, then `content`, or the calls that the chat asks for. None where the
-        model is free. Raises APIError (400) naming what cannot be forced."""
+        """The grammar of all text after `prompt`: thoughts, then `content`, or the calls that the chat asks for.
+
+        None where the model is free. Raises APIError (400), which names the part that cannot be forced."""
         schemas = _schemas(chat) if self._tools_on_offer(chat) else {}
         if chat.tool_choice.startswith("tool "):
             schemas = {name: schema for name, schema in schemas.items() if chat.tool_choice == f"tool {name}"}

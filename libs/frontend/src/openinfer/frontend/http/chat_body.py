@@ -55,7 +55,7 @@ def top_logprobs(body: ChatBody) -> int | None:
 
 
 def verbosity_warnings(verbosity: str | None) -> list[str]:
-    """As Chat has them."""
+    """Warnings about `verbosity`, in the form of Chat.warnings."""
     if verbosity in (None, "medium"):
         return []
     return [f"verbosity {verbosity} is ignored: this model's chat template has no such thing"]

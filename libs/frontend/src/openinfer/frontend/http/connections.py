@@ -10,9 +10,9 @@ from openinfer.frontend.http.framing import Framing, Violation
 __all__ = ["HEAD_TIMEOUT_S", "READ_TIMEOUT_S", "close_stalled", "http_protocol", "parser_name"]
 
 HEAD_TIMEOUT_S = 20.0
-"""From the connection, or the answer before, to the end of the head."""
+"""The longest time from the connection, or from the answer before, to the end of the head."""
 READ_TIMEOUT_S = 120.0
-"""For a client whose socket is full to take something."""
+"""The longest time that a client with a full socket may take no byte."""
 MAX_PIPELINED = 16
 """Requests of a connection that have no answer yet."""
 SWEEP_S = 2.0

@@ -69,7 +69,7 @@ class Dialects:
     async def prepare_response(
         self, request: Request, body: ResponsesBody
     ) -> tuple[str, Plan, list[int], int, ParserFactory | None]:
-        """As Service.prepare_answer."""
+        """Do the work of Service.prepare_answer for this dialect."""
         service, field = self._service, "max_output_tokens"
         model, plan = service.check(responses_common(body), None, "text")
         ids, plan, new_parser = await service.prepare_chat(

@@ -272,7 +272,7 @@ class Usage:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of completion_tokens; complete once the text of the choices has been read."""
+        """The number of completion_tokens that are reasoning; complete once the text of the choices has been read."""
         return sum(choice.reasoning_tokens for choice in self._choices)
 
 

@@ -1,4 +1,4 @@
-"""ASGI middleware around all endpoints: who may come in, and by which id a request is known."""
+"""ASGI middleware around all endpoints: it checks the API key, and gives each request its id."""
 
 import hashlib
 import hmac

@@ -14,7 +14,7 @@ MAX_BYTES = 32 << 20
 
 
 class KeptItems:
-    """By id, the newest last; the oldest go when there are too many or they are too large."""
+    """Items of answers by id, the newest last. The oldest are dropped when the items are too many or too large."""
 
     def __init__(self) -> None:
         self._items: OrderedDict[str, tuple[dict[str, Any], int]] = OrderedDict()

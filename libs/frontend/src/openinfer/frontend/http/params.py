@@ -101,7 +101,7 @@ class Plan(msgspec.Struct, frozen=True):
     tenant: str
     cache_salt: str
     grammar: Grammar | None = None
-    """Of the content; what stands around it in a chat comes with the chat's format."""
+    """The grammar of the content. The text around it in a chat comes with the chat's format."""
     grammar_field: str = "tools"  # where it came from
     prompt_logprobs: int | None = None
     """Alternatives of the prompt's tokens in the answer's field of that name; None leaves it out."""

@@ -16,7 +16,7 @@ __all__ = ["Piece", "Reader", "new_call_id", "said"]
 
 
 class Piece(NamedTuple):
-    """Of an answer. logprobs: parallel to token_ids, or empty. last: of what its choice has gathered."""
+    """A piece of an answer. logprobs: parallel to token_ids, or empty. last: the last piece of the gathered text."""
 
     parts: list[Part]
     token_ids: list[int]
@@ -42,8 +42,10 @@ class Reader:
         return Piece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)
 
     def each(self, choice: Choice, skip_special_tokens: bool) -> Iterator[Piece]:
-        """As take(), but where there are log-probabilities a token at a time: clients that are sent several tokens at
-        once take the text from their log-probabilities, which have markers and the end of the sequence too."""
+        """Like take(), but with log-probabilities one token at a time.
+
+        A client that gets several tokens at once takes the text from their log-probabilities, which have markers and
+        the end of the sequence too."""
         text, token_ids, logprobs = choice.take()
         if not logprobs or self._tokenizer is None:
             yield Piece(self._read(choice, text, token_ids, choice.done), token_ids, logprobs)

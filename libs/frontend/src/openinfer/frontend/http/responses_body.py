@@ -80,7 +80,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     store: bool | None = None
     """false: the items of the answer are not kept for an item_reference. An answer itself never is."""
     include: Annotated[list[str], msgspec.Meta(max_length=MAX_INCLUDED)] | None = None
-    """Of what can be had on demand there is one thing that an answer here could lack: log-probabilities."""
+    """Parts that the answer has only on demand. Here that is only the log-probabilities; the answer has all others."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     top_k: int | None = None

@@ -52,7 +52,7 @@ __all__ = ["Service", "json_response", "read_body"]
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
-"""From the end of the head to that of the body: who sends a byte now and then keeps no connection."""
+"""The longest time from the end of the head to that of the body. A client that sends a byte now and then is cut too."""
 MAX_TRACE_PARENT_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 

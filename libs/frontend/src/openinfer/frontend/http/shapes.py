@@ -44,7 +44,7 @@ encode = msgspec.json.Encoder().encode
 
 @functools.cache
 def package_version() -> str:
-    """Of this library."""
+    """The version of this library."""
     try:
         return importlib.metadata.version("openinfer-frontend")
     except importlib.metadata.PackageNotFoundError:
@@ -213,7 +213,7 @@ def error_body(error: APIError) -> bytes:
 
 
 def stream_error(error: APIError) -> bytes:
-    """The same as an event of a stream that had begun, and its end."""
+    """The error as an event of a stream that had begun, and the end of that stream."""
     return b"data: " + error_body(error) + b"\n\n" + DONE_EVENT
 
 

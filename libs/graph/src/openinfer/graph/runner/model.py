@@ -41,8 +41,9 @@ class Masks(Protocol):
     """Makes masks of allowed tokens; openinfer.sampler.constraint.Masks is one."""
 
     def fill(self, constraints: Sequence[Any]) -> tuple[np.ndarray[Any, Any], list[bool]]:
-        """Of each constraint a mask, int32 [n, (V + 31) // 32] with a bit a token, lowest first, valid until the next
-        call; and whether nothing but EOS may come."""
+        """A mask for each constraint, and whether only EOS may come.
+
+        Masks are int32 [n, (V + 31) // 32] with a bit a token, lowest first, and valid until the next call."""
 
 
 class Model(Protocol):
@@ -61,7 +62,7 @@ class Model(Protocol):
 
     @property
     def tables(self) -> Sequence[str | None]:
-        """By group of the pool, the row field with its block tables; None for a group whose tables are not read."""
+        """The row field with the block tables of each group of the pool; None for a group whose tables are not read."""
 
     @property
     def states(self) -> States | None:

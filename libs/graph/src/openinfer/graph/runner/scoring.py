@@ -38,8 +38,8 @@ class Share(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of consecutive prompt tokens of `seq`: logprobs float32 [n], ranks int32 [n], and the alternatives, top_ids int32
-    and top_logprobs float32 [n, tops]."""
+    """The scores of consecutive prompt tokens of `seq`: logprobs float32 [n], ranks int32 [n], and the alternatives,
+    top_ids int32 and top_logprobs float32 [n, tops]."""
 
     seq: Seq[Any]
     logprobs: Array
@@ -54,8 +54,9 @@ def padded(max_tokens: int, max_rows: int) -> int:
 
 
 def score_fields(max_rows: int, max_tokens: int) -> list[Field]:
-    """By scored token: after which row of the hidden states it stands (1 the first; index 0 is not used), its id, and
-    how many alternatives are asked for. score_rows: 0, 1, 2, ..."""
+    """The fields by scored token: the row of the hidden states before it, its id, and the number of alternatives.
+
+    The first row is 1; index 0 is not used. score_rows: 0, 1, 2, ..."""
     size = padded(max_tokens, max_rows)
     return [
         Field("score_after", (size + 1,)),

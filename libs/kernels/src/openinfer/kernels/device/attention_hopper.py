@@ -243,7 +243,9 @@ def _consume(out, q, qbuf, kbuf, vbuf, kfull, kempty, vfull, vempty, turns, slot
             score = warpgroup_mma_wait(0, deps=(score,))
             mbarrier.arrive(kempty.index(stage), count=1)
             score = _mask(score, last * BN, position, window, BN, S_LAYOUT)
-            m = gl.maximum(gl.max(score, 1) * scale, LOW)  # who comes first may see nothing of it
+            m = gl.maximum(
+                gl.max(score, 1) * scale, LOW
+            )  # the tile's first tokens may see no key of this block
             weight = gl.exp2(score * scale - m[:, None])
             l = gl.sum(weight, 1)
             p = _pack(weight)

@@ -90,7 +90,7 @@ def _chosen(low, high, select, sign, PAIRS: tl.constexpr):
 
 @triton.jit
 def _bytes(a, b, ORDER: tl.constexpr, PAIRS: tl.constexpr):
-    """Of int32 words the bytes a0 b0 a1 b1 (ORDER 0x5140) or a2 b2 a3 b3 (0x7362)."""
+    """The bytes a0 b0 a1 b1 (ORDER 0x5140) or a2 b2 a3 b3 (0x7362) of int32 words."""
     if PAIRS:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", [a, b, ORDER], dtype=tl.int32, is_pure=True, pack=1

@@ -28,7 +28,7 @@ BF16 = tl.constexpr(0)
 FLOAT8 = tl.constexpr(1)
 FP4 = tl.constexpr(2)
 FP4_SHIFT = tl.constexpr(2.0**-12)
-"""By how much fp4_codes is too large."""
+"""The factor that corrects products of fp4_codes, which are too large by its inverse."""
 
 
 @triton.jit

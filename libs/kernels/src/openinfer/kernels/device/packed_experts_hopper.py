@@ -19,7 +19,7 @@ SHIFT = gl.constexpr(2.0**-12)
 
 @gluon.jit
 def _bytes(a, b, ORDER: gl.constexpr):
-    """Of int32 words the bytes a0 b0 a1 b1 (ORDER 0x5140) or a2 b2 a3 b3 (0x7362)."""
+    """The bytes a0 b0 a1 b1 (ORDER 0x5140) or a2 b2 a3 b3 (0x7362) of int32 words."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,n", [a, b, ORDER], dtype=gl.int32, is_pure=True, pack=1
     )

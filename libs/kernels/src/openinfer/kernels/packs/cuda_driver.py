@@ -41,7 +41,8 @@ class Branch(NamedTuple):
 
 
 BRANCH_PRIORITY = -3
-"""Of a stream for branch n: this + n, up to 0. A device has six priorities or fewer, a call two branches or three."""
+"""The priority of branch 0's stream; branch n has this + n, up to 0. A device has at most six priorities, and a call
+two or three branches."""
 
 
 @functools.cache

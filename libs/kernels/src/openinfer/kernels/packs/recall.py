@@ -38,7 +38,7 @@ class Recall:
         self._known: dict[Any, Prepared] = {}
 
     def prepare(self, op: Op[Any], args: Mapping[str, Any]) -> Prepared:
-        """As op.plan; for a call that is like one before, the commands of that one. Raises what op.plan raises."""
+        """Like op.plan, but a call like an earlier one gets that one's commands. Raises the same errors as op.plan."""
         key = call_key(op, args)
         prepared = self._known.get(key)
         if prepared is None or prepared.sources is None:

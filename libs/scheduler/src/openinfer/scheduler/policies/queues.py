@@ -34,8 +34,8 @@ class ArrivalQueue:
 
 
 class SortedQueue:
-    """By rank, the lowest first; equal ranks in the order of push(). push() reads the rank once. An operation takes
-    O(log n) comparisons and a shift of a list."""
+    """A queue by rank, the lowest first; equal ranks in the order of push(). push() reads the rank once. An operation
+    takes O(log n) comparisons and a shift of a list."""
 
     def __init__(self, rank: Callable[[Seq[Any]], float]) -> None:
         self._rank = rank

@@ -47,7 +47,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
-        """By the nearest rank."""
+        """The percentiles of `values`, by the nearest rank."""
         if not values:
             return cls()
         ranked = sorted(values)

@@ -140,7 +140,7 @@ class SimpleLease:
         return self._salt, tuple(tokens[:end])
 
     def needed(self, tokens: Sequence[int], end: int) -> Iterator[list[Name]]:
-        """By group, the names of the blocks that a sequence reads to continue after tokens[:end]."""
+        """The names of the blocks that a sequence reads to continue after tokens[:end], a list for each group."""
         for shape in self._pool.shapes:
             size = shape.block_size
             yield [

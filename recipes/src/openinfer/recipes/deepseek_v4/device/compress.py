@@ -68,7 +68,7 @@ def _old(state, which, mask, D: tl.constexpr):
 
 @triton.jit
 def _taken_if(mask, top, s, v, a, z):
-    """As _taken, where `mask`."""
+    """The result of _taken where `mask`, else the accumulation unchanged."""
     new_top, new_s, new_v = _taken(top, s, v, a, z)
     return tl.where(mask, new_top, top), tl.where(mask, new_s, s), tl.where(mask, new_v, v)
 

@@ -35,5 +35,5 @@ def fcfs(max_batched_tokens: int) -> Restless:
 
 
 def priority(max_batched_tokens: int) -> Restless:
-    """As fcfs, with priorities: twelve times, soon after the start."""
+    """Like fcfs, with priorities: twelve times, soon after the start."""
     return Restless(make_policy("priority", max_batched_tokens=max_batched_tokens))

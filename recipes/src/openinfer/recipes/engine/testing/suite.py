@@ -60,11 +60,11 @@ class EngineConformance:
     """Fields of the recipe's options, for every engine."""
     goldens: ClassVar[Sequence[Golden]] = ()
     tolerance: ClassVar[float] = 1e-3
-    """Of log-probabilities against the goldens."""
+    """The largest error of a log-probability against the goldens."""
     chunks: ClassVar[Sequence[int]] = (17, 64, 352)
     """Tokens of a step that the goldens are tried with, those that take at most 64 steps."""
     seeds: ClassVar[Sequence[int]] = (0,)
-    """Of random schedules."""
+    """The seeds of random schedules."""
 
     _made: ClassVar[dict[tuple[Any, ...], Session]]
 
@@ -337,7 +337,7 @@ def check_empty(engine: Any) -> None:
 
 
 def golden_error(golden: Golden, outcome: Outcome) -> float:
-    """By how much log-probabilities of the prompt and of the first token are off at most, alternatives included."""
+    """The largest error of a log-probability of the prompt or of the first token, alternatives included."""
     worst = [0.0]
     entries = [*outcome.prompt_logprobs, *outcome.logprobs[:1]]
     for position in golden.logits:

@@ -383,7 +383,7 @@ def delta_norm(
         if row < rows:
             first, after = tl.load(q_starts + row), tl.load(q_starts + row + 1)
             live = tl.load(alive + tl.load(slots + row)) != 0
-        # By C tokens from the row's first: unlike in the other kernels, which token is in which tile means nothing.
+        # Tiles are of C tokens from the row's first. They need not be the chunks of the other kernels.
         token = first + number * C + tl.arange(0, C)
         write = (token < after)[:, None]
         where = token.to(tl.int64)[:, None]

@@ -4,7 +4,7 @@ A bound is guessed and then proved:
 
  1. `spread` counts the logits in BINS bins, and the last program of a row reads two brackets off the counts: where the
     last logit of top_k should be, and where the mass of top_p should be reached (masses by the middle of a bin).
- 2. `sift` counts and weighs exactly what lies above the brackets, lists what lies within, and draws among what lies
+ 2. `sift` counts and weighs exactly the logits above the brackets, lists the logits within, and draws among the logits
     above.
  3. `draw` checks that the brackets hold the bounds, finds them in the list (`settled`), and draws. Where a bracket was
     guessed wrong or its list is too long (thousands of equal logits), it searches the whole row instead, slowly.
