@@ -21,6 +21,19 @@ def item(role: str, text: str) -> dict[str, Any]:
     return {"type": "message", "id": "msg_1", "role": role, "content": [{"type": kind, "text": text}]}
 
 
+GRAMMAR = '%llguidance {}\n\nstart: weather\nweather[capture]: WEATHER\n\nWEATHER: "sunny"\n     | "wet"\n'
+ANSWER = {
+    "additionalProperties": False,
+    "properties": {
+        "city": {"enum": ["Bonn", "Paris"], "title": "City", "type": "string"},
+        "days": {"maximum": 9, "minimum": 0, "title": "Days", "type": "integer"},
+    },
+    "required": ["city", "days"],
+    "title": "Answer",
+    "type": "object",
+}
+
+
 PAYLOADS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "guidellm, text": (
         TEXT,
@@ -67,6 +80,69 @@ PAYLOADS: dict[str, tuple[str, dict[str, Any], str | None]] = {
             "logprobs": False,
             "top_logprobs": None,
         },
+        None,
+    ),
+    "autogen": (
+        CHAT,
+        {
+            "messages": [
+                {"content": "You use tools.", "role": "system"},
+                {"role": "user", "name": "user", "content": "hi"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": ANSWER, "strict": False}}],
+            "tool_choice": "auto",
+            "max_tokens": 5,
+            "stream": False,
+        },
+        None,
+    ),
+    "guidance": (
+        CHAT,
+        {
+            "messages": PARTS,
+            "logprobs": True,
+            "top_logprobs": 5,
+            "top_p": None,
+            "tools": None,
+            "guided_decoding_backend": "guidance",
+            "guided_grammar": GRAMMAR,
+            "structured_outputs": {"grammar": GRAMMAR},
+            "max_tokens": 5,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        None,
+    ),
+    "mirascope": (
+        RESPONSES,
+        {
+            "input": [{"content": "hi", "role": "user"}],
+            "max_output_tokens": 5,
+            "reasoning": {"effort": "none"},
+            "text": {
+                "format": {
+                    "type": "json_schema",
+                    "name": "Answer",
+                    "schema": ANSWER,
+                    "description": "d",
+                    "strict": True,
+                }
+            },
+        },
+        None,
+    ),
+    "outlines": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 5,
+            "structured_outputs": {"regex": "([a-f]{3}-[0-9]{2})"},
+        },
+        None,
+    ),
+    "vLLM's benchmark, responses": (
+        RESPONSES,
+        {"input": "hi", "max_output_tokens": 5, "stream": True, "store": False, "ignore_eos": True},
         None,
     ),
     "Codex CLI": (
@@ -175,7 +251,7 @@ PAYLOADS: dict[str, tuple[str, dict[str, Any], str | None]] = {
 
 @pytest.fixture(scope="module")
 def live(start: Any) -> Any:
-    return start(app={"tool_parser": "hermes", "reasoning_parser": "qwen3"})
+    return start({"features": ["grammar"]}, {"tool_parser": "hermes", "reasoning_parser": "qwen3"})
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
