@@ -61,7 +61,7 @@ $(RUNTIME): $(PROJECTS) constraints.txt
 $(TESTING): $(PROJECTS) .ci/constraints.txt constraints.txt
 	$(call make_venv,.venv-test)
 	@echo "Installing openinfer and what its tests need into .venv-test (a minute or two) ..."
-	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy \
+	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy anthropic \
 		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e ./examples/llama -e .
 	@touch $@
 

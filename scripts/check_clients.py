@@ -5,7 +5,7 @@ program in scripts/clients runs there against three servers on the loopback: a s
 one that says what a request tells it to say (speaker.py), and a small trained model. Besides clients there are `page`,
 which looks at / with a headless Chromium, and `openapi`, which runs Schemathesis on the document. No other address can
 be reached: telemetry is off, and proxies lead nowhere. With `--write` the table of docs/clients.md gets the rows of the
-clients that ran.
+clients that ran. With `--here` no environment is made: the script's own has the clients.
 """
 
 from __future__ import annotations
@@ -174,6 +174,9 @@ def main() -> int:
     )
     parser.add_argument("clients", nargs="*", choices=[[], *CLIENTS], metavar="CLIENT")
     parser.add_argument("--write", action="store_true", help="put the outcomes into docs/clients.md")
+    parser.add_argument(
+        "--here", action="store_true", help="install nothing: this environment has the clients"
+    )
     args = parser.parse_args()
     results = {}
     serve = ["-m", "openinfer.cli", "serve", str(CHECKPOINT), "--device", "cpu", "--port", "0"]
@@ -187,7 +190,7 @@ def main() -> int:
     ):
         for client in args.clients or CLIENTS:
             try:
-                results[client] = check(client, [real_url, speaker_url, demo_url])
+                results[client] = check(client, [real_url, speaker_url, demo_url], here=args.here)
             except CheckFailed as error:
                 results[client] = Outcome(1, problem=str(error).splitlines()[-1].strip())
                 print(f"{client}: FAILED: {error}", flush=True)
@@ -238,11 +241,11 @@ def wait_until_ready(name: str, process: subprocess.Popen[bytes], log: Path) -> 
     raise CheckFailed(f"the {name} server did not get ready:\n{log.read_text()[-4000:]}")
 
 
-def check(client: str, urls: list[str]) -> Outcome:
-    """Install a client and run its program with the servers' addresses. Raises CheckFailed."""
+def check(client: str, urls: list[str], *, here: bool) -> Outcome:
+    """Install a client, if it is not here, and run its program with the servers' addresses. Raises CheckFailed."""
     with tempfile.TemporaryDirectory(prefix=f"openinfer-{client}-") as temporary:
         folder = Path(temporary)
-        program = install(client, folder)
+        program = run_by(sys.executable, client) if here else install(client, folder)
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         env |= {"TMPDIR": temporary, "HOME": temporary, **ALONE}
         code, output = command(client, [*program, *urls], env, folder)
@@ -266,13 +269,18 @@ def install(client: str, folder: Path) -> list[str]:
         command(what, [*pip, *packages], dict(os.environ), folder)
         if bare := CLIENTS[client].bare:
             command(f"install {' '.join(bare)}", [*pip, "--no-deps", *bare], dict(os.environ), folder)
-        return [python, str(PROGRAMS / "run.py"), f"{client}_client"]
+        return run_by(python, client)
     (folder / "package.json").write_text('{"private": true}')
     npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", *packages]
     command(what, npm, dict(os.environ), folder)
     for name in ("checks.mjs", f"{client}_client.mjs"):  # packages are found from where a program lies
         shutil.copy(PROGRAMS / name, folder)
     return ["node", f"{client}_client.mjs"]
+
+
+def run_by(python: str, client: str) -> list[str]:
+    """The command that runs a client's program."""
+    return [python, str(PROGRAMS / "run.py"), f"{client}_client"]
 
 
 def command(what: str, arguments: list[str], env: dict[str, str], cwd: Path) -> tuple[int, str]:

@@ -10,8 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+QUICK = ("anthropic",)
+"""The test environment has them; openai is in test_openai_client.py."""
 CLIENTS = runpy.run_path(str(ROOT / "scripts" / "check_clients.py"))["CLIENTS"]
 SKIPPED = 77
+
+
+@pytest.mark.parametrize("client", QUICK)
+def test_a_quick_client_works(client: str) -> None:
+    package = CLIENTS[client].packages[0]
+    assert package in (ROOT / ".ci/constraints.txt").read_text().split()
+    command = [sys.executable, str(ROOT / "scripts" / "check_clients.py"), client, "--here"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
