@@ -1,4 +1,4 @@
-"""dspy: signatures with types, and ReAct with a tool."""
+"""dspy: a signature with types, and plain prompts."""
 
 from __future__ import annotations
 
