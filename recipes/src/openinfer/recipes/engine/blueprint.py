@@ -1,4 +1,4 @@
-"""Blueprint: what a recipe makes of one checkpoint. All that depends on the model, and nothing that does not."""
+"""Blueprint: the model that a recipe makes of one checkpoint, with all code that depends on the model."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ LARGEST: Mapping[str, int] = {
     "qk_rope_head_dim": 1024,
     "vocab_size": 1 << 22,
 }
-"""The most that a size may be; other sizes are MAX_SIZE at most. Far above every published model: what is larger would
-take minutes or all memory before the weights' headers could show that the file is wrong."""
+"""The largest values of sizes; all other sizes are at most MAX_SIZE. They are far above every published model. A larger
+size would take minutes or all memory before the weights' headers could show that the file is wrong."""
 MAX_SIZE = 1 << 20
 
 
 class Fields:
-    """An object of a JSON file. A field that is null counts as one that is not there.
+    """An object of a JSON file. A field that is null counts as missing.
 
     values: the object, parsed. where: how messages name it, such as "config.json".
     Every method raises UnsupportedModel naming the field, its value and what it must be.

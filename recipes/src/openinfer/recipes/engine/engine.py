@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def pool(self) -> Pool:
-        """Where sequences have their blocks."""
+        """The pool of the sequences' blocks."""
         return self._pool
 
     def check(self) -> None:
@@ -284,7 +284,7 @@ class Engine:
         return outputs
 
     def _publish(self) -> None:
-        """Tell routers which blocks can be found now, and which no longer."""
+        """Put out the KV events for routers: blocks that became findable, and blocks that were evicted."""
         if self._publisher is not None:
             self._publisher.publish(self._pool.take_events())
 
@@ -318,7 +318,7 @@ class Engine:
             outputs.logprobs += [None] * len(token_ids)
 
     def _logprobs(self, event: Tokens[Sampling, Payload], payload: Payload, outputs: StepOutputs) -> None:
-        """One entry a token where a request of the step asked; None for those that did not."""
+        """Log-probabilities, one entry a token if a request of the step asked; None for requests that did not."""
         entries: list[TokenLogprobs | None] = []
         for position, seq in event.emitting():
             count = seq.owner.params.logprobs

@@ -39,7 +39,7 @@ class ForcedSeq:
 
 class Forced:
     """Feeds chosen tokens to sequences. A forced token is a prompt chunk of one token, so launches, tables, states and
-    cached prefixes are those of the engine; what it would sample is not looked at.
+    cached prefixes are those of the engine. The token that the engine would sample is ignored.
 
     The engine must be idle, and stays usable after `leave`. runner: the engine's, or a variant of it (Runner.eager).
     wrong_table: a row field with block tables whose entries are all the first, as a negative control.

@@ -1,7 +1,7 @@
 """Chosen tokens through the whole engine: its loop, its sample segment, and the feedback of the token on the device.
 
-Before each token a mask allows only the chosen one. So what is compared with a reference comes from decode rows that
-feed the token which the device sampled, under a drawn token's noise.
+Before each token a mask allows only the chosen one. So the compared log-probabilities come from decode rows that feed
+the token which the device sampled, under the noise of a drawn token.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from openinfer.scheduler import FirstCome, Seq, StepLoop, Tokens
 Array = np.ndarray[Any, Any]
 
 COMPARED = 8
-"""Tokens of the reference's at a position: these are among the MAX_LOGPROBS that a step gives."""
+"""The reference's likeliest tokens at a position that are compared: they are among the MAX_LOGPROBS of a step."""
 
 
 class ChosenTokens:
-    """A constraint that allows one token at a time. `ended` is the runner's to set."""
+    """A constraint that allows one token at a time. The runner sets `ended`."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._at, self.ended, self.problem = tokens, 0, False, ""
@@ -37,7 +37,7 @@ class ChosenTokens:
         return self._tokens[self._at]
 
     def accept(self, token: int) -> None:
-        """Go on to the next one. Raises ValueError for a token that was not allowed."""
+        """Advance to the next token. Raises ValueError for a token that was not allowed."""
         if token != self.next:
             raise ValueError(f"token {token} was sampled where only {self.next} was allowed")
         self._at += 1

@@ -1,4 +1,4 @@
-"""The flags held against the model and the device: every size of an engine, decided before memory is taken."""
+"""The flags, checked against the model and the device: every size of an engine, decided before memory is taken."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Room:
 
 
 def decide(options: Options, device: Device, max_positions: int, page_size: int) -> Limits:
-    """Fill in what the flags leave open. Raises SetupError for what the model or the device cannot have."""
+    """Choose the sizes that the flags leave open. Raises SetupError for a flag that the model or device cannot have."""
     if device.kind == "null":
         raise SetupError("--device null plans and runs nothing; use cpu or cuda")
     default = bfloat16 if device.kind == "cuda" else float32
@@ -89,7 +89,7 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
 
 
 def fit(limits: Limits, options: Options, capacity: int) -> Limits:
-    """A sequence must fit a cache of `capacity` tokens: shorten the default length, refuse a chosen one."""
+    """Make sequences fit a cache of `capacity` tokens: shorten the default length, refuse a chosen one."""
     if capacity >= limits.max_model_len:
         return limits
     if options.max_model_len is not None:

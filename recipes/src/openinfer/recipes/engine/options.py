@@ -20,8 +20,8 @@ T = TypeVar("T")
 def option(
     default: T, text: str, *, kind: type = str, choices: Sequence[T] | None = None, metavar: str | None = None
 ) -> T:
-    """A field of Options. text: its help. kind: what the command line's word is converted to; bool makes a flag that
-    takes no word, with `--no-` where the default is True."""
+    """A field of Options. text: its help. kind: the type of the command line's word; bool makes a flag without a word,
+    with `--no-` where the default is True."""
     given = {"text": text, "kind": kind, "choices": choices, "metavar": metavar}
     made: Any = dataclasses.field(default=default, metadata=given)
     return cast(T, made)
@@ -29,7 +29,7 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The flags of every engine. None: chosen at start-up, and said in the log.
+    """The flags of every engine. None: chosen at start-up, and logged.
 
     A recipe adds flags in a subclass. `refused` maps fields that its models cannot have to the reason.
     """

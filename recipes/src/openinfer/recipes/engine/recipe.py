@@ -1,4 +1,4 @@
-"""Recipe: what the command line asks of a recipe. Importing this imports no model code and no driver."""
+"""Recipe: the interface between a recipe and the command line. Importing it imports no model code and no driver."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Recipe(ABC, Generic[O]):
     target: str
     """"package.module:function" that builds the engine in its own process, called with model_dir and the options."""
     small: Json
-    """config.json of a model with one layer of each kind, as small as the kernels take. It is for tests, and for what
-    the host does for a step."""
+    """config.json of a model with one layer of each kind, as small as the kernels take. It is for tests, and for
+    measuring the host's work of a step."""
 
     @abstractmethod
     def matches(self, config: Json) -> bool:

@@ -1,4 +1,4 @@
-"""The recorded segments one by one: with a workload each, on the null device or ready to run on an engine's."""
+"""The recorded segments one by one, each with a workload, on the null device or on the device of an engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MARGIN = 8
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Half a step: its name with the buckets it runs in, what is in the step, and `run(pack)`, which calls its ops."""
+    """Half a step: its name with the buckets it runs in, the step's workload, and `run(pack)`, which calls its ops."""
 
     name: str
     workload: Workload

@@ -71,7 +71,7 @@ class Plan:
 
 
 class Built(NamedTuple):
-    """An engine that is ready, and what its recipe made of the checkpoint."""
+    """An engine that is ready, and its blueprint."""
 
     engine: Engine
     blueprint: Blueprint[Any]
@@ -80,7 +80,7 @@ class Built(NamedTuple):
 def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     """The engine for a checkpoint directory. `flags` are the fields of the recipe's options.
 
-    Raises UnsupportedModel, CheckpointError or SetupError for what the user can mend.
+    Raises UnsupportedModel, CheckpointError or SetupError for errors that the user can mend.
     """
     options, path = recipe.options(**flags), Path(model_dir)
     options.check(recipe.name)
@@ -241,7 +241,7 @@ def open_device(name: str) -> Device:
 
 
 def _load(blueprint: Blueprint[M], model: M, checkpoint: Checkpoint, device: Device) -> str:
-    """Load the weights on a stream of their own, since the engine's is being captured; how much, and how fast."""
+    """Load weights on their own stream, because the engine's is being captured. Returns bytes and speed as text."""
     with Stream(device) as stream:
         report = blueprint.load(model, checkpoint, stream, ProgressBar("loading weights"))
     return f"{format_bytes(report.bytes)} at {format_bytes(1e9 * report.gbytes_per_s)}/s"

@@ -159,7 +159,7 @@ def judge(path: str, allowed: Deviation, sequences: Sequence[Reference], found: 
     ours = np.abs(np.concatenate([f[:, :-1] - s.bf16 for s, f in zip(sequences, found, strict=True)]))
     ours = np.where(np.isfinite(ours), ours, np.inf)
     regrets = np.array([
-        row[0] - row[int(choice)]  # not among the reference's top ids: as bad as the last of them, at least
+        row[0] - row[int(choice)]  # a choice outside the top ids counts as their last, a lower bound
         for s, f in zip(sequences, found, strict=True)
         for row, choice in zip(s.bf16, f[:, -1], strict=True)
     ])  # fmt: skip

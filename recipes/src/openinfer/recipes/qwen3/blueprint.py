@@ -1,4 +1,4 @@
-"""A Qwen3 before it has memory: how the cache is shared out, what is allocated, what is loaded."""
+"""A Qwen3 before it has memory: the division of the cache, allocation and loading."""
 
 from __future__ import annotations
 

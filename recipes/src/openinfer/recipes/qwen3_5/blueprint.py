@@ -1,4 +1,4 @@
-"""A Qwen3.5 before it has memory: how cache and states are shared out, what is allocated, what is loaded."""
+"""A Qwen3.5 before it has memory: the division of the room between cache and states, allocation and loading."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Qwen35(Blueprint[Model]):
         return self.config.kv_bytes_per_token(itemsize) * self.page_size, self.config.state_bytes(itemsize)
 
     def _states_wanted(self) -> int:
-        """One a row, as many again for snapshots, and the padding block."""
+        """The most blocks of states: one a row, as many again for snapshots, and the padding block."""
         return self.options.max_num_seqs * (2 if self.options.enable_prefix_caching else 1) + 1
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
-        """States get no more than half of the room. With fewer states than rows, rows wait for one as they do for
-        pages. No more pages than every row at full length uses."""
+        """Blocks of both groups. States get no more than half of the room. With fewer states than rows, rows wait for
+        a state as they do for pages. There are no more pages than every row at full length uses."""
         page, state = self._block_bytes(limits)
         states = min(self._states_wanted(), room.nbytes // 2 // state)
         pages = min((room.nbytes - states * state) // page, limits.max_rows * limits.max_blocks + 1)

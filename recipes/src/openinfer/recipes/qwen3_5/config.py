@@ -1,4 +1,4 @@
-"""How a Qwen3.5 config.json is read, and what is refused."""
+"""Reading a Qwen3.5 config.json, and the settings that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule as commands: how the rows of a step are cut up for a GPU."""
+"""The gated delta rule as commands: the division of a step's rows among a GPU's programs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from openinfer.kernels.authoring import (
 from openinfer.tensor import Tensor, float32, int32
 
 CHUNK = 64
-"""Tokens of a chunk: the triangular system of one has this size, and the state exists at its multiples."""
+"""Tokens of a chunk: its triangular system has this size, and the state exists at multiples of it."""
 
 TILED_ROWS, SCANNED_ROWS = 8, 2
-"""Rows of many tokens that a step has programs for: where there are more, programs take several tiles, or rows. A
-program for nothing is not free, and in a step of 256 rows nearly all have one token. A row's scan alone fills a GPU."""
+"""Rows of many tokens that a step has programs for. In a step with more such rows, programs take several tiles, or
+rows. A program without work is not free, and in a step of 256 rows nearly all have one token. A row's scan alone
+fills a GPU."""
 
 _DEVICE = "openinfer.recipes.qwen3_5.device."
 _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
@@ -31,8 +32,8 @@ _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How the kernels are compiled. `step_columns`, `columns`: of a state's DV, those that a program of the step or of
-    the scan has."""
+    """How the kernels are compiled. `step_columns`, `columns`: the columns of a state's DV that a program of the step,
+    or of the scan, has."""
 
     step_columns: int = 128
     step_warps: int = 4
@@ -85,8 +86,8 @@ class Call:
 
 
 def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
-    """The launches of a call. Rows of one token go to one kernel, the others in chunks through four; a step may have
-    both, and many of the first are a branch beside the second."""
+    """The launches of a call. Rows of one token go to one kernel. Other rows go in chunks through four kernels. A step
+    may have both; many rows of one token are then a branch beside the four kernels."""
     tokens, rows = call.t["out"].shape[0], call.t["slots"].shape[0]
     if max_q_len == 1:
         yield _step(call, tuning, tokens)
@@ -185,7 +186,7 @@ def _chunks(call: Call, tuning: Tuning, short: int) -> Iterator[Launch]:
 
 
 def _scan(call: Call, tuning: Tuning, made: dict[str, Arg], short: int) -> Launch:
-    """The chunks of each row in order, on what the launches before have `made` of them."""
+    """The scan: the chunks of each row in order. `made`: the outputs of the launches before."""
     _, heads, _, dv = call.t["state"].shape
     rows, snapshots = call.t["snapshot_ends"].shape
     tokens = call.t["out"].shape[0]

@@ -232,7 +232,7 @@ class Model:
         router, up, down = b.router[:t], mlp.shared.gate_up, mlp.shared.down
         count, ids, weights = mlp.down.weight.shape[0], b.expert_ids[:t], b.expert_weights[:t]
         norm_linear(pack, out=router, x=x, norm_weight=norm, weight=mlp.router.weight, scales=None, eps=eps)
-        # The shared expert's gate scales its hidden layer, which is the same as scaling what it adds.
+        # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         gate_up_silu(pack, out=hidden, x=x, norm_weight=norm, weight=up.weight, scales=up.scales, eps=eps)
         sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=_columns(router, count, (1, 1), (1, 1)))
         route_topk(

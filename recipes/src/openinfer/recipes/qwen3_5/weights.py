@@ -32,9 +32,10 @@ NEVER_FP8 = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a checkpoint spells the weights: the prefix of the text model's names, the modules with scales (None: as
-    published for config.fp8), whether experts are tensors of their own, whether there is a head; and what is made of
-    them: whether the MTP head is loaded."""
+    """How a checkpoint spells the weights.
+
+    prefix: the prefix of the text model's names. scaled: the modules with scales (None: as published for config.fp8).
+    unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded."""
 
     prefix: str
     scaled: frozenset[str] | None

@@ -15,7 +15,7 @@ from openinfer.tensor import Checkpoint, Device, bfloat16, dtypes
 
 
 class _Asked:
-    """Stands where a Checkpoint is validated, and keeps what must be there."""
+    """Takes the place of a Checkpoint that is validated, and keeps the tensors that must be there."""
 
     def __init__(self) -> None:
         self.expected: Mapping[str, tuple[tuple[int, ...], Collection[Any]]] = {}
@@ -29,8 +29,8 @@ def write_random_checkpoint(
 ) -> Path:
     """Write config.json (default: recipe.small) and model.safetensors with the tensors that the recipe requires.
 
-    Matrices keep the variance of what goes through them; vectors are around 1, as norms are. Raises ValueError for a
-    model that wants other types than bfloat16 and float32. Gives the folder.
+    Matrices keep the variance of their inputs; vectors are around 1, as norms are. Raises ValueError for a model that
+    wants other types than bfloat16 and float32. Returns the folder.
     """
     config, options = config or recipe.small, recipe.options(device="cpu")
     folder.mkdir(parents=True, exist_ok=True)

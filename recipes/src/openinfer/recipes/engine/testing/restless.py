@@ -8,7 +8,7 @@ from openinfer.scheduler import Decision, Policy, Seq, View, make_policy
 
 
 class Restless:
-    """Another policy, which sends its last row back at every `every`-th change, `most` times in all."""
+    """A wrapped policy that also preempts its last row at every `every`-th change, `most` times in all."""
 
     def __init__(self, policy: Policy, every: int = 3, most: int = 12) -> None:
         self._policy, self._every, self._most = policy, every, most

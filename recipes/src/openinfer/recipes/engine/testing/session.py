@@ -1,4 +1,4 @@
-"""Session: an engine driven by hand, and what it said of each request."""
+"""Session: an engine driven by hand, and its outputs for each request."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Session:
         """Step until every request has ended, and once more."""
         for _ in range(max_steps):
             if not self.open:
-                self.step()  # whatever is still in flight must not speak again
+                self.step()  # a step that is still in flight must give no output for an ended request
                 return
             self.step()
         raise AssertionError(f"requests {self.open} did not end within {max_steps} steps")

@@ -1,4 +1,4 @@
-"""EngineConformance: what users may rely on, whatever the model."""
+"""EngineConformance: the rules that users may rely on, for every model."""
 
 from __future__ import annotations
 

@@ -24,9 +24,11 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 @triton.jit
 def _find(n, q_starts, rows, short, C: tl.constexpr):
-    """The n-th piece of work: its row, its number in the row, and how many there are. Only rows of more than `short`
-    tokens have any: a tile a chunk, which is up to two more than its tokens fill since they need not begin or end with
-    one; with C = 0 one piece a row. Beyond them the row is `rows`."""
+    """(row, number in the row, count of all pieces) of the n-th piece of work.
+
+    Only rows of more than `short` tokens have pieces. A row has a tile a chunk. That is up to two tiles more than its
+    tokens fill, because the tokens need not begin or end with a chunk. With C = 0 a row has one piece. Beyond the last
+    piece the row is `rows`."""
     SEARCH: tl.constexpr = 256
     row, before, total = 0, 0, 0
     for r in range(0, rows, SEARCH):
@@ -263,7 +265,8 @@ def _leave(
     place,
     KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """A row's states after position `upto` into block `target`: a program's part of S, and of the ring its head's."""
+    """Write a row's states after position `upto` into block `target`: the program's part of S, and its head's part of
+    the ring."""
     width: tl.constexpr = 2 * KEYS * DK + KEYS * GROUP * DV
     tl.store(state + target * state_stride + place, s)
     if part == 0:

@@ -77,7 +77,7 @@ def delta_step(
 
     place = (head * DK + i[:, None]) * DV + j[None, :]
     s = tl.load(state + source * state_stride + place, mask=position > 0, other=0.0)
-    tl.debug_barrier()  # else the assembler moves these loads behind what has to wait for the next ones
+    tl.debug_barrier()  # else the assembler moves these loads behind loads that must wait
     gates = ba + first * ba_stride + head
     a, b = tl.load(gates + heads), tl.load(gates)
     rate, bias = tl.load(decay + head), tl.load(dt_bias + head)

@@ -19,7 +19,7 @@ def silu(x):
 
 @triton.jit
 def log_decay(a, decay, dt_bias):
-    """decay softplus(a + dt_bias), at most 0: the logarithm of what a token leaves of the state."""
+    """decay softplus(a + dt_bias), at most 0: the logarithm of the factor by which a token shrinks the state."""
     x = a.to(tl.float32) + dt_bias
     return decay * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
 

@@ -96,7 +96,7 @@ def _contract(
 
     snapshot_ends, snapshot_blocks int32 [R, M]: when row r has seen snapshot_ends[r, i] tokens in all, its two states
     also go to the block snapshot_blocks[r, i]. An end is 0 (none) or a multiple of STATE_CHUNK that the row reaches in
-    this step. With max_q_len == 1 they are not looked at.
+    this step. With max_q_len == 1 both are ignored.
 
     Dead rows and tokens past q_starts[R] change no state but that of block 0, which no row reads. Their elements of
     `out` are finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).

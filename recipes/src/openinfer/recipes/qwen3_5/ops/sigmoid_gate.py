@@ -1,4 +1,4 @@
-"""sigmoid_gate: what a layer produced, times the sigmoid of a gate."""
+"""sigmoid_gate: the output of a layer times the sigmoid of a gate."""
 
 from __future__ import annotations
 
