@@ -1,4 +1,4 @@
-"""A DeepSeek-V4 before it has memory: how the cache is shared out, what is allocated, what is loaded."""
+"""A DeepSeek-V4 before it has memory: the division of the cache between its groups, allocation and loading."""
 
 from __future__ import annotations
 

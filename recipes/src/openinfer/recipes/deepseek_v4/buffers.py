@@ -15,8 +15,8 @@ from openinfer.tensor import Arena, Tensor, float32, int32
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Activations, allocated once for the largest step; a smaller step uses their first rows. `rounded` is `normed`
-    where the products' inputs are not rounded, `local_logits` are the batch's logits where there is one rank."""
+    """Activations, allocated once for the largest step; a smaller step uses their first rows. `rounded` is `normed` if
+    the inputs of products are not rounded. `local_logits` are the batch's logits if there is one rank."""
 
     streams: Tensor
     mix: Tensor

@@ -1,4 +1,4 @@
-"""How a DeepSeek-V4 config.json is read, and what is refused."""
+"""Reading a DeepSeek-V4 config.json, and the settings that are refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 CSA, HCA = 4, 128
-"""Tokens of a compressed entry: of compressed sparse attention (overlapping windows, an indexer), and of heavily
-compressed attention. 0 is a layer of the sliding window alone."""
+"""Tokens of a compressed entry. CSA is compressed sparse attention (overlapping windows, an indexer), HCA is heavily
+compressed attention. A ratio of 0 is a layer of the sliding window alone."""
 
 WANTED: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -29,17 +29,20 @@ WANTED: Mapping[str, Any] = {
     "n_shared_experts": 1,
     "hc_mult": 4,
 }
-"""Keys that every published model has this value of."""
+"""Keys that have this value in every published model."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The model, by the symbols of its published description. `ratios[l]`: tokens of a compressed entry of layer l.
-    `main_freq`, `compress_freq` float32 [rope_dim / 2]: of layers without and with compressed entries. `mtp`: there is
-    a layer that predicts a further token. `rank` of `ranks` GPUs has the part of the heads, experts and rows of lm_head
-    that `local_...` and `first_expert` say."""
+    """The model, by the symbols of its published description.
+
+    ratios: ratios[l] is the number of tokens of a compressed entry of layer l.
+    main_freq, compress_freq: float32 [rope_dim / 2], for layers without and with compressed entries.
+    mtp: there is an MTP layer, which predicts one more token.
+    rank: of `ranks` GPUs, this one has the heads, experts and rows of lm_head that `local_...` and `first_expert` name.
+    """
 
     hidden_size: int
     ratios: tuple[int, ...]
@@ -134,7 +137,7 @@ class Config:
         return raw + 4 * (self.count(CSA) * csa + self.count(HCA) * hca)
 
     def entry_page_bytes(self, itemsize: int) -> int:
-        """Bytes of a page of the entries group: what 128 tokens are compressed to."""
+        """Bytes of a page of the entries group: the entries of 128 tokens."""
         csa = PAGE // CSA * (self.head_dim + self.index_dim)
         return itemsize * (self.count(CSA) * csa + self.count(HCA) * PAGE // HCA * self.head_dim)
 

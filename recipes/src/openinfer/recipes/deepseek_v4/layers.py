@@ -22,7 +22,7 @@ from openinfer.tensor import Stream, Tensor, bfloat16
 Array = np.ndarray[Any, Any]
 
 MEDIAN, P90 = 0.01, 0.02
-"""The least that is allowed. Quantiles, since an expert or an entry chosen otherwise moves single positions far."""
+"""The least limits. They are of quantiles, because another expert or entry moves single positions far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class LayerCheck:
 
 
 class Injected:
-    """A pack that runs another, puts the given input before each layer, and keeps what each layer makes of it.
+    """A pack that runs another, puts the given input before each layer, and keeps the output of each layer.
 
     inputs bf16 [L, T, n, D]. A layer has two hc_pre, of which the first reads its input, and two hc_post.
     """
@@ -95,7 +95,7 @@ class Injected:
 def layers_alone(
     engine: Engine, reference: Reference, wrong_table: str | None = None
 ) -> Iterator[LayerCheck]:
-    """A check of each layer, where the reference has what layers make of given inputs."""
+    """A check of each layer, if the reference has outputs of layers for given inputs."""
     if not reference.layers:
         return
     inputs = reference.layers["inputs"].view(bfloat16)

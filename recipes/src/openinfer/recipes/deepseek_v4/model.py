@@ -70,7 +70,7 @@ class Model:
         return self.buffers.streams.reshape(self.buffers.streams.shape[0], -1)
 
     def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
-        """Tokens of the step to logits of each row's last token; what layers keep of them goes to the cache."""
+        """Turn the tokens of the step into logits of each row's last token, and write the cache."""
         w, b, batch, t, r = self.weights, self.buffers, self.batch, num_tokens, num_rows
         streams = b.streams[:t]
         embed(pack, out=b.y[:t], token_ids=batch.expand(pack, t, r), table=w.embed)
@@ -226,7 +226,7 @@ class Model:
         )
 
     def _mixture(self, pack: Pack, layer: Layer, t: int) -> None:
-        """y = the experts of each token, and the one that all go through."""
+        """y = the output of each token's experts plus that of the shared expert."""
         c, b, batch, m = self.config, self.buffers, self.batch, layer.mixture
         ids, weights = b.expert_ids[:t], b.expert_weights[:t]
         self._project(pack, b.router[:t], b.normed[:t], Linear(m.router, None))

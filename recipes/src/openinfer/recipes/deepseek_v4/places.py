@@ -1,7 +1,7 @@
-"""Where tensors of the checkpoint go: made in an arena, packed or expanded, one by one or stacked.
+"""The places of the checkpoint's tensors: made in an arena, packed or expanded, one by one or stacked.
 
-FP8 and FP4 weights stay packed, scales too. For a float32 model, which only a CPU runs, they are expanded once while
-they are loaded: the values are the same, and a step does not make them again.
+FP8 and FP4 weights stay packed, and so do their scales. For a float32 model, which only a CPU runs, they are expanded
+once while they are loaded. The values are the same, and a step does not expand them again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ FP8_SCALE_MOST, FP4_SCALE_MOST = 134, 128
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a checkpoint spells the weights: FP4 experts (else FP8); and what is made of them: whether the layer that
-    predicts a further token is loaded."""
+    """How a checkpoint spells the weights: FP4 experts (else FP8); and whether the MTP layer is loaded."""
 
     fp4_experts: bool
     mtp: bool = False

@@ -1,4 +1,4 @@
-"""The published DeepSeek-V4 sizes: what their config.json says."""
+"""The published DeepSeek-V4 sizes, by their config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention and its indexer as commands: how a step's tokens and what they see are cut up for a GPU."""
+"""Attention and its indexer as commands: the division of a step's tokens and vectors among a GPU's programs."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _HOPPER = "openinfer.recipes.deepseek_v4.device.sparse_attend_hopper"
 _INDEX = "openinfer.recipes.deepseek_v4.device.index_topk"
 
 MOST_PARTS = 16
-"""Parts of a token's vectors, at most: all of them are merged at once."""
+"""The most parts of a token's vectors. The bound is needed because all parts are merged at once."""
 
 SCORES_BYTES = 64 << 20
-"""The indexer's scores that are in memory at once; steps of more tokens take turns."""
+"""Bytes of the indexer's scores that are in memory at once; steps with more scores take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendTuning:
-    """`block` vectors at a time; `splits`: parts of a token's vectors; `heads` a program. `stages`: the compiler's, of
-    which a block ahead takes three where entries are selected and two elsewhere."""
+    """`block`: vectors at a time. `splits`: parts of a token's vectors. `heads`: of a program. `stages`: the compiler's
+    stages; a block ahead takes three of them where entries are selected, and two elsewhere."""
 
     block: int
     stages: int

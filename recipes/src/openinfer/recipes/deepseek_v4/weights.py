@@ -60,8 +60,8 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Experts, chosen by `bias` float32 [E] or by `table` int32 [V, K], and one that all tokens go through. gate_up
-    stacks w1 and w3."""
+    """Experts, chosen by `bias` float32 [E] or by `table` int32 [V, K], and the shared expert. gate_up stacks w1 and
+    w3."""
 
     router: Tensor  # [E, padded, D]
     bias: Tensor | None
@@ -88,7 +88,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The layer that predicts a further token."""
+    """The weights of the MTP layer."""
 
     e_proj: Linear  # [D, D]
     h_proj: Linear  # [D, D]
@@ -135,8 +135,8 @@ class Weights:
 
 
 def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly the published tensors: all of them, of the layer that
-    predicts a further token too, whether or not it is loaded."""
+    """Raise CheckpointError unless the checkpoint holds exactly the published tensors. The tensors of the MTP
+    layer must be there too, whether or not the layer is loaded."""
     entries = inventory(config, fp4_experts=form.fp4_experts)
     expected = {entry.name: (entry.shape, (entry.dtype,)) for entry in entries}
     checkpoint.require(expected, ignore=IGNORED if config.mtp else ("mtp.*",))

@@ -1,4 +1,4 @@
-"""Sending what a Generation yields, whole or as server-sent events, and ending it when the client leaves."""
+"""Sending the output of a Generation, whole or as server-sent events, and ending it when the client leaves."""
 
 import asyncio
 import contextlib
@@ -23,12 +23,12 @@ _STREAM_HEADERS = [
 
 MAX_WARNING_CHARS = 300
 HEAD_AFTER_S = 0.25
-"""A stream's head waits so long for the engine's first word, which may be a refusal with a status of its own."""
+"""The longest time that a stream's head waits for the engine's first message, which may be a refusal with a status."""
 
 
 class Answer(Response):
-    """Submits the generation and sends its outcome. The status waits for the engine's first word on it, and that of a
-    stream not for long.
+    """Submits the generation and sends its outcome. The status waits for the engine's first message about it; the
+    status of a stream waits at most HEAD_AFTER_S.
 
     active: the set the generation is in while it runs. log: called at the end with a word about the outcome.
     """
@@ -108,7 +108,7 @@ class Answer(Response):
 
 
 def _warnings(warnings: Iterable[str]) -> list[tuple[bytes, bytes]]:
-    """A header `Warning: 299 openinfer "..."` each, in printable ASCII."""
+    """One header `Warning: 299 openinfer "..."` a text, in printable ASCII."""
     texts = (re.sub(r'[^ -~]|["\\]', "'", text[:MAX_WARNING_CHARS]) for text in warnings)
     return [(b"warning", f'299 openinfer "{text}"'.encode()) for text in texts]
 

@@ -1,4 +1,4 @@
-"""Where a server's processes count, so that any of them can tell the sum."""
+"""Shared counters of a server's processes, so that each process can show the sums."""
 
 import mmap
 from collections.abc import Sequence

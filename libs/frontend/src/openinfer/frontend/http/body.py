@@ -138,7 +138,7 @@ class ChatBody(CommonBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
-    """SGLang's: false leaves the thoughts in the content."""
+    """SGLang's field: false leaves the thoughts in the content."""
     reasoning_effort: str | None = None
     thinking: Thinking | None = None
     thinking_token_budget: Budget | None = None
@@ -190,7 +190,7 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def decode_body(raw: bytes, kind: type[_Body], refused: Mapping[str, tuple[Any, ...]]) -> _Body:
-    """Read a request body; `refused` has fields we do not honour and their values that ask for nothing.
+    """Read a request body. `refused` has fields that are not honoured, with the values that change nothing.
 
     Raises APIError (400) that names the field where there is one."""
     try:

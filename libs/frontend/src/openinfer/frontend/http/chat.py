@@ -39,27 +39,27 @@ class Chat:
     tool_choice: str = "auto"
     """none, auto, required, or the name of a tool after "tool "."""
     strict: Sequence[str] = ()
-    """Names of the tools that are to be called after their schema, also where the model may decide. One is enough to
-    hold all calls to theirs."""
+    """Names of the tools whose calls must keep their schema, also where the model may decide. With one such tool, the
+    calls of all tools keep theirs."""
     parallel_calls: bool = True
     add_generation_prompt: bool = True
     continue_final: bool = False
-    """The answer goes on where the last message, the assistant's, ends."""
+    """The answer continues the last message, which is the assistant's."""
     effort: str | None = None
     """reasoning_effort."""
     budget: int | None = None
-    """Tokens that the thoughts may have."""
+    """The most tokens of the thoughts."""
     budget_field: str = "thinking"
     separate: bool = True
-    """Thoughts are told apart from the content."""
+    """Whether thoughts are separated from the content."""
     warnings: list[str] = dataclasses.field(default_factory=list)
-    """Filled with what of the request changes nothing here."""
+    """Gets a text for each field of the request that changes nothing here."""
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatFormat:
-    """How this server's model writes chats.
+    """The format in which this server's model writes chats.
 
     renderer: None refuses chats. tools: None refuses tools. reasoning: split `<think>` from the content.
     """
@@ -132,7 +132,7 @@ class ChatFormat:
             raise APIError(f"the tools cannot be forced: {error}", param="tools") from error
 
     def _answer(self, lark: Lark, chat: Chat, schemas: Schemas, content: Grammar | None, forced: bool) -> str:
-        """The expression of what follows the thoughts."""
+        """The expression of the text after the thoughts."""
         if not schemas or self.tools is None:
             assert content is not None
             return lark.content(content)
@@ -154,7 +154,7 @@ class ChatFormat:
         return f"{lark.rule(f'{lark.text(THINK)} {rest}')}?"
 
     def where(self, chat: Chat, prompt: str) -> Where:
-        """Where the prompt leaves the model, if this server tells its thoughts apart; "over" otherwise."""
+        """The model's place at the end of the prompt, if this server separates thoughts; "over" otherwise."""
         return _thinking(prompt, chat) if self.reasoning else "over"
 
     def markers(self) -> str:

@@ -34,7 +34,7 @@ def chat_of(body: ChatBody, variables: frozenset[str]) -> Chat:
 
 
 def tool_object(function: FunctionSpec) -> dict[str, Any]:
-    """A tool as templates know it: OpenAI's object, with nothing in it that is for the server."""
+    """A tool in the form for templates: OpenAI's object without the fields for the server."""
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {
         "type": "function",
@@ -62,7 +62,7 @@ def verbosity_warnings(verbosity: str | None) -> list[str]:
 
 
 def _budget(body: ChatBody) -> tuple[int | None, str]:
-    """Tokens that the thoughts may have, and the field that says so."""
+    """The most tokens of the thoughts, and the field that sets it."""
     for field in _BUDGETS:
         if (tokens := getattr(body, field)) is not None:
             return tokens, field

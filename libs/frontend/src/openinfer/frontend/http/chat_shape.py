@@ -1,4 +1,4 @@
-"""/v1/chat/completions as OpenAI words it. Pure: choices in, bytes out."""
+"""Answers of /v1/chat/completions in OpenAI's form. Pure: choices in, bytes out."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""Bounds on what a connection may cost: what it may send, how long a head may take, how slow a reader may be."""
+"""Bounds on the cost of a connection: the bytes it may send, the time of a head, the slowness of a reader."""
 
 import asyncio
 import time

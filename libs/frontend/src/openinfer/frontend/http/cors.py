@@ -1,4 +1,4 @@
-"""Which pages of other origins may call this server."""
+"""The pages of other origins that may call this server."""
 
 import msgspec
 from starlette.middleware import Middleware

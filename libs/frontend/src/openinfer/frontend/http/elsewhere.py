@@ -1,4 +1,4 @@
-"""Routes that other servers have and this one has not: what a 404 says about them."""
+"""Routes that other servers have and this one has not, and the advice of a 404 about them."""
 
 __all__ = ["hint"]
 

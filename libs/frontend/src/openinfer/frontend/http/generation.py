@@ -152,7 +152,7 @@ class Choice:
         return taken
 
     def cancel(self, error: Failed) -> None:
-        """End it from our side; the engine is told and whatever it still says is dropped."""
+        """End the choice from our side: abort it in the engine, and drop all later messages about it."""
         if not self.done:
             self.error = error
             self._abort(self.request.id)
@@ -354,7 +354,7 @@ class Generation:
         return Usage(self.choices, self.plan.n)
 
     def error(self) -> APIError | None:
-        """The first choice's error, as what the client is told."""
+        """The first choice's error, in the form for the client."""
         error = next((choice.error for choice in self.choices if choice.error is not None), None)
         if error is None:
             return None

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "context_management": (None,),
 }
-"""Known fields that are not honoured, each with the values that ask for nothing."""
+"""Known fields that are not honoured, each with the values that change nothing."""
 
 
 def messages_common(body: MessagesBody) -> CommonBody:

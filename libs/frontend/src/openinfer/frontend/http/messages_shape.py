@@ -1,4 +1,4 @@
-"""/v1/messages as Anthropic words it: an answer is a list of blocks, and a stream tells how each of them grows."""
+"""Answers of /v1/messages in Anthropic's form: a list of blocks; a stream has an event for each growth of a block."""
 
 import json
 import uuid

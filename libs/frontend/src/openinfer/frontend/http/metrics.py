@@ -1,7 +1,7 @@
 """Prometheus metrics under the names that vLLM's dashboards read, with finer buckets for inter-token latency.
 
-Where a server has several HTTP processes, each of them shows the sums over all: what the engine counts comes from the
-engine, the rest from a Board.
+Where a server has several HTTP processes, each of them shows the sums over all. The engine's counts come from the
+engine, all others from a Board.
 """
 
 from bisect import bisect_left
@@ -141,7 +141,7 @@ class Metrics:
             self._per_token.observe((last - first) / (tokens - 1))
 
     def finished_early(self, request: Request, tokens: int, times: Times) -> None:
-        """A sequence was aborted by us."""
+        """The server aborted a sequence."""
         self._trace(request, "abort", tokens, times)
         self._successes.own[_REASONS.index("abort")] += 1
 

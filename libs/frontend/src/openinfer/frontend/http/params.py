@@ -1,4 +1,4 @@
-"""From a typed body to what the engine is asked: every bound is checked here, before anything is submitted."""
+"""From a typed body to the parameters of a request: every bound is checked here, before a request is submitted."""
 
 import json
 import re
@@ -39,7 +39,7 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_USER_CHARS = 1024
 MAX_LOGPROB_ENTRIES = 8 << 20
-"""Alternatives asked for times tokens of all sequences: what an answer may have to hold."""
+"""The most log-probabilities of an answer: alternatives asked for, times tokens of all sequences."""
 MAX_POOLS = 16
 """Tokens of one HTTP request's sequences, prompts and outputs at their longest, in units of the KV capacity."""
 MAX_SALT_CHARS = 128
@@ -58,7 +58,7 @@ _FEATURES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "allowed_token_ids": ("allowed_token_ids", (None,)),
     "bad_words": ("bad_words", (None, [])),
 }
-"""Field -> the feature an engine must have for it, and the values that ask for nothing."""
+"""Field -> the feature an engine must have for it, and the values that need no feature."""
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ def make_plan(
     tokenizer: Tokenizer | None,
     format_field: str = "response_format",
 ) -> Plan:
-    """Check everything but the prompts. format_field: what the endpoint calls response_format.
+    """Check all fields but the prompts. format_field: the endpoint's name for response_format.
 
     Raises APIError (400) naming the field.
     """
@@ -213,7 +213,7 @@ def _prompt_logprobs(body: CommonBody, info: EngineInfo) -> int | None:
 
 
 def check_grammars(field: str, info: EngineInfo, tokenizer: Tokenizer | None) -> None:
-    """Raise APIError (400) where an output cannot be forced to be what `field` asks for."""
+    """Raise APIError (400) where an output cannot be forced into the form that `field` asks for."""
     if "grammar" not in info.features:
         why = "this engine has no grammars"
     elif tokenizer is None or not tokenizer.is_bytes:
@@ -311,7 +311,7 @@ def _stop_strings(body: CommonBody, has_tokenizer: bool) -> list[str]:
 def max_tokens_for(
     prompt_tokens: int, asked: int | None, default: int | None, plan: Plan, info: EngineInfo, field: str
 ) -> int:
-    """How much one sequence may generate. default None: the rest of the context.
+    """The most tokens that one sequence may generate. default None: the rest of the context.
 
     Raises APIError (400) with both numbers when prompt and output do not fit.
     """
@@ -338,7 +338,7 @@ def max_tokens_for(
 
 
 def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, info: EngineInfo) -> None:
-    """That the request's sequences together are not out of all proportion. Raises APIError (400).
+    """Check that the request's sequences together are within bounds. Raises APIError (400).
 
     limits: the most tokens to generate for each prompt.
     """

@@ -1,4 +1,4 @@
-"""A prompt's text to ids, where the text may be far too long for the model: found out before all of it is encoded."""
+"""A prompt's text to ids. A text that is far too long for the model is refused before all of it is encoded."""
 
 import asyncio
 import time

@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "max_tool_calls": (None,),
 }
-"""Known fields that are not honoured, each with the values that ask for nothing."""
+"""Known fields that are not honoured, each with the values that change nothing."""
 
 
 def responses_common(body: ResponsesBody) -> CommonBody:
@@ -145,7 +145,7 @@ def responses_chat(body: ResponsesBody, kept: KeptItems) -> Chat:
 
 
 def _functions(tools: Sequence[dict[str, Any]], warnings: list[str]) -> list[ResponseTool]:
-    """The tools that are functions; what is said of the others goes to `warnings`."""
+    """The tools that are functions; `warnings` gets a text about the others."""
     found, left_out = [], []
     for index, tool in enumerate(tools):
         if tool.get("type") == "function":

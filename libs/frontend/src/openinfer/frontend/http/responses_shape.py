@@ -1,4 +1,4 @@
-"""/v1/responses as OpenAI words it: an answer is a list of items, and a stream tells how each of them grows."""
+"""Answers of /v1/responses in OpenAI's form: a list of items; a stream has an event for each growth of an item."""
 
 import time
 import uuid

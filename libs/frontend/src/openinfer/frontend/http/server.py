@@ -1,4 +1,4 @@
-"""uvicorn, with our idea of an orderly end: drain, then abort, then leave; leave at once when the engine is lost."""
+"""uvicorn with an orderly end: drain, then abort, then exit; exit at once when the engine is lost."""
 
 import asyncio
 import contextlib
@@ -122,7 +122,7 @@ async def _run(
 
 
 def parts(loop: asyncio.AbstractEventLoop, protocol: Any) -> str:
-    """The event loop and the parser of http_protocol() in words, and where to get faster ones."""
+    """The event loop and the parser of http_protocol() in words, and the extra that has faster ones."""
     name, parser = type(loop).__module__.partition(".")[0], parser_name(protocol)
     fast = (name, parser) == ("uvloop", "httptools")
     hint = "" if fast else "; faster ones: pip install 'openinfer-frontend[fast]'"

@@ -53,7 +53,7 @@ def package_version() -> str:
 
 @functools.cache
 def fingerprint() -> str:
-    """system_fingerprint: what may change an answer to the same request with the same seed."""
+    """system_fingerprint: it covers all that may change an answer to the same request with the same seed."""
     return f"openinfer-{package_version()}"
 
 
@@ -96,7 +96,7 @@ class CompletionResponse(msgspec.Struct):
 
 
 class Shape(Protocol):
-    """How one endpoint words its answers. Taking from a choice empties it."""
+    """The form of one endpoint's answers. Taking from a choice empties it."""
 
     def events(self, choice: Choice) -> bytes:
         """Server-sent events for what the choice has gathered; b"" when that says nothing yet."""

@@ -11,8 +11,10 @@ EMPTY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _row_of(tile, q_starts, rows, PAGE: tl.constexpr):
-    """The row that a tile belongs to. Row r has the tiles from q_starts[r] // PAGE + 2 r on, a page each: two more than
-    its tokens fill, since they need not begin or end with a page. `rows` for a tile after the last row's."""
+    """The row that a tile belongs to; `rows` for a tile after those of the last row.
+
+    Row r has the tiles from q_starts[r] // PAGE + 2 r on, a page each. These are two more than its tokens fill, because
+    the tokens need not begin or end with a page."""
     SEARCH: tl.constexpr = 128
     passed = tl.zeros((SEARCH,), tl.int32)
     for r in range(0, rows + 1, SEARCH):
@@ -140,9 +142,9 @@ def compress(
     """A program takes a page's tokens of a row in order; the entries only if ENTRIES. Grid: SINGLE (no row has more
     than one token) rows, else T // PAGE + 2 rows.
 
-    Only a row's first program reads the state before the step, and no other writes the page that has it: the programs
-    of later pages begin a window early (OVERLAP), with what no state is needed for; where that window is not whole in
-    the step, the first program takes the second page too.
+    Only a row's first program reads the state before the step, and no other program writes the page that has it. The
+    programs of later pages begin a window early (OVERLAP), because they need no state then. Where that window is not
+    whole in the step, the first program takes the second page too.
     """
     COLUMNS: tl.constexpr = 2 * D if OVERLAP else D
     LOOK: tl.constexpr = WINDOW if OVERLAP else 0

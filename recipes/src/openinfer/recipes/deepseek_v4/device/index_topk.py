@@ -1,8 +1,8 @@
 """The indexer: a score of every finished entry for every token, and the entries of the largest scores.
 
-The largest of n numbers are found by cutting the range of their bits, which order like the numbers do, in three again
-and again. Where a token sees more entries than a program holds, several programs take a segment each, and another one
-chooses among their choices.
+The largest of n numbers are found by cutting the range of their bits in three, again and again; the bits have the order
+of the numbers. Where a token sees more entries than a program holds, several programs take a segment each. Another
+program then chooses among their choices.
 """
 
 # mypy: ignore-errors

@@ -13,7 +13,7 @@ import triton.language as tl
 from openinfer.kernels.device.rounding import rotated
 
 LOW = tl.constexpr(-1.0e30)
-"""A score that nothing sees: exp2 of its distance to a real one is 0, to itself is 1 and not NaN."""
+"""A hidden score. exp2 of its distance to a real score is 0; exp2 of its distance to itself is 1 and not NaN."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -157,7 +157,7 @@ def merge_parts(
     to = out + (token * heads + head) * D
     position = tl.load(positions + token)
     live = tl.load(token_slots + token) != 0
-    # Everything is asked for at once, of parts that do not exist too.
+    # All loads are issued at once, also those of parts that do not exist, so that no load waits for another.
     first = token * SPLITS * heads + tl.minimum(head, heads - 1)
     pair = tl.zeros((HEADS, 1), tl.int32) + tl.arange(0, D // 2)[None, :] - (D - ROTARY) // 2
     angle = cos_sin + position.to(tl.int64) * ROTARY + pair

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from openinfer.kernels.device.gluon_names import load_elements, reinterpret
 
 LOW = gl.constexpr(-1.0e30)
-"""The least maximum: finite, so that its distance to a hidden score is no NaN."""
+"""The least maximum. It must be finite, so that its distance to a hidden score is not NaN."""
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -41,7 +41,7 @@ SPREAD = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 """How four warps read and write rows of channels: 16 bytes a thread."""
 
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-"""How they copy vectors: what lies together is asked for together."""
+"""How four warps copy vectors: neighbouring bytes are loaded together."""
 
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 
