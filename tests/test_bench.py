@@ -242,7 +242,11 @@ def test_bench_serve_starts_a_server_measures_several_loads_and_stops_it(
     assert first["prompt_tokens"] == 60
     assert first["seed"] != second["seed"]
     assert first["goodput"]["requests_per_s"] == first["requests_per_s"]
-    assert "inf x1, 20/4" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "inf x1, 20/4" in said.out
+    assert all(len(line) <= 100 for line in said.out.splitlines())
+    assert f"bench: starting a server of {TINY}" in said.err
+    assert "bench:  2/2 answers  100 %" in said.err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 import struct
 import subprocess
@@ -35,6 +36,15 @@ def test_greedy_tokens_are_the_goldens(golden: Any, start: Callable[..., Any]) -
     for choice in choices:
         assert choice["token_ids"] == golden.greedy(choice["index"]), f"prompt {choice['index']}"
         assert choice["finish_reason"] == "length"
+
+
+def test_the_log_alarms_no_one_on_a_cpu_and_tells_small_weights_in_megabytes(
+    tiny: Any, start: Callable[..., Any]
+) -> None:
+    server = start(tiny.path)
+    log = "".join(server.log).partition(" ready on ")[0]
+    assert re.search(r"^INFO openinfer\.engine: weights: [\d.]+ MB at [\d.]+ [kMG]B/s$", log, re.M)
+    assert not re.search(r"^(WARNING|ERROR|CRITICAL)|\b0\.0 GB", log, re.M)
 
 
 def test_text_chat_and_a_batch_of_prompts(tiny: Any, start: Callable[..., Any]) -> None:
