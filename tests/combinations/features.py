@@ -84,6 +84,7 @@ class Flag:
 REGEX = "[a-e]{2,4}!"
 ALLOWED = list(range(600))
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+EVENTS = '{"enable_kv_cache_events": true, "endpoint": "inproc://events"}'
 RANDOM = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 11}
 
 REQUEST = {
@@ -113,6 +114,7 @@ ENGINE = {
     "preemption": Flag("what the pool or the policy does"),  # here the policy: engine.testing.Restless
     "large pages": Flag("`--block-size`", {"block_size": 32}),
     "priorities": Flag("`--scheduling-policy priority`, `priority`", {"scheduling_policy": "priority"}),
+    "KV events": Flag("`--kv-events-config`", {"kv_events_config": EVENTS, "enable_prefix_caching": True}),
     "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),
 }
 SERVER = {
