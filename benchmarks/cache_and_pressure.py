@@ -263,7 +263,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="LABEL=FLAGS",
-        help="of the mixed part: server flags under a label; default: chunks of 2048 and of 256 tokens",
+        help="server flags of the mixed part, under a label; default: chunks of 2048 and of 256 tokens",
     )
     args = parser.parse_args()
     policies = {p.partition("=")[0]: p.partition("=")[2].split() for p in args.policy} or {

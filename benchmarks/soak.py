@@ -178,7 +178,9 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="?", default="fake", help="fake, or a checkpoint's directory")
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture; needs openinfer[plot]")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw a picture into this file; needs openinfer[plot]"
+    )
     add_arguments(parser)
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:

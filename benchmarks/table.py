@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--write", action="store_true", help="into README.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into README.md")
     args = parser.parse_args()
     targets, results = json.loads((HERE / "targets.json").read_text()), HERE / "results"
     texts = {

@@ -173,10 +173,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("clients", nargs="*", choices=[[], *CLIENTS], metavar="CLIENT")
-    parser.add_argument("--write", action="store_true", help="put the outcomes into docs/clients.md")
-    parser.add_argument(
-        "--here", action="store_true", help="install nothing: this environment has the clients"
-    )
+    parser.add_argument("--write", action="store_true", help="write the outcomes into docs/clients.md")
+    parser.add_argument("--here", action="store_true", help="install no client: this environment has them")
     args = parser.parse_args()
     results = {}
     serve = ["-m", "openinfer.cli", "serve", str(CHECKPOINT), "--device", "cpu", "--port", "0"]

@@ -14,7 +14,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ SUBJECT = re.compile(r"(What|Those|Who|Whoever|Nobody|Somebody|Such|Likewise|It 
 IDIOM = re.compile(
     r"\b((?:is|are) none|so many|as it is|as they are|be it|yet an?|[Nn]obody|[Ss]omebody|[Ww]hoever|[Ll]ikewise)\b"
 )
-FRAGMENT = re.compile(r"(Of|As|Whom)\b")  # "Of one check." leaves out the thing that it describes
+FRAGMENT = re.compile(r"([Oo]f|As|Whom)\b")  # "Of one check." leaves out the thing that it describes
 TIME = re.compile(r"\b\d[\d.,]* ?(?:us|µs|microseconds?)\b")
 # A sentence ends at its stop. A colon or semicolon ends one too: the parts are read one after the other.
 END = re.compile(r"(?<=[.!?:;])[)\"'*_]*\s+| · ")
@@ -43,7 +43,7 @@ class Piece:
     line: int
     text: str
     docstring: bool = False
-    opening: bool = False  # of a docstring
+    opening: bool = False  # of a docstring or help text
     heading: bool = False
     cell: bool = False
 
@@ -120,7 +120,8 @@ def source_pieces(source: str) -> Iterator[Piece]:
         elif isinstance(node, ast.keyword) and node.arg in ("help", "description", "epilog"):
             for part in ast.walk(node.value):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield from paragraphs(part.value, part.lineno)
+                    for piece in paragraphs(part.value, part.lineno):
+                        yield replace(piece, opening=part is node.value)
     block: list[str] = []
     first = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

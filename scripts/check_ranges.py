@@ -41,8 +41,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ends", nargs="*", choices=[[], "oldest", "newest"], metavar="oldest|newest")
-    parser.add_argument("--suite", action="append", choices=SUITES, help="run this suite only, no compiling")
-    parser.add_argument("--quick", action="store_true", help="what fits into CI's time")
+    parser.add_argument(
+        "--suite", action="append", choices=SUITES, help="run only this suite, without compiling"
+    )
+    parser.add_argument("--quick", action="store_true", help="run only the part that fits into CI's time")
     args = parser.parse_args()
     ends = args.ends or ["oldest", "newest"]
     with (

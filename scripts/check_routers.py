@@ -45,7 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--environment", type=Path, help="where the routers are installed, or shall be")
+    parser.add_argument("--environment", type=Path, help="folder with the routers, or to install them into")
     args = parser.parse_args()
     with ExitStack() as stack:
         kept = Path(args.environment or stack.enter_context(tempfile.TemporaryDirectory()))

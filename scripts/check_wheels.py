@@ -67,9 +67,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--previous", action="store_true", help="against the siblings' previous releases")
-    parser.add_argument("--pinned", action="store_true", help="with the versions that CI runs with")
-    parser.add_argument("--no-tests", action="store_true", help="install and import only")
+    parser.add_argument("--previous", action="store_true", help="use the siblings' previous releases")
+    parser.add_argument("--pinned", action="store_true", help="use the versions of CI")
+    parser.add_argument("--no-tests", action="store_true", help="only install and import")
     parser.add_argument("libraries", nargs="*", choices=[[], *LIBRARIES, EXAMPLE], metavar="LIBRARY")
     args = parser.parse_args()
     failed = 0

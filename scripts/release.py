@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("version", metavar="VERSION", help="such as 0.2.0")
     add("libraries", nargs="*", choices=[[], *FOLDERS], metavar="LIBRARY", help=", ".join(FOLDERS))
-    add("--date", default=datetime.date.today().isoformat(), help="of the changelogs; default: today")
+    add("--date", default=datetime.date.today().isoformat(), help="date in the changelogs; default: today")
     add("--out", type=Path, default=ROOT / "dist", help="folder of the files; default: dist")
     add("--tests", action="store_true", help="run each library's tests on its wheel too")
     add("--quick", action="store_true", help="make no environment to try the wheels in")

@@ -38,6 +38,7 @@ def language() -> ModuleType:
         (f"x = 1\n# {LONG[:60]}\n# {LONG[60:]}\n", " words: "),
         ('x = 1\n"""A pair of threads takes 4.5 us."""\n', "measured time '4.5 us'"),
         ('parser.add_argument("--rows", help="be it the first")', "idiom 'be it'"),
+        ('parser.add_argument("--key", help="of the server")', "fragment 'of'"),
         ('parser.add_argument("--rows", help=f"{n} rows; so many")', "idiom 'so many'"),
     ],
 )

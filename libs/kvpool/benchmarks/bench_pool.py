@@ -87,7 +87,7 @@ def measure_million(block_size: int, eviction: str) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Host time and memory of the pool.")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--million", action="store_true", help="a pool of a million blocks instead")
+    parser.add_argument("--million", action="store_true", help="measure a pool of a million blocks instead")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=40)

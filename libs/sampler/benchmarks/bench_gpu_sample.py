@@ -145,7 +145,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
-    parser.add_argument("--kernels", action="store_true", help="the first 1, 2, 3 kernels of sample as well")
+    parser.add_argument(
+        "--kernels", action="store_true", help="time the first 1, 2, 3 kernels of sample as well"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
     args = parser.parse_args()
     device = Device("cuda", 0)

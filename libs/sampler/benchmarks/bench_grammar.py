@@ -186,7 +186,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokenizer", type=Path, metavar="DIR")
-    parser.add_argument("--vocabulary", type=int, default=151_936, help="of the made-up one")
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="size of the made-up vocabulary")
     parser.add_argument("--texts", type=int, default=200)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()

@@ -73,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL_DIR | URL", help="checkpoint to serve, or a server that runs")
+    add("model", metavar="MODEL_DIR | URL", help="checkpoint to serve, or the URL of a running server")
     add("--cases", type=Path, metavar="FILE", help="JSON lines of chats and checks")
     add("--kinds", nargs="+", default=[], metavar="KIND", help="only cases of these kinds")
     add("--max-concurrency", type=int, default=8, metavar="N", help="requests at once; default: 8")
-    add("--max-tokens", type=int, default=256, metavar="N", help="of an answer; default: 256")
+    add("--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most; default: 256")
     add(
         "--at-least",
         type=float,
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         help="exit with 1 below this share of all cases",
     )
     add("--wrong", type=int, default=0, metavar="N", help="print the first N wrong answers")
-    add("--api-key", metavar="KEY", help="of the server")
+    add("--api-key", metavar="KEY", help="the server's API key")
     add_arguments(parser)
     return parser
 

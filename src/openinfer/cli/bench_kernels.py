@@ -34,9 +34,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("openinfer bench kernels", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add = parser.add_argument
-    add("ops", nargs="*", metavar="OP", help="names of ops; default: all that have cases")
-    add("--variants", action="store_true", help="other launches of each case too")
-    add("--list", action="store_true", help="name the cases and stop")
+    add("ops", nargs="*", metavar="OP", help="names of ops; default: all ops with cases")
+    add("--variants", action="store_true", help="measure other launches of each case too")
+    add("--list", action="store_true", help="print the names of the cases and stop")
     machine_flags(parser)
     add_arguments(parser)
     args = parser.parse_args(argv)

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--context", type=int, default=1024, help="tokens of a decode row; default: %(default)s")
-    add("--tokens", type=int, nargs="+", metavar="N", help="steps of these recorded token counts only")
+    add("--tokens", type=int, nargs="+", metavar="N", help="only steps of these recorded token counts")
     add("--repeats", type=int, default=10, help="replays an op and shape; default: %(default)s")
     machine_flags(parser)
     add_arguments(parser)
@@ -46,9 +46,9 @@ def machine_flags(parser: argparse.ArgumentParser) -> None:
     """Flags for the floor; the defaults are what was measured on an H200."""
     default, add = Machine(), parser.add_argument
     add("--bandwidth", type=float, default=default.bytes_per_s / 1e12, metavar="TB/S",
-        help="of device memory; default: %(default)s")  # fmt: skip
+        help="bandwidth of device memory; default: %(default)s")  # fmt: skip
     add("--tflops", type=float, default=default.flops_per_s / 1e12, metavar="N",
-        help="of the matrix units in bf16; default: %(default)s")  # fmt: skip
+        help="speed of the matrix units in bf16; default: %(default)s")  # fmt: skip
 
 
 def machine(args: argparse.Namespace) -> Machine:

@@ -19,9 +19,9 @@ from typing import Any
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that all yardsticks share."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument(
-        "--commit", metavar="ID", help="of the code that is measured; default: what git says here"
+        "--commit", metavar="ID", help="commit of the measured code; default: this checkout's"
     )
 
 

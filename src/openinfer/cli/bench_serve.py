@@ -101,8 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model_dir", type=Path, nargs="?", metavar="MODEL_DIR", help="checkpoint to serve")
-    add("--base-url", metavar="URL", help="of a server that runs: http://HOST:PORT")
-    add("--model", metavar="NAME", help="in the requests; default: the first that /v1/models names")
+    add("--base-url", metavar="URL", help="a running server: http://HOST:PORT")
+    add("--model", metavar="NAME", help="model name in the requests; default: the first of /v1/models")
     one = "one, or one for each rate"
     add("--request-rate", "--rates", type=float, nargs="+", default=[math.inf], metavar="R",
         help="loads in requests/s, Poisson arrivals; inf (default): all at once")  # fmt: skip
@@ -118,10 +118,10 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         metavar="S",
-        help="requests for so long at the rate, instead of --num-prompts",
+        help="send requests for this time at the rate, instead of --num-prompts",
     )
     add("--max-concurrency", type=int, nargs="+", default=[0], metavar="N",
-        help=f"at once ({one}); 0 (default): no limit")  # fmt: skip
+        help=f"requests at once ({one}); 0 (default): no limit")  # fmt: skip
     add("--random-input-len", type=int, nargs="+", default=[1024], metavar="N", help=f"prompt tokens ({one})")
     add("--random-output-len", type=int, nargs="+", default=[128], metavar="N", help=f"tokens out ({one})")
     add("--text", action="store_true", help="send text of that many tokens (MODEL_DIR's tokenizer), not ids")
@@ -129,13 +129,13 @@ def _parser() -> argparse.ArgumentParser:
         "--vocab-size",
         type=int,
         metavar="N",
-        help="prompt ids are below it; default: MODEL_DIR's, else 32000",
+        help="vocabulary of the prompt ids; default: MODEL_DIR's, else 32000",
     )
-    add("--seed", type=int, default=0, help="of the first load; the next has one more")
+    add("--seed", type=int, default=0, help="seed of the first load; each further load has one more")
     add("--num-warmups", type=int, default=8, metavar="N", help="requests before the first load; default: 8")
     add("--goodput", nargs="+", default=[], metavar="NAME:MS",
         help="objectives, as ttft:50 tpot:5 (also e2el): count the requests that meet all")  # fmt: skip
-    add("--server-log", type=Path, metavar="FILE", help="keep the log of the server that is started")
+    add("--server-log", type=Path, metavar="FILE", help="keep the log of the started server in this file")
     add_arguments(parser)
     return parser
 

@@ -30,8 +30,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "default: those of the published targets")  # fmt: skip
     add("--repeats", type=int, default=20, help="timed steps a point; default: %(default)s")
     add("--records", type=Path, metavar="FILE",
-        help="write the steps' times by what was in them, for the scheduler's simulator; "
-        "the default points are then more")  # fmt: skip
+        help="write the steps' times with their workloads, for the scheduler's simulator; "
+        "this adds default points")  # fmt: skip
     add("--gaps", action="store_true",
         help="instead: the gaps between the kernels of decode points (default: decode:1,1024), through CUPTI; "
         "exit code 1 if one is longer than 5 us")  # fmt: skip

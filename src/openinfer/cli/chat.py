@@ -62,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         "--thinking",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="ask the model to think first, or not to; default: as its template does",
+        help="ask the model to think first, or not to; default: the template's choice",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="of the server; or OPENINFER_API_KEY")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's API key; or OPENINFER_API_KEY")
     return parser
 
 

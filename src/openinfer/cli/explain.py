@@ -53,16 +53,16 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="one GPU's part of N; what goes between them is left out",
+        help="the part of one of N GPUs, without the traffic between them",
     )
-    add("--ledger", type=Path, metavar="FILE", help="what `openinfer bench ops --json FILE` measured")
-    add("--plot", type=Path, metavar="FILE.png", help="draw it; needs openinfer[plot]")
+    add("--ledger", type=Path, metavar="FILE", help="the file of `openinfer bench ops --json FILE`")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the step into this file; needs openinfer[plot]")
     add(
         "--gpu-memory",
         type=float,
         default=GPUS[H200.gpu].memory_bytes / 1e9,
         metavar="GB",
-        help="of the GPU; default: %(default)s (H200)",
+        help="bandwidth of the GPU; default: %(default)s (H200)",
     )
     machine_flags(parser)
 

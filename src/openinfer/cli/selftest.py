@@ -268,8 +268,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--work", type=Path, help="folder of the checkpoints (8 GB each); default: the results' folder"
     )
-    parser.add_argument("--model", type=Path, help="a checkpoint to gate and to serve")
-    parser.add_argument("--only", nargs="+", choices=STAGES, help="these stages only")
+    parser.add_argument("--model", type=Path, help="a checkpoint for the accuracy gate and the server")
+    parser.add_argument("--only", nargs="+", choices=STAGES, help="run only these stages")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
     parser.add_argument("--json", action="store_true", help="print the results as JSON at the end")
     parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)

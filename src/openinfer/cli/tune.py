@@ -35,15 +35,16 @@ def main(argv: list[str]) -> int:
 def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", metavar="N", default=list(TOKENS),
-        help="tokens of a step to measure at; between two, the larger counts; default: %(default)s")  # fmt: skip
+        help="token counts of steps to measure; a count between two takes the larger one's kernels; "
+        "default: %(default)s")  # fmt: skip
     add(
         "--budget",
         type=float,
         metavar="SECONDS",
         default=math.inf,
-        help="stop after so long; run again to go on",
+        help="stop after this time; run again to go on",
     )
-    add("--again", action="store_true", help="measure what was measured before, too")
+    add("--again", action="store_true", help="measure again what was measured before")
     add("--out", type=Path, metavar="FILE",
         help=f"the table to write; default: the GPU's in {tuning.user_tables()}, which engines read")  # fmt: skip
     add_arguments(parser)

@@ -33,7 +33,7 @@ def server_parser(prog: str, description: str) -> FlagParser:
     )
     server = parser.add_argument_group("server")
     server.add_argument(
-        "--config", metavar="FILE", help="TOML with a line a flag; the command line counts for more"
+        "--config", metavar="FILE", help="TOML file with a line a flag; the command line goes before it"
     )
     server.add_argument("--host", default="127.0.0.1", help="address to listen on")
     server.add_argument(
@@ -48,7 +48,7 @@ def server_parser(prog: str, description: str) -> FlagParser:
         type=flag_types.key,
         metavar="KEY",
         default=None,
-        help="wanted on all paths but probes and /; OPENINFER_API_KEY in the environment does not show in ps",
+        help="key for all paths but probes and /; OPENINFER_API_KEY in the environment does not show in ps",
     )
     _add_origins(server)
     server.add_argument(
@@ -56,23 +56,27 @@ def server_parser(prog: str, description: str) -> FlagParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="names requests may use; first is shown",
+        help="names that requests may use; the first is shown",
     )
-    server.add_argument("--skip-tokenizer-init", action="store_true", help="take and give token ids only")
+    server.add_argument("--skip-tokenizer-init", action="store_true", help="take and give only token ids")
     server.add_argument(
-        "--chat-template", type=Path, default=None, metavar="FILE", help="instead of the model's"
+        "--chat-template",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="chat template instead of the model's",
     )
     server.add_argument(
         "--tool-call-parser",
         choices=("auto", "none", *TOOL_PARSERS),
         default="auto",
-        help="how the model writes its calls; auto: as its model_type does",
+        help="format of the model's calls; auto: by its model_type",
     )
     server.add_argument(
         "--reasoning-parser",
         choices=("auto", "none", *REASONING_PARSERS),
         default="auto",
-        help="how the model marks its reasoning; none: it stays in the content",
+        help="format of the model's reasoning; none: it stays in the content",
     )
     server.add_argument(
         "--enable-auto-tool-choice",
@@ -107,14 +111,14 @@ def server_parser(prog: str, description: str) -> FlagParser:
     server.add_argument(
         "--restart-engine",
         action="store_true",
-        help="start an engine that died or hangs anew, up to 3 times in 10 minutes, instead of leaving",
+        help="restart an engine that died or hangs, up to 3 times in 10 minutes, instead of ending the server",
     )
     server.add_argument(
         "--shutdown-timeout",
         type=flag_types.seconds,
         default=30.0,
         metavar="S",
-        help="how long SIGTERM lets running requests finish",
+        help="time that SIGTERM gives running requests to finish",
     )
     server.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=" "
@@ -123,7 +127,7 @@ def server_parser(prog: str, description: str) -> FlagParser:
         "--otlp-traces-endpoint",
         default=None,
         metavar="URL",
-        help="send a span a sequence there, such as http://localhost:4318/v1/traces; needs [otel]",
+        help="send a span for each sequence to this URL, such as http://localhost:4318/v1/traces; needs [otel]",
     )
     server.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="json: one object a line"
@@ -136,7 +140,7 @@ def server_parser(prog: str, description: str) -> FlagParser:
         help="log no line for each HTTP request",
     )
     server.add_argument(
-        "--log-requests", action="store_true", help="log a line for what each request generated"
+        "--log-requests", action="store_true", help="log a line about the output of each request"
     )
     return parser
 
@@ -152,13 +156,15 @@ def _add_origins(server: Any) -> None:
             f"--allowed-{name}", type=flag_types.strings, default=default, metavar="JSON", help=what
         )
     server.add_argument(
-        "--allow-credentials", action="store_true", help="such pages may send the browser's cookies along"
+        "--allow-credentials", action="store_true", help="let such pages send the browser's cookies"
     )
-    server.add_argument("--ssl-certfile", type=Path, default=None, metavar="FILE", help="PEM; serves HTTPS")
+    server.add_argument(
+        "--ssl-certfile", type=Path, default=None, metavar="FILE", help="PEM certificate; serves HTTPS"
+    )
     server.add_argument(
         "--ssl-keyfile",
         type=Path,
         default=None,
         metavar="FILE",
-        help="its key, if that is not in the same file",
+        help="the certificate's key, if it is not in the same file",
     )

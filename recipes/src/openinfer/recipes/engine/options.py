@@ -43,7 +43,9 @@ class Options:
         choices=("auto", "bfloat16", "float32"),
     )
     max_model_len: int | None = option(
-        None, "tokens of a sequence, prompt and output; default: what the model and the cache allow", kind=int
+        None,
+        "tokens of a sequence, prompt and output; default: the most that model and cache allow",
+        kind=int,
     )
     max_num_seqs: int = option(256, "sequences that run at once", kind=int)
     max_num_batched_tokens: int | None = option(
@@ -52,7 +54,7 @@ class Options:
     max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int)
     gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to take", kind=float)
     kv_cache_memory_bytes: int | None = option(
-        None, "bytes for the cache and states, instead of what the memory leaves (cpu: 2 GiB)", kind=int
+        None, "bytes for the cache and states; default: the memory that is left (cpu: 2 GiB)", kind=int
     )
     block_size: int = option(16, "tokens of a cache page", kind=int, choices=(16, 32, 64))
     enforce_eager: bool = option(False, "launch kernels one by one instead of replaying graphs", kind=bool)
@@ -69,7 +71,7 @@ class Options:
     )
     batch_invariant: bool = option(
         False,
-        "one kernel an op and no splits, so that a row's logits are the same bits whatever else is in its steps; "
+        "one kernel an op and no splits, so that other rows of a step change no bit of a row's logits; "
         "slower on a GPU, and always so on a CPU",
         kind=bool,
     )
@@ -81,8 +83,8 @@ class Options:
     )
     trace: str | None = option(
         None,
-        "write the last 256 steps there at the end, for chrome://tracing or ui.perfetto.dev: host phases and kernels "
-        "(through CUPTI, where it is installed); steps get slower",
+        "write the last 256 steps to this file at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
+        "kernels (through CUPTI, where it is installed); steps get slower",
         metavar="FILE",
     )
 

@@ -39,13 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=16.0, help="requests a second; default: %(default)s")
     add("--input", type=_range, metavar="N[-M]", help="prompt tokens (chats: of a turn), drawn evenly")
     add("--output", type=_range, metavar="N[-M]", help="output tokens")
-    add("--speed", type=float, default=1.0, help="of a trace: 2 is twice as fast; default: %(default)s")
+    add("--speed", type=float, default=1.0, help="speed of a trace: 2 is twice as fast; default: %(default)s")
     add("--seed", type=int, default=0)
     add("--cost", metavar="FILE", help="measured steps, JSON, to fit the step time to; default: an example's")
     add(
         "--pool",
         metavar="MODULE:FUNCTION",
-        help="called with (blocks, block size); default: the simulator's own",
+        help="pool, called with (blocks, block size); default: the simulator's own",
     )
     add("--num-blocks", type=int, default=20_000, help="KV blocks of the pool; default: %(default)s")
     add("--block-size", type=int, default=16, help="tokens of a block; default: %(default)s")
@@ -53,10 +53,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=int, default=2048, help="default: %(default)s")
     add("--max-num-queued-reqs", type=int, default=1024, help="default: %(default)s")
     add("--max-model-len", type=int, default=32_768, help="default: %(default)s")
-    add("--ttft-ms", type=float, help="objective, for goodput")
-    add("--tpot-ms", type=float, help="objective, for goodput (a policy's own is its option tpot_s)")
-    add("--json", action="store_true", help="the whole report instead of a table")
-    add("--plot", metavar="PNG", help="distributions of TTFT, TPOT and ITL; needs openinfer-scheduler[plot]")
+    add("--ttft-ms", type=float, help="TTFT objective, for goodput")
+    add("--tpot-ms", type=float, help="TPOT objective, for goodput (a policy's own is its option tpot_s)")
+    add("--json", action="store_true", help="print the whole report instead of a table")
+    add(
+        "--plot",
+        metavar="PNG",
+        help="draw the distributions of TTFT, TPOT and ITL; needs openinfer-scheduler[plot]",
+    )
     return parser
 
 
