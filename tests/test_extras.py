@@ -53,6 +53,7 @@ NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         "from openinfer.kernels.cublas import load_library; load_library()",
     ),
     ("openinfer-graph", "runner"): (("openinfer.scheduler",), "import openinfer.graph.runner"),
+    ("openinfer-kvpool", "events"): (("zmq",), "import openinfer.kvpool.publisher"),
     ("openinfer-sampler", "gpu"): (("openinfer.kernels",), "import openinfer.sampler.gpu"),
     ("openinfer-sampler", "grammar"): (("llguidance",), GRAMMAR),
     ("openinfer-scheduler", "plot"): (("matplotlib",), SIMULATOR),
