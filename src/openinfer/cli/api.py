@@ -14,7 +14,7 @@ TIMEOUT_S = 600.0
 
 
 class ApiError(RuntimeError):
-    """The server is not there, or refused; the message is what it said."""
+    """The server is not there, or refused the request; the message has the server's words."""
 
 
 class Api:

@@ -1,4 +1,4 @@
-"""`openinfer bench NAME`: the yardsticks. Each is a module of its own, imported when it is asked for."""
+"""`openinfer bench NAME`: the benchmarks. Each is a module of its own, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ YARDSTICKS = {
 
 
 def main(argv: list[str]) -> int:
-    """Run a yardstick; returns its exit code, 2 for wrong arguments."""
+    """Run a benchmark; returns its exit code, 2 for wrong arguments."""
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         print(_help())

@@ -27,7 +27,7 @@ from openinfer.frontend.errors import FlagError
 
 @dataclass(slots=True)
 class Answer:
-    """One request as the client saw it; times are time.perf_counter() seconds. `error` says why it does not count."""
+    """One request, seen by the client; times are time.perf_counter() seconds. `error` says why it does not count."""
 
     due: float
     sent: float = 0.0

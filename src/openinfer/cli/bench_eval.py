@@ -1,4 +1,4 @@
-"""`openinfer bench eval`: how many of a file of questions a model answers right, by exact checks.
+"""`openinfer bench eval`: the share of a file's questions that a model answers right, by exact checks.
 
     openinfer bench eval demo/qwen3
     openinfer bench eval http://127.0.0.1:8000 --cases demo/eval.jsonl
@@ -28,8 +28,8 @@ PROG = "openinfer bench eval"
 
 
 def main(argv: list[str]) -> int:
-    """Ask everything; returns 0, 1 if a request failed, nothing could be asked or --at-least was missed, 2 for wrong
-    arguments."""
+    """Ask all questions. Returns 0; 1 if a request failed, no question could be asked or --at-least was missed; 2 for
+    wrong arguments."""
     at = argv.index("--") if "--" in argv else len(argv)
     parser = _parser()
     args = parser.parse_args(argv[:at])

@@ -1,7 +1,7 @@
-"""`openinfer bench step --gaps`: what the device does between the kernels of a decode step, which should be nothing.
+"""`openinfer bench step --gaps`: the idle time of the device between the kernels of a decode step.
 
-CUPTI times every kernel inside the graphs. A gap is the time from the end of all that ran so far to the start of what
-comes next; kernels that overlap have none between them.
+CUPTI times every kernel inside the graphs. A gap is the time from the end of all earlier kernels to the start of the
+next one; kernels that overlap have no gap between them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openinfer.recipes.engine import steps
 from openinfer.tensor import Activity, ActivityRecorder
 
 LIMIT_US = 5.0
-"""A longer gap is one too long."""
+"""The longest gap that is allowed."""
 LISTED = 10
 NAME_CHARS = 87
 """Names of kernels may have hundreds."""

@@ -1,7 +1,7 @@
-"""`openinfer bench host`: what the host does for a step and for a token. Needs no GPU.
+"""`openinfer bench host`: the host's work for a step and for a token. Needs no GPU.
 
-Each recipe's engine runs with a device that answers at once; the HTTP frontend runs over an engine that makes tokens
-up, and the client of `bench serve` asks it for streams and for whole answers.
+Each recipe's engine runs with a device that answers at once. The HTTP frontend runs over an engine that makes tokens
+up; the client of `bench serve` asks it for streams and for whole answers.
 """
 
 from __future__ import annotations

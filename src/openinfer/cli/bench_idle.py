@@ -37,7 +37,7 @@ class _Pack:
 
 
 class _Graphs(StepGraphs):
-    """Knows every step that is recorded, and does nothing for it."""
+    """Step graphs that know every step, and do nothing at a launch."""
 
     def record(self, key: Hashable, enqueue: Callable[[], None]) -> None:
         super().record(key, _nothing)

@@ -1,4 +1,4 @@
-"""Op calls as lines of a ledger: named by what their time depends on, with their cost and their floor."""
+"""Op calls as lines of a ledger: the name has all that their time depends on; each has its cost and its floor."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _measure(args: argparse.Namespace, asked: Asked) -> int:
 def measured(
     segment: Segment, pack: Pack, stream: Stream, repeats: int, limits: Machine, seen: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """A ledger's entries for what a segment calls and `seen` has not yet: its keys are added."""
+    """A ledger's entries for the calls of a segment that are not in `seen` yet; their keys are added to `seen`."""
     recorder = Recorder()
     segment.run(recorder)
     groups = {k: c for k, c in grouped(recorder.calls, segment.workload).items() if k not in seen}

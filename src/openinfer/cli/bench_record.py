@@ -18,7 +18,7 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that all yardsticks share."""
+    """The flags that all benchmarks share."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument(
         "--commit", metavar="ID", help="commit of the measured code; default: this checkout's"
@@ -52,7 +52,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 
 def progress(line: str) -> None:
-    """A line on stderr: what is done now, or what was found."""
+    """Write a line to stderr: the current work, or a result."""
     print(f"bench: {line}", file=sys.stderr, flush=True)
 
 

@@ -280,7 +280,7 @@ def summary(load: Load, run: Run, goodput: dict[str, float]) -> dict[str, Any]:
 
 
 def _spread(values: list[float]) -> dict[str, float] | None:
-    """Mean, median, 99th percentile and maximum; None of nothing."""
+    """Mean, median, 99th percentile and maximum; None without values."""
     if not values:
         return None
     return {

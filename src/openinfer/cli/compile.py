@@ -24,7 +24,7 @@ GPUS = {
     100: Target(100, 148, gpu="NVIDIA B200"),
     120: Target(120, 170, gpu="NVIDIA GeForce RTX 5090"),
 }
-"""The GPU that is meant unless --gpu and --num-sms say otherwise: both steer the choice of kernels."""
+"""The default GPU of each architecture. --gpu and --num-sms replace it, because both steer the choice of kernels."""
 
 
 def main(argv: list[str]) -> int:

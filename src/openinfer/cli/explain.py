@@ -1,4 +1,4 @@
-"""`openinfer explain MODEL_DIR`: a step op by op, with the floor of each, and what the memory goes to. Needs no GPU.
+"""`openinfer explain MODEL_DIR`: a step op by op, with the floor of each, and the use of the memory. Needs no GPU.
 
 The floor of a call is the larger of its least memory traffic over the bandwidth and its FLOPs over the rate. With the
 ledger of `openinfer bench ops --json` the measured times stand beside it, where the very same shape was measured.
@@ -152,7 +152,7 @@ def total(lines: list[Line]) -> Line:
 
 
 def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
-    """The memory plan as text: what is fixed, and the cache that the rest holds."""
+    """The memory plan as text: the fixed parts, and the cache in the rest."""
     rows = [f"memory of {format_bytes(gpu_bytes)}, of which {utilization:.0%} are used:"]
     rows += [f"  {name:<26} {format_bytes(size):>8}" for name, size in outline.memory.items()]
     try:
@@ -169,7 +169,7 @@ def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
 
 
 def plot(lines: list[Line], title: str, path: Path) -> None:
-    """A bar a line: its floor, and what was measured. Raises BadFlags without matplotlib."""
+    """Draw a bar for each line: its floor, and its measured time. Raises BadFlags without matplotlib."""
     figure = _figure()(figsize=(9, 0.4 * len(lines) + 1.6), layout="constrained")
     axes = figure.subplots()
     places = range(len(lines), 0, -1)

@@ -1,4 +1,4 @@
-"""A short check of a running server over HTTP: start to ready, answers streamed and not, many at once, nothing left."""
+"""A short check of a server over HTTP: start to ready, answers streamed and not, many at once, no block left in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which recipe serves a checkpoint: every installed one is asked."""
+"""The recipe that serves a checkpoint: every installed recipe is asked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUP = "openinfer.recipes"
 
 
 class NoRecipe(ValueError):
-    """MODEL_DIR is no checkpoint, or one that no installed recipe serves; the message says which there are."""
+    """MODEL_DIR is no checkpoint, or no installed recipe serves it; the message names the installed recipes."""
 
     user_can_mend = True
 

@@ -128,7 +128,7 @@ def _gates(recipe: str, folder: Path, **flags: Any) -> Result:
 
 
 def _judged(built: Built, references: Sequence[Reference]) -> Result:
-    """Every path of an engine, which is closed then, and its controls."""
+    """The gate on every path of an engine, and its negative controls. The engine is closed afterwards."""
     verdicts, controls = [], []
     for verdict in gate.run(built, references):
         print(verdict, flush=True)
@@ -191,7 +191,7 @@ def bench(work: Path) -> Result:
 
 
 def hybrid_reference(work: Path) -> Result:
-    """The same of the Qwen3.5-4B shape."""
+    """A checkpoint of the Qwen3.5-4B shape with random weights, and transformers' log-probabilities on it."""
     return _reference("qwen3_5", work / "hybrid")
 
 
@@ -206,22 +206,22 @@ def hybrid_bench(work: Path) -> Result:
 
 
 def deepseek_reference(work: Path) -> Result:
-    """Five layers of the V4-Flash shape with random packed weights, and what references say of them."""
+    """Five layers of the V4-Flash shape with random packed weights, and the references' results for them."""
     return _reference("deepseek_v4", work / "deepseek", "flash")
 
 
 def deepseek_gates(work: Path) -> Result:
-    """Their accuracy gate on every path, with activations that are not rounded."""
+    """The accuracy gate of these layers on every path, with activations that are not rounded."""
     return _gates("deepseek_v4", work / "deepseek", activation_quantization="off")
 
 
 def deepseek_rounded(work: Path) -> Result:
-    """The same with activations rounded as the published code does."""
+    """The accuracy gate of these layers on every path, with activations rounded as in the published code."""
     return _gates("deepseek_v4", work / "deepseek", activation_quantization="on")
 
 
 def deepseek_bench(work: Path) -> Result:
-    """Their prefill and decode of one sequence, 1,024 tokens."""
+    """Prefill and decode of one sequence by these layers, 1,024 tokens."""
     return _bench("deepseek_v4", work / "deepseek")
 
 

@@ -17,7 +17,7 @@ from openinfer.recipes.engine.verdict import Reference
 Array = np.ndarray[Any, Any]
 
 LENGTHS = (1, 5, 40, 129, 300)
-"""Prompt lengths; FORCED more tokens follow each. Few, since numpy computes them."""
+"""Prompt lengths; FORCED more tokens follow each. The prompts are few, because numpy computes them."""
 FORCED, TOP = 16, 64
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512}
 

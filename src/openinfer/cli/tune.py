@@ -24,7 +24,7 @@ from openinfer.tensor import ProgressBar, float32
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LINEAR = ("norm_linear", "linear_add", "gate_up_silu")
-"""The ops that look a choice up."""
+"""The ops that look up a kernel in the tables."""
 
 
 def main(argv: list[str]) -> int:

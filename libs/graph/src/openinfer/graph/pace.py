@@ -108,7 +108,7 @@ class StepPace:
         self._pairs += len(self._slots)
 
     def result(self, seconds: float | None) -> Timed | None:
-        """The oldest step under way took so long; the step, if it is an outlier."""
+        """The oldest step in flight is done and took `seconds`. Returns the step, if it is an outlier."""
         launched = self._under_way.popleft()
         if launched is None or seconds is None:
             return None

@@ -12,7 +12,7 @@ from openinfer.tensor import Device, Event, PinnedBuffer, Stream, Tensor
 
 
 class _Pending(NamedTuple):
-    """Results under way: where they go, where each is there, and the marks before and after their step."""
+    """Results in flight: their buffer, the place of each in it, and the marks before and after their step."""
 
     buffer: PinnedBuffer
     places: list[tuple[int, tuple[int, ...], np.dtype[Any]]]
@@ -46,7 +46,7 @@ class Readback:
 
     def begin(self, stream: Stream) -> None:
         """The work put on the stream from now on is the next step's, until its `enqueue`."""
-        # A busy device begins where the step before ends: another mark would only make it pause.
+        # A busy device begins where the step before ends, so its end mark serves. Another mark would make it pause.
         last = self._pending[-1].done if self._pending else None
         self._begun = self._mark(stream) if last is None or last.query() else last
 

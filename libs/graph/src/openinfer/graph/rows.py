@@ -141,7 +141,7 @@ class Rows:
         staged[0] = count
         staged[1 : 1 + count] = index
         staged[split : split + count] = values
-        # One copy, though with a gap of old indices in it: a second one costs more than its 64 KB.
+        # One copy must do, with a gap of old indices in it, because a second copy costs more than the 64 KB of the gap.
         stream.copy_async(self.writes.ptr, buffer.ptr, 4 * (split + count), "h2d")
         copied.record(stream)
 

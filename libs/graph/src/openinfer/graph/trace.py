@@ -14,7 +14,7 @@ from typing import Any
 from openinfer.tensor import Activity, ActivityNotAvailable, ActivityRecorder
 
 PHASES_A_STEP = 8
-"""More than a step has; for the size of the ring."""
+"""More activities than a step has, for the size of the ring."""
 
 _HOST, _STEPS, _DEVICE, _OUTLIERS = range(4)  # processes of the trace
 
@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 @dataclass(slots=True)
 class TracedStep:
-    """A step from its launch to its result. Times are time.perf_counter_ns(), 0 for what did not happen yet."""
+    """A step from its launch to its result. Times are time.perf_counter_ns(), 0 for events that are still to come."""
 
     index: int
     facts: dict[str, Any]
@@ -39,7 +39,7 @@ class TracedStep:
 
 @dataclass(slots=True)
 class Outlier:
-    """A step that is kept when the ring has moved on, with what host and device did meanwhile."""
+    """A step that is kept when the ring has moved on, with the work of host and device during it."""
 
     step: TracedStep
     phases: list[tuple[str, int, int]]
@@ -49,8 +49,8 @@ class Outlier:
 class StepTrace:
     """Keeps the last `steps` steps and the last `outliers` outliers, and writes them to `path` when it is closed.
 
-    Open it before the first context is made, so that CUPTI can be had. Where it cannot, the device is one bar a step,
-    as long as the events around it say, and `source` says why. One thread uses it.
+    Open it before the first context is made, because CUPTI must be attached before. Without CUPTI the device is one bar
+    a step, as long as the events around it say, and `source` says why. One thread uses it.
     """
 
     def __init__(self, path: Path, *, steps: int = 256, outliers: int = 8) -> None:

@@ -1,4 +1,4 @@
-"""openinfer.sampler: what a request asks of the sampler, and logits -> token ids and logprobs."""
+"""openinfer.sampler: sampling parameters, and sampling from logits to token ids and logprobs."""
 
 from openinfer.sampler.errors import (
     GrammarFailed,

@@ -11,7 +11,7 @@ For a row of fp32 logits, in vLLM's order:
     ``x * repetition_penalty``.
  6. ``x - frequency_penalty * (times in the output)``, and then ``- presence_penalty`` if that is not 0 times.
 
-All in fp32. Nothing brings a token back that is -inf.
+All values are fp32. A logit of -inf stays -inf.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ F32 = NDArray[np.float32]
 def adjusted(
     row: F32, params: SamplingParams, prompt: Sequence[int] | None, output: Sequence[int] | None
 ) -> F32:
-    """A copy of the logits f32[V] as the parameters and the tokens so far make them.
+    """A copy of the logits f32[V], adjusted by the parameters and the tokens so far.
 
     Raises ValueError where an id is not below V, or tokens that the parameters ask for are missing.
     """

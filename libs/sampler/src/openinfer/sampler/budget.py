@@ -1,4 +1,4 @@
-"""A thought that ends when its budget is spent: from then on one token may come, the one that closes it."""
+"""A thought that ends when its budget is spent: from then on only the token that closes it may come."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LATE = 3
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many tokens a thought at the start of an output may have.
+    """The most tokens of a thought at the start of an output.
 
     Attributes:
         tokens: at least 0, of the thought with its markers. A thought may exceed this number by the 3 tokens needed
@@ -63,7 +63,9 @@ class Spending:
             self._over = not self._open and not self._vocabulary[token].isspace()
 
     def restrict(self, mask: NDArray[np.int32]) -> bool:
-        """Leave the closing token alone in a mask, if it is due and fits; whether it is. Bit t % 32 of word t // 32."""
+        """If the closing token is due and fits, clear all other bits of a mask. Returns whether it did.
+
+        Token t is bit t % 32 of word t // 32."""
         token = self._budget.closing
         word, bit = token // 32, np.uint32(1 << token % 32)
         if not self._due or not mask.view(np.uint32)[word] & bit:

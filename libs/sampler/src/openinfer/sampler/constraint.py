@@ -1,4 +1,4 @@
-"""For engines: requests that wait for their grammar, and what a running sequence may say next."""
+"""For engines: requests that wait for their grammar, and the tokens that a running sequence may draw next."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ class Constraint:
             self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
 
     def accept(self, token: int) -> None:
-        """Go on by a token that was drawn under the mask. Takes no time: the token is matched with the next mask."""
+        """Advance by a token that was drawn under the mask. Takes no time: the token is matched with the next mask."""
         self._tokens.append(token)
 
     def fill(self, mask: NDArray[np.int32]) -> bool:
-        """Write the mask of the next token as `Matcher.fill` does, all zeros where nothing can follow. True where the
-        output is complete and nothing but EOS may come. Any thread may call it, one at a time."""
+        """Write the mask of the next token as `Matcher.fill` does, all zeros where no token can follow.
+
+        True where the output is complete and only EOS may come. Any thread may call it, one at a time."""
         if self.problem:
             mask[:] = 0
             return False

@@ -52,7 +52,7 @@ class InvalidLogits(SamplerError, ValueError):
 
 
 class InvalidGrammar(SamplerError, ValueError):
-    """A grammar is malformed, or uses what is not supported; the message names it."""
+    """A grammar is malformed, or uses an unsupported feature; the message names it."""
 
     user_can_mend = True
 

@@ -65,7 +65,7 @@ class Payload(NamedTuple):
 
 
 class _Launched(NamedTuple):
-    """A step under way, and what its rows asked for."""
+    """A step in flight, and the outputs that its rows asked for."""
 
     step: Step[Sampling]
     constrained: Constrained
@@ -140,7 +140,7 @@ class Runner:
         return other
 
     def launch(self, step: Step[Sampling]) -> None:
-        """Write what changed, then put both segments and the read-back on the stream.
+        """Write the changes of the batch, then put both segments and the read-back on the stream.
 
         Rows with a constraint need a mask that depends on their last token. While that token is under way only
         `forward` is launched here; `sample` follows when the token has been collected.

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: which tokens of a step's chunks are scored, and the scores that were read back.
+"""Log-probabilities of prompts: the tokens of a step's chunks that are scored, and the scores that were read back.
 
 The hidden states of a chunk are still there when its step has sampled. The state before each token that a request asks
 about goes through lm_head again, in slices as large as the buffer of logits. So scoring needs no memory of its own.
@@ -20,9 +20,10 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class PromptScore:
-    """A sequence's wish: `tops` alternatives of each prompt token beside its own log-probability.
+    """A sequence's request for scores: `tops` alternatives of each prompt token beside its own log-probability.
 
-    `done`: positions whose next token has been scored; what is computed again after a preemption is not scored again.
+    `done`: positions whose next token has been scored. Tokens that are computed again after a preemption are not scored
+    again.
     """
 
     tops: int
@@ -69,7 +70,7 @@ def score_fields(max_rows: int, max_tokens: int) -> list[Field]:
 def write_scores(
     rows: Rows, slice_rows: int, asked: Iterable[tuple[Row[Any], int, PromptScore]]
 ) -> list[Share]:
-    """Write what a step scores: of each chunk its row, the index of its first token in the step, and the wish."""
+    """Write the scored tokens of a step. A chunk is (row, index of its first token in the step, request for scores)."""
     shares: list[Share] = []
     after: list[int] = []
     targets: list[int] = []

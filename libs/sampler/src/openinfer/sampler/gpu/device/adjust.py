@@ -43,9 +43,10 @@ def adjust(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BIASES: tl.constexpr, WORDS: tl.constexpr,
     ALLOWED: tl.constexpr, BAD_WORDS: tl.constexpr, BIAS: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK logits of a row, adjusted, from `logits` to `out`, BLOCK at a time: rows that need none of this should not
-    pay for it with registers. By way of memory the few ids of bad words and biases find the threads that hold them.
-    slot: int64."""
+    """CHUNK logits of a row, adjusted, from `logits` to `out`, BLOCK at a time. slot: int64.
+
+    The logits go through memory for two reasons. Rows without adjustments should not pay for them with registers. The
+    few ids of bad words and biases find the threads that hold their logits."""
     first, end = part * CHUNK, tl.minimum(part * CHUNK + CHUNK, vocabulary)
     is_first = position == tl.load(prompt_lens + slot)
     for start in range(first, end, BLOCK):

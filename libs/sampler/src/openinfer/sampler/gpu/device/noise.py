@@ -69,7 +69,7 @@ def likelihood(x, token, top, temperature, seeds, position):
 
 @triton.jit
 def least_likelihood(best, top, temperature):
-    """Whose likelihood is below this has no perturbed logit as large as `best`, however that was rounded."""
+    """The bound of likelihoods: a token below it has no perturbed logit as large as `best`, however it is rounded."""
     scaled = tl.div_rn(top, temperature)
     return tl.exp2((best - scaled - (1e-3 + 1e-6 * tl.abs(scaled))) * LOG2_E)
 

@@ -9,7 +9,7 @@ A bound is guessed and then proved:
  3. `draw` checks that the brackets hold the bounds, finds them in the list (`settled`), and draws. Where a bracket was
     guessed wrong or its list is too long (thousands of equal logits), it searches the whole row instead, slowly.
 
-So nothing depends on how good the guess is but the time.
+So only the time depends on the quality of the guess.
 """
 
 # mypy: ignore-errors
@@ -33,7 +33,7 @@ from openinfer.sampler.gpu.device.noise import LOG2_E
 
 @triton.jit
 def place_of(count, upto, bins):
-    """Where `count` logits lie below, in bins from the bottom, if each bin is filled evenly."""
+    """The place among the bins, from the bottom, below which `count` logits lie, if each bin is filled evenly."""
     index = tl.sum((upto <= count).to(tl.int32), 0)
     here = tl.arange(0, bins.shape[0]) == index
     inside = tl.sum(tl.where(here, bins, 0), 0)

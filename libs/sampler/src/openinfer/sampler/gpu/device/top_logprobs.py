@@ -11,7 +11,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def asked(row, slots, alive, emits, num_logprobs, K: tl.constexpr):
-    """How many alternatives the row wants."""
+    """The number of alternatives that the row asks for."""
     slot = tl.load(slots + row)
     samples = (tl.load(emits + row) != 0) & (tl.load(alive + slot) != 0)
     return tl.where(samples, tl.minimum(tl.load(num_logprobs + slot), K), 0)
@@ -45,7 +45,7 @@ def pick(
     ids, values, tops, sums, maxima, logits, slots, alive, emits, num_logprobs, vocabulary, groups, parts,
     K: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The best n logits of a row: n times the first of the best group, which is then left with what comes after."""
+    """The best n logits of a row: n times the first of the best group, which then keeps only its later logits."""
     row = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     best_ids = tl.full((COLUMNS,), -1, tl.int32)

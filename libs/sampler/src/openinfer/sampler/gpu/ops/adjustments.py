@@ -1,4 +1,4 @@
-"""Adjustments of logits as state by slot: what a sequence that joins writes, and the reference that reads it."""
+"""Adjustments of logits as state by slot: the values of a joining sequence, and the reference that reads them."""
 
 from __future__ import annotations
 
