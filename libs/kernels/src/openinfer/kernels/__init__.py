@@ -1,5 +1,6 @@
-"""LLM inference ops without PyTorch: each with a contract, a numpy reference, device code and a cost, and four ways to
-run them."""
+"""LLM inference ops without PyTorch. Each op has a contract, a numpy reference, device code and a cost.
+
+An op runs in four ways, which are the packs."""
 
 from openinfer.kernels.communicator import Communicator, SharedMemory
 from openinfer.kernels.cublas import CublasLt, cublas_available

@@ -1,4 +1,4 @@
-"""Attention as commands: how a step's queries and keys are cut up for a GPU."""
+"""Attention as commands: the division of a step's queries and keys among a GPU's programs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NO_WINDOW = 2**31 - 1
 """A window that reaches back to the first token from every position."""
 
 SHORT_PAIRS = 64
-"""A row of this many (token, query head) pairs or fewer is split over its keys: what is left to compute of a prompt
-that was found in the prefix cache is a few tokens that look back on very many."""
+"""A row of this many (token, query head) pairs or fewer is split over its keys. After a prefix hit, a prompt has few
+tokens left, and these look back on very many keys."""
 
 MERGED_AT_ONCE = 8192
 """Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
@@ -142,7 +142,7 @@ without work still takes one of the few places on an SM for a while (docs/lesson
 
 
 def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
-    """Into how many parts at most a short row's keys are split, and the fewest keys of a part.
+    """(the most parts of a short row's keys, the fewest keys of a part).
 
     Two programs an SM fill the GPU once; more than MOST_PARTS cost more to merge than they gain. Where the rows alone
     fill it, a split costs up to 10 %, and so may parts that do not exist (docs/lessons.md).
@@ -154,7 +154,7 @@ def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) 
 
 
 def _keys(target: Target, dim: int) -> int:
-    """Keys at a time: with their values twice in shared memory, beside what else is there."""
+    """Keys at a time. They must fit into shared memory twice with their values, beside the other data there."""
     return 64 if 2 * 64 * 4 * dim <= shared_bytes(target.arch) * 3 // 4 else 32
 
 
@@ -202,7 +202,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a call is cut up: the tiles of both kernels, and what `split` answers."""
+    """The division of a call: the tiles of both kernels, and the result of `split`."""
 
     short: Tile
     long: Tile | HopperTile

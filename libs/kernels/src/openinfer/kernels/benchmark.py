@@ -42,7 +42,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Case(NamedTuple):
-    """An op, its arguments on each copy of the cold tensors, and the workload of its cost. The first tensor of the
+    """An op, its arguments with each copy of the cold tensors, and the workload of its cost. The first tensor of the
     arguments is the output."""
 
     name: str
@@ -207,7 +207,7 @@ class Rows(NamedTuple):
 def measure(
     meter: DeviceMeter, case: Case, variants: Iterable[tuple[str, Commands]] = ()
 ) -> Iterator[Measurement]:
-    """Time the launches as chosen, then those of each variant that leaves the same output."""
+    """Time the launches that the op chooses, then those of each variant with the same output."""
     target, pack = meter.target, meter.pack
     name, output = next((n, a) for n, a in case.args[0].items() if isinstance(a, Tensor))
     before = output.numpy().copy()

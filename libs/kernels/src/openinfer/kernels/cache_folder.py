@@ -45,7 +45,7 @@ def check_owner(folder: Path) -> None:
 
 
 def digest(fields: Mapping[str, Any], data: bytes = b"") -> str:
-    """SHA-256 of JSON fields (all but "sha256") and of what lies beside them."""
+    """SHA-256 of JSON fields (all but "sha256") and of the bytes beside them."""
     text = json.dumps({name: value for name, value in fields.items() if name != "sha256"}, sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + data).hexdigest()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]]:
-    """Compile one kernel; returns the cubin and what a launch needs to know of it."""
+    """Compile one kernel; returns the cubin and the facts that a launch needs."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Checks that contracts are written with."""
+"""Checks for writing contracts."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def library_path() -> str | None:
 
 
 def cublas_available() -> bool:
-    """Whether cuBLASLt is installed. Needs no device, and calls nothing of it."""
+    """Whether cuBLASLt is installed. Needs no device, and calls no function of the library."""
     return library_path() is not None
 
 

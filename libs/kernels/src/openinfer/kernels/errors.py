@@ -31,7 +31,7 @@ class KernelMissing(KernelsError, LookupError):
 
 
 class InvalidTable(KernelsError, ValueError):
-    """A file is no table of kernel choices, or it was changed since it was measured."""
+    """A file is not a table of kernel choices, or it has changed since it was written."""
 
     user_can_mend = True
 
@@ -47,8 +47,8 @@ class UntrustedCache(KernelsError, PermissionError):
 
 
 class RankLost(KernelsError, ConnectionError):
-    """A rank of a communicator did not come to a collective in time. The ranks' states have nothing to do with each
-    other any more: end all of them."""
+    """A rank of a communicator did not come to a collective in time. The ranks' states no longer fit together, so end
+    all of them."""
 
 
 class MissingExtra(KernelsError, ImportError):

@@ -25,7 +25,7 @@ FP4_BLOCK = 32
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 Q8_LEAST, Q4_LEAST = 1e-4, 6 * 2.0**-126
-"""Below these a block's largest magnitude counts as so large."""
+"""The least magnitudes: a block whose largest magnitude is smaller is scaled as if it had this one."""
 
 
 def e8m0(scales: Array) -> Array:

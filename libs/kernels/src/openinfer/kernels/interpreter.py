@@ -1,4 +1,4 @@
-"""Triton's interpreter made right for bf16 and fp8, and the objects it takes in place of tensors.
+"""Triton's interpreter, repaired for bf16 and fp8, and the objects it takes in place of tensors.
 
 As shipped (3.6 to 3.9), the interpreter multiplies raw bit patterns of bf16 and truncates in casts to bf16 and fp8.
 That of 3.6 also fails on numpy >= 2.4 in loops with a tensor bound. Importing this module repairs these faults:
@@ -184,7 +184,7 @@ def _repair() -> None:
 
 
 def _remember() -> None:
-    """Keep what the interpreter would find out again and again."""
+    """Keep results that the interpreter would compute again and again."""
     make_block = tl.block_type.__init__
     blocks: dict[tuple[Any, ...], dict[str, Any]] = {}
     np_dtype_of = interpreter._get_np_dtype

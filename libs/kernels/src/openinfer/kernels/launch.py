@@ -73,7 +73,7 @@ def aligned(value: int) -> Aligned | int:
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n: what blocks of a kernel are made of."""
+    """The smallest power of two that is at least n, because blocks of a kernel have such sizes."""
     return 1 << (n - 1).bit_length()
 
 
@@ -147,7 +147,7 @@ class Collective:
     """An exchange of tensors between `ranks` processes that all issue the same ones in the same order.
 
     all_reduce: out = the sum of all x. all_gather: out = all x along the first axis, by rank. reduce_scatter: out =
-    this rank's part of the sum along the first axis. Sums are float32 in the order of ranks, rounded once. Of `branch`
+    this rank's part of the sum along the first axis. Sums are float32 in the order of ranks, rounded once. `branch`:
     see beside.
     """
 

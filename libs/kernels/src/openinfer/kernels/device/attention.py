@@ -20,14 +20,14 @@ be infinite or 0."""
 
 @triton.jit
 def pair_places(token, head, heads, GROUP: tl.constexpr, D: tl.constexpr, BM: tl.constexpr):
-    """Where the tile that starts at `token` has its rows in q and out: int64 [BM]."""
+    """The places in q and out of the rows of the tile that starts at `token`: int64 [BM]."""
     i = tl.arange(0, BM)
     return ((token + i // GROUP).to(tl.int64) * heads + head * GROUP + i % GROUP) * D
 
 
 @triton.jit
 def cache_places(table, n, stop, page_stride, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Where a head has tokens n to n + BN - 1 in its cache, n a multiple of BN: int64 [BN]. Page 0 from `stop` on."""
+    """Places of a head's tokens n to n + BN - 1 in the cache, n a multiple of BN: int64 [BN]; page 0 from `stop` on."""
     i = tl.arange(0, BN)
     if PAGE % BN == 0:
         page = tl.load(table + n // PAGE).to(tl.int64)
@@ -202,7 +202,7 @@ def attend_short(
         score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
         m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
-    # A row's first tokens may see nothing of its last part; what they weigh is then LOW.
+    # A row's first tokens may see no key of its last part. Their weight is then LOW.
     l = tl.where(l > 0.0, l, 1.0)
     acc = acc / l[:, None]
     if parts == 1:

@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from openinfer.kernels.device.gluon_names import load_tile, reinterpret
 
 LOW = gl.constexpr(-1.0e30)
-"""The least maximum: finite, so that its distance to a hidden score is no NaN."""
+"""The least maximum. It must be finite, so that its distance to a hidden score is not NaN."""
 
 HIDDEN = gl.constexpr(-float("inf"))
-"""The score of a key that a query does not see; as in attention.py, and why it is not a large finite one."""
+"""The score of a key that a query does not see. attention.py says why it must not be a large finite number."""
 
 SEARCH = gl.constexpr(128)
 """Rows looked at together for the row of a tile."""

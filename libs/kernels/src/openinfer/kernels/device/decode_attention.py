@@ -43,9 +43,10 @@ def _first_key(before, window, BN: tl.constexpr, WINDOWED: tl.constexpr):
 @triton.jit
 def _dealt(item, slots, seq_lens, rows, spare, part_size, window, BN: tl.constexpr, WINDOWED: tl.constexpr,
            SEARCH: tl.constexpr):  # fmt: skip
-    """The parts of all rows, one row after the other, are items: row and part of one, the row's parts, and its first
-    item; row = rows past the last item. Parts have part_size keys or, if `spare` more items than rows would not do for
-    that, more."""
+    """(row, part, the row's parts, the row's first item) of an item; row = rows past the last item.
+
+    The parts of all rows are items, one row after the other. A part has part_size keys, or more, so that there are at
+    most `spare` items more than rows."""
     r = tl.arange(0, SEARCH)
     real = r < rows
     before = tl.load(seq_lens + tl.load(slots + r, mask=real, other=0), mask=real, other=0)

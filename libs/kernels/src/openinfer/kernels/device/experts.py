@@ -1,4 +1,4 @@
-"""A mixture of experts: which rows go to which expert, and their products with the experts' weights.
+"""A mixture of experts: the rows of each expert, and their products with the experts' weights.
 
 A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
 has order[starts[e]] to order[starts[e + 1]]. The number of pairs of an expert is data. Expert e gets the tiles from

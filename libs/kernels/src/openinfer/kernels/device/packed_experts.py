@@ -1,10 +1,10 @@
-"""A mixture of clamped gated MLPs: which pairs go to which expert, and their products with packed weights.
+"""A mixture of clamped gated MLPs: the pairs of each expert, and their products with packed weights.
 
 A pair is a token and one of its CHOSEN experts, number token * CHOSEN + choice. Pairs are sorted by expert: expert e
-has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. How many pairs an expert has is data:
-it gets the tiles from starts[e] // BM + e on, which may be one more than they fill, and tiles without pairs end at
-once. Where pairs are fewer than that makes tiles, there is a tile a place (FEW), and those inside another's BM places
-end at once.
+has order[starts[e]] to order[starts[e + 1]]; places are positions in this order. The number of pairs of an expert is
+data. Expert e gets the tiles from starts[e] // BM + e on, which may be one more than its pairs fill; a tile without
+pairs ends at once. If there are fewer pairs than such tiles, each place has a tile (FEW). A tile inside the BM places
+of another then ends at once.
 """
 
 # mypy: ignore-errors
@@ -137,8 +137,8 @@ def _add_fp4(
     acc, of_x, of_x_scales, used, of_words, of_scales, K_BLOCKS, STRIDE, TURN: tl.constexpr, PAIRS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """acc + the products of coded_product with FP4. Scales of x are read a turn ahead: they do not come by the queue of
-    copies, and would be waited for."""
+    """acc + the products of coded_product with FP4. Scales of x are read a turn ahead, because they do not come by the
+    queue of copies and the product would wait for them."""
     ROWS: tl.constexpr = acc.shape[0]
     scale = tl.load(of_x_scales)
     scale_after = tl.load(of_x_scales + (TURN - 1) * STRIDE)

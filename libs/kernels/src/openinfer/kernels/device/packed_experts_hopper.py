@@ -1,8 +1,8 @@
-"""coded_product of experts.py for FP4, in Gluon: the next block of columns is unpacked while the
-tensor cores multiply one, which Triton does not arrange where each product is scaled for itself.
+"""coded_product of packed_experts.py for FP4, in Gluon.
 
-A block of 128 columns is 16 words a row, four scales a row, and BM rows of x with a scale each; STAGES blocks are under
-way in shared memory.
+The next block of columns is unpacked while the tensor cores multiply one. Triton does not arrange that where each
+product is scaled for itself. A block of 128 columns is 16 words a row, four scales a row, and BM rows of x with a
+scale each; STAGES blocks are in flight in shared memory.
 """
 
 # mypy: ignore-errors
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from openinfer.kernels.device.gluon_names import load_elements
 
 SHIFT = gl.constexpr(2.0**-12)
-"""FP4_SHIFT of experts.py."""
+"""FP4_SHIFT of packed_experts.py."""
 
 
 @gluon.jit

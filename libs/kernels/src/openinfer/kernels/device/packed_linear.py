@@ -1,4 +1,4 @@
-"""Linear layers of few tokens with packed or bf16 weights, and what surrounds them: q8, the clamped gate, norms."""
+"""Linear layers of few tokens with packed or bf16 weights, and the ops around them: q8, the clamped gate, norms."""
 
 # mypy: ignore-errors
 import triton

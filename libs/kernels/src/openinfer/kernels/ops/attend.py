@@ -97,7 +97,7 @@ def _reference(
 
 
 def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
-    """Raise ContractError for what the kernels of attention cannot do."""
+    """Raise ContractError for sizes that the kernels of attention do not support."""
     require(dtype == bfloat16, f"q is {dtype.name}; attention on a GPU is bfloat16 (float32: the cpu pack)")
     require(
         dim >= 16 and dim & (dim - 1) == 0,

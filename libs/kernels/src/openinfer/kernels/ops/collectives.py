@@ -21,7 +21,7 @@ from openinfer.tensor import Tensor
 
 
 def combine(kind: CollectiveKind, out: Array, x: Array, communicator: Communicator) -> None:
-    """Run a collective: what references and the interpreter do."""
+    """Run a collective on arrays, for references and the interpreter."""
     parts = communicator.exchange(x)
     if kind == "all_gather":
         np.concatenate(parts, out=out)

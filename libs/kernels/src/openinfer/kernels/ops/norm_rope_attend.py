@@ -43,7 +43,8 @@ def _contract(
 ) -> None:
     """qk_norm_rope_write of qkv [T, (A + 2 G) d] into kv, then attend with its queries to out [T, A * d].
 
-    Arguments as theirs; positions and token_slots are what expand_rows makes of slots, q_starts, seq_lens and alive.
+    Arguments are those of the two ops; positions and token_slots are made by expand_rows from slots, q_starts, seq_lens
+    and alive.
     """
     expect("kv", kv, (-1, 2, -1, -1, -1), *FLOATS, dense=False)
     expect("kv[0]", kv[0], kv.shape[1:])

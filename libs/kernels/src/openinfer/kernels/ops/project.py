@@ -32,9 +32,9 @@ def _project_contract(
 
     x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (contract.expect_packed);
     out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
-    in float32 and rounded once; with `quantized` what is rounded goes through q8 in blocks of 128 columns of out
-    (formats.q8; N is then a multiple of 128). N / G and K are multiples of 16. `rounded_x`: x is what q8 gave, in
-    blocks of 128 of its columns, which is for its maker to see to; products with float8 weights may then be of codes.
+    in float32 and rounded once; with `quantized` the rounded values go through q8 in blocks of 128 columns of out
+    (formats.q8; N is then a multiple of 128). N / G and K are multiples of 16. `rounded_x`: the
+    caller has put x through q8, in blocks of 128 of its columns; products with float8 weights may then be of codes.
     """
     expect_columns("x", x, (-1, -1), *FLOATS)
     tokens, width = x.shape
