@@ -133,7 +133,7 @@ def test_streamed_as_whole(ask: Callable[..., Any]) -> None:
 
 def test_the_evaluation(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A part of it: the whole is `openinfer bench eval demo/NAME`."""
-    cases = (DEMO / "eval.jsonl").read_text().splitlines()[::20]
+    cases = (DEMO / "eval.jsonl").read_text().splitlines()[::40]
     (tmp_path / "cases.jsonl").write_text("\n".join(cases))
     flags = ["--cases", str(tmp_path / "cases.jsonl"), "--json", str(tmp_path / "result.json")]
     assert bench_eval.main([url, *flags, "--at-least", "0.9"]) == 0
