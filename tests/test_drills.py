@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-AGEING_S = 0.1
-
 
 def post(url: str, **body: Any) -> dict[str, Any]:
     answer = httpx.post(f"{url}/v1/completions", json={"ignore_eos": True, **body}, timeout=60)
@@ -21,8 +19,11 @@ def post(url: str, **body: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_stream_of_urgent_requests_starves_no_other(tiny: Any, start: Callable[..., Any]) -> None:
-    policy = f"priority,ageing_s={AGEING_S}"
+@pytest.mark.parametrize("ageing_s", [0.2, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_a_stream_of_urgent_requests_starves_no_other(
+    tiny: Any, start: Callable[..., Any], ageing_s: float
+) -> None:
+    policy = f"priority,ageing_s={ageing_s}"
     url = start(tiny.path, "--max-num-seqs", "2", "--scheduling-policy", policy).url
     over, served = threading.Event(), [0]
 
