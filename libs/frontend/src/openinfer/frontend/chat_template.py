@@ -32,7 +32,7 @@ _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class ChatTemplate:
-    """Turns messages into the text of a prompt. A Renderer. `source` is what it was made of.
+    """Turns messages into the text of a prompt. A Renderer. `source` is its Jinja source.
 
     Making one runs the template: where the source is not to be trusted, a RenderPool makes it from `template_spec`.
 

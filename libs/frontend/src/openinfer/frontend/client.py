@@ -1,4 +1,4 @@
-"""The asyncio side of a driver: what the HTTP layer, or a frontend of your own, talks to."""
+"""The asyncio side of a driver, for the HTTP layer or a frontend of your own."""
 
 import asyncio
 import itertools
@@ -222,7 +222,7 @@ class Driver(ABC):
         return await asyncio.shield(self._lost)
 
     def _receive(self, messages: Sequence[FromEngine]) -> None:
-        """Take what the engine loop has said (in the event loop's thread). Never raises."""
+        """Take the messages of the engine loop (in the event loop's thread). Never raises."""
         self._last_sign = time.monotonic()
         deltas: dict[int, Delta] = {}
         try:
@@ -288,7 +288,7 @@ class Driver(ABC):
 
 
 def _gather(outputs: StepOutputs, deltas: dict[int, Delta]) -> None:
-    """Add one step to what is to be routed."""
+    """Add one step to the updates that wait for routing."""
     logprobs, token_ids = outputs.logprobs, outputs.token_ids
     for position, request_id in enumerate(outputs.request_ids):
         delta = deltas.get(request_id)

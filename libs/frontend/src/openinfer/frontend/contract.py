@@ -195,7 +195,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """How long the steps of one shape took, in sum, beside what was predicted for them."""
+    """The sum of the times of all steps of one shape, beside the sum of their predictions."""
 
     key: str
     """The recorded step in words, as "64 tokens, 8 rows"."""
@@ -286,7 +286,7 @@ class Engine(Protocol):
         """Current numbers; O(1), called up to once a step."""
 
     def close(self) -> None:
-        """Release everything. Called once; nothing is called after it."""
+        """Release all resources. Called once; the driver calls no other method after it."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True):

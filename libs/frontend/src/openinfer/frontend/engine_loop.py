@@ -1,4 +1,4 @@
-"""The loop that owns an engine: takes messages, steps while a request is live, sends what comes out."""
+"""The loop that owns an engine: it takes messages, steps while a request is live, and sends the outputs."""
 
 import logging
 import time

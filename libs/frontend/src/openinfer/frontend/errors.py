@@ -36,7 +36,7 @@ class FrontendError(Exception):
 
 
 class EngineSpecError(FrontendError, ValueError):
-    """An EngineSpec that names nothing callable."""
+    """An EngineSpec whose target cannot be called."""
 
     user_can_mend = True
 
@@ -52,7 +52,7 @@ class ModelFilesError(FrontendError, ValueError):
 
 
 class EngineDeadError(FrontendError, RuntimeError):
-    """The engine process or thread is lost; nothing more will come from it."""
+    """The engine process or thread is lost; it will send no more outputs."""
 
 
 class EngineStartError(FrontendError, RuntimeError):

@@ -1,8 +1,8 @@
 """One of several HTTP processes: `python -m openinfer.frontend.frontend_process`, a child of frontends.
 
-Its standard input says what to do, a line of JSON each: first a FrontendBoot, then Orders. Its standard output is a
+Its standard input has a line of JSON for each message: first a FrontendBoot, then Orders. Its standard output is a
 Report, then an empty line now and then, by which the parent sees that the event loop turns. When standard input ends,
-the parent is gone, and so are we.
+the parent is gone, and this process ends too.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from openinfer.frontend.wire import first_id
 __all__ = ["BEAT_S", "Engine", "FrontendBoot", "Lost", "Order", "Report", "Stop", "main"]
 
 BEAT_S = 1.0
-"""Between two signs of life."""
+"""Seconds between two signs of life."""
 
 
 class FrontendBoot(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ Order = Engine | Lost | Stop
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The child's first line: it serves, or why not."""
+    """The child's first line: that it serves, or the reason why not."""
 
     error: str | None = None
 
@@ -151,7 +151,7 @@ async def _serve(boot: FrontendBoot) -> int:
 
 
 async def _beat() -> None:
-    """Tell the parent that we live. A parent that does not read must not stop us."""
+    """Send the parent signs of life. A parent that does not read must not stop this process."""
     os.set_blocking(1, False)
     while True:
         await asyncio.sleep(BEAT_S)

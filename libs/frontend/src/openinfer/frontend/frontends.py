@@ -1,4 +1,4 @@
-"""Several HTTP processes on one port over one engine process: this is their parent, which serves nothing itself.
+"""Several HTTP processes on one port over one engine process: this is their parent, which serves no request itself.
 
 Each child listens on a socket of its own (SO_REUSEPORT), so the kernel deals new connections out evenly. With one
 shared socket, the process that wakes first would take all waiting connections. The parent makes the sockets and keeps
@@ -30,7 +30,7 @@ from openinfer.frontend.web import WebOptions
 __all__ = ["Frontends"]
 
 KILL_AFTER_S = 10.0
-"""Beyond the time that children give their requests."""
+"""Seconds until a child is killed, beyond the time that it gives its requests."""
 SILENT_S = 20.0
 """A child that serves gives a sign of life every BEAT_S; one that gives none for so long hangs."""
 

@@ -17,7 +17,7 @@ except ImportError as error:
 __all__ = ["Link"]
 
 RECONNECT_MS = 10
-"""The engine's process listens a moment after its start; this is how long a client that was early may lose."""
+"""The pause between two attempts of a client to connect, because the engine's process listens only after its start."""
 
 
 class Link:
@@ -65,7 +65,7 @@ class Link:
         self._schedule()
 
     def read_rest(self) -> None:
-        """Take all that has come: the last words of an engine that has ended."""
+        """Take all messages that have come: the last messages of an engine that has ended."""
         while not self._socket.closed and self._socket.poll(0):
             self._drain()
 

@@ -15,7 +15,7 @@ REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id")
 """Set while a request is handled; its log lines name it."""
 HIDDEN = "***"
 MIN_SECRET = 6
-"""Shorter ones would be found in innocent words."""
+"""The shortest secret that is hidden, because shorter ones would be found in innocent words."""
 
 
 class _Json(logging.Formatter):

@@ -50,7 +50,7 @@ class ProcessDriver(Driver):
 
     @property
     def address(self) -> str:
-        """Where an AttachedDriver joins. Raises ProcessLookupError before start()."""
+        """The address for an AttachedDriver. Raises ProcessLookupError before start()."""
         if self._directory is None:
             raise ProcessLookupError("the engine process has not been started")
         return Boot.address_in(self._directory)

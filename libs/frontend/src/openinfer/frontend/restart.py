@@ -1,4 +1,4 @@
-"""An engine client that outlives its engine: what dies or hangs is ended and started anew."""
+"""An engine client that outlives its engine: an engine that dies or hangs is ended and started anew."""
 
 import asyncio
 import itertools
@@ -14,7 +14,7 @@ from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsuppo
 __all__ = ["MAX_RESTARTS", "WINDOW_S", "Budget", "RestartingClient", "broken"]
 
 CHECK_S = 0.5
-"""How often a hang is looked for."""
+"""Seconds between two checks for a hang."""
 MAX_RESTARTS = 3
 WINDOW_S = 600.0
 
@@ -110,7 +110,7 @@ class RestartingClient:
         self._lost.set_result(self._down)
 
     async def _restart_while_possible(self) -> str:
-        """Why there will be no engine any more."""
+        """The reason why no engine will be started any more."""
         while True:
             reason = await broken(self._driver, self._watch_hangs)
             self._down = f"{reason}; restarting it"
@@ -129,7 +129,7 @@ class RestartingClient:
 
 
 class Budget:
-    """How often something may be started anew: MAX_RESTARTS times within WINDOW_S."""
+    """The limit of restarts: MAX_RESTARTS times within WINDOW_S."""
 
     def __init__(self) -> None:
         self._taken: deque[float] = deque(maxlen=MAX_RESTARTS)

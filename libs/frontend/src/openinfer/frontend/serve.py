@@ -158,7 +158,7 @@ def _client(args: argparse.Namespace, spec: "EngineSpec") -> "EngineClient":
 
 
 def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:
-    """Put what `auto` and `none` stand for in their place."""
+    """Replace `auto` and `none` by the values that they stand for."""
     from openinfer.frontend.chat import default_formats
 
     tools, reasoning = default_formats(model_type)
@@ -188,7 +188,7 @@ def _check_checkpoint(recipe: Recipe, model_dir: Path) -> str:
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    """That the files go together, before an engine is started for them."""
+    """Check that the files fit together, before an engine is started for them."""
     if certificate is None:
         if key is not None:
             raise FlagError("--ssl-keyfile needs --ssl-certfile")

@@ -1,6 +1,6 @@
 """The prompt of DeepSeek-V4, which its authors publish as code and not as a Jinja template.
 
-Every word and line break here is what the model was trained on.
+Every word and line break here must stay, because the model was trained on them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How messages become a prompt: a Jinja template, or code where a model's authors ship code."""
+"""Renderers, which turn messages into a prompt: a Jinja template, or code where a model's authors ship code."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

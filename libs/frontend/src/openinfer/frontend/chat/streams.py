@@ -22,7 +22,7 @@ _OPEN_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\$")
 
 
 class CallStream(Protocol):
-    """Reads what stands between a format's markers."""
+    """Reads the text between a format's markers."""
 
     begun: bool
     """It has told of a call."""

@@ -1,4 +1,4 @@
-"""Argument values that a model wrote, and JSON that is safe to send on."""
+"""Parsing argument values that a model wrote, and writing JSON that is safe to send on."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ MAX_HOPS = 8
 
 
 class Malformed(Exception):
-    """The text is not what it should be; caught where a call is parsed."""
+    """The text does not have the form of a value; caught where a call is parsed."""
 
 
 def decode(text: str) -> Any:
@@ -22,7 +22,7 @@ def decode(text: str) -> Any:
 
 
 def encode(value: Any) -> str:
-    """JSON text that is valid Unicode. Raises Malformed for what cannot be written so."""
+    """JSON text that is valid Unicode. Raises Malformed for a value that has no such text."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()  # half a surrogate pair decodes from JSON, but is no text
