@@ -14,7 +14,7 @@ class Text:
     def __init__(self, model_dir: Path | None) -> None:
         path = None if model_dir is None else model_dir / "tokenizer.json"
         if path is None or not path.is_file():
-            raise FlagError(f"--text needs MODEL_DIR with a tokenizer.json; there is none at {path}")
+            raise FlagError(f"--text needs MODEL_DIR with a tokenizer.json; found no such file at {path}")
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(path))

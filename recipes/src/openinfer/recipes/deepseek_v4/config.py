@@ -251,7 +251,7 @@ def _check_sizes(c: Config) -> None:
     """Refuse sizes that the ops do not support."""
     if c.sliding_window > PAGE:
         raise UnsupportedModel(
-            f"config.json: sliding_window is {c.sliding_window}; pages of {PAGE} tokens hold at most so many"
+            f"config.json: sliding_window is {c.sliding_window}; a page holds at most {PAGE} tokens"
         )
     if c.experts_per_token > c.num_experts:
         raise UnsupportedModel(

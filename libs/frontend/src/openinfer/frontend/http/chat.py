@@ -86,7 +86,7 @@ class ChatFormat:
         before, found, _ = text.partition(marker)
         if not found:
             raise APIError(
-                "this model's chat template does not show the last message as it is, so it cannot be continued",
+                "this model's chat template changes or leaves out the last message, so it cannot be continued",
                 param="continue_final_message",
             )
         return before
