@@ -70,6 +70,9 @@ def main() -> int:
     parser.add_argument("--previous", action="store_true", help="use the siblings' previous releases")
     parser.add_argument("--pinned", action="store_true", help="use the versions of CI")
     parser.add_argument("--no-tests", action="store_true", help="only install and import")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="JUnit report of the last library's tests"
+    )
     parser.add_argument("libraries", nargs="*", choices=[[], *LIBRARIES, EXAMPLE], metavar="LIBRARY")
     args = parser.parse_args()
     failed = 0
@@ -86,7 +89,14 @@ def main() -> int:
                     continue
                 check_ranges(library, None if args.previous else wheels)
                 constraints = [ROOT / ".ci" / "constraints.txt"] if args.pinned else []
-                check(library, siblings, work / f"env-{library}", constraints, tests=not args.no_tests)
+                check(
+                    library,
+                    siblings,
+                    work / f"env-{library}",
+                    constraints,
+                    args.report,
+                    tests=not args.no_tests,
+                )
             except CheckFailed as error:
                 failed += 1
                 print(f"{library}: FAILED: {error}", flush=True)
@@ -153,7 +163,13 @@ def use_previous(library: str, wheels: dict[str, Path], work: Path) -> bool:
 
 
 def check(
-    library: str, wheels: Mapping[str, Path], folder: Path, constraints: list[Path], *, tests: bool
+    library: str,
+    wheels: Mapping[str, Path],
+    folder: Path,
+    constraints: list[Path],
+    *,
+    tests: bool,
+    report: Path | None = None,
 ) -> None:
     """Install a library alone and look at it. Raises CheckFailed."""
     # The newest pip: the one that Python 3.11 brings stumbles over constraints on what is wanted with extras.
@@ -180,7 +196,7 @@ def check(
     summary = "not run"
     if tests:
         install(["test"])
-        summary = run_tests(python, ROOT / "libs" / library, folder)
+        summary = run_tests(python, ROOT / "libs" / library, folder, report)
     if missing:
         install(extras)
         still = json.loads(command("import", [python, "-c", MODULES, f"openinfer.{library}"]))
@@ -238,7 +254,7 @@ def check_import_time(python: str, library: str) -> float:
     return taken
 
 
-def run_tests(python: str, project: Path, folder: Path) -> str:
+def run_tests(python: str, project: Path, folder: Path, report: Path | None = None) -> str:
     """Run a project's tests on its wheel, away from the checkout; gives pytest's last line. Raises CheckFailed."""
     copy = folder / "away" / "tests"
     shutil.copytree(project / "tests", copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -246,6 +262,7 @@ def run_tests(python: str, project: Path, folder: Path) -> str:
         "[pytest]\nmarkers =\n    gpu: \n    slow: \nfilterwarnings = error\n"
     )
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-m", "not slow"]
+    options += [f"--junitxml={report}"] if report else []
     output = command("tests", [python, "-m", "pytest", *options, "tests"], cwd=copy.parent)
     line = output.strip().splitlines()[-1].strip("= ")
     if not re.search(r"\d+ passed", line):

@@ -1,8 +1,9 @@
 """Lint, types and tests: `python scripts/run_tests.py [--all] [NAME ...]`, NAME as in the summary (libs/tensor, mypy).
 
-Every library's tests run in a process of their own, as they would for someone who has only that library. One more
-suite runs at a time than there are cores, at most three, because tests of servers wait much. The output of a suite is
-shown when it has ended.
+Every library's tests run in a process of their own, as they would for someone who has only that library. The tests of
+one library, another at each commit, run from its wheel instead; --all runs all of them from the checkout and a wheel.
+One more suite runs at a time than there are cores, at most three, because tests of servers wait much. The output of a
+suite is shown when it has ended.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ CHECKS: dict[str, list[str]] = {
     "mypy": ["mypy", *(part for package in PACKAGES for part in ("-p", package))],
     "mypy scripts": ["mypy", *(f"scripts/{name}.py" for name in TYPED_SCRIPTS)],
 }
-# Parts of tests/ that take long are suites of their own, for the two lanes to be of one length.
+# Parts of tests/ that take long are suites of their own, for the lanes to be of one length.
 SUITES = [
     *(f"libs/{name}" for name in LIBRARIES),
     "recipes",
@@ -72,7 +73,7 @@ SUITES = [
     "tests/test_independence.py",
 ]
 # These take longest, so they are begun first.
-LONGEST = ("tests", "tests/test_independence.py", "libs/frontend", "libs/kernels", "recipes", "libs/sampler")
+LONGEST = ("tests", "libs/frontend", "libs/kernels", "recipes", "libs/sampler")
 
 
 @dataclass
@@ -92,10 +93,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", choices=[[], *CHECKS, *SUITES], metavar="NAME")
     args = parser.parse_args()
     names = args.names or [*CHECKS, *SUITES]
+    from_wheel = "" if args.names or args.all else in_turn()
+    longest = [LONGEST[0], from_wheel, *LONGEST[1:]]
     outcomes = {}
     with ThreadPoolExecutor(min(3, (os.cpu_count() or 1) + 1)) as lanes:
-        order = sorted(names, key=lambda name: LONGEST.index(name) if name in LONGEST else len(LONGEST))
-        running = {lanes.submit(run, name, slow=args.all): name for name in order}
+        order = sorted(names, key=lambda name: longest.index(name) if name in longest else len(longest))
+        running = {
+            lanes.submit(run, name, slow=args.all, from_wheel=name == from_wheel): name for name in order
+        }
         for done in ended(running):
             outcome, printed = done.result()
             outcomes[outcome.name] = outcome
@@ -115,11 +120,20 @@ def ended(running: Mapping[Future[T], str]) -> Iterator[Future[T]]:
         yield from done
 
 
-def run(name: str, *, slow: bool) -> tuple[Outcome, str]:
+def in_turn() -> str:
+    """The suite of the library whose wheel is tested at this commit: one, because all seven take long."""
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", "HEAD"]
+    count = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return f"libs/{LIBRARIES[int(count or 0) % len(LIBRARIES)]}"
+
+
+def run(name: str, *, slow: bool, from_wheel: bool) -> tuple[Outcome, str]:
     """Run a check or suite; how it went, and what it printed."""
     start = time.monotonic()
     if name in CHECKS:
         (ok, printed), counts = run_python(["-m", *CHECKS[name]]), Counter[str]()
+    elif from_wheel:
+        ok, counts, printed = run_wheel(name)
     else:
         ok, counts, printed = run_suite(name, slow=slow)
     return Outcome(name, ok, time.monotonic() - start, counts), printed
@@ -157,6 +171,16 @@ def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str], str]:
         others = [f"--ignore={suite}" for suite in SUITES if suite.startswith(f"{folder}/")]
         ok, printed = run_python(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, *others, folder])
         return ok, count(report), printed
+
+
+def run_wheel(folder: str) -> tuple[bool, Counter[str], str]:
+    """Run a library's tests from its wheel, with CI's versions, and its README's, which no wheel has, from here."""
+    with tempfile.TemporaryDirectory() as temporary:
+        report, name = Path(temporary) / "report.xml", folder.removeprefix("libs/")
+        ok, printed = run_python(["scripts/check_wheels.py", "--pinned", "--report", str(report), name])
+        counts = count(report)
+    readme_ok, of_readme, more = run_suite(f"{folder}/tests/test_readme.py", slow=False)
+    return ok and readme_ok, counts + of_readme, printed + more
 
 
 def count(report: Path) -> Counter[str]:

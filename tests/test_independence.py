@@ -243,17 +243,6 @@ def check_wheels(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_wheel_in_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    """One library a commit, with CI's versions. All of them, with the newest, take long: see below."""
-    count = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-list", "--count", "HEAD"], capture_output=True, text=True
-    )
-    turn = LIBRARIES[int(count.stdout or 0) % len(LIBRARIES)]
-    output = check_wheels("--pinned", turn)
-    with capsys.disabled():
-        print("\n" + output, end="")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_wheel(library: str) -> None:
