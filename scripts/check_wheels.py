@@ -94,8 +94,8 @@ def main() -> int:
                     siblings,
                     work / f"env-{library}",
                     constraints,
-                    args.report,
                     tests=not args.no_tests,
+                    report=args.report,
                 )
             except CheckFailed as error:
                 failed += 1
