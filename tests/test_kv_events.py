@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import zmq
 
 from openinfer.cli import recipes
+from openinfer.cli.bench_server import free_port
 from openinfer.frontend.contract import ResetPrefixCache
 from openinfer.kvpool import InvalidConfig
 from openinfer.recipes.engine.errors import SetupError
@@ -103,16 +103,16 @@ def test_the_groups_of_hybrids_are_labelled(session, tmp_path, name, kinds):
         assert len(event["token_ids"]) == (0 if event["kv_cache_spec_kind"] == "mamba" else whole)
 
 
-def test_an_engine_that_closes_gives_its_address_back(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_an_engine_that_closes_gives_its_address_back(caplog):
+    port = free_port()
     path = GOLDENS / "qwen3-tiny"
     text = json.dumps({"enable_kv_cache_events": True, "endpoint": f"tcp://127.0.0.1:{port}"})
     flags = {"device": "cpu", "kv_cache_memory_bytes": 8 << 20, "max_model_len": 64, "kv_events_config": text}
     first = build(recipes.find(path), path, **flags).engine
-    with pytest.raises(InvalidConfig, match="Address already in use"):
+    caplog.clear()
+    with caplog.at_level("INFO"), pytest.raises(InvalidConfig, match="Address already in use"):
         build(recipes.find(path), path, **flags)
+    assert [record for record in caplog.records if "weights" in record.getMessage()] == []
     first.close()
     build(recipes.find(path), path, **flags).engine.close()
 

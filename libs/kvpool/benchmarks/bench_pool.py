@@ -1,4 +1,4 @@
-"""Host time and memory of the pool: `python benchmarks/bench_pool.py [--json] [--million]`.
+"""Host time and memory of the pool: `python benchmarks/bench_pool.py [--json] [--million | --publish]`.
 
 A prompt goes through a pool that is full of others' cached blocks: it finds nothing and evicts to make room. Then it
 comes again and finds everything. Per block, and for the prompt as a whole: match + allocate + free, hashes given.
@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 
-from openinfer.kvpool import Group, Pool, hash_blocks
+from openinfer.kvpool import BlockStored, EventBatch, Group, Pool, hash_blocks
 
 
 def measure(num_tokens: int, block_size: int, repeats: int, eviction: str, events: bool) -> dict[str, float]:
@@ -84,10 +84,30 @@ def measure_million(block_size: int, eviction: str) -> dict[str, float]:
     }
 
 
+def measure_publish(block_size: int, repeats: int) -> dict[str, float]:
+    """Microseconds of a publisher's call for runs of blocks, the median of `repeats`."""
+    from openinfer.kvpool.publisher import EventPublisher, EventsConfig  # it wants openinfer-kvpool[events]
+
+    publisher = EventPublisher(EventsConfig(True, endpoint="inproc://events"), [Group("kv", block_size, 2)])
+    found = {}
+    for num_tokens in (16, 2048, 8192):
+        tokens = list(range(100_000, 100_000 + num_tokens))
+        batch = EventBatch(0.0, [BlockStored(hash_blocks(tokens, block_size), None, tokens, block_size)])
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter_ns()
+            publisher.publish(batch)
+            times.append((time.perf_counter_ns() - start) / 1e3)
+        found[f"publish {num_tokens} tokens (us)"] = sorted(times)[repeats // 2]
+    publisher.close()
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Host time and memory of the pool.")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--million", action="store_true", help="measure a pool of a million blocks instead")
+    parser.add_argument("--publish", action="store_true", help="measure publishing of events instead")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=40)
@@ -96,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.million:
         results = measure_million(options.block_size, options.eviction)
+    elif options.publish:
+        results = measure_publish(options.block_size, options.repeats)
     else:
         results = measure(
             options.tokens, options.block_size, options.repeats, options.eviction, options.events

@@ -19,7 +19,7 @@ from openinfer.kvpool import (
     Pool,
     hash_blocks,
 )
-from openinfer.kvpool.publisher import EventsConfig
+from openinfer.kvpool.publisher import EventPublisher, EventsConfig
 
 GROUPS = [Group("kv", 4, 33), Group("window", 4, 33, window=7), Group("state", 8, 9, snapshots=True)]
 
@@ -47,7 +47,7 @@ def opened(tmp_path):
     def make(**keys):
         addresses = [f"ipc://{tmp_path}/{len(made)}.{name}" for name in ("events", "replay")]
         config = EventsConfig(True, endpoint=addresses[0], replay_endpoint=addresses[1], **keys)
-        made.append(config.open(GROUPS))
+        made.append(EventPublisher(config, GROUPS))
         return made[-1], *addresses
 
     yield make
@@ -123,9 +123,9 @@ def test_frames_and_maps_are_those_that_routers_read(context, opened):
     }
     child = BlockStored(names[1:], names[0], list(range(4, 8)), 4, group_idx=1, salt=b"tenant")
     state = BlockStored(names[1:], None, [], 8, group_idx=2)
-    publisher.publish(EventBatch(13.0, [child, state, AllBlocksCleared()]))
-    _, number, (_, (first, second, third), _) = received(socket)
-    assert number == 1
+    publisher.publish(EventBatch(13.0, [child, state, AllBlocksCleared()], data_parallel_rank=3))
+    _, number, (_, (first, second, third), rank) = received(socket)
+    assert (number, rank) == (1, 3)
     assert (first["parent_block_hash"], first["extra_keys"]) == (low(names[0]), None)
     assert (first["kv_cache_spec_kind"], first["kv_cache_spec_sliding_window"]) == ("sliding_window", 8)
     assert (second["kv_cache_spec_kind"], second["group_idx"]) == ("mamba", 2)
@@ -209,9 +209,9 @@ def test_a_router_that_follows_knows_what_the_pool_finds(context, opened):
 def test_an_address_that_cannot_be_had_is_named(context, tmp_path):
     port = context.socket(zmq.SUB).bind_to_random_port("tcp://127.0.0.1")
     with pytest.raises(InvalidConfig, match=r"Address already in use.*give another endpoint"):
-        EventsConfig(True, endpoint=f"tcp://127.0.0.1:{port}").open(GROUPS)
+        EventPublisher(EventsConfig(True, endpoint=f"tcp://127.0.0.1:{port}"), GROUPS)
     with pytest.raises(InvalidConfig, match="KV events cannot have"):
-        EventsConfig(True, endpoint=f"ipc://{tmp_path}/no/such/folder").open(GROUPS)
+        EventPublisher(EventsConfig(True, endpoint=f"ipc://{tmp_path}/no/such/folder"), GROUPS)
 
 
 def test_an_address_elsewhere_is_connected_to(context, tmp_path):
@@ -219,7 +219,7 @@ def test_an_address_elsewhere_is_connected_to(context, tmp_path):
     socket = context.socket(zmq.SUB)
     port = socket.bind_to_random_port("tcp://127.0.0.2")
     socket.subscribe(b"")
-    publisher = EventsConfig(True, endpoint=f"tcp://127.0.0.2:{port}").open(GROUPS)
+    publisher = EventPublisher(EventsConfig(True, endpoint=f"tcp://127.0.0.2:{port}"), GROUPS)
     for _ in range(100):  # what comes before the connection is dropped
         publisher.publish(EventBatch(1.0, [AllBlocksCleared()]))
         if socket.poll(50):

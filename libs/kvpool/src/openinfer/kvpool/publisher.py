@@ -100,22 +100,18 @@ class EventsConfig:
         """Whether events are wanted at all."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
-    def open(self, groups: Sequence[Group], data_parallel_rank: int = 0) -> EventPublisher:
-        """A publisher as configured; see there."""
-        return EventPublisher(self, groups, data_parallel_rank)
-
 
 class EventPublisher:
     """Sends a pool's events. `publish` is for one thread and never blocks; replays run in a thread of their own.
 
-    groups: of the pool, for the kind of each group's blocks. data_parallel_rank: of this engine among replicas. The
-    first message begins with AllBlocksCleared: a restarted engine has none of the blocks that routers remember. Raises
-    InvalidConfig for an address that cannot be had.
+    groups: of the pool, for the kind of each group's blocks. The first message begins with AllBlocksCleared: a
+    restarted engine has none of the blocks that routers remember. Raises InvalidConfig for an address that cannot be
+    had.
     """
 
-    def __init__(self, config: EventsConfig, groups: Sequence[Group], data_parallel_rank: int = 0) -> None:
+    def __init__(self, config: EventsConfig, groups: Sequence[Group]) -> None:
         self._kinds = [_kind(group) for group in groups]
-        self._rank, self._topic = data_parallel_rank, config.topic.encode()
+        self._topic = config.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._number = 0
@@ -143,7 +139,7 @@ class EventPublisher:
         events = [self._map(event) for event in batch.events]
         if not self._number:
             events.insert(0, {"type": "AllBlocksCleared"})
-        payload = self._encode([batch.ts, events, self._rank])
+        payload = self._encode([batch.ts, events, batch.data_parallel_rank or 0])
         number, self._number = self._number, self._number + 1
         self._sent.append((number, payload))
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.DONTWAIT)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +50,9 @@ from openinfer.tensor import (
 )
 
 if TYPE_CHECKING:
-    from openinfer.kvpool.publisher import EventsConfig
+    from openinfer.kvpool.publisher import EventPublisher
+
+    OpenPublisher = Callable[[Sequence[Group]], EventPublisher]
 
 log = logging.getLogger("openinfer.engine")
 
@@ -84,7 +87,7 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     """
     options, path = recipe.options(**flags), Path(model_dir)
     options.check(recipe.name)
-    events = _events(options)
+    open_publisher = _publisher(options)
     trace = _trace(options)  # CUPTI must be attached before the CUDA context exists
     with _phase("configuration and checkpoint header"):
         source, device = Source.read(path), open_device(options.device)
@@ -94,12 +97,12 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
         limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
         policy = _policy(options, limits)
         blueprint.validate(checkpoint, limits)
-        made = _make(blueprint, checkpoint, options, limits, device, trace, events is not None)
+        made = _make(blueprint, checkpoint, options, limits, device, trace, open_publisher)
     engine = Engine(
         made.runner, made.pool, policy, made.store,
         name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
         max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
-        publisher=None if events is None else events.open(made.pool.groups),
+        publisher=made.publisher,
     )  # fmt: skip
     log.info(
         "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache (%s), %d recorded steps",
@@ -119,6 +122,7 @@ class _Made:
     pool: Pool
     store: Store | None
     limits: Limits
+    publisher: EventPublisher | None
 
 
 def _make(
@@ -128,7 +132,7 @@ def _make(
     limits: Limits,
     device: Device,
     trace: StepTrace | None,
-    events: bool,
+    open_publisher: OpenPublisher | None,
 ) -> _Made:
     """Plan, take the memory, and load the weights while kernels are made and steps are recorded."""
     buckets = buckets_for(blueprint, limits)
@@ -147,8 +151,10 @@ def _make(
                 blueprint.groups(limits, blocks),
                 prefix_cache=options.enable_prefix_caching,
                 eviction=_eviction(options, blueprint),
-                events=events,
+                events=open_publisher is not None,
             )
+            # Before the weights, because an address that is taken is refused here.
+            publisher = open_publisher and open_publisher(pool.groups)
             limits = fit(limits, options, pool.capacity_tokens)
         with _phase("memory"):
             cache = sum(group.num_blocks * group.block_bytes for group in pool.groups)
@@ -168,7 +174,7 @@ def _make(
             log.info("weights: %s", weights.result())
     if store is not None:
         store.seal()
-    return _Made(runner, pool, store, limits)
+    return _Made(runner, pool, store, limits, publisher)
 
 
 def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
@@ -255,18 +261,18 @@ def _trace(options: Options) -> StepTrace | None:
     return trace
 
 
-def _events(options: Options) -> EventsConfig | None:
-    """The configuration of KV events, if they are to be published."""
+def _publisher(options: Options) -> OpenPublisher | None:
+    """Opens the publisher of KV events; None if no events are wanted. Raises InvalidConfig, SetupError."""
     if options.kv_events_config is None:
         return None
     try:
-        from openinfer.kvpool.publisher import EventsConfig
+        from openinfer.kvpool.publisher import EventPublisher, EventsConfig
     except ImportError as error:
         raise SetupError(f"--kv-events-config: {error}") from None
     config = EventsConfig.parse(options.kv_events_config)
     if config.publishes and not options.enable_prefix_caching:
         raise SetupError("--kv-events-config publishes cached prefixes; leave out --no-enable-prefix-caching")
-    return config if config.publishes else None
+    return functools.partial(EventPublisher, config) if config.publishes else None
 
 
 def _policy(options: Options, limits: Limits) -> Policy:
