@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from common import FORCED
+from common import FORCED, save
 
 FAMILIES = ("qwen3", "qwen3_5", "deepseek_v4")
 
@@ -61,7 +61,7 @@ def main() -> None:
     else:
         meant = weights
     if not args.long:
-        family.save(weights, config, args.out)
+        save(weights, config, args.out, family.shards(weights))
         note("checkpoint written")
     if meant is not weights:
         del weights

@@ -102,7 +102,9 @@ def runs(
     note: Callable[[str], None],
 ) -> dict[str, list[Run]]:  # fmt: skip
     """transformers' runs in bf16 and in float32, of weights whose published names are its own."""
-    known = {name: value for name, value in config.items() if name != "architectures"}
+    known = {
+        name: value for name, value in config.items() if name not in ("architectures", "quantization_config")
+    }
     found = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         with torch.device(device):
@@ -133,3 +135,11 @@ def arrays(sequences: Sequence[Sequence[int]], found: Mapping[str, Sequence[Run]
             f"s{n}.experts_{name}": of[n].experts for name, of in found.items() if of[n].experts is not None
         }
     return kept
+
+
+def reference(
+    config: Mapping[str, Any], weights: Mapping[str, torch.Tensor], sequences: Sequence[Sequence[int]], device: str,
+    note: Callable[[str], None],
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """The arrays of reference.npz for these weights, by transformers alone."""
+    return arrays(sequences, runs(config, weights, sequences, device, note))

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import common
@@ -163,13 +162,12 @@ def attention(r: Random, c: Mapping[str, Any], at: str, ratio: int, share: float
         r.norm(name + "norm", size)
 
 
-def save(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], out: Path) -> None:
+def shards(names: Iterable[str]) -> list[list[str]]:
     """A shard a layer, and one of the rest."""
-    shards: dict[str, list[str]] = {}
-    for name in weights:
-        shard = ".".join(name.split(".")[:2]) if name.startswith("layers.") else ""
-        shards.setdefault(shard, []).append(name)
-    common.save(weights, config, out, list(shards.values()))
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(".".join(name.split(".")[:2]) if name.startswith("layers.") else "", []).append(name)
+    return list(found.values())
 
 
 def token_range(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import common
@@ -11,14 +10,11 @@ import numpy as np
 import torch
 from transformers.integrations import sdpa_attention
 
-SHAPES = {  # hidden, layers, heads, intermediate, tied
-    "tiny": (256, 4, 4, 384, True),
-    "0.6b": (1024, 28, 16, 3072, True),
-    "1.7b": (2048, 28, 16, 6144, True),
-    "4b": (2560, 36, 32, 9728, True),
-    "8b": (4096, 36, 32, 12288, False),
-}
+from openinfer.recipes.qwen3.published import SIZES
+
+SHAPES = {"tiny": (256, 4, 4, 384, True)} | {name.lower(): sizes for name, sizes in SIZES.items()}
 OPTIONS = ("long",)
+shards = common.halves
 LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 4200)
 """Prompt lengths; FORCED more tokens follow each."""
 LONG_LENGTHS = (16384, 40960 - common.FORCED)
@@ -86,10 +82,6 @@ def random_weights(c: Mapping[str, Any], device: str, seed: int) -> dict[str, to
     return weights
 
 
-def save(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], out: Path) -> None:
-    common.save(weights, config, out, common.halves(weights))
-
-
 def reference(
     config: Mapping[str, Any], weights: dict[str, torch.Tensor], sequences: Sequence[list[int]], device: str,
     note: Callable[[str], None],
@@ -97,4 +89,4 @@ def reference(
     """The arrays of reference.npz for these weights."""
     # With heads repeated there is a float32 kernel that does not write a 40,960 x 40,960 matrix of scores.
     sdpa_attention.use_gqa_in_sdpa = lambda *_: False
-    return common.arrays(sequences, common.runs(config, weights, sequences, device, note))
+    return common.reference(config, weights, sequences, device, note)

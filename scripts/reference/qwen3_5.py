@@ -6,25 +6,22 @@ reference then runs on the values of these weights."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import common
-import numpy as np
 import torch
 from common import Random
 
-SHAPES = {  # hidden, layers, heads, kv heads, linear value heads, MLP or (experts, chosen, width), tied
+from openinfer.recipes.qwen3_5.published import SIZES
+
+SHAPES = {
     "tiny": (256, 4, 4, 2, 32, 384, True),
     "tiny-moe": (256, 4, 4, 2, 32, (16, 4, 128), False),
-    "0.8b": (1024, 24, 8, 2, 16, 3584, True),
-    "2b": (2048, 24, 8, 2, 16, 6144, True),
-    "4b": (2560, 32, 16, 4, 32, 9216, True),
-    "9b": (4096, 32, 16, 4, 32, 12288, False),
-    "35b-a3b": (2048, 40, 16, 2, 32, (256, 8, 512), False),
+    **{name.lower(): sizes for name, sizes in SIZES.items()},
 }
 OPTIONS = ("fp8",)
+shards, reference = common.halves, common.reference
 LENGTHS = (1, 5, 64, 129, 300, 1000, 2048, 8192)
 """Prompt lengths; FORCED more tokens follow each."""
 NEVER_FP8 = (
@@ -202,18 +199,5 @@ def experts_apart(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.
             )
 
 
-def save(weights: Mapping[str, torch.Tensor], config: Mapping[str, Any], out: Path) -> None:
-    common.save(weights, config, out, common.halves(weights))
-
-
 def token_range(config: Mapping[str, Any]) -> tuple[int, int]:
     return 0, min(config["vocab_size"], 248000)
-
-
-def reference(
-    config: Mapping[str, Any], weights: dict[str, torch.Tensor], sequences: Sequence[list[int]], device: str,
-    note: Callable[[str], None],
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """The arrays of reference.npz for these weights."""
-    known = {name: value for name, value in config.items() if name != "quantization_config"}
-    return common.arrays(sequences, common.runs(known, weights, sequences, device, note))
