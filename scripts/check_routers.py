@@ -15,7 +15,7 @@ import argparse
 import http.client
 import json
 import os
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from openinfer.cli.bench_server import free_port, serving
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vllm-router==0.1.17", "ai-dynamo-runtime==1.6.1")
@@ -52,7 +54,7 @@ def main() -> int:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         install(kept)
         replicas = [stack.enter_context(replica(logs, n)) for n in range(2)]
-        urls, events, processes = zip(*replicas, strict=True)
+        urls, events, pids = zip(*replicas, strict=True)
         router = stack.enter_context(vllm_router(kept, logs, urls, events))
         indexer = stack.enter_context(dynamo_indexer(kept, logs, events))
         documents = [f"Document {n}: " + f"the {n} of {n * 37 % 101} goes to {n * 53 % 89}. " * 12
@@ -62,7 +64,7 @@ def main() -> int:
         time.sleep(1)  # events are on their way
         check_hits(router, documents)
         check_index(indexer, urls, documents)
-        check_death(router, urls, processes)
+        check_death(router, urls, pids)
     print("routers: all checks hold")
     return 0
 
@@ -75,12 +77,6 @@ def install(folder: Path) -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
     subprocess.run([*pip, *PACKAGES], check=True)
     subprocess.run([*pip, "--no-deps", BARE], check=True)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -120,15 +116,13 @@ def answers(url: str) -> Callable[[], bool]:
 
 
 @contextmanager
-def replica(logs: Path, number: int) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
-    """A server of the demo model, its address, and that of its events."""
-    port, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
+def replica(logs: Path, number: int) -> Iterator[tuple[str, str, int]]:
+    """A server of the demo model: its address, that of its events, and its process id."""
+    events = f"tcp://127.0.0.1:{free_port()}"
     config = json.dumps({"enable_kv_cache_events": True, "endpoint": events})
-    command = [sys.executable, "-m", "openinfer.cli", "serve", str(ROOT / "demo" / "qwen3"), "--device", "cpu",
-               "--port", str(port), "--kv-events-config", config]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    with running(f"replica{number}", logs, command, answers(f"{url}/health")) as process:
-        yield url, events, process
+    flags = ["--device", "cpu", "--kv-events-config", config]
+    with serving(ROOT / "demo" / "qwen3", flags, logs / f"replica{number}") as server:
+        yield server.url, events, server.pid
 
 
 @contextmanager
@@ -202,7 +196,7 @@ def check_index(indexer: str, urls: tuple[str, ...], documents: list[str]) -> No
         raise CheckFailed("Dynamo's indexer misses blocks")
 
 
-def check_death(router: str, urls: tuple[str, ...], processes: tuple[subprocess.Popen[bytes], ...]) -> None:
+def check_death(router: str, urls: tuple[str, ...], pids: tuple[int, ...]) -> None:
     """Kill a replica with an answer under way; every later request is answered by the other."""
     whole = [False, False]
 
@@ -220,7 +214,7 @@ def check_death(router: str, urls: tuple[str, ...], processes: tuple[subprocess.
     for thread in threads:
         thread.start()
     time.sleep(0.3)
-    processes[0].kill()
+    os.kill(pids[0], signal.SIGKILL)
     for thread in threads:
         thread.join(60)
     print(f"answers under way when one replica was killed: whole are {whole} (its own, the other's)")

@@ -1,6 +1,6 @@
 """Lint, types and tests: `python scripts/run_tests.py [--all] [NAME ...]`, NAME as in the summary (libs/tensor, mypy).
 
-Every library's tests run in a process of their own, as they would for someone who has only that library. The tests of
+Every library's tests run in a process of their own, so that no library relies on the tests of another. The tests of
 one library, another at each commit, run from its wheel instead; --all runs all of them from the checkout and a wheel.
 One more suite runs at a time than there are cores, at most three, because tests of servers wait much. The output of a
 suite is shown when it has ended.
@@ -30,7 +30,7 @@ PACKAGES = [
     *(f"openinfer.recipes.{name}" for name in RECIPES),
     "openinfer_llama",
 ]
-# qwen3_reference wants torch, clients/* the clients; neither is here.
+# reference/ wants torch, clients/* the clients; neither is here.
 TYPED_SCRIPTS = (
     "check_clients",
     "check_language",

@@ -1,14 +1,12 @@
 """The engine's eviction policy: by flag and by class."""
 
 import importlib
-import time
 from pathlib import Path
 
 import pytest
 
-from openinfer.frontend.contract import Finished, Request
+from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.qwen3.recipe import build
-from openinfer.sampler import SamplingParams
 
 TINY = Path(__file__).parents[2] / "tests" / "goldens" / "qwen3-tiny"
 
@@ -48,20 +46,10 @@ def test_the_policy_evicts_the_engines_blocks(named, counted):
     try:
         counted.evicted = 0  # it was tried before
         assert engine.info.kv_capacity_tokens < 2 * 48  # no two prompts stay in the cache
+        run = Session(engine)
         for number in range(8):
-            prompt = [number + 5] * 48
-            sampling = SamplingParams(temperature=0.0)
-            engine.submit(
-                Request(
-                    id=number,
-                    prompt_token_ids=prompt,
-                    sampling=sampling,
-                    max_tokens=2,
-                    arrival=time.monotonic(),
-                )
-            )
-            while not any(isinstance(update, Finished) for update in engine.step(wait=1.0).updates):
-                pass
+            run.submit([number + 5] * 48, 2)
+            run.finish()
     finally:
         engine.close()
     assert counted.evicted > 10
