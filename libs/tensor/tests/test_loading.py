@@ -36,8 +36,7 @@ def arrays() -> dict[str, Any]:
     return {name: rng.standard_normal(shape).astype(bfloat16) for name, shape in sizes.items()}
 
 
-@pytest.fixture
-def ckpt(tmp_path: Path, arrays: dict[str, Any]) -> Any:
+def _write(folder: Path, arrays: dict[str, Any]) -> None:
     header, at = {}, 0
     for name, array in arrays.items():
         offsets = [at, at + array.nbytes]
@@ -45,7 +44,12 @@ def ckpt(tmp_path: Path, arrays: dict[str, Any]) -> Any:
         at += array.nbytes
     raw = json.dumps(header).encode()
     data = b"".join(a.tobytes() for a in arrays.values())
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path, arrays: dict[str, Any]) -> Any:
+    _write(tmp_path, arrays)
     with Checkpoint(tmp_path) as opened:
         yield opened
 
@@ -125,12 +129,38 @@ def test_all_loads_are_checked_before_a_byte_moves(fake: Any, ckpt: Any, arrays:
     assert not good.dst.numpy().any()
 
 
-def test_cuda_converts_nothing(fake: Any, ckpt: Any) -> None:
+@pytest.mark.parametrize(("buffer", "piece"), [(4096, 512), (1000, 999), (64, 64), (1 << 20, 1 << 16)])
+@pytest.mark.parametrize("to", dtypes.WEIGHTS)
+def test_cuda_converts_between_the_dtypes_of_weights(
+    fake: Any, monkeypatch: Any, tmp_path: Any, buffer: int, piece: int, to: Any
+) -> None:
+    """Odd bytes before a tensor must not split one of its values between two pieces."""
+    monkeypatch.setattr(loading, "BUFFER_BYTES", buffer)
+    monkeypatch.setattr(loading, "_PIECE_BYTES", piece)
+    rng = np.random.default_rng(2)
+    arrays = {f"of {d}": rng.standard_normal((37, 11)).astype(d) for d in dtypes.WEIGHTS}
+    arrays["odd"] = rng.integers(0, 255, 13).astype(np.uint8)
+    _write(tmp_path, arrays)
+    places = {n: Tensor.empty(a.shape, a.dtype if n == "odd" else to, CUDA) for n, a in arrays.items()}
+    seen = []
+    with Checkpoint(tmp_path) as ckpt, Stream(CUDA) as stream:
+        loads = [Load(name, place) for name, place in places.items()]
+        report = load_tensors(ckpt, loads, stream, lambda done, total: seen.append((done, total)))
+        part = Tensor.empty((5, 3), to, CUDA)
+        load_tensors(ckpt, [Load("of float32", part, (slice(3, 8), slice(2, 5)))], stream)
+        assert seen[-1] == (ckpt.total_bytes, ckpt.total_bytes)
+        assert report.bytes == ckpt.total_bytes
+    for name, place in places.items():
+        assert (place.numpy() == arrays[name].astype(place.dtype)).all(), name
+    assert (part.numpy() == arrays["of float32"][3:8, 2:5].astype(to)).all()
+
+
+def test_cuda_converts_no_packed_weights(fake: Any, ckpt: Any) -> None:
     with (
         Stream(CUDA) as stream,
-        pytest.raises(CheckpointError, match="has dtype bfloat16, its place float32"),
+        pytest.raises(CheckpointError, match="has dtype bfloat16, its place float8_e4m3fn"),
     ):
-        load_tensors(ckpt, [Load("tail", Tensor.empty((3,), "float32", CUDA))], stream)
+        load_tensors(ckpt, [Load("tail", Tensor.empty((3,), "float8_e4m3fn", CUDA))], stream)
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

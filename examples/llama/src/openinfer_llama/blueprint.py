@@ -14,7 +14,7 @@ from openinfer.kernels import NullPack, Repeated
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.limits import Limits, Room
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, bfloat16, float32, load_tensors
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, dtypes, float32, load_tensors
 from openinfer_llama.config import Config
 from openinfer_llama.model import Model, Weights
 
@@ -36,7 +36,7 @@ class Llama(Blueprint[Model]):
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
         weights, _ = self._weights(limits)
-        expected = {load.name: (load.dst.shape, (bfloat16,)) for load in weights.loads(self.config)}
+        expected = {load.name: (load.dst.shape, dtypes.WEIGHTS) for load in weights.loads(self.config)}
         checkpoint.require(expected, ignore=("lm_head.weight",) if self.config.tied else ())
 
     def _page_bytes(self, limits: Limits) -> int:

@@ -33,6 +33,9 @@ float8_e8m0fnu: DType = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 FLOATS = frozenset({float16, float32, float64, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu})
 
+WEIGHTS = (bfloat16, float16, float32)
+"""Dtypes that weights are published in without scales. load_tensors converts between them."""
+
 _BY_TAG: dict[str, DType] = {
     "BOOL": bool_,
     "I8": int8,

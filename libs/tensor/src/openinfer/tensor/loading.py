@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,13 +56,31 @@ class LoadReport(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Bytes of a part that one thread reads and that lie at `at` in their buffer."""
+    """Elements of a part that one thread reads. They lie at byte `at` of their buffer in the dtype of their place.
+
+    start: of the elements among the part's bytes. nbytes: bytes in the buffer, and at dst_ptr."""
 
     part: Part
+    dtype: dtypes.DType
     start: int
     nbytes: int
     dst_ptr: int
     at: int
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return self.nbytes * self.part.info.dtype.itemsize // self.dtype.itemsize
+
+    def read(self, ckpt: Checkpoint, room: np.ndarray[Any, Any]) -> None:
+        """Fill `room` (uint8), converting where dtypes differ."""
+        source = self.part.info.dtype
+        if source == self.dtype:
+            self.part.read_into(ckpt, room, self.start)
+            return
+        raw = np.empty(self.source_bytes, np.uint8)
+        self.part.read_into(ckpt, raw, self.start)
+        np.copyto(room.view(self.dtype), raw.view(source), casting="unsafe")
 
 
 def load_tensors(
@@ -70,10 +88,10 @@ def load_tensors(
 ) -> LoadReport:
     """Fill device tensors from a checkpoint. All loads are checked before the first byte moves.
 
-    cuda: dtypes must be equal; uploads go to `stream`, which is idle again when this returns. cpu: float
-    dtypes are converted where they differ. null: only the checks. `progress(done, total)` is called in this
-    thread, in bytes. Raises CheckpointError (also for a shape or dtype that does not fit `dst`),
-    DeviceError, ShapeError, OutOfMemory.
+    Where dtypes differ, values are converted: on cuda between those of dtypes.WEIGHTS, elsewhere between all floats.
+    cuda: uploads go to `stream`, which is idle again when this returns. null: only the checks.
+    `progress(done, total)` is called in this thread, in bytes of the checkpoint. Raises CheckpointError (also for a
+    shape or dtype that does not fit `dst`), DeviceError, ShapeError, OutOfMemory.
     """
     todo = [_Task(Part.of(ckpt.info(load.name), load.source), load) for load in loads]
     for part, load in todo:
@@ -104,7 +122,8 @@ def _check(part: Part, dst: Tensor, stream: Stream) -> None:
         raise CheckpointError(
             info.file, info.name, f"has shape {list(info.shape)}{what}, its place {list(dst.shape)}"
         )
-    converts = stream.device.kind != "cuda" and {info.dtype, dst.dtype} <= dtypes.FLOATS
+    convertible = {*dtypes.WEIGHTS} if stream.device.kind == "cuda" else dtypes.FLOATS
+    converts = {info.dtype, dst.dtype} <= convertible
     if info.dtype != dst.dtype and not converts:
         raise CheckpointError(info.file, info.name, f"has dtype {info.dtype}, its place {dst.dtype}")
 
@@ -134,7 +153,8 @@ def _load_cuda(
     total: int,
     progress: Progress | None,
 ) -> None:
-    device, size, done = stream.device, min(BUFFER_BYTES, total), 0
+    device, done = stream.device, 0
+    size = min(BUFFER_BYTES, sum(load.dst.nbytes for _, load in todo))
     filling: deque[tuple[int, list[_Piece], list[Future[None]]]] = deque()
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS))
@@ -149,7 +169,7 @@ def _load_cuda(
                 fill.result()
                 stream.copy_async(piece.dst_ptr, buffers[turn].ptr + piece.at, piece.nbytes, "h2d")
             uploaded[turn].record(stream)
-            done += sum(piece.nbytes for piece in batch)
+            done += sum(piece.source_bytes for piece in batch)
             if progress:
                 progress(done, total)
 
@@ -157,10 +177,7 @@ def _load_cuda(
             turn = i % _NUM_BUFFERS
             uploaded[turn].synchronize()
             rooms = [buffers[turn].array[p.at : p.at + p.nbytes] for p in batch]
-            fills = [
-                pool.submit(p.part.read_into, ckpt, room, p.start)
-                for p, room in zip(batch, rooms, strict=True)
-            ]
+            fills = [pool.submit(p.read, ckpt, room) for p, room in zip(batch, rooms, strict=True)]
             filling.append((turn, batch, fills))
             if len(filling) == _NUM_FILLING:
                 upload_oldest()
@@ -172,15 +189,19 @@ def _batches(todo: Iterable[_Task], size: int) -> Iterator[list[_Piece]]:
     """Cut the loads into pieces and pack these, in order, into buffers of `size` bytes."""
     batch: list[_Piece] = []
     used = 0
-    for part, load in todo:
-        start = 0
-        while start < part.nbytes:
-            if used == size:
+    for part, (_, dst, _) in todo:
+        source, done = part.info.dtype, 0
+        unit = 1 if source == dst.dtype else dst.itemsize  # a value that is converted must lie in one piece
+        while done < dst.nbytes:
+            used += -used % unit
+            nbytes = min(dst.nbytes - done, size - used, _PIECE_BYTES) // unit * unit
+            if nbytes <= 0:
                 yield batch
                 batch, used = [], 0
-            nbytes = min(part.nbytes - start, size - used, _PIECE_BYTES)
-            batch.append(_Piece(part, start, nbytes, load.dst.ptr + start, used))
-            start += nbytes
+                continue
+            start = done * source.itemsize // dst.itemsize
+            batch.append(_Piece(part, dst.dtype, start, nbytes, dst.ptr + done, used))
+            done += nbytes
             used += nbytes
     if batch:
         yield batch

@@ -12,7 +12,18 @@ from openinfer.kernels.weights import Linear
 from openinfer.recipes.deepseek_v4.config import CSA, Config
 from openinfer.recipes.deepseek_v4.inventory import IGNORED, inventory
 from openinfer.recipes.deepseek_v4.places import Format, Mixing, ModelPlaces, check_scales
-from openinfer.tensor import Arena, Checkpoint, LoadReport, Places, Stream, Tensor, float32, int32
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    LoadReport,
+    Places,
+    Stream,
+    Tensor,
+    bfloat16,
+    dtypes,
+    float32,
+    int32,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -138,7 +149,7 @@ def validate(checkpoint: Checkpoint, config: Config, form: Format) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly the published tensors. The tensors of the MTP
     layer must be there too, whether or not the layer is loaded."""
     entries = inventory(config, fp4_experts=form.fp4_experts)
-    expected = {entry.name: (entry.shape, (entry.dtype,)) for entry in entries}
+    expected = {e.name: (e.shape, dtypes.WEIGHTS if e.dtype == bfloat16 else (e.dtype,)) for e in entries}
     checkpoint.require(expected, ignore=IGNORED if config.mtp else ("mtp.*",))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.recipes.qwen3.config import Config
-from openinfer.tensor import Arena, Checkpoint, Load, Tensor, bfloat16
+from openinfer.tensor import Arena, Checkpoint, Load, Tensor, dtypes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Weights:
 
 
 def validate(checkpoint: Checkpoint, config: Config, weights: Weights) -> None:
-    """Raise CheckpointError unless the checkpoint holds exactly these tensors in BF16. (Some tied checkpoints carry a
-    copy of the embedding as lm_head; it is ignored.)"""
-    expected = {load.name: (load.dst.shape, (bfloat16,)) for load in weights.loads(config)}
+    """Raise CheckpointError unless the checkpoint holds exactly these tensors, not packed. (Some tied checkpoints carry
+    a copy of the embedding as lm_head; it is ignored.)"""
+    expected = {load.name: (load.dst.shape, dtypes.WEIGHTS) for load in weights.loads(config)}
     checkpoint.require(expected, ignore=("lm_head.weight",) if config.tie_word_embeddings else ())

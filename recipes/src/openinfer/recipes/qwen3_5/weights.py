@@ -20,9 +20,8 @@ from openinfer.tensor import (
     Places,
     Stream,
     Tensor,
-    bfloat16,
+    dtypes,
     float8_e4m3fn,
-    float32,
 )
 
 Array = np.ndarray[Any, Any]
@@ -169,10 +168,10 @@ def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     weights, MTP weights that are not loaded and a head that is tied are ignored.)"""
     expected: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
     for load in weights.places.loads:
-        wanted = float8_e4m3fn if load.dst.dtype == float8_e4m3fn else bfloat16
-        expected[load.name] = (load.dst.shape, (wanted,))
+        packed = load.dst.dtype == float8_e4m3fn
+        expected[load.name] = (load.dst.shape, (float8_e4m3fn,) if packed else dtypes.WEIGHTS)
     for (name,), dst, _ in weights.places.conversions:
-        expected[name] = (dst.shape, (bfloat16, float32))
+        expected[name] = (dst.shape, dtypes.WEIGHTS)
     ignored = ["model.visual.*", *([] if weights.mtp else ["mtp.*"])]
     if weights.lm_head is weights.embed:
         ignored.append("lm_head.weight")
