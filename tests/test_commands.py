@@ -126,6 +126,7 @@ QUICK = "|".join(
         (
             "openinfer serve --help",
             "openinfer explain MODEL_DIR",
+            "openinfer plan demo/qwen3",
             "python -m openinfer.scheduler.sim",
         ),
     )
@@ -157,7 +158,7 @@ CLASSES = {
         r"openinfer \w+|openinfer bench", "a sentence names it without what it needs; its --help answers"
     ),
     "parsed": Class(
-        rf"openinfer (serve|chat|bench|compile|tune|explain|selftest) .+|python -m openinfer\..+|{SCRIPT}",
+        rf"openinfer (serve|chat|bench|compile|tune|explain|plan|selftest) .+|python -m openinfer\..+|{SCRIPT}",
         "it wants a GPU, a checkpoint, a network or minutes; its own parser takes its words",
     ),
     "collected": Class(

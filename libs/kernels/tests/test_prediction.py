@@ -10,6 +10,7 @@ from openinfer.kernels import (
     Cost,
     NullPack,
     Op,
+    Parts,
     Prediction,
     Repeated,
     Speed,
@@ -58,6 +59,10 @@ def test_it_is_the_sum_of_the_calls(kv_tokens, qk_pairs):
     prediction = Prediction.of(counted, 256, 4, SPEED)
     assert prediction.seconds(kv_tokens, qk_pairs) == pytest.approx(expected, rel=1e-6)
     assert len(prediction.varying) == 2  # attention alone looks at the cache
+    parts = Parts.of(counted, workload, GPUS[H200.gpu]._replace(fitted=SPEED))
+    assert sum(parts) == pytest.approx(expected, rel=1e-6)
+    assert parts.kernels_s == pytest.approx(5e-6 * sum(call.times * len(call.commands) for call in counted))
+    assert parts.names["links"] == 0
     slower = Prediction.of(counted, 256, 4, Speed(2e12, 250e12, 10e-6))
     assert slower.seconds(kv_tokens, qk_pairs) == pytest.approx(2 * expected, rel=1e-6)
 

@@ -94,6 +94,12 @@ def _explain(argv: list[str]) -> int:
     return main(argv)
 
 
+def _plan(argv: list[str]) -> int:
+    from openinfer.cli.plan import main
+
+    return main(argv)
+
+
 def _tune(argv: list[str]) -> int:
     from openinfer.cli.tune import main
 
@@ -106,6 +112,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "compile": ("compile a checkpoint's kernels ahead of time; needs no GPU", _compile),
     "bench": ("measure: a server, steps, ops, the host, answers", _bench),
     "tune": ("measure which kernels are fastest for a checkpoint on this GPU", _tune),
+    "plan": ("a server's latencies and throughput over load, before there is one; needs no GPU", _plan),
     "explain": ("a step op by op: floor, cost, memory plan; needs no GPU", _explain),
     "selftest": ("check this machine's GPU: tests, accuracy, speed", _selftest),
 }

@@ -1,11 +1,11 @@
-"""Code that bench, compile, explain and tune share: a checkpoint's recipe, its flags, and errors as one line."""
+"""Code that bench, compile, explain, plan and tune share: a checkpoint's recipe, its flags, and errors as one line."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from openinfer.cli import recipes
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.flag_parser import FlagParser
-from openinfer.recipes.engine import Options, Recipe
+from openinfer.recipes.engine import Options, Recipe, Source
 
 if TYPE_CHECKING:
     from openinfer.recipes.engine.engine import Engine
@@ -29,11 +29,17 @@ class BadFlags(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The choices of the command line: a checkpoint, its recipe and the engine's options."""
+    """The choices of the command line: a checkpoint, its recipe and the engine's options. `published`: config.json of a
+    model that was named instead of a folder."""
 
     recipe: Recipe[Any]
     model_dir: Path
     options: Options
+    published: Mapping[str, Any] | None = None
+
+    def source(self) -> Source:
+        """The model's config.json, with the EOS ids where there is a folder. Raises UnsupportedModel."""
+        return Source.read(self.model_dir) if self.published is None else Source(self.published)
 
 
 def without_prefix_cache(asked: Asked) -> Engine:
@@ -47,34 +53,50 @@ def without_prefix_cache(asked: Asked) -> Engine:
 Body = Callable[[argparse.Namespace, Asked], int]
 
 
-def run(argv: list[str], command: str, text: str | None, add: Flags, body: Body) -> int:
-    """Parse MODEL, the command's own flags and the recipe's, and call `body`. Returns the exit code."""
-    parser = _parser(command, text, add)
-    usable = [recipe for recipe in recipes.installed() if isinstance(recipe, Recipe)]
-    recipes.merged(parser, usable)
+def run(
+    argv: list[str], command: str, text: str | None, add: Flags, body: Body, *, named: bool = False
+) -> int:
+    """Parse MODEL, the command's own flags and the recipe's, and call `body`. Returns the exit code. named: a
+    published model's name will do for MODEL."""
     if recipes.wants_help(argv):
-        print(parser.format_help(), end="")
+        print(merged_parser(command, text, add).format_help(), end="")
         return 0
-    name, rest = recipes.model_and_rest(parser, argv)
-    model_dir = recipes.checkpoint(name)
     from openinfer.kernels import KernelsError
     from openinfer.tensor import TensorError
 
     try:
-        found = recipes.find(model_dir)
-        if not isinstance(found, Recipe):
-            raise BadFlags(
-                f"recipe {found.name!r} has an engine of its own; {command} needs one of openinfer.recipes.engine"
-            )
-        parser = _parser(command, text, add)
-        found.add_arguments(parser)
-        args = parser.parse_args([name, *rest])
-        return body(args, Asked(found, model_dir, found.parsed(args)))
+        return body(*parse(argv, command, text, add, named=named))
     except Exception as error:
         if not is_users_error(error) and not isinstance(error, KernelsError | TensorError):
             raise
         print(f"openinfer {command}: error: {one_line(error)}", file=sys.stderr)
         return 1
+
+
+def parse(
+    argv: list[str], command: str, text: str | None, add: Flags, *, named: bool = False
+) -> tuple[argparse.Namespace, Asked]:
+    """The arguments of `body`, see run(). Ends the process for wrong words; raises NoRecipe, BadFlags, SetupError."""
+    name, rest = recipes.model_and_rest(merged_parser(command, text, add), argv)
+    model_dir, config = recipes.checkpoint(name), None
+    if named and not model_dir.exists():
+        found, config = recipes.published(name)
+    else:
+        found = recipes.find(model_dir)
+    if not isinstance(found, Recipe):
+        raise BadFlags(
+            f"recipe {found.name!r} has an engine of its own; {command} needs one of openinfer.recipes.engine"
+        )
+    parser = _parser(command, text, add)
+    found.add_arguments(parser)
+    args = parser.parse_args([name, *rest])
+    return args, Asked(found, model_dir, found.parsed(args), config)
+
+
+def merged_parser(command: str, text: str | None, add: Flags) -> FlagParser:
+    """The command's own flags and those of every recipe that it works with."""
+    usable = [recipe for recipe in recipes.installed() if isinstance(recipe, Recipe)]
+    return recipes.merged(_parser(command, text, add), usable)
 
 
 def _parser(command: str, text: str | None, add: Flags) -> FlagParser:

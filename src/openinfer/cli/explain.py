@@ -1,4 +1,4 @@
-"""`openinfer explain MODEL_DIR`: a step op by op, with the floor of each, and the use of the memory. Needs no GPU.
+"""`openinfer explain MODEL`: a step op by op, with the floor of each, and the use of the memory. Needs no GPU.
 
 The floor of a call is the larger of its least memory traffic over the bandwidth and its FLOPs over the rate. With the
 ledger of `openinfer bench ops --json` the measured times stand beside it, where the very same shape was measured.
@@ -17,7 +17,7 @@ from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
 from openinfer.kernels import GPUS, H200, NullPack, Target
-from openinfer.recipes.engine import SetupError, Source
+from openinfer.recipes.engine import SetupError
 from openinfer.recipes.engine.segments import Outline, Steps
 from openinfer.tensor import format_bytes
 
@@ -39,7 +39,7 @@ class Line:
 
 def main(argv: list[str]) -> int:
     """Print; returns 0, 1 for what cannot be explained, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "explain", __doc__, _flags, _explain)
+    return bench_recipe.run(argv, "explain", __doc__, _flags, _explain, named=True)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -74,8 +74,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
         raise bench_recipe.BadFlags(f"--ranks {args.ranks}: a model is on at least one GPU")
     if args.plot:
         _figure()  # what is missing is said before the work
-    source = Source.read(asked.model_dir)
-    outline = Outline(asked.recipe, source, asked.options, H200, ranks=args.ranks)
+    outline = Outline(asked.recipe, asked.source(), asked.options, H200, ranks=args.ranks)
     measured = bench_ledger.load(args.ledger) if args.ledger else {}
     if args.prefill:
         title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from openinfer.frontend.errors import ModelFilesError
 from openinfer.frontend.flag_parser import FlagParser, merge
@@ -45,6 +45,24 @@ def find(model_dir: Path) -> Recipe:
     known = ", ".join(recipe.name for recipe in recipes) or "none"
     kind = repr(config.get("model_type"))[:80]
     raise NoRecipe(f"no recipe serves model_type {kind} of {path}; installed: {known}")
+
+
+def published(name: str) -> tuple[Recipe, Mapping[str, Any]]:
+    """The recipe and the config.json of a published model, such as Qwen3-4B or Qwen/Qwen3-4B. Case, dots and dashes do
+    not count. Raises NoRecipe, which lists the names."""
+    models = {
+        f"{recipe.name}-{size}": (recipe, config)
+        for recipe in installed()
+        for size, config in getattr(recipe, "published", dict)().items()
+    }
+    for known, found in models.items():
+        if _letters(known) == _letters(name.rpartition("/")[2]):
+            return found
+    raise NoRecipe(f"{name} is no folder with a config.json, and none of {', '.join(models)}")
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def checkpoint(name: str) -> Path:

@@ -49,7 +49,7 @@ from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import Call, NullPack, Repeated
-from openinfer.kernels.prediction import Prediction, predictions
+from openinfer.kernels.prediction import Parts, Prediction, predictions
 from openinfer.kernels.store import Compiled, Prepared, Store
 from openinfer.kernels.target import GPUS, H200, Figures, Speed, Target
 
@@ -82,6 +82,7 @@ __all__ = [
     "NullPack",
     "Op",
     "Pack",
+    "Parts",
     "Prediction",
     "Prepared",
     "RankLost",

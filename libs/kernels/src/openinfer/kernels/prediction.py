@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
-from openinfer.kernels.target import GPUS, Speed, Target
+from openinfer.kernels.target import GPUS, Figures, Speed, Target
 
 log = logging.getLogger("openinfer.kernels")
 
@@ -24,20 +24,22 @@ _TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on t
 
 
 class _Varying(NamedTuple):
-    """The cost of an op that depends on the cached tokens and the pairs of query and key.
+    """The cost of an op that depends on the rows, the cached tokens or the pairs of query and key.
 
-    It has the cost without any of these, the cost that a token adds, and the cost that a pair adds. `times`: calls of
-    the op."""
+    It has the cost of one row without tokens and pairs, and the cost that another row, a token and a pair add.
+    `times`: calls of the op."""
 
     times: int
     none: Cost
+    row: tuple[float, float]
     token: tuple[float, float]
     pair: tuple[float, float]
 
-    def floor_s(self, kv_tokens: int, qk_pairs: int, speed: Speed) -> float:
-        size = self.none.bytes + kv_tokens * self.token[0] + qk_pairs * self.pair[0]
-        flops = self.none.flops + kv_tokens * self.token[1] + qk_pairs * self.pair[1]
-        return max(size / speed.bytes_per_s, flops / speed.flops_per_s)
+    def cost(self, rows: int, kv_tokens: int, qk_pairs: int) -> tuple[float, float]:
+        more = rows - 1
+        size = self.none.bytes + more * self.row[0] + kv_tokens * self.token[0] + qk_pairs * self.pair[0]
+        flops = self.none.flops + more * self.row[1] + kv_tokens * self.token[1] + qk_pairs * self.pair[1]
+        return size, flops
 
 
 class Prediction(NamedTuple):
@@ -57,27 +59,59 @@ class Prediction(NamedTuple):
         fixed, varying, bent = 0.0, [], []
         for call in calls:
             fixed += call.times * len(call.commands) * speed.kernel_s
-            none, token, pair = (
-                call.cost(Workload(tokens, rows, *sizes)) for sizes in ((0, 0), (_FAR, 0), (0, _FAR))
-            )
-            line = _Varying(call.times, none, _slope(none, token), _slope(none, pair))
+            line = _line(call, tokens, rows)
             if not _is_line(call, line, tokens, rows):
                 bent.append(call)
-            elif none == token == pair:
-                fixed += call.times * none.floor_s(speed.bytes_per_s, speed.flops_per_s)
+            elif not any((*line.row, *line.token, *line.pair)):
+                fixed += call.times * line.none.floor_s(speed.bytes_per_s, speed.flops_per_s)
             else:
                 varying.append(line)
         return cls(tokens, rows, speed, fixed, tuple(varying), tuple(bent))
 
-    def seconds(self, kv_tokens: int, qk_pairs: int) -> float:
-        """Seconds with this many cached tokens to read and pairs to score, as in Workload."""
-        speed, workload = self.speed, Workload(self.tokens, self.rows, kv_tokens, qk_pairs)
+    def seconds(self, kv_tokens: int, qk_pairs: int, rows: int | None = None) -> float:
+        """Seconds with this many cached tokens to read and pairs to score, as in Workload. rows: the sequences of the
+        step, where they are fewer than it was recorded for: programs of padding rows end at once."""
+        speed, rows = self.speed, self.rows if rows is None else rows
         total = self.fixed_s
         for line in self.varying:
-            total += line.times * line.floor_s(kv_tokens, qk_pairs, speed)
+            size, flops = line.cost(rows, kv_tokens, qk_pairs)
+            total += line.times * max(size / speed.bytes_per_s, flops / speed.flops_per_s)
+        workload = Workload(self.tokens, rows, kv_tokens, qk_pairs)
         for call in self.bent:
             total += call.times * call.cost(workload).floor_s(speed.bytes_per_s, speed.flops_per_s)
         return total
+
+
+class Parts(NamedTuple):
+    """Predicted seconds of a step by what its ops wait for.
+
+    `memory_s`: ops whose bytes take longer than their FLOPs. `compute_s`: ops whose FLOPs take longer. `kernels_s`:
+    the time of a kernel besides, summed. `link_s`: bytes to other ranks, at the vendor's speed of the links."""
+
+    memory_s: float
+    compute_s: float
+    kernels_s: float
+    link_s: float
+
+    @property
+    def names(self) -> dict[str, float]:
+        """The seconds by the name of what binds."""
+        return dict(zip(("bandwidth", "tensor cores", "launches", "links"), self, strict=True))
+
+    @classmethod
+    def of(cls, calls: Iterable[Call], workload: Workload, figures: Figures) -> Parts:
+        """The parts of a step of these calls. Without its links, their sum is Prediction.seconds of the workload."""
+        speed, memory_s, compute_s, kernels_s, link_s = figures.fitted, 0.0, 0.0, 0.0, 0.0
+        for call in calls:
+            cost = call.cost(workload)
+            memory, compute = cost.bytes / speed.bytes_per_s, cost.flops / speed.flops_per_s
+            if memory >= compute:
+                memory_s += call.times * memory
+            else:
+                compute_s += call.times * compute
+            kernels_s += call.times * len(call.commands) * speed.kernel_s
+            link_s += call.times * cost.link / figures.link_bytes_per_s
+        return cls(memory_s, compute_s, kernels_s, link_s)
 
 
 def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) -> dict[Shape, Prediction]:
@@ -96,16 +130,29 @@ def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) ->
     return {shape: Prediction.of(calls, shape[0], shape[1], figures.fitted) for shape, calls in steps.items()}
 
 
-def _slope(none: Cost, far: Cost) -> tuple[float, float]:
-    return (far.bytes - none.bytes) / _FAR, (far.flops - none.flops) / _FAR
+def _line(call: Call, tokens: int, rows: int) -> _Varying:
+    """The cost as a line through four places."""
+    far = ((1, 0, 0), (rows, 0, 0), (1, _FAR, 0), (1, 0, _FAR))
+    none, row, token, pair = (call.cost(Workload(tokens, *sizes)) for sizes in far)
+    return _Varying(
+        call.times,
+        none,
+        _slope(none, row, max(1, rows - 1)),
+        _slope(none, token, _FAR),
+        _slope(none, pair, _FAR),
+    )
+
+
+def _slope(none: Cost, far: Cost, steps: int) -> tuple[float, float]:
+    return (far.bytes - none.bytes) / steps, (far.flops - none.flops) / steps
 
 
 def _is_line(call: Call, line: _Varying, tokens: int, rows: int) -> bool:
-    """Whether the cost is that line at three other places, but for rounding."""
-    for kv_tokens, qk_pairs in _TRIES:
-        cost = call.cost(Workload(tokens, rows, kv_tokens, qk_pairs))
-        size = line.none.bytes + kv_tokens * line.token[0] + qk_pairs * line.pair[0]
-        flops = line.none.flops + kv_tokens * line.token[1] + qk_pairs * line.pair[1]
-        if abs(cost.bytes - size) > 1 + 1e-6 * size or abs(cost.flops - flops) > 1 + 1e-6 * flops:
-            return False
+    """Whether the cost is that line at other places, but for rounding."""
+    for some in {rows, (rows + 1) // 2}:
+        for kv_tokens, qk_pairs in _TRIES:
+            cost = call.cost(Workload(tokens, some, kv_tokens, qk_pairs))
+            size, flops = line.cost(some, kv_tokens, qk_pairs)
+            if abs(cost.bytes - size) > 1 + 1e-6 * size or abs(cost.flops - flops) > 1 + 1e-6 * flops:
+                return False
     return True

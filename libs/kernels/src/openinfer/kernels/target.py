@@ -65,9 +65,9 @@ GPUS = {
         memory_bytes=150.1e9,
         peak=Speed(4.8e12, 989e12),
         measured=Speed(4.59e12, 780e12),
-        fitted=Speed(4.10e12, 547e12, 5.0e-6),
+        fitted=Speed(4.05e12, 600e12, 4.28e-6),
         link_bytes_per_s=450e9,
     )
 }
-"""Figures by the GPU's name. `fitted` of the H200: least squares over 29 decode, prompt and mixed steps of Qwen3-4B.
-The line meets these steps within 21 %, most within 10 %."""
+"""Figures by the GPU's name. `fitted` of the H200: least relative squares over the decode and prompt steps of
+Qwen3-4B, Qwen3-8B and Qwen3.5-4B in benchmarks/results (`openinfer tune --from-steps` does it again)."""

@@ -67,7 +67,8 @@ def step_segments(
 class Outline:
     """An engine with these options on the null device: its steps can be traced, its memory counted. Needs no GPU.
 
-    `memory`: bytes by their use, without the cache. `target`: the GPU that the plan is for.
+    `memory`: bytes by their use, without the cache. `target`: the GPU that the plan is for. `steps`: the calls of every
+    recorded step by its shape. `max_model_len`: tokens of a sequence, where the cache has room for them.
     ranks: the number of GPUs that share the model; with more than one, this is the part of the first GPU.
     """
 
@@ -80,6 +81,7 @@ class Outline:
         self.buckets = buckets_for(blueprint, limits)
         self.target = options_target(options, target)
         plan = make_plan(blueprint, limits, self.buckets, self.target)
+        self.steps, self.max_model_len = plan.steps, limits.max_model_len
         null, one_each = Device("null"), [1] * len(blueprint.groups(limits))
         self.model: Model = blueprint.lay_out(Arena(null, None), Stream(null), limits, one_each)
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))

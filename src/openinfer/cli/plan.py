@@ -1,0 +1,146 @@
+"""`openinfer plan MODEL --rate 4:64`: latency, throughput and memory of a server over load, before there is a server.
+
+It needs no GPU and no weights: MODEL is a folder with config.json, or the name of a published model. The engine's own
+scheduler and pool run in virtual time. A step takes what its ops cost at the speeds that were measured on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import shlex
+import time
+from pathlib import Path
+
+from openinfer.cli import bench_recipe, plan_text, recipes
+from openinfer.cli.bench_recipe import Asked, BadFlags
+from openinfer.cli.bench_record import add_arguments, progress, record, write
+from openinfer.cli.bench_serve import Load
+from openinfer.cli.plan_compare import Objectives, Variant, candidates, choice
+from openinfer.cli.plan_load import Point, Server
+from openinfer.frontend.errors import FlagError
+from openinfer.kernels import GPUS, H200
+
+TARGETS = {H200.gpu: H200}
+"""The GPUs whose steps can be traced, by the names of GPUS."""
+SECONDS = 15.0
+"""Seconds of arrivals at each load, with at least FEWEST requests and at most MOST."""
+FEWEST, MOST = 100, 1000
+
+
+def main(argv: list[str]) -> int:
+    """Print; returns 0, 1 for what cannot be planned, 2 for wrong arguments."""
+    body = functools.partial(_plan, argv)
+    return bench_recipe.run(argv, "plan", __doc__, _flags, body, named=True)
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--gpu", default="H200", metavar="NAME",
+        help=f"one of {', '.join(name.removeprefix('NVIDIA ') for name in TARGETS)}; default: %(default)s")  # fmt: skip
+    add("--gpus", type=int, default=1, metavar="N", help="GPUs that share the model; default: %(default)s")
+    add("--input", type=int, default=1024, metavar="N", help="tokens of a prompt; default: %(default)s")
+    add("--output", type=int, default=128, metavar="N", help="tokens of an answer; default: %(default)s")
+    add("--rate", default="4:64", metavar="LOW:HIGH",
+        help="requests a second, each load twice the one before; or as 4,16,32; default: %(default)s")  # fmt: skip
+    add("--ttft-ms", type=float, metavar="MS", help="objective: 99 of 100 first tokens come within this time")
+    add("--tpot-ms", type=float, metavar="MS", help="objective: the same for the time of a later token")
+    add("--compare", action="append", default=[], metavar="FLAGS",
+        help="the same loads with other flags too, or another model: --compare 'qwen3_5-4B --max-num-seqs 64'; may be "
+        "repeated; default: other step sizes and a paced policy")  # fmt: skip
+    add("--seed", type=int, default=0, help="seed of the arrivals; default: %(default)s")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the curves into this file; needs openinfer[plot]")
+    add_arguments(parser)
+
+
+def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
+    if args.plot:
+        plan_text.figure_class()  # what is missing is said before the work
+    begun = time.perf_counter()
+    objectives = Objectives(args.ttft_ms, args.tpot_ms)
+    server = _server(args, asked)
+    print(f"{plan_text.title(server, args.gpus)}\n{plan_text.memory(server)}\n{plan_text.HEAD}", flush=True)
+    points: list[Point] = []
+    for load in _loads(args, asked.options.max_num_seqs):
+        points.append(server.serve(load))
+        print(plan_text.row(points[-1], points[0].requests_per_s), flush=True)
+    first = Variant("as asked", server, points)
+    variants = [first, *(_reparsed(argv, flags) for flags in args.compare or candidates(first, args))]
+    knee, best = first.knee, choice(variants, objectives)
+    print(plan_text.verdict(first, objectives))
+    print(plan_text.comparison(variants, objectives))
+    print(plan_text.advice(first, best, objectives))
+    if any(one.binds.get("links") for one in points):
+        print(
+            "(links at the vendor's speed, without the latency of a collective: no such server was measured)"
+        )
+    if args.plot:
+        plan_text.plot(variants, args.plot)
+    if args.json:
+        results = [one.as_dict(objectives) for one in variants]
+        facts = {"planned_gpu": first.server.outline.target.gpu, "gpus": args.gpus, "chosen": best.flags}
+        write(args.json, record("plan", args, results, knee=knee.load.request_rate, **facts))
+    progress(f"{sum(len(one.points) for one in variants)} loads in {time.perf_counter() - begun:.1f} s")
+    return 0
+
+
+def _server(args: argparse.Namespace, asked: Asked) -> Server:
+    """The server of a command line. Raises BadFlags, SetupError."""
+    gpu = next((name for name in TARGETS if args.gpu in (name, name.removeprefix("NVIDIA "))), None)
+    if gpu is None:
+        raise BadFlags(f"--gpu {args.gpu}: the speed is known of {', '.join(TARGETS)}")
+    if args.gpus < 1:
+        raise BadFlags(f"--gpus {args.gpus}: a model is on at least one GPU")
+    progress(f"the steps of {asked.model_dir.name}")
+    server = Server.of(asked, TARGETS[gpu], GPUS[gpu], args.gpus)
+    if args.input < 1 or args.output < 2 or args.input + args.output > server.max_model_len:
+        raise BadFlags(
+            f"--input {args.input} --output {args.output}: at least 1 and 2, and together at most "
+            f"{server.max_model_len} tokens (--max-model-len, and the cache)"
+        )
+    return server
+
+
+def _reparsed(argv: list[str], flags: str) -> Variant:
+    """The server with these flags besides those of the command line, or with the model that they begin with."""
+    words, parser = shlex.split(flags), bench_recipe.merged_parser("plan", __doc__, _flags)
+    model, rest = recipes.model_and_rest(parser, argv)
+    if words and not words[0].startswith("-"):
+        model, *words = words
+    args, asked = bench_recipe.parse([model, *rest, *words], "plan", __doc__, _flags, named=True)
+    progress(flags)
+    server = _server(args, asked)
+    return Variant(flags, server, [server.serve(load) for load in _loads(args, asked.options.max_num_seqs)])
+
+
+def _loads(args: argparse.Namespace, max_rows: int) -> list[Load]:
+    """All at once, one request at a time, and the rates."""
+    size = args.input, args.output
+    loads = [
+        Load(math.inf, min(MOST, 5 * max_rows // 2), 0, *size, args.seed),
+        Load(math.inf, 5, 1, *size, args.seed),
+    ]
+    for number, rate in enumerate(rates(args.rate), start=1):
+        count = min(MOST, max(FEWEST, round(rate * SECONDS)))
+        loads.append(Load(rate, count, 0, *size, args.seed + number))
+    return loads
+
+
+def rates(text: str) -> list[float]:
+    """Requests a second of `--rate`. Raises FlagError."""
+    low, colon, high = text.partition(":")
+    try:
+        if not colon:
+            found = [float(part) for part in text.split(",")]
+        else:
+            found, last = [float(low)], float(high)
+            while 0 < found[-1] < last:
+                found.append(min(2 * found[-1], last))
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < math.inf for rate in found):
+        raise FlagError(
+            f"--rate {text}: it is LOW:HIGH or a list such as 4,16,32, in requests a second above 0"
+        )
+    return sorted(set(found))

@@ -1,0 +1,80 @@
+"""The predicted time of a server's steps, for the scheduler's simulator: a recorded step's ops on a known GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from openinfer.graph import Buckets, Shape
+from openinfer.kernels import Call, Figures, Parts, Prediction, Workload
+from openinfer.scheduler.sim import StepWork
+
+PROMPT_STEP_S = 0.4e-3
+"""Host seconds that a step with a prompt takes besides its time on the device, where nothing hides it. It is the median
+of wall less device time of `bench step`'s prompts."""
+ARRIVAL_S = 1.5e-3
+"""Seconds from a client to the engine's queue and from the first token back: HTTP, JSON and the engine's process."""
+
+
+@dataclass(slots=True)
+class _Total:
+    """The steps of one shape: how many, their rows, cached tokens and pairs of query and key."""
+
+    steps: int = 0
+    rows: int = 0
+    kv_tokens: int = 0
+    qk_pairs: int = 0
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a step (a sim.CostModel), padded as the engine pads it. It also keeps what the steps were made of.
+
+    steps: the calls of every recorded step by its shape. most_rows: the largest number of rows in a step so far.
+    """
+
+    steps: Mapping[Shape, Sequence[Call]]
+    buckets: Buckets
+    figures: Figures
+    most_rows: int = 0
+    prompt_steps: int = 0
+    _totals: dict[Shape, _Total] = field(default_factory=dict)
+    _predictions: dict[Shape, tuple[Prediction, float]] = field(default_factory=dict)
+
+    def __call__(self, work: StepWork) -> float:
+        new = work.prefill_tokens
+        rows = work.decode_rows + (new > 0)
+        shape = self.buckets.choose(work.decode_rows + new, rows)
+        # A chunk of n tokens after m has n * m + n * (n + 1) / 2 pairs and reads m + n tokens.
+        read = round(work.prefill_context / new + (new - 1) / 2) if new else 0
+        kv_tokens, qk_pairs = work.decode_context + read, work.decode_context + work.prefill_context
+        total = self._totals.setdefault(shape, _Total())
+        total.steps += 1
+        total.rows += rows
+        total.kv_tokens += kv_tokens
+        total.qk_pairs += qk_pairs
+        self.most_rows = max(self.most_rows, rows)
+        self.prompt_steps += new > 0
+        prediction, link_s = self._prediction(shape)
+        return prediction.seconds(kv_tokens, qk_pairs, rows) + link_s + (PROMPT_STEP_S if new else 0.0)
+
+    def _prediction(self, shape: Shape) -> tuple[Prediction, float]:
+        """The prediction of a shape, and the seconds of its links, which depend on the shape alone."""
+        if shape not in self._predictions:
+            calls = self.steps[shape]
+            link_s = Parts.of(calls, Workload(shape.tokens, shape.rows, 0, 0), self.figures).link_s
+            prediction = Prediction.of(calls, shape.tokens, shape.rows, self.figures.fitted)
+            self._predictions[shape] = prediction, link_s
+        return self._predictions[shape]
+
+    def shares(self) -> dict[str, float]:
+        """The parts of all steps' time by what binds, the largest first; they add up to 1."""
+        seconds = {"host": self.prompt_steps * PROMPT_STEP_S}
+        for shape, total in self._totals.items():
+            sums = (total.rows, total.kv_tokens, total.qk_pairs)
+            mean = Workload(shape.tokens, *(one // total.steps for one in sums))
+            for name, one in Parts.of(self.steps[shape], mean, self.figures).names.items():
+                seconds[name] = seconds.get(name, 0.0) + total.steps * one
+        whole = sum(seconds.values())
+        largest = sorted(seconds.items(), key=lambda item: -item[1])
+        return {name: one / whole for name, one in largest if one}

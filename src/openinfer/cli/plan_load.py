@@ -1,0 +1,143 @@
+"""A server under loads, simulated: the engine's own scheduler and pool in virtual time, with predicted steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from openinfer.cli.bench_client import arrivals
+from openinfer.cli.bench_recipe import Asked
+from openinfer.cli.bench_record import percentile
+from openinfer.cli.bench_serve import Load
+from openinfer.cli.plan_cost import ARRIVAL_S, StepCost
+from openinfer.kernels import Figures, Target
+from openinfer.recipes.engine.segments import Outline
+from openinfer.scheduler import Policy, make_policy
+from openinfer.scheduler.sim import Record, Request, simulate
+
+FULL = 0.97
+"""A part of the pool, or of the most that a server completes, that counts as all of it."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The figures of one load. Latencies in milliseconds, as p50, p99 and mean.
+
+    busy: part of the time in which a step ran. binds: shares of the steps' time by what they wait for. limits: "rows"
+    and "KV room", as far as none was left. rows: the most rows at once. cache: the largest used part of the cache."""
+
+    load: Load
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: Json
+    tpot_ms: Json
+    e2el_ms: Json
+    busy: float
+    binds: dict[str, float]
+    limits: list[str]
+    rows: int
+    cache: float
+    preemptions: int
+    rejected: int
+
+    def as_dict(self) -> Json:
+        """For JSON. An infinite rate is "inf", as in the results of bench serve."""
+        rate = self.load.request_rate
+        load = dataclasses.asdict(self.load) | {"request_rate": "inf" if math.isinf(rate) else rate}
+        own = dataclasses.asdict(self)
+        del own["load"]
+        return load | own
+
+    @property
+    def power(self) -> float:
+        """Kleinrock's power: throughput over latency. The load with the largest is the knee."""
+        return self.requests_per_s / float(self.e2el_ms["mean"])
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An engine with these options on a GPU that need not be here. cache_bytes: what memory leaves for the cache."""
+
+    asked: Asked
+    outline: Outline
+    figures: Figures
+    cache_bytes: int
+
+    @classmethod
+    def of(cls, asked: Asked, target: Target, figures: Figures, gpus: int) -> Server:
+        """Trace its steps and plan its memory. Raises SetupError. Prompts share nothing, so there is no prefix
+        cache."""
+        options = dataclasses.replace(asked.options, enable_prefix_caching=False)
+        outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)
+        room = int(figures.memory_bytes * options.gpu_memory_utilization) - sum(outline.memory.values())
+        wanted = options.kv_cache_memory_bytes
+        server = cls(asked, outline, figures, room if wanted is None else wanted)
+        outline.cache(server.cache_bytes)  # too little room is said before the work
+        return server
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return min(self.outline.max_model_len, self.outline.cache(self.cache_bytes).capacity_tokens)
+
+    def policy(self) -> Policy:
+        """A new policy, as the flags want it. Raises InvalidSetup."""
+        asked = self.asked.options.scheduling_policy
+        if not isinstance(asked, str):
+            return asked
+        return make_policy(asked, max_batched_tokens=self.outline.buckets.max_tokens)
+
+    def serve(self, load: Load) -> Point:
+        """Simulate one load. Raises SchedulerError."""
+        options, pool = self.asked.options, self.outline.cache(self.cache_bytes)
+        cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures), 0.0
+
+        def timed(work: Any) -> float:
+            nonlocal most_used
+            most_used = max(most_used, pool.used_tokens / pool.capacity_tokens)
+            return cost(work)
+
+        report = simulate(
+            requests(load), self.policy(), pool, timed, max_rows=options.max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_queued=options.max_num_queued_reqs,
+        )  # fmt: skip
+        done = [record for record in report.records if record.num_output]
+        full = most_used > FULL or report.preemptions > 0
+        limits = ["KV room"] * full + ["rows"] * (cost.most_rows >= options.max_num_seqs)
+        return Point(
+            load, report.requests_per_s, report.output_tokens_per_s, _figures([_ttft_s(one) for one in done]),
+            _figures([one.tpot or 0.0 for one in done]), _figures([_e2el_s(one) for one in done]), report.busy,
+            cost.shares(), limits, cost.most_rows, most_used, report.preemptions, report.rejected,
+        )  # fmt: skip
+
+
+def requests(load: Load) -> list[Request]:
+    """The requests of a load, at the times at which `bench serve` sends them. Prompts share nothing."""
+    times = arrivals(load.num_prompts, load.request_rate, random.Random(load.seed))
+    limit = load.max_concurrency
+    found = []
+    for number, time in enumerate(times):
+        after = number - limit if limit and number >= limit else None
+        prompt, output = [1] * load.input_len, [1] * load.output_len
+        found.append(Request(time if after is None else ARRIVAL_S, prompt, output, load.output_len, after))
+    return found
+
+
+def _ttft_s(record: Record) -> float:
+    return record.ttft + ARRIVAL_S
+
+
+def _e2el_s(record: Record) -> float:
+    return record.last_token - record.arrival + ARRIVAL_S
+
+
+def _figures(seconds: list[float]) -> Json:
+    mean = sum(seconds) / len(seconds) if seconds else math.nan
+    percentiles = {f"p{p}": percentile(seconds, p) * 1e3 for p in (50, 99)}
+    return {"mean": mean * 1e3, **percentiles}

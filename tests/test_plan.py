@@ -1,0 +1,160 @@
+"""`openinfer plan` on the CPU: what it says of a server, and that it stays near what servers did."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer.cli import bench_recipe, plan, plan_text
+from openinfer.cli.bench_serve import Load
+from openinfer.cli.plan_compare import Objectives, Variant, choice
+from openinfer.cli.plan_cost import PROMPT_STEP_S, StepCost
+from openinfer.cli.plan_load import Point, Server
+from openinfer.kernels import GPUS, H200, Prediction
+from openinfer.scheduler.sim import StepWork
+
+ROOT = Path(__file__).parents[1]
+TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+FLAGS = ["--input", "100", "--output", "20", "--rate", "4,64"]
+
+
+def served(tmp_path: Path, *words: str) -> dict[str, Any]:
+    """The JSON of a plan."""
+    path = tmp_path / "plan.json"
+    assert plan.main([*words, "--json", str(path)]) == 0
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def server(model: str, *flags: str) -> Server:
+    _, asked = bench_recipe.parse([model, *flags], "plan", None, lambda parser: None, named=True)
+    return Server.of(asked, H200, GPUS[H200.gpu], 1)
+
+
+def test_a_plan_has_every_load_and_the_flags_to_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = served(tmp_path, str(TINY), *FLAGS, "--tpot-ms", "50")
+    text = capsys.readouterr().out
+    for words in ("TTFT p50/p99", "TPOT p50/p99", "all at once", "1 at a time", "64 req/s", "knee:", "launches",
+                  "take: openinfer serve"):  # fmt: skip
+        assert words in text
+    first, *others = found["results"]
+    assert [point["request_rate"] for point in first["points"]] == ["inf", "inf", 4.0, 64.0]
+    assert len(others) == 4  # three other budgets of a step, a pace
+    for point in first["points"]:
+        assert point["ttft_ms"]["p50"] <= point["ttft_ms"]["p99"]
+        assert sum(point["binds"].values()) == pytest.approx(1)
+    alone, *rated = first["points"][1:]
+    assert alone["tpot_ms"]["p50"] <= rated[0]["tpot_ms"]["p50"] <= rated[1]["tpot_ms"]["p50"]
+    assert rated[1]["requests_per_s"] == pytest.approx(64, rel=0.1)
+
+
+def test_a_published_name_needs_no_folder(tmp_path: Path) -> None:
+    flags = ["--rate", "8", "--compare", "qwen3_5-0.8B --max-num-seqs 32"]
+    first, other = served(tmp_path, "Qwen/Qwen3-0.6B", *flags)["results"]
+    assert first["memory"]["weights"] == pytest.approx(1.2e9, rel=0.05)
+    assert other["flags"].startswith("qwen3_5-0.8B")
+    assert "recurrent states" in other["memory"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["qwen9-4B"], "none of"),
+        ([str(TINY), "--rate", "8:4:2"], "--rate 8:4:2"),
+        ([str(TINY), "--rate", "0"], "above 0"),
+        ([str(TINY), "--gpu", "H999"], "the speed is known of NVIDIA H200"),
+        ([str(TINY), "--gpus", "0"], "at least one GPU"),
+        ([str(TINY), "--input", "99999999"], "together at most"),
+        ([str(TINY), "--output", "1"], "at least 1 and 2"),
+        ([str(TINY), "--scheduling-policy", "best"], "best"),
+        (["qwen3-32B", "--gpu-memory-utilization", "0.4"], "no room"),
+    ],
+)
+def test_it_says_what_is_wrong(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([words[0], *FLAGS, *words[1:]]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("openinfer plan: error:")
+    assert message in error
+
+
+def test_the_costs_are_those_of_the_engines_steps() -> None:
+    one = server("qwen3-4B")
+    cost = StepCost(one.outline.steps, one.outline.buckets, one.figures)
+    shape = one.outline.buckets.choose(9, 9)
+    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
+    assert shape.rows == 16
+    assert cost(StepWork(9, 9 * 1024, 0, 0)) == step.seconds(9 * 1024, 9 * 1024, 9)
+    assert next(iter(cost.shares())) == "bandwidth"
+    shape = one.outline.buckets.choose(1024, 1)
+    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
+    prompt = cost(StepWork(0, 0, 1024, 1024 * 1025 // 2))
+    assert prompt == pytest.approx(step.seconds(1024, 1024 * 1025 // 2, 1) + PROMPT_STEP_S)
+    assert next(iter(cost.shares())) == "tensor cores"
+    assert cost.most_rows == 9
+
+
+def test_rows_and_room_that_run_out_are_named() -> None:
+    rush = Load(float("inf"), 12, 0, 200, 60, 0)
+    assert server(str(TINY), "--max-num-seqs", "4").serve(rush).limits == ["rows"]
+    tight = server(str(TINY), "--kv-cache-memory-bytes", "4000000", "--max-model-len", "300").serve(rush)
+    assert tight.limits == ["KV room"]
+    assert "queue for KV room" in plan_text.row(tight, tight.requests_per_s)
+    calm = server(str(TINY)).serve(Load(4.0, 8, 0, 200, 60, 0))
+    assert calm.limits == []
+    assert "queue" not in plan_text.row(calm, 100.0)
+
+
+def point(rate: float, ttft_ms: float, tpot_ms: float) -> Point:
+    load = Load(rate, 100, 0, 1024, 128, 0)
+    ttft, tpot, e2el = ({"mean": x, "p50": x, "p99": x} for x in (ttft_ms, tpot_ms, ttft_ms + 127 * tpot_ms))
+    return Point(load, rate, 128 * rate, ttft, tpot, e2el, 1.0, {"launches": 1.0}, [], 9, 0.1, 0, 0)
+
+
+def test_the_largest_load_within_the_objectives_wins() -> None:
+    one = server(str(TINY))
+    usual = Variant("as asked", one, [point(8, 20, 5), point(16, 40, 9), point(32, 90, 30)])
+    paced = Variant("--scheduling-policy x", one, [point(8, 40, 5), point(16, 90, 6), point(32, 190, 8)])
+    assert choice([usual, paced], Objectives(200, 10)) is paced
+    assert choice([usual, paced], Objectives(50, 10)) is usual
+    assert choice([usual, paced], Objectives(None, None)) is usual
+    assert usual.score(Objectives(1, None)) == 0
+    assert usual.knee.load.request_rate == 16
+    text = plan_text.advice(usual, paced, Objectives(200, 10))
+    assert "--scheduling-policy x" in text
+
+
+def test_a_picture_has_a_curve_for_each(tmp_path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        assert plan.main([str(TINY), *FLAGS, "--plot", str(tmp_path / "plan.png")]) == 1
+        return
+    assert plan.main([str(TINY), *FLAGS, "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+# -- predictions beside measured servers --
+
+
+def predicted_rows() -> Any:
+    spec = importlib.util.spec_from_file_location("predicted_rows", ROOT / "benchmarks" / "predicted_rows.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_table_that_the_script_makes() -> None:
+    script = predicted_rows()
+    begin, end = script.BEGIN, script.END
+    page = script.PAGE.read_text()
+    found = page[page.index(begin) + len(begin) : page.index(end)].strip()
+    assert found == script.table().strip(), "python benchmarks/predicted_rows.py --write"
+    assert found.count("**") // 2 <= 2, "more figures than before are outside the limits"
