@@ -32,6 +32,21 @@ class TestQwen3Untied(Suite):
     recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
 
 
+class TestQwen3TwoRanks(Suite):
+    recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
+    flags = {"tensor_parallel_size": 2}  # noqa: RUF012
+    chunks = (1, 17, 352)
+
+
+@pytest.mark.slow
+class TestQwen3FourRanks(Suite):
+    """Two ranks have the same key-value head."""
+
+    recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny"
+    flags = {"tensor_parallel_size": 4}  # noqa: RUF012
+    chunks = (17, 352)
+
+
 class TestQwen35(Suite):
     recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-tiny"
     flags = {"snapshot_interval": 64}  # noqa: RUF012

@@ -116,6 +116,7 @@ ENGINE = {
     "priorities": Flag("`--scheduling-policy priority`, `priority`", {"scheduling_policy": "priority"}),
     "KV events": Flag("`--kv-events-config`", {"kv_events_config": EVENTS, "enable_prefix_caching": True}),
     "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),
+    "several ranks": Flag("`--tensor-parallel-size`", {"tensor_parallel_size": 2}),
 }
 SERVER = {
     "several HTTP processes": Flag("`--frontends 2`"),
@@ -129,7 +130,10 @@ REFUSED = {
 }
 """A pair, in the order of the lists, and what is said to it."""
 
-MISSING = {("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5"}
+MISSING = {
+    ("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5",
+    ("several ranks", "qwen3_5"): "2 ranks: qwen3_5 runs on one GPU",
+}
 """What one model's engine cannot do."""
 
 

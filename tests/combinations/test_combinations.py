@@ -261,7 +261,7 @@ class WarmSlot:
 def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     found = alone("qwen3")
     bodies = [body_of("qwen3", n, found.asked(PAIRS[n], n)) for n in range(0, len(PAIRS), SHARE)]
-    monkeypatch.setattr(startup, "CpuPack", lambda: WarmSlot(CpuPack()))
+    monkeypatch.setattr(startup, "CpuPack", lambda communicator: WarmSlot(CpuPack()))
     answers, _ = run("qwen3", 8, (), bodies, 5)
     assert not all(same(answer, right) for answer, right in zip(answers, found.pairs[::SHARE], strict=True))
 

@@ -47,9 +47,9 @@ def rows(stream: Stream) -> Any:
 def upload(rows: Rows, stream: Stream) -> list[int]:
     """Bring the device up to date. Gives the sizes of the deltas."""
     sizes = []
-    for size in rows.uploads(stream):
-        sizes.append(size)
-        assert len(scatter(rows)) == size
+    for delta in rows.uploads(stream):
+        sizes.append(len(delta.places))
+        assert len(scatter(rows)) == len(delta.places)
     return sizes
 
 
@@ -218,9 +218,9 @@ def test_deltas_arrive_on_a_gpu(gpu: Device) -> None:
         for turn in range(50):
             for slot in range(9):
                 rows.write("tables", slot, [turn + 1] * 5)
-            for size in rows.uploads(stream):
+            for delta in rows.uploads(stream):
                 stream.synchronize()
-                writes = rows.writes.numpy()
+                writes, size = rows.writes.numpy(), len(delta.places)
                 assert writes[0] == size
                 seen[writes[1 : 1 + size]] = writes[11 : 11 + size]
         start = (rows["tables"].ptr - rows.words.ptr) // 4

@@ -1,8 +1,10 @@
 """Collectives: ranks as processes over shared memory on the cpu pack and in the interpreter; plans, costs, refusals."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from openinfer.kernels import (
     Workload,
     all_gather,
     all_reduce,
+    gather_columns,
     reduce_scatter,
 )
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
@@ -29,39 +32,55 @@ from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
 WORKER = """
 import json, os, sys
 os.environ["TRITON_INTERPRET"] = "1"
-from pathlib import Path
 import numpy as np
 from openinfer.kernels import (CpuPack, InterpDriver, LaunchPack, SharedMemory, Target, all_gather, all_reduce,
-    reduce_scatter)
+    gather_columns, reduce_add, reduce_scatter)
 from openinfer.tensor import Tensor, bfloat16, float32
-path, rank, size, way, rows = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
-ranks = SharedMemory(Path(path), rank, size, slot_bytes=1000, timeout_s=60)
+file, rank, size = map(int, sys.argv[1:4])
+way, rows = sys.argv[4], int(sys.argv[5])
+ranks = SharedMemory(file, rank, size, slot_bytes=1000, timeout_s=60)
+of = Tensor.from_numpy
 if way == "cpu":
     pack = CpuPack(ranks)
 else:
-    pack = LaunchPack(Target(90, 4, interpreted=True), InterpDriver(ranks), None, None)
+    pack = LaunchPack(Target(90, 4, interpreted=True), InterpDriver(ranks), of(np.zeros(1 << 20, np.uint8)), None)
 found = {}
-of = Tensor.from_numpy
 for dtype in (float32, bfloat16):
     for turn in range(3):
-        x = np.random.default_rng([rank, turn]).standard_normal((size * rows, 5)).astype(dtype)
-        out, gathered, part = np.empty_like(x), np.empty((size * size * rows, 5), dtype), np.empty((rows, 5), dtype)
+        x = np.random.default_rng([rank, turn]).standard_normal((size * rows, 16)).astype(dtype)
+        out, gathered, part = np.empty_like(x), np.empty((size * size * rows, 16), dtype), np.empty((rows, 16), dtype)
+        columns, residual = np.empty((size * rows, 16 * size), dtype), np.full_like(x, turn)
         all_reduce(pack, out=of(out), x=of(x), ranks=size)
         all_gather(pack, out=of(gathered), x=of(x), ranks=size)
         reduce_scatter(pack, out=of(part), x=of(x), ranks=size)
+        gather_columns(pack, out=of(columns), x=of(x), ranks=size)
+        reduce_add(pack, x=of(residual), y=of(x.copy()), ranks=size)
         all_reduce(pack, out=of(x), x=of(x), ranks=size)  # in place
         assert (x == out).all()
-        arrays = (out, gathered, part)
+        arrays = (out, gathered, part, columns, residual)
         found[f"{dtype.name} {turn}"] = [a.astype(np.float32).tobytes().hex() for a in arrays]
 print(json.dumps(found))
 """
 
 
-def run_ranks(path, size, way, rows):
+@pytest.fixture
+def memory():
+    """The descriptor of a file that ranks share."""
+    file = os.memfd_create("ranks")
+    yield file
+    os.close(file)
+
+
+def run_ranks(file, size, way, rows):
     """What every rank found, by rank."""
-    command = [sys.executable, "-c", WORKER, str(path)]
+    command = [sys.executable, "-c", WORKER, str(file)]
     started = [
-        subprocess.Popen([*command, str(rank), str(size), way, str(rows)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank), str(size), way, str(rows)],
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[file],
+        )
         for rank in range(size)
     ]
     outputs = [process.communicate(timeout=120)[0] for process in started]
@@ -72,36 +91,49 @@ def run_ranks(path, size, way, rows):
 @pytest.mark.parametrize(
     ("size", "way", "rows"), [(2, "cpu", 3), (4, "cpu", 60), (2, "interp", 60), (4, "interp", 1)]
 )
-def test_ranks_exchange_over_shared_memory(tmp_path, size, way, rows):
+def test_ranks_exchange_over_shared_memory(memory, size, way, rows):
     """60 rows of 4 ranks take several slots."""
-    found = run_ranks(tmp_path / "ranks", size, way, rows)
+    found = run_ranks(memory, size, way, rows)
     for dtype in (float32, bfloat16):
         for turn in range(3):
             drawn = (np.random.default_rng([rank, turn]) for rank in range(size))
-            xs = [rng.standard_normal((size * rows, 5)).astype(dtype) for rng in drawn]
+            xs = [rng.standard_normal((size * rows, 16)).astype(dtype) for rng in drawn]
             total = xs[0].astype(np.float32)
             for x in xs[1:]:  # in the order of ranks
                 total = total + x.astype(np.float32)
-            total, whole = total.astype(dtype), np.concatenate(xs)
+            stored = (
+                total if way == "cpu" else total.astype(dtype).astype(np.float32)
+            )  # launches store the sum
+            onto = (stored + np.float32(turn)).astype(dtype)
+            total, whole, beside = total.astype(dtype), np.concatenate(xs), np.concatenate(xs, axis=1)
             for rank in range(size):
-                want = (total, whole, total[rank * rows : (rank + 1) * rows])
+                want = (total, whole, total[rank * rows : (rank + 1) * rows], beside, onto)
                 hexed = [a.astype(np.float32).tobytes().hex() for a in want]
                 assert found[rank][f"{dtype.name} {turn}"] == hexed
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path):
-    ranks = SharedMemory(tmp_path / "ranks", 0, 3, timeout_s=0.05)
+def test_a_rank_that_does_not_come_is_named(memory):
+    ranks = SharedMemory(memory, 0, 3, timeout_s=0.05)
     with pytest.raises(RankLost, match=r"rank 1 of 3 did not come to exchange 1 within 0\.05 s"):
         ranks.exchange(np.zeros(4))
     with pytest.raises(ValueError, match="rank 3 of 3"):
-        SharedMemory(tmp_path / "ranks", 3, 3)
+        SharedMemory(memory, 3, 3)
 
 
-def test_one_rank_gets_its_own(tmp_path):
+def test_an_abort_ends_a_wait(memory):
+    """Of another rank, which maps the same memory."""
+    ranks, other = (SharedMemory(memory, rank, 2) for rank in (0, 1))
+    threading.Timer(0.05, other.abort).start()
+    with pytest.raises(RankLost, match="aborted: one of them is lost"):
+        ranks.exchange(np.zeros(4))
+    assert ranks.aborted
+
+
+def test_one_rank_gets_its_own():
     x = np.arange(6, dtype=np.float32).reshape(3, 2)
-    for op in (all_reduce, all_gather, reduce_scatter):
+    for op in (all_reduce, all_gather, reduce_scatter, gather_columns):
         out = np.empty_like(x)
-        pack = CpuPack(SharedMemory(tmp_path / op.name, 0, 1))
+        pack = CpuPack()
         op(pack, out=Tensor.from_numpy(out), x=Tensor.from_numpy(x), ranks=1)
         np.testing.assert_array_equal(out, x)
 
@@ -134,13 +166,13 @@ def test_the_null_pack_counts_the_bytes_of_links(arena):
     assert (costs[0] + costs[1]).link == 2 * 72 + 3 * 96
 
 
-def test_packs_without_ranks_refuse_by_name(arena, monkeypatch, tmp_path):
+def test_packs_without_ranks_refuse_by_name(arena, monkeypatch, tmp_path, memory):
     op, args = calls(arena)[0]
     x = Tensor.from_numpy(np.zeros((8, 6), np.float32))
     with pytest.raises(LaunchError, match="all_reduce is over 4 ranks and this pack has no communicator"):
         op(CpuPack(), out=x, x=x, ranks=4)
     with pytest.raises(LaunchError, match="all_reduce is over 4 ranks; the communicator has 1"):
-        op(CpuPack(SharedMemory(tmp_path / "ranks", 0, 1)), out=x, x=x, ranks=4)
+        op(CpuPack(SharedMemory(memory, 0, 1)), out=x, x=x, ranks=4)
     monkeypatch.setattr("openinfer.kernels.packs.cuda_driver.driver", lambda: None)
     device = Device("null")
     pack = LaunchPack(Target(90, 132), CudaDriver(device, Stream(device), Store(90, tmp_path)), None, None)

@@ -24,7 +24,7 @@ class LlamaRecipe(Recipe[Options]):
     def matches(self, config: Mapping[str, Any]) -> bool:
         return config.get("model_type") in ("llama", "mistral")
 
-    def blueprint(self, source: Source, options: Options, *, ranks: int = 1) -> Llama:
+    def blueprint(self, source: Source, options: Options, *, ranks: int = 1, rank: int = 0) -> Llama:
         from openinfer_llama.blueprint import Llama
         from openinfer_llama.config import Config
 

@@ -283,7 +283,8 @@ class Engine(Protocol):
         """
 
     def stats(self) -> EngineStats:
-        """Current numbers; O(1), called up to once a step."""
+        """Current numbers; O(1), called up to once a step, and now and then while no request is live. An exception
+        means that the engine is lost, as in step()."""
 
     def close(self) -> None:
         """Release all resources. Called once; the driver calls no other method after it."""

@@ -22,11 +22,12 @@ from openinfer.frontend.wire import (
     owner,
 )
 
-__all__ = ["run_engine"]
+__all__ = ["IDLE_WAIT_S", "run_engine"]
 
 STEP_WAIT_S = 0.01
 """An engine with live requests but nothing to compute may sleep this long; a new request waits no longer."""
 SIGN_OF_LIFE_S = 0.25
+IDLE_WAIT_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -38,18 +39,22 @@ def run_engine(
 ) -> None:
     """Drive `engine` until a Close message; tells every client Lost and raises whatever step() raises.
 
-    receive(block) returns the messages that are waiting, each with its client, in order; with block=True at least one.
+    receive(block) returns the messages that are waiting, each with its client, in order. With block=True it waits for
+    one up to IDLE_WAIT_S. Then an idle engine is asked for its stats, so that it can say that it has lost a part.
     send(client, message) must not block.
     """
     desk = _Desk(engine, send)
     try:
         while True:
-            for client, message in receive(not desk.live):
+            messages = receive(not desk.live)
+            for client, message in messages:
                 if isinstance(message, Close):
                     return
                 desk.take(client, message)
             if desk.live:
                 desk.step()
+            elif not messages:
+                engine.stats()
     except Exception as error:
         desk.tell_all(Lost(f"the engine failed: {one_line(error)}"))
         raise

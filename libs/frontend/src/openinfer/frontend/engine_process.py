@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from openinfer.frontend import heap
-from openinfer.frontend.engine_loop import run_engine
+from openinfer.frontend.engine_loop import IDLE_WAIT_S, run_engine
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.logs import LogLines, set_up_logging
 from openinfer.frontend.wire import Boot, FromEngine, StartFailed, ToEngine
@@ -59,12 +59,12 @@ def _serve(boot: Boot, socket: "zmq.Socket[bytes]") -> int:
 
     def receive(block: bool) -> list[tuple[int, ToEngine]]:
         messages: list[tuple[int, ToEngine]] = []
-        flags = 0 if block else zmq.NOBLOCK
+        if block:
+            socket.poll(int(1000 * IDLE_WAIT_S))
         try:
             while True:
-                client, frame = socket.recv_multipart(flags)
+                client, frame = socket.recv_multipart(zmq.NOBLOCK)
                 messages.append((int(client), decode(frame)))
-                flags = zmq.NOBLOCK
         except zmq.Again:
             return messages
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from openinfer.frontend.client import MESSAGES_A_TURN, Driver
 from openinfer.frontend.contract import Engine
-from openinfer.frontend.engine_loop import run_engine
+from openinfer.frontend.engine_loop import IDLE_WAIT_S, run_engine
 from openinfer.frontend.errors import is_users_error, one_line
 from openinfer.frontend.wire import Close, FromEngine, Hello, StartFailed, ToEngine
 
@@ -75,7 +75,7 @@ class ThreadDriver(Driver):
     def _take(self, block: bool) -> list[tuple[int, ToEngine]]:
         messages: list[tuple[int, ToEngine]] = []
         try:
-            messages.append((0, self._inbox.get(block)))
+            messages.append((0, self._inbox.get(block, IDLE_WAIT_S if block else None)))
             while True:
                 messages.append((0, self._inbox.get_nowait()))
         except queue.Empty:

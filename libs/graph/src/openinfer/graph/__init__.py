@@ -4,12 +4,13 @@ from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.errors import FieldError, GraphError, MissingExtra, RingFull, UnknownStep
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
-from openinfer.graph.rows import Field, Rows
+from openinfer.graph.rows import Delta, Field, Rows
 from openinfer.graph.steps import StepGraphs, bucket_for
 from openinfer.graph.trace import StepTrace
 
 __all__ = [
     "Buckets",
+    "Delta",
     "Field",
     "FieldError",
     "GraphError",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,14 @@ from openinfer.tensor import Arena, Event, PinnedBuffer, Stream, Tensor, int32
 
 Words = np.ndarray[Any, np.dtype[np.int32]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Delta(NamedTuple):
+    """Changes of rows: the places of words in `Rows.words`, and their values. No place is named twice with different
+    values."""
+
+    places: Places | Words
+    values: Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +126,9 @@ class Rows:
             self._mirror[at] = array
             self._dirty_ranges.append(changed)
 
-    def uploads(self, stream: Stream) -> Iterator[int]:
-        """Send the pending changes in as many deltas as their number needs (none, if nothing changed). After each,
-        yield the number of words in `writes`, and the caller scatters them before asking for the next."""
+    def uploads(self, stream: Stream) -> Iterator[Delta]:
+        """Send the pending changes in as many deltas as their number needs (none, if nothing changed). Each is yielded
+        when it is on its way to `writes`, and the caller scatters it before asking for the next."""
         if not self._dirty and not self._dirty_ranges:
             return
         index = np.concatenate([np.array(self._dirty, np.int64), *self._dirty_ranges])
@@ -128,10 +136,14 @@ class Rows:
         self._dirty_ranges.clear()
         for start in range(0, len(index), self._capacity):
             part = index[start : start + self._capacity]
-            self._send(part, self._mirror[part], stream)
-            yield len(part)
+            delta = Delta(part, self._mirror[part])
+            self.send(delta, stream)
+            yield delta
 
-    def _send(self, index: Places, values: Words, stream: Stream) -> None:
+    def send(self, delta: Delta, stream: Stream) -> None:
+        """Copy a delta to `writes`: one of `uploads`, or one that came from the rows of another process. Rows that get
+        deltas from elsewhere are not written to."""
+        index, values = delta
         buffer, copied = self._staging[self._next]
         self._next = (self._next + 1) % len(self._staging)
         if not copied.query():

@@ -40,6 +40,10 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def keys(self) -> list[Hashable]:
+        """The keys in the order in which they were first recorded."""
+        return list(self._steps)
+
     def record(self, key: Hashable, enqueue: Callable[[], None]) -> None:
         """Record a step. A key recorded before is replaced."""
         self._steps[key] = self._captured(enqueue) if self._capture else enqueue

@@ -30,7 +30,13 @@ from openinfer.kernels.launch import (
 from openinfer.kernels.op import Cost, Op, Pack, Workload
 from openinfer.kernels.ops.apply_writes import apply_writes
 from openinfer.kernels.ops.attend import attend
-from openinfer.kernels.ops.collectives import all_gather, all_reduce, reduce_scatter
+from openinfer.kernels.ops.collectives import (
+    all_gather,
+    all_reduce,
+    gather_columns,
+    reduce_add,
+    reduce_scatter,
+)
 from openinfer.kernels.ops.embed import embed
 from openinfer.kernels.ops.expand_rows import expand_rows
 from openinfer.kernels.ops.experts import experts
@@ -107,6 +113,7 @@ __all__ = [
     "experts_add",
     "gate_up_clamped",
     "gate_up_silu",
+    "gather_columns",
     "launch",
     "linear_add",
     "norm_linear",
@@ -115,6 +122,7 @@ __all__ = [
     "predictions",
     "project",
     "qk_norm_rope_write",
+    "reduce_add",
     "reduce_scatter",
     "route",
     "route_topk",

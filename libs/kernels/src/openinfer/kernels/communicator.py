@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,32 +36,50 @@ def member(communicator: Communicator | None, what: str, ranks: int) -> Communic
     return communicator
 
 
-class SharedMemory:
-    """A communicator of `size` processes of one host, over the file `path` (best in /dev/shm).
+def added(communicator: Communicator | None, x: Array) -> Array:
+    """The float32 sum of the x of all ranks, in their order; of this process alone without a communicator."""
+    if communicator is None:
+        return x.astype(np.float32)
+    first, *others = communicator.exchange(x)
+    total = first.astype(np.float32)
+    for part in others:
+        total += part.astype(np.float32)
+    return total
 
-    `path` must not exist before the first rank starts; every rank opens it with the same `size` and `slot_bytes`. Two
-    slots a rank take turns, so a rank may write its next array while others still read the one before. Use it from one
-    thread. `exchange` raises RankLost where a rank does not come within `timeout_s`. The process that chose the path
-    must remove the file; this class does not.
+
+class SharedMemory:
+    """A communicator of `size` processes of one host, over the memory behind a file descriptor (os.memfd_create).
+
+    Every rank has the same file open and gives the same `size` and `slot_bytes`; the class maps the file and leaves the
+    descriptor open. Two slots a rank take turns, so a rank may write its next array while others still read the one
+    before. Exchange from one thread; `abort` may come from any thread or process that has the memory.
+
+    `exchange` raises RankLost where a rank does not come within `timeout_s`, or once a rank has called `abort`.
     """
 
     def __init__(
-        self, path: Path, rank: int, size: int, *, slot_bytes: int = _SLOT_BYTES, timeout_s: float = 60.0
+        self, file: int, rank: int, size: int, *, slot_bytes: int = _SLOT_BYTES, timeout_s: float = 60.0
     ) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size}: ranks are 0 to size - 1")
-        self.rank, self.size = rank, size
-        self._timeout_s, self._turn = timeout_s, 0
-        nbytes = _LINE * size + 2 * size * slot_bytes
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(file, nbytes)  # new bytes are zero; the second rank's call changes nothing
-            memory = mmap.mmap(file, nbytes)
-        finally:
-            os.close(file)
-        raw = np.frombuffer(memory, np.uint8)
-        self._arrived = raw[: _LINE * size].view(np.int64)[:: _LINE // 8]
-        self._slots = raw[_LINE * size :].reshape(2, size, slot_bytes)
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._turn = 0
+        counters = _LINE * (size + 1)
+        nbytes = counters + 2 * size * slot_bytes
+        os.ftruncate(file, nbytes)  # new bytes are zero; the second rank's call changes nothing
+        raw = np.frombuffer(mmap.mmap(file, nbytes), np.uint8)
+        lines = raw[:counters].view(np.int64)[:: _LINE // 8]
+        self._arrived, self._aborted = lines[:size], lines[size:]
+        self._slots = raw[counters:].reshape(2, size, slot_bytes)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a rank has called `abort`."""
+        return bool(self._aborted[0])
+
+    def abort(self) -> None:
+        """End the exchanges of all ranks, those that wait now and all later ones, with RankLost."""
+        self._aborted[0] = 1
 
     def exchange(self, array: Array) -> list[Array]:
         """See Communicator."""
@@ -84,12 +101,14 @@ class SharedMemory:
         self._turn += 1
         os.sched_yield()  # the system call orders the slot's bytes before the counter
         self._arrived[self.rank] = self._turn
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while (late := np.flatnonzero(self._arrived < self._turn)).size:
+            if self.aborted:
+                raise RankLost(f"the exchange of {self.size} ranks was aborted: one of them is lost")
             if time.monotonic() > deadline:
                 raise RankLost(
                     f"rank {late[0]} of {self.size} did not come to exchange {self._turn} within "
-                    f"{self._timeout_s:g} s; it has ended, or it ran other collectives than rank {self.rank}"
+                    f"{self.timeout_s:g} s; it has ended, or it ran other collectives than rank {self.rank}"
                 )
             os.sched_yield()
 

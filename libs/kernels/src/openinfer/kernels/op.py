@@ -72,8 +72,8 @@ class Op(Generic[P]):
 
     `reference(**args)` gets numpy arrays in place of tensors and writes the outputs in place. It computes in float32,
     and rounds to the tensors' dtype where the published models do. `launches(target, **args)` gives the commands for a
-    GPU. `cost(workload, **args)` is the call's floor. Where ranks exchange tensors, `collective` is set, and the
-    reference gets a Communicator as its first argument.
+    GPU. `cost(workload, **args)` is the call's floor. An op whose argument `ranks` may exceed 1 sets `collective`: with
+    more ranks than one, its reference also gets `communicator`.
     """
 
     def __init__(

@@ -74,7 +74,7 @@ def normed(
 def product(
     target: Target,
     op: str,
-    out: Tensor,
+    out: Tensor | Scratch,
     x: Tensor | Scratch,
     weight: Tensor,
     scales: Tensor | None,
@@ -96,7 +96,7 @@ def _product(
     choice: Choice,
     target: Target,
     op: str,
-    out: Tensor,
+    out: Tensor | Scratch,
     x: Tensor | Scratch,
     weight: Tensor,
     scales: Tensor | None,
@@ -147,7 +147,7 @@ def matmul(
 def gated_matmul(
     choice: Choice,
     target: Target,
-    out: Tensor,
+    out: Tensor | Scratch,
     x: Tensor | Scratch,
     weight: Tensor | Scratch,
     scales: Tensor | None = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.recipes.deepseek_v4.options import DeepseekOptions
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.engine import Recipe, Source
+from openinfer.recipes.engine import Recipe, SetupError, Source
 
 if TYPE_CHECKING:
     from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
@@ -31,13 +31,19 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         """Whether config.json is a DeepSeek-V4's."""
         return config.get("model_type") == "deepseek_v4"
 
-    def blueprint(self, source: Source, options: DeepseekOptions, *, ranks: int = 1) -> DeepseekV4:
+    def blueprint(
+        self, source: Source, options: DeepseekOptions, *, ranks: int = 1, rank: int = 0
+    ) -> DeepseekV4:
         """The model of a source. Without a checkpoint its experts are in FP4, as the published ones are."""
         from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
         from openinfer.recipes.deepseek_v4.config import Config
         from openinfer.recipes.deepseek_v4.places import Format
 
-        config = Config.parse(source.config, source.eos).of_rank(0, ranks)
+        if ranks > 1 and source.checkpoint is not None:
+            raise SetupError(
+                f"--tensor-parallel-size {ranks}: a DeepSeek-V4 is planned for several GPUs, not loaded yet"
+            )
+        config = Config.parse(source.config, source.eos).of_rank(rank, ranks)
         form = Format.of(source.checkpoint) if source.checkpoint else Format(fp4_experts=True)
         return DeepseekV4(config, form, options)
 

@@ -27,7 +27,7 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import Payload, PromptScore, Runner, Sampling
-from openinfer.kernels import Store
+from openinfer.kernels import RankLost, Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting
 from openinfer.sampler import MAX_LOGPROBS, fresh_seed
@@ -55,6 +55,7 @@ from openinfer.tensor import DriverCounts
 
 if TYPE_CHECKING:
     from openinfer.kvpool.publisher import EventPublisher
+    from openinfer.recipes.engine.followers import Followers
 
 REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
     RejectReason.TOO_LONG: "too_long",
@@ -82,7 +83,9 @@ class Engine:
         max_model_len: int,
         max_queued: int,
         publisher: EventPublisher | None = None,
+        followers: Followers | None = None,
     ) -> None:
+        self._followers = followers
         self._pool, self._store, self._publisher = pool, store, publisher
         self._vocab_size, self._eos_token_ids = runner.model.vocab_size, tuple(eos_token_ids)
         self._uses_priority = policy.uses_priority
@@ -256,7 +259,15 @@ class Engine:
         self.runner.masks = Masks(self._max_rows, vocab)
 
     def step(self, wait: float) -> StepOutputs:
-        """One turn of the loop."""
+        """One turn of the loop. Raises RankLost where the engine has lost one of its ranks."""
+        try:
+            return self._step(wait)
+        except RankLost:
+            if self._followers is not None:
+                self._followers.check()  # it knows how the rank ended
+            raise
+
+    def _step(self, wait: float) -> StepOutputs:
         trace = self.runner.trace
         if trace is not None:
             trace.mark("plan")
@@ -350,7 +361,9 @@ class Engine:
                 return Failed(seq.id, "the model's output was not finite")
 
     def stats(self) -> EngineStats:
-        """A snapshot of the counters."""
+        """A snapshot of the counters. Raises RankLost where the engine has lost one of its ranks."""
+        if self._followers is not None:
+            self._followers.check()
         stats, loop, pool, pace = copy(self._stats), self._loop.stats, self._pool, self.runner.pace
         stats.running, stats.waiting, stats.steps, stats.preemptions = (
             loop.running,
@@ -378,4 +391,6 @@ class Engine:
             self._grammars.close()
         if self._publisher is not None:
             self._publisher.close()
+        if self._followers is not None:
+            self._followers.close()
         self.runner.close()

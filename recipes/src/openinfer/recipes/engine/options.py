@@ -37,6 +37,10 @@ class Options:
     refused: ClassVar[Mapping[str, str]] = {}
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
+    tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", kind=int)
+    device_ids: str | None = option(
+        None, "numbers of the GPUs that share the model, as in 0,1; default: the first", metavar="LIST"
+    )
     dtype: str = option(
         "auto",
         "bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
@@ -99,6 +103,8 @@ class Options:
             choices = field.metadata["choices"]
             if choices is not None and value not in choices:
                 raise SetupError(f"{flag} {value}: {', '.join(map(str, choices))} are possible")
+        if self.tensor_parallel_size < 1:
+            raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size}: it must be at least 1")
         if self.max_num_seqs < 1 or self.max_num_queued_reqs < 1:
             raise SetupError("--max-num-seqs and --max-num-queued-reqs must be at least 1")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -106,6 +112,9 @@ class Options:
 
 
 O = TypeVar("O", bound=Options)
+
+SHORT = {"tensor_parallel_size": ("-tp",)}
+"""Short names of flags, as users of vLLM know them."""
 
 
 def flag_of(name: str) -> str:
@@ -123,7 +132,7 @@ def add_arguments(options: type[Options], parser: argparse.ArgumentParser, recip
         else:
             given |= {key: field.metadata[key] for key in ("choices", "metavar")}
             given["type"] = field.metadata["kind"]
-        add(flag_of(field.name), **given)
+        add(*SHORT.get(field.name, ()), flag_of(field.name), **given)
 
 
 def help_of(options: type[Options], field: dataclasses.Field[Any]) -> str:

@@ -60,9 +60,9 @@ class Recipe(ABC, Generic[O]):
         """Whether config.json is one of this family's. Never raises."""
 
     @abstractmethod
-    def blueprint(self, source: Source, options: O, *, ranks: int = 1) -> Blueprint[Any]:
-        """The model of a source. ranks: the number of GPUs that share it; above 1, this is the part of the first GPU.
-        Raises UnsupportedModel, SetupError."""
+    def blueprint(self, source: Source, options: O, *, ranks: int = 1, rank: int = 0) -> Blueprint[Any]:
+        """The model of a source. ranks: the number of GPUs that share it; above 1, this is the part of GPU `rank` of
+        them. Raises UnsupportedModel, SetupError."""
 
     def published(self) -> Mapping[str, Json]:
         """config.json of published models by a short name; wheels may carry kernels for these."""

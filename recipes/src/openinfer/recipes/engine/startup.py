@@ -24,6 +24,7 @@ from openinfer.kernels import (
     LaunchPack,
     NullPack,
     Pack,
+    RankLost,
     Store,
     Target,
     cublas_available,
@@ -33,8 +34,10 @@ from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
+from openinfer.recipes.engine.followers import Followers
 from openinfer.recipes.engine.limits import Limits, Room, decide, fit
 from openinfer.recipes.engine.options import O, Options
+from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
@@ -89,20 +92,41 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     options.check(recipe.name)
     open_publisher = _publisher(options)
     trace = _trace(options)  # CUPTI must be attached before the CUDA context exists
-    with _phase("configuration and checkpoint header"):
-        source, device = Source.read(path), open_device(options.device)
-        checkpoint = Checkpoint(path)
-    with checkpoint:
-        blueprint = recipe.blueprint(dataclasses.replace(source, checkpoint=checkpoint), options)
-        limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
+    if options.tensor_parallel_size == 1:
+        return _build(recipe, path, options, open_publisher, trace, None)
+    Source.read(path)  # a folder that is no checkpoint is refused before processes start
+    devices = devices_of(options)
+    followers = Followers(recipe, path, options, devices)
+    try:
+        own = dataclasses.replace(options, device=devices[0])
+        return _build(recipe, path, own, open_publisher, trace, followers)
+    except BaseException as error:
+        followers.close()
+        if isinstance(error, RankLost):
+            raise SetupError(followers.reason or str(error)) from error
+        raise
+
+
+def _build(
+    recipe: Recipe[O],
+    path: Path,
+    options: O,
+    open_publisher: OpenPublisher | None,
+    trace: StepTrace | None,
+    followers: Followers | None,
+) -> Built:
+    """The engine of rank 0."""
+    ranks = followers.ranks if followers is not None else Ranks()
+    with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
         policy = _policy(options, limits)
-        blueprint.validate(checkpoint, limits)
-        made = _make(blueprint, checkpoint, options, limits, device, trace, open_publisher)
+        made = _make(blueprint, checkpoint, options, limits, device, trace, open_publisher, ranks)
+    if followers is not None:
+        made.runner.leader = followers.leader(made.runner.graphs.keys())
     engine = Engine(
         made.runner, made.pool, policy, made.store,
         name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
         max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
-        publisher=made.publisher,
+        publisher=made.publisher, followers=followers,
     )  # fmt: skip
     log.info(
         "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache (%s), %d recorded steps",
@@ -114,6 +138,28 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     if "grammar" not in engine.info.features:
         log.info("no structured output: pip install 'openinfer-recipes[grammar]'")
     return Built(engine, blueprint)
+
+
+def join(recipe: Recipe[O], path: Path, options: O, ranks: Ranks) -> Runner:
+    """The runner of a rank above 0, with its part of the weights and all steps recorded."""
+    with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
+        return _make(blueprint, checkpoint, options, limits, device, None, None, ranks).runner
+
+
+@contextmanager
+def _opened(
+    recipe: Recipe[O], path: Path, options: O, ranks: Ranks
+) -> Iterator[tuple[Blueprint[Any], Checkpoint, Limits, Device]]:
+    """A rank's part of the model, the checkpoint as long as weights are read from it, and the engine's sizes."""
+    with _phase("configuration and checkpoint header"):
+        source, device = Source.read(path), open_device(options.device)
+        checkpoint = Checkpoint(path)
+    with checkpoint:
+        source = dataclasses.replace(source, checkpoint=checkpoint)
+        blueprint = recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)
+        limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
+        blueprint.validate(checkpoint, limits)
+        yield blueprint, checkpoint, limits, device
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +179,7 @@ def _make(
     device: Device,
     trace: StepTrace | None,
     open_publisher: OpenPublisher | None,
+    ranks: Ranks,
 ) -> _Made:
     """Plan, take the memory, and load the weights while kernels are made and steps are recorded."""
     buckets = buckets_for(blueprint, limits)
@@ -146,7 +193,7 @@ def _make(
         with _phase("plan"):
             plan = make_plan(blueprint, limits, buckets, target)
             activated.result()
-            blocks = blueprint.share(limits, Room.on(device, options, plan.fixed_bytes))
+            blocks = ranks.least(blueprint.share(limits, Room.on(device, options, plan.fixed_bytes)))
             pool = Pool(
                 blueprint.groups(limits, blocks),
                 prefix_cache=options.enable_prefix_caching,
@@ -161,10 +208,11 @@ def _make(
             arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
             model = blueprint.lay_out(arena, stream, limits, blocks)
         # Recording depends on no weight's value.
-        weights = worker.submit(_load, blueprint, model, checkpoint, device)
+        bar = ProgressBar("loading weights") if ranks.rank == 0 else _no_progress  # all ranks load as much
+        weights = worker.submit(_load, blueprint, model, checkpoint, device, bar)
         predicted = worker.submit(predictions, plan.steps, target)
         store = Store(target.arch) if target else None
-        pack = make_pack(device, target, stream, store, arena, plan)
+        pack = make_pack(device, target, stream, store, arena, plan, ranks)
         graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
         readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), STEPS_IN_FLIGHT)
         runner = Runner(model, pack, stream, graphs, buckets, readback, StepPace(predicted.result()), trace)
@@ -172,6 +220,7 @@ def _make(
             runner.record()
         with _phase("rest of the weights"):
             log.info("weights: %s", weights.result())
+            ranks.meet()
     if store is not None:
         store.seal()
     return _Made(runner, pool, store, limits, publisher)
@@ -213,11 +262,17 @@ def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) 
 
 
 def make_pack(
-    device: Device, target: Target | None, stream: Stream, store: Store | None, arena: Arena, plan: Plan
+    device: Device,
+    target: Target | None,
+    stream: Stream,
+    store: Store | None,
+    arena: Arena,
+    plan: Plan,
+    ranks: Ranks,
 ) -> Pack:
     """The pack that ops run on, with the plan's kernels and its workspace from `arena`. Without a target: the CPU's."""
     if target is None or store is None:
-        return CpuPack()
+        return CpuPack(ranks.shared)
     with _phase("kernels"):
         bar = ProgressBar("compiling", things="kernels")
         log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))
@@ -246,10 +301,35 @@ def open_device(name: str) -> Device:
         return Device("cpu")
 
 
-def _load(blueprint: Blueprint[M], model: M, checkpoint: Checkpoint, device: Device) -> str:
+def devices_of(options: Options) -> list[str]:
+    """The device of each rank. Raises SetupError."""
+    size, given = options.tensor_parallel_size, options.device_ids
+    if options.device == "cpu":
+        return ["cpu"] * size
+    if options.device not in ("auto", "cuda"):
+        raise SetupError(f"--device {options.device} with several ranks: name their GPUs by --device-ids")
+    if options.device == "auto" and given is None and open_device("auto").kind == "cpu":
+        return ["cpu"] * size
+    ids = list(map(str, range(size))) if given is None else given.split(",")
+    if len(set(ids)) != size or not all(part.isdecimal() for part in ids):
+        raise SetupError(f"--device-ids {given}: name {size} different GPUs by number, as in 0,1")
+    return [f"cuda:{part}" for part in ids]
+
+
+def _no_progress(done: int, total: int) -> None:
+    """The bar of a rank whose progress is not shown."""
+
+
+def _load(
+    blueprint: Blueprint[M],
+    model: M,
+    checkpoint: Checkpoint,
+    device: Device,
+    progress: Callable[[int, int], None],
+) -> str:
     """Load weights on their own stream, because the engine's is being captured. Returns bytes and speed as text."""
     with Stream(device) as stream:
-        report = blueprint.load(model, checkpoint, stream, ProgressBar("loading weights"))
+        report = blueprint.load(model, checkpoint, stream, progress)
     return f"{format_bytes(report.bytes)} at {format_bytes(1e9 * report.gbytes_per_s)}/s"
 
 

@@ -23,9 +23,13 @@ from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, floa
 
 @dataclass(frozen=True, slots=True)
 class Qwen3(Blueprint[Model]):
-    """engine.Blueprint of a dense Qwen3. Its pool has one group: pages with the keys and values of all layers."""
+    """engine.Blueprint of a dense Qwen3. Its pool has one group: pages with the keys and values of all layers.
+
+    config: a rank's part of `whole`.
+    """
 
     config: Config
+    whole: Config
     page_size: int
 
     def decode_rows(self, max_rows: int) -> Sequence[int]:
@@ -33,8 +37,8 @@ class Qwen3(Blueprint[Model]):
         return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        weights = Weights.allocate(self.config, Arena(Device("null"), None), limits.dtype)
-        validate(checkpoint, self.config, weights)
+        weights = Weights.allocate(self.whole, Arena(Device("null"), None), limits.dtype)
+        validate(checkpoint, self.whole, weights)
 
     def _page_bytes(self, limits: Limits) -> int:
         return self.config.kv_bytes_per_token(limits.dtype.itemsize) * self.page_size
@@ -61,7 +65,7 @@ class Qwen3(Blueprint[Model]):
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=limits.dtype,
         )  # fmt: skip
-        buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens)
+        buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)
         shape = (pages, c.num_layers, 2, c.num_kv_heads, self.page_size, c.head_dim)
         kv = arena.alloc(shape, limits.dtype, "kv cache")
         if arena.device.kind == "cuda":
@@ -85,9 +89,8 @@ class Qwen3(Blueprint[Model]):
     def memory(self, model: Model) -> Mapping[str, int]:
         weights = Arena(Device("null"), None)
         Weights.allocate(self.config, weights, model.kv.dtype)
-        buffers = sum(
-            getattr(model.buffers, field.name).nbytes for field in dataclasses.fields(model.buffers)
-        )
+        names = {field.name for field in dataclasses.fields(model.buffers)} - {"local_logits"}
+        buffers = sum(getattr(model.buffers, name).nbytes for name in names)
         return {"weights": weights.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
 
     def controls(self, model: Model) -> Iterator[Control]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +33,41 @@ class Config:
     inv_freq: np.ndarray[Any, np.dtype[np.float32]]
     rope_scale: float
     eos_token_ids: tuple[int, ...]
+    rank: int = 0
+    ranks: int = 1
+    first_kv_head: int = 0
+
+    def of_rank(self, rank: int, ranks: int) -> Config:
+        """The part of one of several ranks: its query heads, its columns of the MLP, its rows of the vocabulary. Where
+        ranks are more than key-value heads, some ranks have the same of these. Raises UnsupportedModel where the model
+        cannot be shared evenly."""
+        for key, size, unit in (
+            ("num_attention_heads", self.num_heads, 1),
+            ("intermediate_size", self.intermediate_size, 16),
+            ("vocab_size", self.vocab_size, 16),
+        ):
+            if size % (ranks * unit):
+                raise UnsupportedModel(
+                    f"config.json: {key} is {size}; {ranks} ranks cannot share it in multiples of {unit}"
+                )
+        if max(ranks, self.num_kv_heads) % min(ranks, self.num_kv_heads):
+            raise UnsupportedModel(
+                f"config.json: num_key_value_heads is {self.num_kv_heads}; {ranks} ranks cannot share or repeat them"
+            )
+        return dataclasses.replace(
+            self,
+            rank=rank,
+            ranks=ranks,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=max(1, self.num_kv_heads // ranks),
+            first_kv_head=rank * self.num_kv_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+        )
+
+    @property
+    def local_vocab(self) -> int:
+        """Rows of the vocabulary whose logits this rank computes."""
+        return self.vocab_size // self.ranks
 
     @property
     def qkv_size(self) -> int:

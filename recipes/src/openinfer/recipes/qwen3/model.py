@@ -17,6 +17,7 @@ from openinfer.kernels import (
     Pack,
     embed,
     gate_up_silu,
+    gather_columns,
     linear_add,
     norm_linear,
     norm_rope_attend,
@@ -35,17 +36,24 @@ class Buffers:
     qkv: Tensor  # [T, (A + 2 G) d]
     heads: Tensor  # [T, A d]
     mlp: Tensor  # [T, I]
+    local_logits: Tensor  # [R, V of the rank]
 
     @classmethod
-    def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int) -> Buffers:
-        """For steps of at most max_tokens tokens."""
+    def allocate(
+        cls, config: Config, arena: Arena, dtype: np.dtype[Any], max_tokens: int, logits: Tensor
+    ) -> Buffers:
+        """For steps of at most max_tokens tokens. logits [R, V]: the batch's, which a lone rank writes itself."""
+        local = logits
+        if config.ranks > 1:
+            local = arena.alloc((logits.shape[0], config.local_vocab), logits.dtype)
         widths = (
             config.hidden_size,
             config.qkv_size,
             config.num_heads * config.head_dim,
             config.intermediate_size,
         )
-        return cls(*(arena.alloc((max_tokens, width), dtype) for width in widths))
+        x, qkv, heads, mlp = (arena.alloc((max_tokens, width), dtype) for width in widths)
+        return cls(x, qkv, heads, mlp, local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ class Model:
                 window=c.windows[n],
                 max_q_len=max_q_len,
             )
-            linear_add(pack, x=x, h=heads, weight=layer.o)
+            linear_add(pack, x=x, h=heads, weight=layer.o, ranks=c.ranks)
             gate_up_silu(
                 pack,
                 out=mlp,
@@ -106,21 +114,19 @@ class Model:
                 weight=layer.gate_up,
                 eps=c.rms_norm_eps,
             )
-            linear_add(pack, x=x, h=mlp, weight=layer.down)
+            linear_add(pack, x=x, h=mlp, weight=layer.down, ranks=c.ranks)
         select_rows(pack, out=batch.last[:r], x=x, q_starts=step["q_starts"])
         self.head(pack, r)
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
-        w, r = self.weights, num_rows
+        w, r, c = self.weights, num_rows, self.config
+        local, logits = self.buffers.local_logits[:r], self.batch.logits[:r]
         norm_linear(
-            pack,
-            out=self.batch.logits[:r],
-            x=self.batch.last[:r],
-            norm_weight=w.norm,
-            weight=w.lm_head,
-            eps=self.config.rms_norm_eps,
+            pack, out=local, x=self.batch.last[:r], norm_weight=w.norm, weight=w.lm_head, eps=c.rms_norm_eps
         )
+        if c.ranks > 1:
+            gather_columns(pack, out=logits, x=local, ranks=c.ranks)
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from openinfer.recipes.engine import Options, Recipe, SetupError, Source
+from openinfer.recipes.engine import Options, Recipe, Source
 from openinfer.recipes.qwen3.published import SIZES, config_json
 
 if TYPE_CHECKING:
@@ -27,14 +27,13 @@ class Qwen3Recipe(Recipe[Options]):
         """Whether config.json is a dense Qwen3's."""
         return config.get("model_type") == "qwen3"
 
-    def blueprint(self, source: Source, options: Options, *, ranks: int = 1) -> Qwen3:
+    def blueprint(self, source: Source, options: Options, *, ranks: int = 1, rank: int = 0) -> Qwen3:
         """The model of a source."""
         from openinfer.recipes.qwen3.blueprint import Qwen3
         from openinfer.recipes.qwen3.config import Config
 
-        if ranks != 1:
-            raise SetupError(f"{ranks} ranks: qwen3 runs on one GPU")
-        return Qwen3(Config.parse(source.config, source.eos), options.block_size)
+        whole = Config.parse(source.config, source.eos)
+        return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes."""

@@ -28,12 +28,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights, in one dtype. With tied embeddings `lm_head` is `embed`."""
+    """A rank's weights, in one dtype. `embed` is whole on every rank. With tied embeddings `lm_head` is rows of it."""
 
     embed: Tensor  # [V, H]
     layers: tuple[Layer, ...]
     norm: Tensor  # [H]
-    lm_head: Tensor  # [V, H]
+    lm_head: Tensor  # [V of the rank, H]
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any]) -> Weights:
@@ -57,38 +57,43 @@ class Weights:
             )
             for n in range(config.num_layers)
         )
-        norm = new("norm", hidden)
+        norm, first, count = new("norm", hidden), config.rank * config.local_vocab, config.local_vocab
+        tied = config.tie_word_embeddings
         return cls(
-            embed,
-            layers,
-            norm,
-            embed if config.tie_word_embeddings else new("lm_head", config.vocab_size, hidden),
+            embed, layers, norm, embed[first : first + count] if tied else new("lm_head", count, hidden)
         )
 
     def loads(self, config: Config) -> Iterator[Load]:
-        """Every tensor of the checkpoint and the place it goes to, by its published name."""
+        """Every tensor of the checkpoint, or the rank's part of it, and the place it goes to, by its published name."""
         q, kv, inter = (
             config.num_heads * config.head_dim,
             config.num_kv_heads * config.head_dim,
             config.intermediate_size,
         )
+        first_kv = config.first_kv_head * config.head_dim
+
+        def part(size: int, first: int | None = None) -> slice:
+            start = config.rank * size if first is None else first
+            return slice(start, start + size)
+
+        every = slice(None)
         yield Load("model.embed_tokens.weight", self.embed)
         for n, layer in enumerate(self.layers):
             at = f"model.layers.{n}."
             yield Load(at + "input_layernorm.weight", layer.input_norm)
-            yield Load(at + "self_attn.q_proj.weight", layer.qkv[:q])
-            yield Load(at + "self_attn.k_proj.weight", layer.qkv[q : q + kv])
-            yield Load(at + "self_attn.v_proj.weight", layer.qkv[q + kv :])
+            yield Load(at + "self_attn.q_proj.weight", layer.qkv[:q], (part(q),))
+            yield Load(at + "self_attn.k_proj.weight", layer.qkv[q : q + kv], (part(kv, first_kv),))
+            yield Load(at + "self_attn.v_proj.weight", layer.qkv[q + kv :], (part(kv, first_kv),))
             yield Load(at + "self_attn.q_norm.weight", layer.q_norm)
             yield Load(at + "self_attn.k_norm.weight", layer.k_norm)
-            yield Load(at + "self_attn.o_proj.weight", layer.o)
+            yield Load(at + "self_attn.o_proj.weight", layer.o, (every, part(q)))
             yield Load(at + "post_attention_layernorm.weight", layer.post_norm)
-            yield Load(at + "mlp.gate_proj.weight", layer.gate_up[:inter])
-            yield Load(at + "mlp.up_proj.weight", layer.gate_up[inter:])
-            yield Load(at + "mlp.down_proj.weight", layer.down)
+            yield Load(at + "mlp.gate_proj.weight", layer.gate_up[:inter], (part(inter),))
+            yield Load(at + "mlp.up_proj.weight", layer.gate_up[inter:], (part(inter),))
+            yield Load(at + "mlp.down_proj.weight", layer.down, (every, part(inter)))
         yield Load("model.norm.weight", self.norm)
         if not config.tie_word_embeddings:
-            yield Load("lm_head.weight", self.lm_head)
+            yield Load("lm_head.weight", self.lm_head, (part(config.local_vocab),))
 
 
 def validate(checkpoint: Checkpoint, config: Config, weights: Weights) -> None:

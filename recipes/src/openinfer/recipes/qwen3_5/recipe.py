@@ -31,7 +31,7 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         """Whether config.json is a Qwen3.5's, with or without a vision tower."""
         return config.get("model_type") in ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 
-    def blueprint(self, source: Source, options: HybridOptions, *, ranks: int = 1) -> Qwen35:
+    def blueprint(self, source: Source, options: HybridOptions, *, ranks: int = 1, rank: int = 0) -> Qwen35:
         """The model of a source. Without a checkpoint its weights are spelled as the published ones are."""
         from openinfer.recipes.qwen3_5.blueprint import Qwen35
         from openinfer.recipes.qwen3_5.config import Config

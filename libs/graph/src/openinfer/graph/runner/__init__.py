@@ -2,7 +2,9 @@
 
 try:
     from openinfer.graph.runner.batch import Batch, StepRows
+    from openinfer.graph.runner.follower import Leader, follow
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
+    from openinfer.graph.runner.ring import Reader, Ring, Writer
     from openinfer.graph.runner.runner import Payload, Runner, Sampling, readback_bytes, segments
     from openinfer.graph.runner.scoring import PromptScore, Scores
 except ModuleNotFoundError as error:
@@ -15,15 +17,20 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Batch",
     "Constraint",
+    "Leader",
     "Masks",
     "Model",
     "Payload",
     "PromptScore",
+    "Reader",
+    "Ring",
     "Runner",
     "Sampling",
     "Scores",
     "States",
     "StepRows",
+    "Writer",
+    "follow",
     "readback_bytes",
     "segments",
 ]

@@ -12,6 +12,7 @@ import numpy as np
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
+from openinfer.graph.runner.follower import Leader
 from openinfer.graph.runner.model import Constraint, Masks, Model
 from openinfer.graph.runner.scoring import (
     PromptScore,
@@ -90,6 +91,8 @@ class Runner:
     trace: StepTrace | None = None
     masks: Masks | None = None
     """Needed for sequences with a constraint."""
+    leader: Leader | None = None
+    """Tells the ranks that run the same steps; None: there are no others."""
     _launched: list[_Launched] = field(default_factory=list)
     _shape: Shape = field(default_factory=lambda: Shape(0, 0, 0))
     _wants_logprobs: bool = False
@@ -171,7 +174,7 @@ class Runner:
             trace.mark("launch")
         self.pace.launch(self._shape, timed=not waits and not self._shares)
         self.readback.begin(self.stream)
-        self.graphs.launch(("forward", self._shape))
+        self.replay(("forward", self._shape))
         self._launched.append(_Launched(step, self._constrained, self._wants_logprobs, self._shares))
         if waits:
             self._waiting = self._launched[-1]
@@ -180,12 +183,20 @@ class Runner:
 
     def upload(self) -> None:
         """Bring the batch on the device up to date with the host's writes."""
-        for _ in self.model.batch.rows.uploads(self.stream):
-            self.graphs.launch(("upload",))
+        for delta in self.model.batch.rows.uploads(self.stream):
+            if self.leader is not None:
+                self.leader.send(delta)
+            self.replay(("upload",))
+
+    def replay(self, key: tuple[object, ...]) -> None:
+        """Launch a recorded segment, on all ranks."""
+        if self.leader is not None:
+            self.leader.launch(key)
+        self.graphs.launch(key)
 
     def _sample_now(self, launched: _Launched) -> None:
         """The second half of a launch; the shape and the rows are still the step's."""
-        self.graphs.launch(("sample", self._shape.rows))
+        self.replay(("sample", self._shape.rows))
         b, n = self.model.batch.sampled, len(launched.step.rows)
         results = [b.result[:n]]
         if launched.wants_logprobs:
@@ -193,7 +204,7 @@ class Runner:
         if launched.shares:
             scored = sum(share.size for share in launched.shares)
             for offset in range(0, scored, b.logits.shape[0]):
-                self.graphs.launch(("score", offset))
+                self.replay(("score", offset))
             scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
             results += [tensor[:scored] for tensor in scores]
         self.readback.enqueue(self.stream, results)

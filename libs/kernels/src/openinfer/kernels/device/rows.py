@@ -59,3 +59,21 @@ def expand_rows(
     tl.store(token_ids + token, tl.where(live, token_id, 0), mask=inside)
     tl.store(positions + token, tl.where(live, position, 0), mask=inside)
     tl.store(token_slots + token, tl.where(live, slot, 0), mask=inside)
+
+
+@triton.jit
+def add_rows(x, y, count, BLOCK: tl.constexpr):
+    """x += y, element by element; the sum is float32. Grid (cdiv(count, BLOCK),)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(x + at, mask=at < count).to(tl.float32) + tl.load(y + at, mask=at < count).to(tl.float32)
+    tl.store(x + at, total.to(x.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def join_columns(out, parts, rows, width, ranks, BLOCK: tl.constexpr):
+    """out [rows, ranks * width] of parts [ranks, rows, width]. Grid (ranks * rows, cdiv(width, BLOCK))."""
+    part = tl.program_id(0)
+    rank, row = part // rows, (part % rows).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(parts + part.to(tl.int64) * width + column, mask=column < width)
+    tl.store(out + (row * ranks + rank) * width + column, value, mask=column < width)

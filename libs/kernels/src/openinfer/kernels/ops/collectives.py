@@ -1,4 +1,4 @@
-"""all_reduce, all_gather and reduce_scatter: arrays of the ranks that run one model together.
+"""Ops in which the ranks that run one model together exchange arrays.
 
 Every rank calls the same collectives in the same order, with arrays of the same shapes. Sums are float32, in the order
 of the ranks, and rounded once, so every rank has the same bits.
@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.communicator import Communicator
+from openinfer.kernels.communicator import Communicator, added
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.exchange import columns_of_ranks, sum_of_ranks
 from openinfer.kernels.launch import Collective, CollectiveKind, Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
@@ -22,13 +23,10 @@ from openinfer.tensor import Tensor
 
 def combine(kind: CollectiveKind, out: Array, x: Array, communicator: Communicator) -> None:
     """Run a collective on arrays, for references and the interpreter."""
-    parts = communicator.exchange(x)
     if kind == "all_gather":
-        np.concatenate(parts, out=out)
+        np.concatenate(communicator.exchange(x), out=out)
         return
-    total = parts[0].astype(np.float32)
-    for part in parts[1:]:
-        total += part.astype(np.float32)
+    total = added(communicator, x)
     if kind == "reduce_scatter":
         total = np.split(total, communicator.size)[communicator.rank]
     out[:] = total
@@ -69,8 +67,11 @@ def _reduce_scatter(*, out: Tensor, x: Tensor, ranks: int) -> None:
 
 
 def _op(contract: Any, kind: CollectiveKind) -> Op[Any]:
-    def reference(communicator: Communicator, *, out: Array, x: Array, ranks: int) -> None:
-        combine(kind, out, x, communicator)
+    def reference(*, out: Array, x: Array, ranks: int, communicator: Communicator | None = None) -> None:
+        if communicator is None:
+            out[:] = x
+        else:
+            combine(kind, out, x, communicator)
 
     def launches(target: Target, *, out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
         yield Collective(kind, out, x, ranks)
@@ -82,6 +83,72 @@ def _op(contract: Any, kind: CollectiveKind) -> Op[Any]:
     return Op(kind, contract, reference=reference, launches=launches, cost=cost, collective=True)
 
 
+def _reduce_add(*, x: Tensor, y: Tensor, ranks: int) -> None:
+    """x += the sum of the y of all ranks, in place.
+
+    x and y [T, H] of one float dtype, dense, apart from each other. The sum is float32, in the order of the ranks, and
+    rounded once after the addition; an implementation may round the sum before it as well. y may be overwritten.
+    """
+    expect("x", x, (-1, -1), *FLOATS)
+    expect("y", y, x.shape, x.dtype)
+    require(ranks >= 1, f"reduce_add over {ranks} ranks; there must be one at least")
+
+
+def _reduce_add_reference(
+    *, x: Array, y: Array, ranks: int, communicator: Communicator | None = None
+) -> None:
+    x[:] = x.astype(np.float32) + added(communicator, y)
+
+
+def _reduce_add_launches(target: Target, *, x: Tensor, y: Tensor, ranks: int) -> Iterator[Command]:
+    yield from sum_of_ranks(target, x, y, ranks)
+
+
+def _reduce_add_cost(workload: Workload, *, x: Tensor, y: Tensor, ranks: int) -> Cost:
+    """The whole tensors travel, of a padded step too."""
+    return Cost(2 * x.nbytes + y.nbytes, 0, Collective("all_reduce", y, y, ranks).link_bytes)
+
+
+def _gather_columns(*, out: Tensor, x: Tensor, ranks: int) -> None:
+    """out = the x of all ranks, one beside the other: columns r * C to (r + 1) * C are rank r's.
+
+    x [N, C] and out [N, ranks * C] of one float dtype, dense, apart from each other.
+    """
+    require(ranks >= 1, f"gather_columns over {ranks} ranks; there must be one at least")
+    expect("x", x, (-1, -1), *FLOATS)
+    expect("out", out, (x.shape[0], ranks * x.shape[1]), x.dtype)
+
+
+def _gather_columns_reference(
+    *, out: Array, x: Array, ranks: int, communicator: Communicator | None = None
+) -> None:
+    np.concatenate([x] if communicator is None else communicator.exchange(x), axis=1, out=out)
+
+
+def _gather_columns_launches(target: Target, *, out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
+    yield from columns_of_ranks(out, x, ranks)
+
+
+def _gather_columns_cost(workload: Workload, *, out: Tensor, x: Tensor, ranks: int) -> Cost:
+    return Cost(x.nbytes + out.nbytes, 0, Collective("all_gather", out, x, ranks).link_bytes)
+
+
 all_reduce = _op(_all_reduce, "all_reduce")
 all_gather = _op(_all_gather, "all_gather")
 reduce_scatter = _op(_reduce_scatter, "reduce_scatter")
+reduce_add = Op(
+    "reduce_add",
+    _reduce_add,
+    reference=_reduce_add_reference,
+    launches=_reduce_add_launches,
+    cost=_reduce_add_cost,
+    collective=True,
+)
+gather_columns = Op(
+    "gather_columns",
+    _gather_columns,
+    reference=_gather_columns_reference,
+    launches=_gather_columns_launches,
+    cost=_gather_columns_cost,
+    collective=True,
+)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.benchmark import Case, Memory
+from openinfer.kernels.communicator import Communicator, added
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
+from openinfer.kernels.exchange import sum_of_ranks
 from openinfer.kernels.formats import dequantized
-from openinfer.kernels.launch import Command
+from openinfer.kernels.launch import Collective, Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import product
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
@@ -15,12 +17,12 @@ from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
 
 
-def _contract(*, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None) -> None:
-    """x += h @ weight^T, in place.
+def _contract(*, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None, ranks: int = 1) -> None:
+    """x += h @ weight^T, in place. With several ranks, h and weight are a rank's part of K, and x gets the sum of all.
 
     x [T, H], h [T, K], weight [H, K] of one float dtype. The product accumulates in float32; the published models round
     it before the addition, an implementation may round once after it. H and K are multiples of 16. With `scales` the
-    weight is float8_e4m3fn (contract.expect_weight); h is not quantised.
+    weight is float8_e4m3fn (contract.expect_weight); h is not quantised. A rank's product is rounded before the sum.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -31,23 +33,48 @@ def _contract(*, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = N
     )
 
 
-def _reference(*, x: Array, h: Array, weight: Array, scales: Array | None = None) -> None:
-    x[:] = f32(x) + rounded(matmul_nt(h, dequantized(weight, scales)), x.dtype)
+def _reference(
+    *,
+    x: Array,
+    h: Array,
+    weight: Array,
+    scales: Array | None = None,
+    ranks: int = 1,
+    communicator: Communicator | None = None,
+) -> None:
+    y = rounded(matmul_nt(h, dequantized(weight, scales)), x.dtype)
+    x[:] = f32(x) + added(communicator, y)
 
 
 def _launches(
-    target: Target, *, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None
+    target: Target, *, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None, ranks: int = 1
 ) -> Iterator[Command]:
-    yield from product(target, "linear_add", x, h, weight, scales, add=True)
+    if ranks == 1:
+        yield from product(target, "linear_add", x, h, weight, scales, add=True)
+        return
+    y = Scratch(x.shape, x.dtype)
+    yield from product(target, "linear_add", y, h, weight, scales)
+    yield from sum_of_ranks(target, x, y, ranks)
 
 
-def _cost(workload: Workload, *, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None) -> Cost:
+def _cost(
+    workload: Workload,
+    *,
+    x: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    ranks: int = 1,
+) -> Cost:
     n, k = weight.shape
     weights = weight.nbytes + (scales.nbytes if scales else 0)
-    return Cost(weights + workload.tokens * (k + 2 * n) * x.itemsize, 2 * workload.tokens * n * k)
+    link = Collective("all_reduce", x, x, ranks).link_bytes
+    return Cost(weights + workload.tokens * (k + 2 * n) * x.itemsize, 2 * workload.tokens * n * k, link)
 
 
-linear_add = Op("linear_add", _contract, reference=_reference, launches=_launches, cost=_cost)
+linear_add = Op(
+    "linear_add", _contract, reference=_reference, launches=_launches, cost=_cost, collective=True
+)
 
 
 def cases(memory: Memory) -> Iterator[Case]:

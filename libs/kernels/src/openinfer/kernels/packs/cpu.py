@@ -24,7 +24,6 @@ class CpuPack:
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
         op.contract(**args)
         arrays = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()}
-        if op.collective:
-            op.reference(member(self._communicator, op.name, args["ranks"]), **arrays)
-        else:
-            op.reference(**arrays)
+        if op.collective and args.get("ranks", 1) > 1:
+            arrays["communicator"] = member(self._communicator, op.name, args["ranks"])
+        op.reference(**arrays)

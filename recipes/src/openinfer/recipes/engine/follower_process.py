@@ -1,0 +1,69 @@
+"""The process of a rank above 0: `python -m openinfer.recipes.engine.follower_process`, told what to do on stdin.
+
+It loads its part of the weights, records the same steps as rank 0, and then does what rank 0 says. It ends with rank 0,
+however that ends: the kernel sends SIGKILL when the thread that started it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from openinfer.frontend.errors import is_users_error, one_line
+from openinfer.frontend.logs import set_up_logging
+from openinfer.graph.runner import Reader, Ring, follow
+from openinfer.recipes.engine import startup
+from openinfer.recipes.engine.ranks import Ranks
+
+PR_SET_PDEATHSIG = 1
+SPIN_S = {"cuda": 0.1, "cpu": 0.001}
+"""How long a follower looks for the next message before it sleeps. CPU ranks need their cores for the steps."""
+
+log = logging.getLogger("openinfer.engine")
+
+
+def main() -> int:
+    """Serve until rank 0 says that it ends. An error is written to stdout in one line."""
+    boot = json.loads(sys.stdin.readline())
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != boot["parent"]:
+        return 2
+    threading.Thread(target=_end_with_leader, daemon=True).start()
+    # Ctrl-C and a supervisor's SIGTERM reach the whole group; rank 0 ends its requests first.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _, log_format = boot["log"]
+    set_up_logging("warning", log_format)
+    module, name = boot["recipe"]
+    recipe = getattr(importlib.import_module(module), name)()
+    ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"])
+    try:
+        runner = startup.join(recipe, Path(boot["model_dir"]), recipe.options(**boot["options"]), ranks)
+        spin_s = SPIN_S[runner.stream.device.kind]
+        follow(
+            runner, Reader(Ring(boot["ring"], ranks.size - 1), ranks.rank - 1, boot["bell"], spin_s=spin_s)
+        )
+        runner.close()
+    except Exception as error:
+        if not is_users_error(error):
+            log.exception("rank %d of %d", ranks.rank, ranks.size)
+        print(one_line(error), flush=True)
+        return 1
+    return 0
+
+
+def _end_with_leader() -> None:
+    while os.read(0, 1):  # returns nothing once the other end of the pipe is gone
+        pass
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The other ranks of an engine, as rank 0 has them: processes that it starts, watches and ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+
+from openinfer.frontend.logs import log_settings
+from openinfer.graph.runner import Leader, Ring, Writer
+from openinfer.kernels import RankLost
+from openinfer.recipes.engine.options import O
+from openinfer.recipes.engine.ranks import Ranks
+from openinfer.recipes.engine.recipe import Recipe
+
+log = logging.getLogger("openinfer.engine")
+
+CLOSE_TIMEOUT_S = 5.0
+OWN = ("scheduling_policy", "eviction_policy", "kv_events_config", "trace")
+"""Options that rank 0 alone acts on."""
+
+
+class Followers:
+    """Ranks 1 and up of an engine. `ranks`: rank 0.
+
+    They need no clean-up: their shared memory has no name, and the kernel kills them with the thread that made this
+    object. A follower that ends, however it ends, makes every exchange and `check` raise RankLost.
+    """
+
+    def __init__(self, recipe: Recipe[O], model_dir: Path, options: O, devices: list[str]) -> None:
+        size = len(devices)
+        memory, ring = os.memfd_create("openinfer-ranks"), os.memfd_create("openinfer-steps")
+        self._bells = [os.eventfd(0) for _ in devices[1:]]
+        self.ranks = Ranks.joined(memory, 0, size)
+        self._ring = Ring(ring, size - 1)
+        self._reason, self._closing = "", False
+        names = [field.name for field in dataclasses.fields(options) if field.name not in OWN]
+        flags = {name: getattr(options, name) for name in names}
+        cores = max(1, len(os.sched_getaffinity(0)) // size)
+        environment = {"OPENBLAS_NUM_THREADS": str(cores), **os.environ}
+        self._processes: list[subprocess.Popen[str]] = []
+        self._watchers: list[threading.Thread] = []
+        for rank, (device, bell) in enumerate(zip(devices[1:], self._bells, strict=True), start=1):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "openinfer.recipes.engine.follower_process"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+                pass_fds=(memory, ring, bell),
+            )  # fmt: skip
+            boot = {
+                "recipe": [type(recipe).__module__, type(recipe).__qualname__],
+                "model_dir": str(model_dir), "options": flags | {"device": device},
+                "rank": rank, "size": size, "parent": os.getpid(),
+                "memory": memory, "ring": ring, "bell": bell, "log": log_settings(),
+            }  # fmt: skip
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(boot) + "\n")
+            process.stdin.flush()
+            self._processes.append(process)
+            watcher = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
+            watcher.start()
+            self._watchers.append(watcher)
+        os.close(memory)
+        os.close(ring)
+
+    def leader(self, keys: Iterable[Hashable]) -> Leader:
+        """The link over which the runner of rank 0 tells the followers its launches."""
+        assert self.ranks.shared is not None
+        shared = self.ranks.shared
+        self._leader = Leader(Writer(self._ring, self._bells, lost=lambda: shared.aborted), keys)
+        return self._leader
+
+    @property
+    def reason(self) -> str:
+        """Why a rank is lost; empty while all are there."""
+        return self._reason
+
+    def check(self) -> None:
+        """Raise RankLost, with the reason, if a rank is lost."""
+        if self._reason:
+            raise RankLost(self._reason)
+
+    def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        assert self.ranks.shared is not None
+        with process.stdout:
+            said = process.stdout.read().strip()  # until it ends
+        code = process.wait()
+        if self._closing:
+            return
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self._reason = self._reason or f"rank {rank} of {self.ranks.size} {how}" + (
+            f": {said}" if said else ""
+        )
+        self.ranks.shared.abort()
+
+    def close(self) -> None:
+        """End all ranks. The device of rank 0 must be idle, or its steps lost."""
+        self._closing = True
+        leader: Leader | None = getattr(self, "_leader", None)
+        if leader is not None and not self._reason:
+            leader.end()
+        for process in self._processes:
+            try:
+                process.wait(CLOSE_TIMEOUT_S if leader is not None and not self._reason else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+        for watcher in self._watchers:
+            watcher.join()
+        for bell in self._bells:
+            os.close(bell)
+        self._bells = []
