@@ -7,7 +7,9 @@ README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.skipif(not README.exists(), reason="the README is in the checkout only")
-def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    exec(compile(example, str(README), "exec"), {"__name__": "__main__"})
+    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, str(README), "exec"), {"__name__": "__main__"})

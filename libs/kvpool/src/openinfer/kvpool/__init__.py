@@ -7,6 +7,7 @@ from .errors import (
     InvalidConfig,
     InvalidEviction,
     InvalidGroup,
+    InvalidTiers,
     InvalidTokens,
     LeaseLoading,
     LeaseReleased,
@@ -22,6 +23,7 @@ from .loading import Load, Loader, Piece
 from .named import make_eviction
 from .parts import Copy
 from .pool import Pool
+from .saving import Saver
 from .stats import PoolStats
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "InvalidConfig",
     "InvalidEviction",
     "InvalidGroup",
+    "InvalidTiers",
     "InvalidTokens",
     "Lease",
     "LeaseLoading",
@@ -54,6 +57,7 @@ __all__ = [
     "PoolStats",
     "Priority",
     "S3Fifo",
+    "Saver",
     "hash_blocks",
     "make_eviction",
 ]

@@ -6,6 +6,7 @@
      ├─ InvalidTokens    (ValueError)      tokens, hashes or counts that do not belong together
      ├─ InvalidBlocks    (ValueError)      blocks that cannot be held: not there, or not complete
      ├─ InvalidConfig    (ValueError)      a configuration of events that cannot be followed
+     ├─ InvalidTiers     (ValueError)      tiers with too little room, or a folder that cannot be used
      ├─ LeaseReleased    (RuntimeError)    a lease used after its release
      ├─ LeaseLoading     (RuntimeError)    a lease used before its load has ended
      ├─ EvictionError    (RuntimeError)    an eviction policy chose a block that is not cached
@@ -41,6 +42,12 @@ class InvalidBlocks(PoolError, ValueError):
 
 class InvalidConfig(PoolError, ValueError):
     """A configuration of events that cannot be followed; the message says what is allowed."""
+
+    user_can_mend = True
+
+
+class InvalidTiers(PoolError, ValueError):
+    """Tiers have too little room, their folder cannot be used, or the cache is not laid out as its groups say."""
 
     user_can_mend = True
 

@@ -25,6 +25,8 @@ class BlockStored:
     lora_id: int | None = None
     """Always None, as is lora_name: the pool knows only the salt."""
     medium: str | None = "GPU"
+    """The place of the blocks: GPU, CPU or DISK. In CPU and DISK there are no parent and no tokens: the blocks were
+    announced with both when they became findable on the GPU."""
     lora_name: str | None = None
     group_idx: int = 0
     salt: bytes = b""
@@ -76,10 +78,14 @@ class EventLog:
     def removed(self, group: int, names: list[bytes]) -> None:
         """Blocks were evicted. Joins the event before, if that is an eviction of the same group."""
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.group_idx == group:
+        if isinstance(last, BlockRemoved) and last.group_idx == group and last.medium == "GPU":
             last.block_hashes.extend(names)
         else:
             self._events.append(BlockRemoved(names, group_idx=group))
+
+    def extend(self, events: Sequence[BlockStored | BlockRemoved]) -> None:
+        """Events of another place for blocks."""
+        self._events.extend(events)
 
     def cleared(self) -> None:
         """All cached blocks were dropped."""

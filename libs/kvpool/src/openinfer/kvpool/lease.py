@@ -97,7 +97,9 @@ class Lease:
         if self._released:
             return
         old, self._parts = self._parts, self._index.parts(self._priority)
+        before = self.num_cached
         self._attach(*self._index.find(self._tokens, self._chain))
+        self._stats.loaded_tokens += max(0, self.num_cached - before)
         for part in old:
             part.release()
         self._num_loadable = 0

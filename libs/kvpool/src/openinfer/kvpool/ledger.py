@@ -9,6 +9,7 @@ from .errors import EvictionError
 from .events import EventLog
 from .eviction import Eviction
 from .group import BlockState, Group
+from .saving import Saver
 from .stats import PoolStats
 from .tails import Tails
 
@@ -30,6 +31,7 @@ class Ledger:
         stats: PoolStats,
         events: EventLog | None,
         tails: Tails | None,
+        saver: Saver | None = None,
     ) -> None:
         self.group = group
         self.tails = tails
@@ -39,6 +41,7 @@ class Ledger:
         self._policy = policy
         self._stats = stats
         self._events = events
+        self._saver = saver
         self._users = [0] * group.num_blocks
         self._name: list[bytes | None] = [None] * group.num_blocks
         self._parent: list[bytes | None] = [None] * group.num_blocks  # valid while the block has a name
@@ -139,18 +142,22 @@ class Ledger:
                 )
             users[block] = 1
             blocks.append(block)
-        self._forget(names)
+        whole = self._forget(names)
+        if self._saver is not None and whole:
+            block_of = dict(zip(names, blocks, strict=True))
+            self._saver.save(self._group_index, whole, [block_of[name] for name in whole])
         self._stats.evicted += count
         return blocks
 
-    def _forget(self, names: list[bytes]) -> None:
-        """Take names out of the index."""
+    def _forget(self, names: list[bytes]) -> list[bytes]:
+        """Take names out of the index. Returns the names of whole blocks."""
         for name in names:
             self._name[self._index.pop(name)] = None
         if self.tails is not None:
             names = self.tails.remove(names)
         if self._events is not None and names:
             self._events.removed(self._group_index, names)
+        return names
 
     def register(
         self,

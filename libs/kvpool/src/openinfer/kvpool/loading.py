@@ -43,6 +43,10 @@ class Loader(Protocol):
         """For each name, whether the loader has the block. The block may be gone when begin() reads it; then it
         fails."""
 
+    def expect(self, group: int, names: Sequence[bytes]) -> None:
+        """A load of these blocks begins as soon as the pool has evicted blocks for it, which a Saver takes. The loader
+        keeps the blocks until then."""
+
     def begin(self, load: Load) -> None:
         """Start to fill the blocks of the load, and return. The blocks are the loader's until poll() returns the
         load."""
@@ -76,6 +80,11 @@ class Part:
     def num_missing(self) -> int:
         """Blocks to be filled."""
         return self.blocks.count(0)
+
+    @property
+    def missing(self) -> list[bytes]:
+        """Their names."""
+        return [name for name, block in zip(self.names, self.blocks, strict=True) if not block]
 
     def room(self, leave: float) -> int:
         """Blocks that allocate() may take if that part of the group stays free."""
@@ -151,6 +160,8 @@ class Loads(Generic[Owner]):
             for part in parts:
                 part.release()
             return False
+        for group, part in enumerate(parts):
+            self._loader.expect(group, part.missing)
         load = Load([Piece(group, *fresh) for group, part in enumerate(parts) for fresh in part.allocate()])
         self._under_way[load] = _UnderWay(owner, landed, parts)
         self._loader.begin(load)

@@ -14,6 +14,7 @@ from .lease import Lease
 from .ledger import Ledger
 from .loading import Loader, Loads
 from .matching import Index
+from .saving import Saver
 from .stats import PoolStats
 from .tails import Tails
 
@@ -30,7 +31,8 @@ class Pool:
     prefix may end inside a block if it shares at least this number of the block's tokens; the caller then copies the
     block (`Lease.copies`). All groups must be pages of one size. None: whole blocks only. events: keep events for
     `take_events`, which the caller must call then. loader: brings blocks that the pool does not have (`Lease.load`,
-    `poll`). Raises InvalidGroup.
+    `poll`). saver: takes the blocks that the pool evicts; `openinfer.kvpool.tiers.Tiers` is a loader and a saver.
+    Raises InvalidGroup.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Pool:
         share_tails: int | None = None,
         events: bool = False,
         loader: Loader | None = None,
+        saver: Saver | None = None,
     ) -> None:
         _check(groups, eviction, share_tails)
         self.groups = tuple(groups)
@@ -57,9 +60,11 @@ class Pool:
                 self.stats,
                 self._events,
                 Tails(group.block_size, share_tails) if share_tails else None,
+                saver,
             )
             for index, group in enumerate(groups)
         ]
+        self._saver = saver
         self._index = Index(self._ledgers, enabled=prefix_cache)
         self.hash_block_size, self.boundary_size = self._index.unit, self._index.step
         self._loads: Loads[Lease] = Loads(self._index, loader, self.stats)
@@ -156,19 +161,27 @@ class Pool:
         return hold
 
     def take_events(self, data_parallel_rank: int | None = None) -> EventBatch | None:
-        """The events since the last call: blocks that became findable or were evicted. None: no event."""
-        return self._events.take(data_parallel_rank) if self._events is not None else None
+        """The events since the last call: blocks that became findable or were evicted, those of the saver after the
+        pool's. None: no event."""
+        if self._events is None:
+            return None
+        if self._saver is not None:
+            self._events.extend(self._saver.take_events())
+        return self._events.take(data_parallel_rank)
 
     def block_state(self, block: int, group: int = 0) -> BlockState:
         """The state of a block."""
         return self._ledgers[group].state(block)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks, as after a change of weights. False: blocks are in use, and nothing changed."""
+        """Drop all cached blocks, those of the saver too, as after a change of weights. False: blocks are in use, and
+        nothing changed."""
         if any(ledger.num_in_use for ledger in self._ledgers):
             return False
         for ledger in self._ledgers:
             ledger.drop_cached()
+        if self._saver is not None:
+            self._saver.clear()
         if self._events is not None:
             self._events.cleared()
         return True

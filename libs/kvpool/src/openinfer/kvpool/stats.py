@@ -19,6 +19,8 @@ class PoolStats:
     """Tokens asked for by leases that went on to reserve."""
     hit_tokens: int = 0
     """The part of these tokens that was found in the prefix cache, loaded ones included."""
+    loaded_tokens: int = 0
+    """Tokens that loads added to the cached prefix of their lease."""
     loaded: int = 0
     """Blocks that a loader brought."""
     failed: int = 0

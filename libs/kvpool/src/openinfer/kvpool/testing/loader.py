@@ -50,6 +50,9 @@ class FakeLoader:
         """Whether the loader has each block."""
         return [name in self._contents[group] for name in names]
 
+    def expect(self, group: int, names: Sequence[bytes]) -> None:
+        """Nothing: this loader evicts nothing."""
+
     def begin(self, load: Load) -> None:
         """Start a load, and empty its blocks."""
         self.loads[load] = self._random.randint(0, self._delay)

@@ -1,0 +1,24 @@
+"""Tiers: evicted blocks go to host memory and to a disk, and come back from there.
+
+    tiers = Tiers(groups, host_bytes=64 << 30)
+    pool = Pool(groups, loader=tiers, saver=tiers)
+    tiers.attach(cache, stream)             # the memory of the blocks, and the stream of the steps
+    ...
+    lease.load(); pool.poll()               # as with any loader
+
+Needs `openinfer-kvpool[tiers]`.
+"""
+
+try:
+    import openinfer.tensor  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"{error.name} is missing; tiers need it: pip install 'openinfer-kvpool[tiers]'", name=error.name
+    ) from None
+
+from .disk import Disk
+from .host import HostMemory, Slot
+from .layout import Layout
+from .tiers import Tiers, TierStats
+
+__all__ = ["Disk", "HostMemory", "Layout", "Slot", "TierStats", "Tiers"]

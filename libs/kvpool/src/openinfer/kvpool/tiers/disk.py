@@ -1,0 +1,267 @@
+"""Disk: records of blocks as files in a folder, written and read by threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import InvalidTiers
+from ..group import Group
+from .host import Slot
+from .record import Files, Wrong, file_bytes, takes_direct
+
+log = logging.getLogger("openinfer.kvpool")
+
+READERS = 4
+"""Threads that read. One thread writes, so that a write and the removal of an older file keep their order."""
+PAUSE_S = 30.0
+"""Seconds without writes after a write has failed."""
+
+
+class Done(NamedTuple):
+    """A read or a write that has ended."""
+
+    slot: Slot
+    ticket: int
+    """Number of the write; 0: a read."""
+    problem: str | None
+
+
+@dataclass(slots=True)
+class _Found:
+    """The records that an earlier process left, the oldest first."""
+
+    names: list[tuple[int, bytes]]
+
+
+class Disk:
+    """`num_bytes` of files in `folder`, under a subfolder that is named by the fingerprint.
+
+    fingerprint: 32 bytes that stand for everything the blocks depend on besides tokens and salt: model, weights, number
+    formats, layout. Records under another fingerprint are not read. about: is written beside the records, for people.
+
+    One thread calls the methods. Raises InvalidTiers for a folder that cannot be used, or that another process uses.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        num_bytes: int,
+        groups: Sequence[Group],
+        fingerprint: bytes,
+        about: dict[str, Any],
+    ) -> None:
+        self._sizes, self._num_bytes, self._fingerprint = (
+            [g.block_bytes for g in groups],
+            num_bytes,
+            fingerprint,
+        )
+        if num_bytes < max(map(file_bytes, self._sizes)):
+            raise InvalidTiers(f"{num_bytes / 1e9:g} GB of disk have no room for a block; give more")
+        self.folder = folder / fingerprint.hex()[:16]
+        """The records are in its subfolders."""
+        try:
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
+            (self.folder / "about.json").write_text(json.dumps(about, indent=1))
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InvalidTiers(f"the folder {folder} for KV blocks cannot be used: {error}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise InvalidTiers(
+                f"another engine uses {self.folder}; give each engine a folder of its own"
+            ) from None
+        self._unlock = weakref.finalize(self, os.close, lock)
+        refusal = takes_direct(self.folder)
+        others = [path.parent.name for path in folder.glob("*/about.json") if path.parent != self.folder]
+        if others:
+            log.info(
+                "KV offload: %s has blocks of other models or versions, which are not used: %s",
+                folder,
+                others,
+            )
+        if refusal is not None:
+            log.info(
+                "KV offload: %s has no O_DIRECT (%s), so blocks go through the page cache", folder, refusal
+            )
+        self._direct = refusal is None
+        self.used_bytes = 0
+        """Bytes of the files."""
+        self.num_writing = 0
+        """Writes that have not ended."""
+        self.evicted: list[tuple[int, bytes]] = []
+        """Group and name of the records that were dropped; the caller clears it."""
+        self._index: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # the oldest first
+        self._writing: dict[tuple[int, bytes], int] = {}  # the ticket of the last write
+        self._tickets = 0
+        self._paused_until = 0.0
+        self._done: queue.SimpleQueue[Done | _Found] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Callable[[Files], None] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[Callable[[Files], None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the threads. The records of an earlier process are found soon after."""
+        self._writes.put(lambda files: self._done.put(_Found(_records(self.folder, self._sizes))))
+        for jobs in (self._writes, *[self._reads] * READERS):
+            thread = threading.Thread(target=self._work, args=(jobs,), name="kv-offload-disk", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def has(self, group: int, name: bytes) -> bool:
+        """Whether the record is on the disk."""
+        return (group, name) in self._index
+
+    def touch(self, group: int, name: bytes) -> None:
+        """Make it the most recently used."""
+        if (group, name) in self._index:
+            self._index.move_to_end((group, name))
+
+    @property
+    def takes_writes(self) -> bool:
+        """False for a time after a write has failed."""
+        return time.monotonic() >= self._paused_until
+
+    def write(self, slot: Slot) -> bool:
+        """Start to write a slot's record, and drop older records for it. The slot must stay in use until done() names
+        it. False: the record is there already."""
+        key = slot.group, slot.name
+        if key in self._index or key in self._writing:
+            return False
+        self.used_bytes += file_bytes(self._sizes[slot.group])
+        while self.used_bytes > self._num_bytes and self._index:
+            self.drop(*next(iter(self._index)))
+        self._tickets += 1
+        ticket = self._writing[key] = self._tickets
+        self.num_writing += 1
+        self._writes.put(lambda files: self._run(files, Files.write, slot, ticket))
+        return True
+
+    def read(self, slot: Slot) -> None:
+        """Start to read a slot's record. The slot must stay in use until done() names it."""
+        self.touch(slot.group, slot.name)
+        self._reads.put(lambda files: self._run(files, Files.read, slot, 0))
+
+    def drop(self, group: int, name: bytes) -> None:
+        """Remove a record."""
+        if (group, name) in self._index:
+            del self._index[group, name]
+            self.used_bytes -= file_bytes(self._sizes[group])
+            self.evicted.append((group, name))
+            path = self._path(group, name)
+            self._writes.put(lambda files: path.unlink(missing_ok=True))
+
+    def done(self, wait_s: float) -> list[Done]:
+        """Reads and writes that have ended. Waits up to wait_s seconds for the first."""
+        ended: list[Done] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                one = self._done.get(timeout=wait_s) if wait_s and not ended else self._done.get_nowait()
+                if isinstance(one, _Found):
+                    self._take_found(one.names)
+                    continue
+                if one.ticket:
+                    self._written(one)
+                ended.append(one)
+        return ended
+
+    def _written(self, one: Done) -> None:
+        key = one.slot.group, one.slot.name
+        self.num_writing -= 1
+        if self._writing.get(key) != one.ticket:  # cleared meanwhile; a later write replaces the file
+            if key not in self._writing and key not in self._index:
+                self._writes.put(lambda files: self._path(*key).unlink(missing_ok=True))
+            return
+        del self._writing[key]
+        if one.problem is None:
+            self._index[key] = None
+            return
+        self.used_bytes -= file_bytes(self._sizes[one.slot.group])
+        if self.takes_writes:
+            self._paused_until = time.monotonic() + PAUSE_S
+            log.warning(
+                "KV offload: a block could not be written (%s); no block is written for %d s. No request is lost: "
+                "blocks stay in host memory or are computed again", one.problem, PAUSE_S,
+            )  # fmt: skip
+
+    def _take_found(self, names: Sequence[tuple[int, bytes]]) -> None:
+        for group, name in names:
+            if (group, name) not in self._index and (group, name) not in self._writing:
+                self._index[group, name] = None
+                self.used_bytes += file_bytes(self._sizes[group])
+        while self.used_bytes > self._num_bytes and self._index:
+            self.drop(*next(iter(self._index)))
+        log.info(
+            "KV offload: %d blocks (%.1f GB) are in %s", len(self._index), self.used_bytes / 1e9, self.folder
+        )
+
+    def clear(self) -> None:
+        """Remove all records."""
+        for group, name in list(self._index):
+            self.drop(group, name)
+        for group, _ in self._writing:
+            self.used_bytes -= file_bytes(self._sizes[group])
+        self._writing.clear()
+
+    def close(self) -> None:
+        """Finish the writes that were begun, and stop the threads."""
+        self._writes.put(None)
+        for _ in range(READERS):
+            self._reads.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._unlock()
+
+    def _path(self, group: int, name: bytes) -> Path:
+        text = name.hex()
+        return self.folder / text[:2] / f"{text}.{group}"
+
+    # -- in the threads --
+
+    def _work(self, jobs: queue.SimpleQueue[Callable[[Files], None] | None]) -> None:
+        files = Files(self._fingerprint, direct=self._direct)
+        while (job := jobs.get()) is not None:
+            with contextlib.suppress(OSError):  # of a removal; reads and writes report their own
+                job(files)
+        files.close()
+
+    def _run(self, files: Files, act: Callable[..., None], slot: Slot, ticket: int) -> None:
+        path, problem = self._path(slot.group, slot.name), None
+        try:
+            if ticket:
+                path.parent.mkdir(exist_ok=True)
+            act(files, path, slot.group, slot.name, slot.memory, self._sizes[slot.group])
+        except (OSError, Wrong) as error:
+            problem = str(error)
+        self._done.put(Done(slot, ticket, problem))
+
+
+def _records(folder: Path, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
+    """The records in a folder, the oldest first. Removes unfinished files, and files of another size."""
+    found = []
+    for shard in folder.iterdir():
+        if not shard.is_dir():
+            continue
+        for entry in os.scandir(shard):
+            text, _, group = entry.name.partition(".")
+            status = entry.stat()
+            known = group.isdecimal() and int(group) < len(sizes) and len(text) == 64
+            if known and status.st_size == file_bytes(sizes[int(group)]):
+                found.append((status.st_mtime_ns, int(group), bytes.fromhex(text)))
+            else:
+                os.unlink(entry.path)
+    return [(group, name) for _, group, name in sorted(found)]

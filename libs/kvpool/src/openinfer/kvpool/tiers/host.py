@@ -1,0 +1,192 @@
+"""HostMemory: records of blocks in page-locked host memory, by name, with an eviction policy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from openinfer.tensor import Device, PinnedBuffer, TensorError
+
+from ..errors import InvalidTiers
+from ..eviction import Eviction
+from ..group import Group
+from .layout import ALIGNMENT, aligned
+
+log = logging.getLogger("openinfer.kvpool")
+
+SLAB_BYTES = 64 << 20
+"""Memory is locked in pieces of about this size, so that the tier can be used while it grows."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Room for one record."""
+
+    group: int
+    ptr: int
+    """Its address, a multiple of 4,096."""
+    memory: memoryview = field(repr=False)
+    """Its bytes, a multiple of 4,096."""
+    name: bytes = b""
+    users: int = 0
+    """Copies, reads and writes under way. A slot in use is not evicted."""
+    readable: bool = False
+    """Whether the record is there, or will be when the store stream has done its work."""
+
+
+class HostMemory:
+    """`num_bytes` of host memory, divided among groups as the pool's memory is. One thread calls it.
+
+    eviction: makes the policy of a group; it says which blocks are worth their room.
+
+    `grow` starts a thread that locks the memory piece by piece. Raises InvalidTiers where a group would have no slot.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], num_bytes: int, eviction: Callable[[Group], Eviction]
+    ) -> None:
+        whole = sum(group.num_blocks * group.block_bytes for group in groups)
+        self._sizes = [aligned(group.block_bytes) for group in groups]
+        self.num_slots = [0] * len(groups)
+        """Slots that each group will have."""
+        for index, group in enumerate(groups):
+            if not group.block_bytes:
+                continue
+            share = num_bytes * group.num_blocks * group.block_bytes // whole
+            self.num_slots[index] = share // self._sizes[index]
+            if not self.num_slots[index]:
+                raise InvalidTiers(
+                    f"{num_bytes / 1e9:g} GB of host memory have no room for a block of group {group.name!r} "
+                    f"({group.block_bytes / 1e9:g} GB); give more"
+                )
+        self.used_bytes = 0
+        """Bytes of the records."""
+        self.num_slabs = 0
+        """Pieces of memory that were locked, each by a call of the driver."""
+        self.evicted: list[tuple[int, bytes]] = []
+        """Group and name of the records that were evicted; the caller clears it."""
+        self._free: list[list[Slot]] = [[] for _ in groups]
+        self._index: list[dict[bytes, Slot]] = [{} for _ in groups]
+        self._idle = [eviction(group) for group in groups]  # records without a user
+        self._made: deque[tuple[int, PinnedBuffer]] = deque()  # by the thread, not cut into slots yet
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def grow(self, device: Device) -> None:
+        """Start to lock the memory for copies of this device."""
+        self._thread = threading.Thread(
+            target=self._lock, args=(device,), name="kv-offload-memory", daemon=True
+        )
+        self._thread.start()
+
+    def _lock(self, device: Device) -> None:
+        left = list(self.num_slots)
+        while any(left) and not self._stop.is_set():
+            for group, size in enumerate(self._sizes):
+                count = min(left[group], max(1, SLAB_BYTES // max(size, 1)))
+                if not count:
+                    continue
+                self.num_slabs += 1
+                try:
+                    self._made.append((group, PinnedBuffer(device, count * size + ALIGNMENT)))
+                except TensorError as error:
+                    log.warning(
+                        "KV offload: no more host memory could be locked (%s); the tier stays smaller", error
+                    )
+                    return
+                left[group] -= count
+
+    def _cut(self) -> None:
+        """Make slots of the memory that the thread has locked."""
+        while self._made:
+            group, slab = self._made.popleft()
+            size, start = self._sizes[group], -slab.ptr % ALIGNMENT
+            for offset in range(start, start + slab.nbytes - ALIGNMENT, size):
+                memory = slab.array[offset : offset + size].data
+                self._free[group].append(Slot(group, slab.ptr + offset, memory))
+
+    def find(self, group: int, name: bytes) -> Slot | None:
+        """The slot of that name, readable or not."""
+        return self._index[group].get(name)
+
+    def take(self, group: int, name: bytes) -> Slot | None:
+        """A slot for a new record, with one user. Evicts a record without a user for it. None: all slots are in use."""
+        self._cut()
+        if self._free[group]:
+            slot = self._free[group].pop()
+        elif len(self._idle[group]):
+            old = self._idle[group].pop()
+            slot = self._index[group].pop(old)
+            self.evicted.append((group, old))
+        else:
+            return None
+        if slot.readable:
+            self.used_bytes -= self._sizes[group]
+        slot.name, slot.users, slot.readable = name, 1, False
+        self._index[group][name] = slot
+        return slot
+
+    def fill(self, slot: Slot) -> None:
+        """The record is in its slot, or on its way there."""
+        slot.readable = True
+        self.used_bytes += self._sizes[slot.group]
+
+    def use(self, slot: Slot) -> None:
+        """Add a user."""
+        if not slot.users:
+            self._idle[slot.group].use(slot.name)
+        slot.users += 1
+
+    def leave(self, slot: Slot) -> None:
+        """Take a user away. A slot without a record is free then."""
+        slot.users -= 1
+        if slot.users:
+            return
+        if slot.readable and self._index[slot.group].get(slot.name) is slot:
+            self._idle[slot.group].add(slot.name, None, 0)
+        else:
+            self.forget(slot)
+            self._free[slot.group].append(slot)
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the record. The slot stays with its users."""
+        if self._index[slot.group].get(slot.name) is slot:
+            del self._index[slot.group][slot.name]
+        if slot.readable:
+            slot.readable = False
+            self.used_bytes -= self._sizes[slot.group]
+
+    def touch(self, slot: Slot) -> None:
+        """Note that the record is wanted."""
+        self.use(slot)
+        self.leave(slot)
+
+    def clear(self) -> None:
+        """Drop all records. Slots in use are free when their last user leaves."""
+        for index, idle in zip(self._index, self._idle, strict=True):
+            while len(idle):
+                slot = index[idle.pop()]
+                self.forget(slot)
+                self._free[slot.group].append(slot)
+            for slot in list(index.values()):
+                self.forget(slot)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether every group has its first slots."""
+        self._cut()
+        return all(
+            bool(free or index) or not wanted
+            for free, index, wanted in zip(self._free, self._index, self.num_slots, strict=True)
+        )
+
+    def close(self) -> None:
+        """Stop to grow, and let go of the memory. No copy may be under way."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._made.clear()
+        self._free, self._index = [[] for _ in self._free], [{} for _ in self._index]

@@ -1,0 +1,341 @@
+"""Tiers: the loader and saver of a pool, over host memory and a disk.
+
+Copies run on two streams of their own. A block is copied out when the pool evicts it, and the stream of the steps waits
+for that copy on the device; so the step that overwrites the block runs after it, and the host waits for nothing. The
+copies overlap with the step that is in flight. A load takes blocks that no step uses; its lease comes back when the
+copies have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from openinfer.tensor import Event, Stream, Tensor
+
+from ..events import BlockRemoved, BlockStored
+from ..eviction import Eviction, Lru
+from ..group import Group
+from ..loading import Load, Piece
+from .disk import Disk
+from .host import HostMemory, Slot
+from .layout import Layout
+
+log = logging.getLogger("openinfer.kvpool")
+
+_TICK_S = 0.0002
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Counters of blocks since the start."""
+
+    saved: int = 0
+    """Blocks that left the pool for host memory."""
+    dropped: int = 0
+    """Blocks that left the pool and were not saved, because all host memory was in use."""
+    from_host: int = 0
+    """Blocks copied from host memory into the pool, those that the disk brought there included."""
+    from_disk: int = 0
+    """Blocks read from the disk."""
+    to_disk: int = 0
+    """Blocks written to the disk."""
+    not_written: int = 0
+    """Blocks that were not written, because the disk was full, broken or too slow."""
+    failed: int = 0
+    """Blocks that a load did not bring: gone, damaged or too late. Their tokens were computed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Copies:
+    """Copies on a stream, and the slots that they use until `event`."""
+
+    event: Event
+    slots: list[Slot]
+
+
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """A load under way."""
+
+    load: Load
+    waiting: list[Piece]
+    deadline: float
+    copies: list[_Copies] = field(default_factory=list)
+
+
+class Tiers:
+    """Loader and Saver of a pool of these groups. One thread calls it, that of the pool's owner.
+
+    host_bytes: page-locked memory. eviction: makes the policy of a group's records in it; the pool's policy fits.
+    disk: a tier behind it, which this object closes; records then go on to the disk, and survive a restart. events:
+    keep events for `take_events`, which the caller must call then. load_timeout_s: a load that waits longer for the
+    disk fails, and its tokens are computed.
+
+    Before `attach` nothing is saved or loaded. Raises InvalidTiers for too little memory.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        host_bytes: int,
+        disk: Disk | None = None,
+        *,
+        eviction: Callable[[Group], Eviction] = Lru,
+        events: bool = False,
+        load_timeout_s: float = 5.0,
+    ) -> None:
+        self.groups, self.stats = tuple(groups), TierStats()
+        self._host, self._disk = HostMemory(groups, host_bytes, eviction), disk
+        self._load_timeout_s = load_timeout_s
+        self._expected: list[Slot] = []  # of the load that is about to begin
+        self._events: list[BlockStored | BlockRemoved] | None = [] if events else None
+        self._layout: Layout | None = None
+        self._saves: deque[_Copies] = deque()
+        self._loads: list[_Loading] = []
+        self._marks: list[Event] = []  # not in use
+        self._behind = False  # a load has timed out, and the disk has read nothing since
+
+    def attach(self, cache: Sequence[Sequence[Tensor]], stream: Stream) -> None:
+        """Begin to work. cache: see Layout. stream: the one that steps run on. Host memory is locked in a thread from
+        now on; the tier grows with it. Raises InvalidTiers."""
+        self._layout = Layout(self.groups, cache)
+        self._steps = stream
+        self._out, self._in = Stream(stream.device), Stream(stream.device)
+        self._saved = Event(stream.device)  # all saves so far
+        self._host.grow(stream.device)
+        if self._disk is not None:
+            self._disk.start()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the blocks in host memory."""
+        return self._host.used_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the blocks on the disk."""
+        return self._disk.used_bytes if self._disk is not None else 0
+
+    @property
+    def num_slabs(self) -> int:
+        """Driver calls that locked memory."""
+        return self._host.num_slabs
+
+    # -- saving --
+
+    def save(self, group: int, names: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Copy blocks that leave the pool. See Saver."""
+        if self._layout is None:
+            return
+        self._collect(0.0)
+        slots = []
+        for name, block in zip(names, blocks, strict=True):
+            slot = self._host.find(group, name)
+            if slot is not None:
+                self._host.touch(slot)
+                continue
+            slot = self._host.take(group, name)
+            if slot is None:
+                self.stats.dropped += 1
+                continue
+            self._layout.copy(self._out, group, block, slot.ptr, "d2h")
+            self._host.fill(slot)
+            slots.append(slot)
+        if slots:
+            self._saved.record(self._out)
+            self._steps.wait(self._saved)
+            self._saves.append(_Copies(self._mark(self._out), slots))
+            self.stats.saved += len(slots)
+            self._tell(BlockStored([s.name for s in slots], None, [], self.groups[group].block_size,
+                                   medium="CPU", group_idx=group))  # fmt: skip
+
+    def clear(self) -> None:
+        """Forget every block, as after a change of weights. Nothing loads."""
+        self._host.clear()
+        if self._disk is not None:
+            self._disk.clear()
+
+    # -- loading --
+
+    def holds(self, group: int, names: Sequence[bytes]) -> Sequence[bool]:
+        """Which blocks are in host memory or on the disk."""
+        if self._layout is None or not self._host.has_room:
+            return [False] * len(names)
+        self._collect(0.0)
+        find, disk = self._host.find, None if self._behind else self._disk
+        return [
+            find(group, name) is not None or (disk is not None and disk.has(group, name)) for name in names
+        ]
+
+    def expect(self, group: int, names: Sequence[bytes]) -> None:
+        """Keep the records of a load from eviction until it begins."""
+        for name in names:
+            slot = self._host.find(group, name)
+            if slot is not None:
+                self._host.use(slot)
+                self._expected.append(slot)
+
+    def begin(self, load: Load) -> None:
+        """Start to fill the blocks of a load."""
+        loading = _Loading(load, list(load.pieces), time.monotonic() + self._load_timeout_s)
+        self._loads.append(loading)
+        self._advance(loading)
+        for slot in self._expected:
+            self._host.leave(slot)
+        self._expected = []
+
+    def poll(self, wait_s: float | None) -> Sequence[Load]:
+        """Loads that have ended."""
+        until = None if wait_s is None else time.monotonic() + wait_s
+        while self._loads:
+            self._collect(0.0)
+            for loading in self._loads:
+                self._advance(loading)
+            ended = [loading for loading in self._loads if not loading.waiting and not loading.copies]
+            if ended:
+                self._loads = [loading for loading in self._loads if loading not in ended]
+                return [loading.load for loading in ended]
+            left = _TICK_S if until is None else min(_TICK_S, until - time.monotonic())
+            if left <= 0:
+                break
+            self._collect(left)
+        return []
+
+    def _advance(self, loading: _Loading) -> None:
+        """Start the copies of the pieces that are in host memory, and the reads of the others."""
+        slots: list[Slot] = []
+        waiting = []
+        layout = self._layout
+        late = time.monotonic() > loading.deadline
+        for piece in loading.waiting:
+            slot = self._host.find(piece.group, piece.name)
+            if (
+                slot is None
+                and not late
+                and self._disk is not None
+                and self._disk.has(piece.group, piece.name)
+            ):
+                slot = self._host.take(piece.group, piece.name)
+                if slot is None:  # until other copies have ended
+                    waiting.append(piece)
+                    continue
+                self._disk.read(slot)
+            if slot is None or layout is None or (late and not slot.readable):
+                loading.load.failed.add(piece)
+                self.stats.failed += 1
+            elif not slot.readable:
+                waiting.append(piece)
+            else:
+                if not slots:
+                    self._in.wait(
+                        self._saved
+                    )  # the block's last content, and maybe the record, are on their way out
+                self._host.use(slot)
+                layout.copy(self._in, piece.group, piece.block, slot.ptr, "h2d")
+                slots.append(slot)
+        if late and loading.waiting and self._disk is not None and not self._behind:
+            self._behind = True
+            log.warning(
+                "KV offload: reads from the disk take more than %g s; tokens are computed",
+                self._load_timeout_s,
+            )
+        loading.waiting = waiting
+        if slots:
+            loading.copies.append(_Copies(self._mark(self._in), slots))
+            self.stats.from_host += len(slots)
+        while loading.copies and loading.copies[0].event.query():
+            self._end(loading.copies.pop(0))
+
+    # -- both --
+
+    def _collect(self, wait_s: float) -> None:
+        """Take note of copies, reads and writes that have ended. Waits up to wait_s seconds for a read or write."""
+        while self._saves and self._saves[0].event.query():
+            self._end(self._saves.popleft())
+        if self._disk is None:
+            if wait_s:
+                time.sleep(wait_s)
+        else:
+            for slot, ticket, problem in self._disk.done(wait_s):
+                if ticket:
+                    self.stats.to_disk += problem is None
+                    self.stats.not_written += problem is not None
+                    if problem is None:
+                        self._tell(self._stored(slot, "DISK"))
+                else:
+                    self._read(slot, problem)
+                self._host.leave(slot)
+            self._tell_removed(self._disk.evicted, "DISK")
+        self._tell_removed(self._host.evicted, "CPU")
+
+    def _read(self, slot: Slot, problem: str | None) -> None:
+        self._behind = False
+        if problem is None:
+            self._host.fill(slot)
+            self.stats.from_disk += 1
+            self._tell(self._stored(slot, "CPU"))
+        else:
+            log.warning("KV offload: a block could not be read, so its tokens are computed: %s", problem)
+            self._host.forget(slot)
+            if self._disk is not None:
+                self._disk.drop(slot.group, slot.name)
+
+    def _end(self, copies: _Copies) -> None:
+        """Copies have ended: give back their slots, or write them to the disk."""
+        self._marks.append(copies.event)
+        for slot in copies.slots:
+            if not self._write(slot):
+                self._host.leave(slot)
+
+    def _write(self, slot: Slot) -> bool:
+        """Start to write a slot's record, if the disk has it not and keeps up."""
+        disk = self._disk
+        if disk is None or not slot.readable or disk.has(slot.group, slot.name):
+            return False
+        if not disk.takes_writes or 2 * disk.num_writing >= self._host.num_slots[slot.group]:
+            self.stats.not_written += 1
+            return False
+        return disk.write(slot)
+
+    def _mark(self, stream: Stream) -> Event:
+        event = self._marks.pop() if self._marks else Event(stream.device)
+        event.record(stream)
+        return event
+
+    # -- events --
+
+    def take_events(self) -> list[BlockStored | BlockRemoved]:
+        """The events since the last call, of the media CPU and DISK."""
+        taken, self._events = self._events or [], [] if self._events is not None else None
+        return taken
+
+    def _stored(self, slot: Slot, medium: str) -> BlockStored:
+        size = self.groups[slot.group].block_size
+        return BlockStored([slot.name], None, [], size, medium=medium, group_idx=slot.group)
+
+    def _tell(self, event: BlockStored | BlockRemoved) -> None:
+        if self._events is not None:
+            self._events.append(event)
+
+    def _tell_removed(self, gone: list[tuple[int, bytes]], medium: str) -> None:
+        for group, name in gone:
+            self._tell(BlockRemoved([name], medium=medium, group_idx=group))
+        gone.clear()
+
+    def close(self) -> None:
+        """Wait for the copies and the writes under way, and give everything back."""
+        if self._layout is None:
+            return
+        for stream in (self._out, self._in):
+            stream.close()
+        self._collect(0.0)
+        if self._disk is not None:
+            self._disk.close()
+        for event in (*self._marks, self._saved):
+            event.close()
+        self._host.close()
+        self._layout = None

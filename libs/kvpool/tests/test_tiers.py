@@ -1,0 +1,352 @@
+"""Tiers case by case: what is kept, what is refused, and what a broken disk costs. Histories are in another file."""
+
+import errno
+import json
+import logging
+import os
+import time
+
+import numpy as np
+import pytest
+
+from openinfer.kvpool import BlockRemoved, BlockStored, Group, InvalidTiers, Pool
+from openinfer.kvpool.eviction import Lru
+from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers
+from openinfer.tensor import Device, Stream, Tensor
+from openinfer.tensor.testing import fake_driver
+
+PAGES = Group("pages", 4, 4, 16)  # three pages of 4 tokens, 4 bytes a token
+HOST = 64 * 4096
+ABOUT = {"model": "m"}
+FIRST, OTHER = [1] * 13, [2] * 13
+
+
+class Engine:
+    """A pool with tiers over CPU memory. Computing a page writes its first token into it."""
+
+    def __init__(self, groups=(PAGES,), host=HOST, disk=None, device="cpu", **options):
+        device = Device(device)
+        self.tiers = Tiers(groups, host, disk, **options)
+        self.pool = Pool(groups, loader=self.tiers, saver=self.tiers, events=options.get("events", False))
+        self.stream = Stream(device)
+        self.cache = [
+            Tensor.empty((group.num_blocks, group.block_bytes), "uint8", device) for group in groups
+        ]
+        self.tiers.attach([[tensor] for tensor in self.cache], self.stream)
+        until = time.monotonic() + 5
+        while not self.tiers._host.has_room and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def serve(self, tokens, salt=b""):
+        """Tokens that were cached or loaded. Checks that the pages hold what was computed."""
+        with self.pool.acquire(tokens, salt) as lease:
+            if lease.load():
+                assert self.pool.poll(10.0) == [lease]
+            lease.reserve(len(tokens))
+            for index, block in enumerate(lease.block_table()):
+                page = self.cache[0].numpy()[block]
+                if index < lease.num_cached // 4:
+                    assert set(page.tolist()) == {tokens[0]}
+                else:
+                    page[:] = tokens[0]
+            lease.commit(tokens, len(tokens))
+            return lease.num_cached
+
+    def close(self):
+        self.pool.check_integrity()
+        self.tiers.close()
+
+
+def disk_in(folder, room=1 << 20, fingerprint=b"f" * 32, groups=(PAGES,)):
+    return Disk(folder, room, groups, fingerprint, ABOUT)
+
+
+def settle(tiers):
+    """All writes have ended."""
+    until = time.monotonic() + 10
+    while (tiers._saves or tiers._disk.num_writing) and time.monotonic() < until:
+        tiers._collect(0.01)
+    tiers._collect(0.0)
+
+
+def test_an_evicted_prefix_comes_back_from_host_memory():
+    engine = Engine()
+    assert [engine.serve(tokens) for tokens in (FIRST[:12], OTHER[:12], FIRST[:12], FIRST[:12])] == [
+        0,
+        0,
+        8,
+        8,
+    ]
+    stats = engine.tiers.stats
+    assert (stats.saved, stats.from_host, stats.failed) == (6, 2, 0)
+    assert engine.tiers.host_bytes == 6 * 4096
+    engine.close()
+
+
+def test_another_salt_finds_nothing():
+    engine = Engine()
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    assert engine.serve(FIRST[:12], b"salt") == 0
+    engine.close()
+
+
+def test_before_attach_nothing_is_saved_or_found():
+    tiers = Tiers([PAGES], HOST)
+    tiers.save(0, [b"n"], [1])
+    assert tiers.holds(0, [b"n"]) == [False]
+    tiers.close()
+
+
+def test_a_change_of_weights_clears_every_tier(tmp_path):
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    settle(engine.tiers)
+    assert engine.tiers.disk_bytes
+    assert engine.pool.reset_prefix_cache()
+    assert (engine.tiers.host_bytes, engine.tiers.disk_bytes) == (0, 0)
+    with engine.pool.acquire(FIRST[:12]) as lease:
+        assert lease.num_loadable == 0
+    engine.close()
+    engine = Engine(disk=disk_in(tmp_path))
+    time.sleep(0.05)
+    engine.tiers._collect(0.1)
+    assert engine.tiers.disk_bytes == 0
+    engine.close()
+
+
+def test_copies_wait_for_nothing_on_the_host_and_are_one_a_page():
+    with fake_driver() as fake:
+        engine = Engine(device="cuda")
+        pool, steps = engine.pool, fake.streams[engine.stream.handle]
+        with pool.acquire(FIRST[:12]) as lease:
+            lease.reserve(12)
+            lease.commit(FIRST[:12], 12)
+        before = fake.count("cuMemcpyDtoHAsync")
+        with pool.acquire(OTHER[:12]) as lease:
+            lease.reserve(12)
+            assert fake.count("cuMemcpyDtoHAsync") - before == 3
+            assert len(steps.work) == 1  # the wait, before the step that overwrites the pages
+        assert fake.count("cuStreamSynchronize") == fake.count("cuEventSynchronize") == 0
+        with pool.acquire([*FIRST[:12], 1]) as lease:
+            assert lease.load()
+            assert pool.poll(0.0) == []
+            fake._cuCtxSynchronize()
+            assert pool.poll(0.0) == [lease]
+            assert lease.num_cached == 12
+        assert fake.count("cuStreamSynchronize") == fake.count("cuEventSynchronize") == 0
+        engine.tiers.close()
+
+
+def test_memory_is_divided_as_the_pool_is():
+    groups = [Group("a", 4, 11, 3 * 4096), Group("b", 4, 2, 4096)]
+    host = HostMemory(groups, 70 * 4096, Lru)
+    assert host.num_slots == [22, 4]
+    with pytest.raises(InvalidTiers, match="no room for a block of group 'b'"):
+        HostMemory(groups, 16 * 4096, Lru)
+    assert HostMemory([Group("a", 4, 11, 0), groups[0]], 8 * 4096, Lru).num_slots == [0, 2]
+
+
+def test_a_cache_that_is_not_as_its_groups_say_is_refused():
+    cpu = Device("cpu")
+    for tensors, complaint in (
+        ([Tensor.empty((4, 8), "uint8", cpu)], "8 bytes a block, 16 declared"),
+        ([Tensor.empty((3, 16), "uint8", cpu)], "its first axis must be the 4 blocks"),
+    ):
+        with pytest.raises(InvalidTiers, match=complaint):
+            Layout([PAGES], [tensors])
+    with pytest.raises(InvalidTiers, match="0 lists of tensors for 1 groups"):
+        Layout([PAGES], [])
+
+
+def test_a_block_in_several_tensors_is_one_record():
+    cpu = Device("cpu")
+    parts = [Tensor.empty((4, n), "uint8", cpu) for n in (3, 0, 13)]
+    layout, record, stream = Layout([PAGES], [parts]), np.zeros(16, np.uint8), Stream(cpu)
+    for part in parts:
+        part.numpy()[:] = np.arange(4)[:, None]
+    layout.copy(stream, 0, 2, record.ctypes.data, "d2h")
+    assert record.tolist() == [2] * 16
+    record[:] = 9
+    layout.copy(stream, 0, 3, record.ctypes.data, "h2d")
+    assert [part.numpy()[3].tolist() for part in parts] == [[9] * 3, [], [9] * 13]
+
+
+def test_events_name_the_place():
+    engine = Engine(host=3 * 4096, events=True)
+    engine.serve(FIRST[:12])
+    engine.pool.take_events()
+    engine.serve(OTHER[:12])
+    events = engine.pool.take_events().events
+    assert [(type(e), e.medium, len(e.block_hashes)) for e in events if e.medium == "CPU"] == [
+        (BlockStored, "CPU", 3)
+    ]
+    [stored] = [e for e in events if e.medium == "CPU"]
+    [gone] = [e for e in events if isinstance(e, BlockRemoved)]
+    assert sorted(stored.block_hashes) == sorted(gone.block_hashes)
+    assert (stored.token_ids, stored.block_size, gone.medium) == ([], 4, "GPU")
+    engine.serve(FIRST[:12])
+    assert [e.medium for e in engine.pool.take_events().events if isinstance(e, BlockRemoved)].count("CPU")
+    engine.close()
+
+
+# -- the disk --
+
+
+def test_a_restart_finds_what_the_disk_has(tmp_path):
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    engine.close()
+    assert json.loads((next(tmp_path.iterdir()) / "about.json").read_text()) == ABOUT
+    engine = Engine(disk=disk_in(tmp_path))
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    assert engine.serve(FIRST[:12]) == 8
+    assert engine.tiers.stats.from_disk == 2
+    engine.close()
+
+
+def test_what_host_memory_evicts_is_on_the_disk(tmp_path):
+    engine = Engine(host=8 * 4096, disk=disk_in(tmp_path))
+    prompts = [[token] * 12 for token in range(1, 9)]
+    for prompt in prompts:
+        engine.serve(prompt)
+        settle(engine.tiers)
+    assert engine.tiers.host_bytes <= 8 * 4096
+    assert [engine.serve(prompt) for prompt in prompts[:4]] == [8] * 4
+    assert engine.tiers.stats.from_disk
+    engine.close()
+
+
+def test_wrong_bytes_are_computed_again_and_said(tmp_path, caplog):
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    engine.close()
+    for path in tmp_path.glob("*/??/*"):
+        data = bytearray(path.read_bytes())
+        data[4100] ^= 1
+        path.write_bytes(data)
+    engine = Engine(disk=disk_in(tmp_path))
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    assert engine.serve(FIRST[:12]) == 0
+    assert engine.tiers.stats.failed == 2
+    assert "the checksum or the header is wrong" in caplog.text
+    assert engine.serve(FIRST[:12]) == 8  # computed, and in the pool
+    engine.close()
+
+
+def test_blocks_of_another_model_are_not_read(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    engine.close()
+    engine = Engine(disk=disk_in(tmp_path, fingerprint=b"g" * 32))
+    assert "blocks of other models or versions" in caplog.text
+    assert engine.serve(FIRST[:12]) == 0
+    engine.close()
+    # Nor when their files are put into its folder.
+    ours, theirs = (tmp_path / (name * 32).hex()[:16] for name in (b"g", b"f"))
+    for path in theirs.glob("??/*"):
+        (ours / path.parent.name).mkdir(exist_ok=True)
+        path.rename(ours / path.parent.name / path.name)
+    engine = Engine(disk=disk_in(tmp_path, fingerprint=b"g" * 32))
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    assert engine.serve(FIRST[:12]) == 0
+    assert engine.tiers.stats.failed
+    engine.close()
+
+
+def test_a_full_disk_costs_no_request(tmp_path, caplog, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    disk = Disk.__new__(Disk)
+    monkeypatch.setattr("openinfer.kvpool.tiers.disk.takes_direct", lambda folder: None)
+    disk.__init__(tmp_path, 1 << 20, (PAGES,), b"f" * 32, ABOUT)
+    engine = Engine(disk=disk)
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    settle(engine.tiers)
+    assert engine.serve(FIRST[:12]) == 8  # from host memory
+    assert engine.tiers.stats.not_written
+    assert engine.tiers.disk_bytes == 0
+    assert caplog.text.count("No space left on device") == 1
+    assert not list(tmp_path.glob("*/??/*"))
+    engine.close()
+
+
+def test_a_slow_disk_is_not_waited_for(tmp_path, caplog, monkeypatch):
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    engine.close()
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: time.sleep(0.2) or read(*args))
+    engine = Engine(disk=disk_in(tmp_path), load_timeout_s=0.02)
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    assert engine.serve(FIRST[:12]) == 0
+    assert "take more than 0.02 s" in caplog.text
+    engine.close()
+
+
+def test_old_files_go_when_the_disk_is_used_up(tmp_path):
+    engine = Engine(host=2 * HOST, disk=disk_in(tmp_path, room=6 * 8192))
+    for token in range(1, 12):
+        engine.serve([token] * 12)
+        settle(engine.tiers)
+    assert engine.tiers.disk_bytes <= 6 * 8192
+    engine.close()
+    assert len(list(tmp_path.glob("*/??/*"))) <= 6
+
+
+def test_unfinished_and_foreign_files_are_removed_at_start(tmp_path):
+    shard = tmp_path / (b"f" * 32).hex()[:16] / "ab"
+    shard.mkdir(parents=True)
+    for name in ("ab.part", "ab" * 32 + ".0", "ab" * 32 + ".7"):
+        (shard / name).write_bytes(b"x")
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.close()
+    assert not list(shard.iterdir())
+
+
+def test_a_folder_is_one_engines(tmp_path):
+    disk = disk_in(tmp_path)
+    with pytest.raises(InvalidTiers, match="another engine uses"):
+        disk_in(tmp_path)
+    disk.close()
+    disk_in(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidTiers, match="cannot be used"):
+        disk_in(tmp_path / "file")
+    with pytest.raises(InvalidTiers, match="no room for a block"):
+        disk_in(tmp_path, room=100)
+
+
+def test_a_file_system_without_o_direct_is_named(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    opened = os.open
+
+    def refuse(path, flags, *args):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    engine = Engine(disk=disk_in(tmp_path))
+    assert "has no O_DIRECT (Invalid argument)" in caplog.text
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    settle(engine.tiers)
+    assert engine.tiers.disk_bytes
+    engine.close()
