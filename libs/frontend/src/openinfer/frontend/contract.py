@@ -218,6 +218,12 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Prompt tokens looked up in the prefix cache."""
     prefix_hit_tokens: int = 0
     """... and found there."""
+    prefix_loaded_tokens: int = 0
+    """... of which host memory or a disk brought these."""
+    offload_bytes: dict[str, int] = {}
+    """Bytes of cached prefixes by tier: "host", "disk"."""
+    offload_blocks: dict[str, int] = {}
+    """Blocks by what became of them; the names are those of openinfer.kvpool.tiers.TierStats."""
     preemptions: int = 0
     steps: int = 0
     compiles_after_ready: int = 0

@@ -206,6 +206,12 @@ class Metrics:
         for state, value in (("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)):
             asleep.add_metric([*labels, state], value)
         yield asleep
+        tiers = GaugeMetricFamily(
+            "openinfer:kv_offload_bytes", "Bytes of cached prefixes in a tier.", labels=[*_LABELS, "tier"]
+        )
+        for tier, nbytes in stats.offload_bytes.items():
+            tiers.add_metric([*labels, tier], float(nbytes))
+        yield tiers
         blocks = info.kv_capacity_tokens // info.block_size if info.block_size else 0
         gauge = GaugeMetricFamily(
             "vllm:cache_config_info", "KV cache layout.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
@@ -221,6 +227,16 @@ class Metrics:
             ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
             ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
             ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
+            (
+                "vllm:external_prefix_cache_queries",
+                "Tokens that the prefix cache of the device had not.",
+                stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.prefix_loaded_tokens,
+            ),
+            (
+                "vllm:external_prefix_cache_hits",
+                "... and that host memory or a disk brought.",
+                stats.prefix_loaded_tokens,
+            ),
             ("vllm:num_preemptions", "Preemptions.", stats.preemptions),
             ("openinfer:steps", "Engine steps.", stats.steps),
             ("openinfer:compiles_after_ready", "Kernels compiled while serving.", stats.compiles_after_ready),
@@ -249,8 +265,16 @@ class Metrics:
             labels=[*_LABELS, "source"],
         )
         sources.add_metric([*labels, "local_compute"], float(stats.prompt_tokens - stats.prefix_hit_tokens))
-        sources.add_metric([*labels, "local_cache_hit"], float(stats.prefix_hit_tokens))
+        local = stats.prefix_hit_tokens - stats.prefix_loaded_tokens
+        sources.add_metric([*labels, "local_cache_hit"], float(local))
+        sources.add_metric([*labels, "external_kv_transfer"], float(stats.prefix_loaded_tokens))
         yield sources
+        moved = CounterMetricFamily(
+            "openinfer:kv_offload_blocks", "Blocks by what became of them.", labels=[*_LABELS, "event"]
+        )
+        for event, blocks in stats.offload_blocks.items():
+            moved.add_metric([*labels, event], float(blocks))
+        yield moved
         yield from self._steps(labels, stats.step_times)
         ended, refused = "Sequences that ended.", "Sequences the engine refused."
         for name, text, label, reasons, cells in (
