@@ -54,6 +54,7 @@ NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ),
     ("openinfer-graph", "runner"): (("openinfer.scheduler",), "import openinfer.graph.runner"),
     ("openinfer-kvpool", "events"): (("zmq",), "import openinfer.kvpool.publisher"),
+    ("openinfer-kvpool", "tiers"): (("openinfer.tensor",), "import openinfer.kvpool.tiers"),
     ("openinfer-sampler", "gpu"): (("openinfer.kernels",), "import openinfer.sampler.gpu"),
     ("openinfer-sampler", "grammar"): (("llguidance",), GRAMMAR),
     ("openinfer-scheduler", "plot"): (("matplotlib",), SIMULATOR),

@@ -14,7 +14,17 @@ from openinfer.kernels import NullPack, Repeated
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.limits import Limits, Room
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, dtypes, float32, load_tensors
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    Device,
+    LoadReport,
+    Stream,
+    Tensor,
+    dtypes,
+    float32,
+    load_tensors,
+)
 from openinfer_llama.config import Config
 from openinfer_llama.model import Model, Weights
 
@@ -70,6 +80,9 @@ class Llama(Blueprint[Model]):
         if arena.device.kind == "cuda":  # elsewhere it is zero
             kv.zero_(stream)
         return Model(c, c.vocab_size, weights, kv, cos_sin, batch, x, qkv, heads, mlp)
+
+    def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
+        return [[model.kv]]
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]

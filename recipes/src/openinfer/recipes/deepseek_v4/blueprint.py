@@ -28,7 +28,7 @@ from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.engine.verdict import Check, Reference
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, float32
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
 
 log = logging.getLogger("openinfer.deepseek_v4")
 
@@ -113,6 +113,9 @@ class DeepseekV4(Blueprint[Model]):
         if arena.device.kind == "cuda":
             cache.zero_(stream)
         return Model(c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
+
+    def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
+        return model.cache.by_group()
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,19 @@ class Cache:
             hca_entries=arena.alloc((entry_pages, hca, PAGE // HCA, c.head_dim), dtype, "HCA entries"),
         )
 
+    def by_group(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors of the window group, and of the entries group."""
+        return (
+            [self.window, self.csa_state, self.index_state, self.hca_state],
+            [self.csa_entries, self.index_keys, self.hca_entries],
+        )
+
     def zero_(self, stream: Stream, pages: int | None = None) -> None:
         """Fill with zeros, because kernels may multiply unwritten elements by zero, so these must be finite.
 
         `pages`: the number of pages to fill, from the first on; None: all.
         """
-        for tensor in (self.window, self.csa_state, self.index_state, self.hca_state, self.csa_entries,
-                       self.index_keys, self.hca_entries):  # fmt: skip
+        for tensor in chain(*self.by_group()):
             tensor[:pages].zero_(stream)
 
 

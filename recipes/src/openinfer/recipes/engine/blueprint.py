@@ -95,6 +95,10 @@ class Blueprint(ABC, Generic[M]):
         initialised. The cache is zeroed, because a kernel may multiply elements that no sequence wrote by zero."""
 
     @abstractmethod
+    def cache(self, model: M) -> Sequence[Sequence[Tensor]]:
+        """The tensors that hold the blocks of each group of the pool; their first axis is the block."""
+
+    @abstractmethod
     def load(
         self, model: M, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Literal
 
 from openinfer.frontend.contract import (
@@ -20,7 +19,6 @@ from openinfer.frontend.contract import (
     ResetPrefixCache,
     Scheduled,
     StepOutputs,
-    StepTimes,
     TokenLogprobs,
     TokenTable,
     Update,
@@ -30,6 +28,7 @@ from openinfer.graph.runner import Payload, PromptScore, Runner, Sampling
 from openinfer.kernels import RankLost, Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting
+from openinfer.recipes.engine.statistics import snapshot
 from openinfer.sampler import MAX_LOGPROBS, fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
 from openinfer.sampler.gpu import MAX_STOP_IDS
@@ -55,6 +54,7 @@ from openinfer.tensor import DriverCounts
 
 if TYPE_CHECKING:
     from openinfer.kvpool.publisher import EventPublisher
+    from openinfer.kvpool.tiers import Tiers
     from openinfer.recipes.engine.followers import Followers
 
 REJECT_CODES: dict[RejectReason, Literal["too_long", "queue_full"]] = {
@@ -84,9 +84,10 @@ class Engine:
         max_queued: int,
         publisher: EventPublisher | None = None,
         followers: Followers | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._followers = followers
-        self._pool, self._store, self._publisher = pool, store, publisher
+        self._pool, self._store, self._publisher, self._tiers = pool, store, publisher, tiers
         self._vocab_size, self._eos_token_ids = runner.model.vocab_size, tuple(eos_token_ids)
         self._uses_priority = policy.uses_priority
         self.runner = runner
@@ -364,25 +365,16 @@ class Engine:
         """A snapshot of the counters. Raises RankLost where the engine has lost one of its ranks."""
         if self._followers is not None:
             self._followers.check()
-        stats, loop, pool, pace = copy(self._stats), self._loop.stats, self._pool, self.runner.pace
-        stats.running, stats.waiting, stats.steps, stats.preemptions = (
-            loop.running,
-            loop.waiting + (len(self._grammars) if self._grammars is not None else 0),
-            loop.steps,
-            loop.preemptions,
+        stats = snapshot(
+            self._stats,
+            self._loop.stats,
+            self._pool,
+            self.runner,
+            self._store,
+            self._tiers,
+            self._counts_at_ready,
         )
-        stats.kv_used_tokens = pool.used_tokens
-        stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
-        stats.compiles_after_ready = self._store.misses_after_seal if self._store else 0
-        if self.runner.stream.device.kind == "cuda":
-            now, ready = DriverCounts.now(), self._counts_at_ready
-            stats.allocations_after_ready = now.allocations - ready.allocations
-            stats.host_waits_after_ready = now.waits - ready.waits - self.runner.readback.waits
-        stats.outlier_steps = pace.num_outliers
-        stats.step_times = [
-            StepTimes(name, t.steps, t.predicted_s, t.measured_s)
-            for name, t in pace.account(whole=not loop.running)
-        ]
+        stats.waiting += len(self._grammars) if self._grammars is not None else 0
         return stats
 
     def close(self) -> None:
@@ -391,6 +383,8 @@ class Engine:
             self._grammars.close()
         if self._publisher is not None:
             self._publisher.close()
+        if self._tiers is not None:
+            self._tiers.close()
         if self._followers is not None:
             self._followers.close()
         self.runner.close()

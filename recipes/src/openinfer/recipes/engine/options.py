@@ -85,6 +85,16 @@ class Options:
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Events carry the token ids of prompts',
         metavar="JSON",
     )
+    kv_offload_gb: float | None = option(
+        None, "GB of host memory for cached prefixes that leave the device's memory", kind=float
+    )
+    kv_offload_dir: str | None = option(
+        None,
+        "folder for cached prefixes that leave the device's memory; they survive a restart. Its files hold what "
+        "prompts leave in the cache: protect them as the prompts",
+        metavar="DIR",
+    )
+    kv_offload_disk_gb: float | None = option(None, "GB of --kv-offload-dir to use at most", kind=float)
     trace: str | None = option(
         None,
         "write the last 256 steps to this file at the end, for chrome://tracing or ui.perfetto.dev: host phases and "

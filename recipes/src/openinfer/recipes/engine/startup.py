@@ -31,11 +31,13 @@ from openinfer.kernels import (
     predictions,
 )
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
+from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.followers import Followers
 from openinfer.recipes.engine.limits import Limits, Room, decide, fit
+from openinfer.recipes.engine.offload import check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe, Source
@@ -90,6 +92,7 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     """
     options, path = recipe.options(**flags), Path(model_dir)
     options.check(recipe.name)
+    check_offload(options)
     open_publisher = _publisher(options)
     trace = _trace(options)  # CUPTI must be attached before the CUDA context exists
     if options.tensor_parallel_size == 1:
@@ -119,15 +122,17 @@ def _build(
     ranks = followers.ranks if followers is not None else Ranks()
     with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
         policy = _policy(options, limits)
-        made = _make(blueprint, checkpoint, options, limits, device, trace, open_publisher, ranks)
+        made = _make(blueprint, checkpoint, path, options, limits, device, trace, open_publisher, ranks)
     if followers is not None:
         made.runner.leader = followers.leader(made.runner.graphs.keys())
     engine = Engine(
         made.runner, made.pool, policy, made.store,
         name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
         max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
-        publisher=made.publisher, followers=followers,
+        publisher=made.publisher, followers=followers, tiers=made.tiers,
     )  # fmt: skip
+    if made.tiers is not None:  # after everything else, because it goes on to lock memory
+        made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream)
     log.info(
         "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache (%s), %d recorded steps",
         path.name, device, limits.dtype, limits.max_rows, limits.max_tokens, made.limits.max_model_len,
@@ -143,7 +148,7 @@ def _build(
 def join(recipe: Recipe[O], path: Path, options: O, ranks: Ranks) -> Runner:
     """The runner of a rank above 0, with its part of the weights and all steps recorded."""
     with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
-        return _make(blueprint, checkpoint, options, limits, device, None, None, ranks).runner
+        return _make(blueprint, checkpoint, path, options, limits, device, None, None, ranks).runner
 
 
 @contextmanager
@@ -169,11 +174,13 @@ class _Made:
     store: Store | None
     limits: Limits
     publisher: EventPublisher | None
+    tiers: Tiers | None
 
 
 def _make(
     blueprint: Blueprint[Any],
     checkpoint: Checkpoint,
+    path: Path,
     options: Options,
     limits: Limits,
     device: Device,
@@ -194,11 +201,16 @@ def _make(
             plan = make_plan(blueprint, limits, buckets, target)
             activated.result()
             blocks = ranks.least(blueprint.share(limits, Room.on(device, options, plan.fixed_bytes)))
+            groups, eviction = blueprint.groups(limits, blocks), _eviction(options, blueprint)
+            events = open_publisher is not None
+            tiers = open_tiers(options, groups, eviction, path, limits, device, events=events)
             pool = Pool(
-                blueprint.groups(limits, blocks),
+                groups,
                 prefix_cache=options.enable_prefix_caching,
-                eviction=_eviction(options, blueprint),
-                events=open_publisher is not None,
+                eviction=eviction,
+                events=events,
+                loader=tiers,
+                saver=tiers,
             )
             # Before the weights, because an address that is taken is refused here.
             publisher = open_publisher and open_publisher(pool.groups)
@@ -223,7 +235,7 @@ def _make(
             ranks.meet()
     if store is not None:
         store.seal()
-    return _Made(runner, pool, store, limits, publisher)
+    return _Made(runner, pool, store, limits, publisher, tiers)
 
 
 def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:

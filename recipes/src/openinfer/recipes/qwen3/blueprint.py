@@ -18,7 +18,7 @@ from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.model import Buffers, Model
 from openinfer.recipes.qwen3.weights import Weights, validate
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, float32, load_tensors
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32, load_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,9 @@ class Qwen3(Blueprint[Model]):
         if arena.device.kind == "cuda":
             kv.zero_(stream)
         return Model(c, weights, kv, cos_sin, batch, buffers)
+
+    def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
+        return [[model.kv]]
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]

@@ -21,7 +21,7 @@ from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.states import Boundaries, States
 from openinfer.recipes.qwen3_5.weights import DeltaNet, Format, Mixture, Weights, validate
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, float32
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,9 @@ class Qwen35(Blueprint[Model]):
             for memory in (kv, state, conv_state):
                 memory.zero_(stream)
         return Model(c, weights, kv, state, conv_state, cos_sin, batch, buffers, states)
+
+    def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
+        return [[model.kv], [model.state, model.conv_state]]
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]

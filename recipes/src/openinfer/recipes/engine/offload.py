@@ -1,0 +1,85 @@
+"""Offload: the tiers behind the pool that the flags ask for, and the fingerprint of what their blocks depend on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from openinfer.kvpool import Eviction, Group
+from openinfer.kvpool.tiers import Disk, Tiers
+from openinfer.recipes.engine.errors import SetupError
+from openinfer.recipes.engine.limits import Limits
+from openinfer.recipes.engine.options import Options
+from openinfer.tensor import Device
+
+STAGING_BYTES = 256 << 20
+"""Host memory through which blocks go to the disk where --kv-offload-gb asks for none."""
+GB = 1e9
+
+
+def check_offload(options: Options) -> None:
+    """Raise SetupError for flags that do not fit each other."""
+    host, folder, disk_gb = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
+    if host is None and folder is None and disk_gb is None:
+        return
+    if not options.enable_prefix_caching:
+        raise SetupError("--kv-offload keeps cached prefixes; leave out --no-enable-prefix-caching")
+    if options.tensor_parallel_size > 1:
+        raise SetupError(
+            "--kv-offload is not possible with --tensor-parallel-size: each rank has a part of every block, and ranks "
+            "above 0 copy none yet; leave one of them out"
+        )
+    if (folder is None) != (disk_gb is None):
+        raise SetupError(
+            "--kv-offload-dir and --kv-offload-disk-gb need each other: a folder, and how much of it"
+        )
+    if min(host or 1, disk_gb or 1) <= 0:
+        raise SetupError("--kv-offload-gb and --kv-offload-disk-gb must be more than 0")
+
+
+def open_tiers(
+    options: Options,
+    groups: Sequence[Group],
+    eviction: Callable[[Group], Eviction],
+    model_dir: Path,
+    limits: Limits,
+    device: Device,
+    *,
+    events: bool,
+) -> Tiers | None:
+    """The tiers of an engine; None where no flag asks for one. Raises InvalidTiers."""
+    host, folder, disk_gb = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
+    if host is None and folder is None:
+        return None
+    disk = None
+    if folder is not None and disk_gb is not None:
+        about = description(options, groups, model_dir, limits, device)
+        name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
+        disk = Disk(Path(folder), int(disk_gb * GB), groups, name, about)
+    return Tiers(
+        groups, STAGING_BYTES if host is None else int(host * GB), disk, eviction=eviction, events=events
+    )
+
+
+def description(
+    options: Options, groups: Sequence[Group], model_dir: Path, limits: Limits, device: Device
+) -> dict[str, Any]:
+    """Everything that the content of a block depends on besides its tokens and salt: the software, config and weights
+    of the model, number formats, the layout. A file of weights is known by its name, size and time."""
+    common = {field.name for field in dataclasses.fields(Options)}
+    own = {f.name: getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in common}
+    files = [(path.name, path.stat()) for path in sorted(model_dir.glob("*.safetensors"))]
+    return {
+        "version": importlib.metadata.version("openinfer-recipes"),
+        "device": device.kind,
+        "dtype": limits.dtype.name,
+        "options": own,
+        "groups": [[g.name, g.block_size, g.block_bytes, g.window, g.snapshots] for g in groups],
+        "config": json.loads((model_dir / "config.json").read_text()),
+        "weights": [[name, status.st_size, status.st_mtime_ns] for name, status in files],
+    }

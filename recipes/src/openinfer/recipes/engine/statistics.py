@@ -1,0 +1,52 @@
+"""The engine's statistics, put together from those of its parts."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import asdict
+
+from openinfer.frontend.contract import EngineStats, StepTimes
+from openinfer.graph.runner import Runner
+from openinfer.kernels import Store
+from openinfer.kvpool import Pool
+from openinfer.kvpool.tiers import Tiers
+from openinfer.scheduler import Stats
+from openinfer.tensor import DriverCounts
+
+
+def snapshot(
+    counted: EngineStats,
+    loop: Stats,
+    pool: Pool,
+    runner: Runner,
+    store: Store | None,
+    tiers: Tiers | None,
+    at_ready: DriverCounts,
+) -> EngineStats:
+    """A copy of `counted`, which the engine counts itself, with the counters of the parts. at_ready: of the
+    driver, when the engine was ready."""
+    stats, pace = copy(counted), runner.pace
+    stats.running, stats.waiting, stats.steps, stats.preemptions = (
+        loop.running,
+        loop.waiting,
+        loop.steps,
+        loop.preemptions,
+    )
+    stats.kv_used_tokens = pool.used_tokens
+    stats.prefix_query_tokens, stats.prefix_hit_tokens = pool.stats.query_tokens, pool.stats.hit_tokens
+    stats.prefix_loaded_tokens = pool.stats.loaded_tokens
+    if tiers is not None:
+        stats.offload_bytes = {"host": tiers.host_bytes, "disk": tiers.disk_bytes}
+        stats.offload_blocks = asdict(tiers.stats)
+    stats.compiles_after_ready = store.misses_after_seal if store else 0
+    if runner.stream.device.kind == "cuda":
+        now = DriverCounts.now()
+        slabs = tiers.num_slabs if tiers is not None else 0  # host memory, locked by a thread
+        stats.allocations_after_ready = max(0, now.allocations - at_ready.allocations - slabs)
+        stats.host_waits_after_ready = now.waits - at_ready.waits - runner.readback.waits
+    stats.outlier_steps = pace.num_outliers
+    stats.step_times = [
+        StepTimes(name, t.steps, t.predicted_s, t.measured_s)
+        for name, t in pace.account(whole=not loop.running)
+    ]
+    return stats

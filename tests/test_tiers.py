@@ -1,0 +1,138 @@
+"""Whole engines with tiers: a prefix that left the device's memory comes back, and gives the tokens that it gave."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer.cli import recipes
+from openinfer.frontend.contract import ResetPrefixCache
+from openinfer.kvpool import InvalidTiers
+from openinfer.recipes.engine.errors import SetupError
+from openinfer.recipes.engine.startup import build
+
+GOLDENS = Path(__file__).parent / "goldens"
+RNG = random.Random(3)
+PROMPTS = [[RNG.randrange(10, 480) for _ in range(300)] for _ in range(5)]
+SMALL: dict[str, dict[str, Any]] = {
+    "qwen3-tiny": {"kv_cache_memory_bytes": 4 << 20},
+    "qwen3_5-tiny": {"kv_cache_memory_bytes": 8 << 20},
+    "deepseek_v4-tiny": {"kv_cache_memory_bytes": 8 << 20, "activation_quantization": "off"},
+}
+"""A cache that holds one or two of the prompts."""
+
+
+def ask(run: Any, prompts: list[list[int]], at_once: int = 1) -> tuple[list[list[int]], list[int]]:
+    """Tokens and cached tokens of each prompt."""
+    ids = []
+    for prompt in prompts:
+        ids.append(run.submit(prompt, 6, ignore_eos=True))
+        if len(run.open) >= at_once:
+            run.finish()
+    run.finish()
+    run.engine.check()
+    return [run.outcomes[i].tokens for i in ids], [run.outcomes[i].cached for i in ids]
+
+
+@pytest.fixture(params=SMALL)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def plain(session: Any, model: str) -> list[list[int]]:
+    flags = {key: value for key, value in SMALL[model].items() if key != "kv_cache_memory_bytes"}
+    return ask(session(GOLDENS / model, max_model_len=320, max_num_seqs=2, **flags), PROMPTS)[0]
+
+
+def test_a_prefix_comes_back_from_host_memory(session: Any, model: str, plain: list[list[int]]) -> None:
+    run = session(GOLDENS / model, max_model_len=320, max_num_seqs=2, kv_offload_gb=0.2, **SMALL[model])
+    first, second = ask(run, PROMPTS), ask(run, PROMPTS, at_once=4)
+    assert first[0] == second[0] == plain
+    assert min(second[1]) >= 256
+    stats = run.engine.stats()
+    assert stats.offload_blocks["from_host"] > 0
+    assert stats.offload_blocks["failed"] == stats.offload_blocks["dropped"] == 0
+    assert stats.prefix_loaded_tokens >= 3 * 256
+    assert stats.offload_bytes["host"] > 0
+    assert stats.offload_bytes["disk"] == 0
+
+
+def test_a_prefix_comes_back_from_the_disk_after_a_restart(
+    session: Any, model: str, plain: list[list[int]], tmp_path: Path
+) -> None:
+    flags = {"kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2, **SMALL[model]}
+    run = session(GOLDENS / model, max_model_len=320, max_num_seqs=2, **flags)
+    assert ask(run, [*PROMPTS, PROMPTS[0]])[0] == [*plain, plain[0]]
+    run.engine.close()
+    run = session(GOLDENS / model, max_model_len=320, max_num_seqs=2, **flags)
+    while not run.engine.stats().offload_bytes["disk"]:
+        run.step()  # the files are looked through by a thread
+        run.engine.pool.poll(0.01)
+        ask(run, [[5] * 20])
+    tokens, cached = ask(run, PROMPTS[1:4])
+    assert tokens == plain[1:4]
+    assert max(cached) >= 256
+    assert run.engine.stats().offload_blocks["from_disk"] > 0
+
+
+def test_a_reset_forgets_every_tier(session: Any) -> None:
+    run = session(GOLDENS / "qwen3-tiny", max_model_len=320, kv_offload_gb=0.2, **SMALL["qwen3-tiny"])
+    ask(run, PROMPTS)
+    run.engine.control(ResetPrefixCache())
+    assert run.engine.stats().offload_bytes["host"] == 0
+    assert ask(run, PROMPTS)[1] == [0] * 5
+
+
+def test_requests_that_are_aborted_while_they_load_lose_no_block(session: Any) -> None:
+    run = session(GOLDENS / "qwen3-tiny", max_model_len=320, max_num_seqs=4, kv_offload_gb=0.2,
+                  **SMALL["qwen3-tiny"])  # fmt: skip
+    want, rng = ask(run, PROMPTS)[0], random.Random(1)
+    for turn in range(60):
+        number = run.submit(PROMPTS[turn % 5], 6, ignore_eos=True)
+        if rng.random() < 0.3:
+            run.engine.abort(number)
+        for _ in range(rng.randrange(3)):
+            run.step()
+    run.finish()
+    run.engine.check()
+    for number in range(5, 65):
+        found = run.outcomes[number].tokens
+        assert found == want[number % 5][: len(found)]
+    assert run.engine.pool.num_free == run.engine.pool.num_total
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"kv_offload_gb": 1.0, "enable_prefix_caching": False}, "leave out --no-enable-prefix-caching"),
+        ({"kv_offload_dir": "kv"}, "--kv-offload-dir and --kv-offload-disk-gb need each other"),
+        ({"kv_offload_disk_gb": 1.0}, "--kv-offload-dir and --kv-offload-disk-gb need each other"),
+        ({"kv_offload_gb": 1.0, "tensor_parallel_size": 2}, "not possible with --tensor-parallel-size"),
+        ({"kv_offload_gb": -1.0}, "must be more than 0"),
+        ({"kv_offload_gb": 0.000001}, "have no room for a block of group 'kv'"),
+        ({"kv_offload_dir": "/dev/null/kv", "kv_offload_disk_gb": 1.0}, "cannot be used"),
+    ],
+)
+def test_flags_that_cannot_be_followed_are_refused(flags: dict[str, Any], words: str) -> None:
+    path = GOLDENS / "qwen3-tiny"
+    with pytest.raises((SetupError, InvalidTiers), match=words):
+        build(recipes.find(path), path, device="cpu", **flags)
+
+
+def test_an_engine_with_other_numbers_does_not_read_the_folder(
+    session: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    flags = {"kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2, **SMALL["qwen3-tiny"]}
+    run = session(GOLDENS / "qwen3-tiny", max_model_len=320, **flags)
+    ask(run, PROMPTS)
+    run.engine.close()
+    run = session(GOLDENS / "qwen3-tiny", max_model_len=320, dtype="bfloat16", **flags)
+    assert "has blocks of other models or versions" in caplog.text
+    ask(run, PROMPTS)
+    assert run.engine.stats().offload_blocks["from_disk"] == 0
