@@ -94,8 +94,8 @@ class EngineClient(Protocol):
     def abort(self, request_id: int) -> None:
         """Ask to end a request; its sink still gets the terminal. An id that has ended is no error."""
 
-    async def control(self, command: Command) -> None:
-        """Carry out a command. Raises Unsupported or EngineDeadError."""
+    async def control(self, command: Command) -> str | None:
+        """Carry out a command; returns the answer of one that asks. Raises Unsupported or EngineDeadError."""
 
     def stats(self) -> EngineStats:
         """The newest numbers received."""
@@ -115,7 +115,7 @@ class Driver(ABC):
         self._ids = itertools.count(first_id)
         self._serials = itertools.count(1)
         self._sinks: dict[int, Sink] = {}
-        self._controls: dict[int, asyncio.Future[None]] = {}
+        self._controls: dict[int, asyncio.Future[str | None]] = {}
         self._stats = EngineStats()
         self._live = 0  # requests of all the engine's clients, as last heard
         self._info: EngineInfo | None = None
@@ -190,14 +190,15 @@ class Driver(ABC):
         if request_id in self._sinks:
             self._send(Abort(request_id))
 
-    async def control(self, command: Command) -> None:
+    async def control(self, command: Command) -> str | None:
         if self._dead is not None or self._closing:
             raise EngineDeadError(self._dead or "the engine was shut down")
         serial = next(self._serials)
-        answer = self._controls[serial] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._controls[serial] = answer
         try:
             self._send(Control(serial, command))
-            await answer
+            return await answer
         finally:
             self._controls.pop(serial, None)
 
@@ -243,12 +244,12 @@ class Driver(ABC):
 
     def _handle(self, message: FromEngine) -> None:
         match message:
-            case ControlDone(serial, error):
+            case ControlDone(serial, error, found):
                 future = self._controls.pop(serial, None)
                 if future is None or future.done():  # the waiting caller has left
                     return
                 if error is None:
-                    future.set_result(None)
+                    future.set_result(found)
                 else:
                     future.set_exception(Unsupported(error))
             case Ready(info):

@@ -37,6 +37,7 @@ __all__ = [
     "Request",
     "ResetPrefixCache",
     "Scheduled",
+    "SlowTraces",
     "StepOutputs",
     "StepTimes",
     "Terminal",
@@ -253,7 +254,12 @@ class TokenTable(msgspec.Struct, frozen=True, array_like=True, tag="token_table"
     """Ids that no text can be, such as the end of a turn; markers that count as text are not among them."""
 
 
-Command = ResetPrefixCache | TokenTable
+class SlowTraces(msgspec.Struct, frozen=True, array_like=True, tag="slow_traces"):
+    """Ask for the traces of what was slow, as JSON: {"found": number, "traces": [{"kind", "line", "time",
+    "otherData", "traceEvents"}]}, the newest last."""
+
+
+Command = ResetPrefixCache | SlowTraces | TokenTable
 """Union of the commands of Engine.control."""
 
 
@@ -277,8 +283,9 @@ class Engine(Protocol):
         An id that is not live is no error: aborts race with endings.
         """
 
-    def control(self, command: Command) -> None:
-        """Carry out a command before the next step. Raises errors.Unsupported for one it does not know."""
+    def control(self, command: Command) -> str | None:
+        """Carry out a command before the next step; returns the answer of one that asks. Raises errors.Unsupported for
+        one it does not know."""
 
     def step(self, wait: float) -> StepOutputs:
         """Do one step and return what is ready (perhaps nothing: an engine may run a step ahead).

@@ -130,10 +130,10 @@ class _Desk:
 
     def _control(self, message: Control) -> ControlDone:
         try:
-            self._engine.control(message.command)
+            answer = self._engine.control(message.command)
         except Unsupported as error:
             return ControlDone(message.serial, one_line(error))
-        return ControlDone(message.serial, None)
+        return ControlDone(message.serial, None, answer)
 
 
 def _split(outputs: StepOutputs) -> dict[int, StepOutputs]:

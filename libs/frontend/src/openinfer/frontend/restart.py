@@ -74,12 +74,13 @@ class RestartingClient:
     def abort(self, request_id: int) -> None:
         self._driver.abort(request_id)
 
-    async def control(self, command: Command) -> None:
+    async def control(self, command: Command) -> str | None:
         if self._down is not None:
             raise EngineDeadError(self._down)
-        await self._driver.control(command)
+        answer = await self._driver.control(command)
         if isinstance(command, TokenTable):
             self._token_table = command
+        return answer
 
     def stats(self) -> EngineStats:
         return self._driver.stats()

@@ -97,10 +97,11 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="o"):
 
 
 class ControlDone(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """A command was carried out, or refused with this error."""
+    """A command was carried out, or refused with this error. answer: of a command that asks."""
 
     serial: int
     error: str | None
+    answer: str | None = None
 
 
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="x"):

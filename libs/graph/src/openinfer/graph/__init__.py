@@ -7,12 +7,14 @@ from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Delta, Field, Rows
 from openinfer.graph.steps import StepGraphs, bucket_for
 from openinfer.graph.trace import StepTrace
+from openinfer.graph.watch import Finding, Watch
 
 __all__ = [
     "Buckets",
     "Delta",
     "Field",
     "FieldError",
+    "Finding",
     "GraphError",
     "MissingExtra",
     "Readback",
@@ -23,5 +25,6 @@ __all__ = [
     "StepPace",
     "StepTrace",
     "UnknownStep",
+    "Watch",
     "bucket_for",
 ]

@@ -68,6 +68,8 @@ class StepPace:
     totals: dict[Shape, Total] = field(default_factory=dict)
     outliers: deque[Timed] = field(default_factory=lambda: deque(maxlen=OUTLIERS_KEPT))
     num_outliers: int = 0
+    last: Timed | None = None
+    """The step that was read last, if it was timed and predicted."""
     _told: float = 0.0
     _lengths: np.ndarray[Any, Any] = field(
         default_factory=lambda: np.zeros(0, np.int64)
@@ -109,17 +111,18 @@ class StepPace:
 
     def result(self, seconds: float | None) -> Timed | None:
         """The oldest step in flight is done and took `seconds`. Returns the step, if it is an outlier."""
-        launched = self._under_way.popleft()
+        launched, self.last = self._under_way.popleft(), None
         if launched is None or seconds is None:
             return None
         shape, kv_tokens, predicted = launched
+        self.last = Timed(shape, kv_tokens, predicted, seconds)
         total = self.totals.setdefault(shape, Total())
         total.steps += 1
         total.predicted_s += predicted
         total.measured_s += seconds
         if seconds <= OUTLIER * predicted:
             return None
-        outlier = Timed(shape, kv_tokens, predicted, seconds)
+        outlier = self.last
         self.num_outliers += 1
         self.outliers.append(outlier)
         if self.num_outliers <= OUTLIERS_KEPT or self.num_outliers & (self.num_outliers - 1) == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -13,12 +13,18 @@ from typing import Any
 
 from openinfer.tensor import Activity, ActivityNotAvailable, ActivityRecorder
 
-PHASES_A_STEP = 8
-"""More activities than a step has, for the size of the ring."""
+PHASES_KEPT, OPS_KEPT = 64, 4096
+"""The most host phases and ops between two results."""
+BETWEEN = "between turns"
+"""The phase in which the engine is not asked for a step although one is under way."""
+WAITING = "read back"
+"""The phase in which the host waits for the device."""
 
 _HOST, _STEPS, _DEVICE, _OUTLIERS = range(4)  # processes of the trace
 
 Event = dict[str, Any]
+Bar = tuple[str, int, int]
+"""Name, begin and end."""
 
 
 @dataclass(slots=True)
@@ -31,6 +37,10 @@ class TracedStep:
     read_ns: int = 0
     seconds: float = 0.0
     """Device time."""
+    phases: list[Bar] = field(default_factory=list)
+    """Phases of the host since the step before was read; so they may be the work for the next step."""
+    ops: list[Bar] = field(default_factory=list)
+    """Ops that ran on the host in that time."""
 
     def overlaps(self, start_ns: int, end_ns: int) -> bool:
         """Whether something happened while this step was under way."""
@@ -42,40 +52,51 @@ class Outlier:
     """A step that is kept when the ring has moved on, with the work of host and device during it."""
 
     step: TracedStep
-    phases: list[tuple[str, int, int]]
+    phases: list[Bar]
     activities: list[Activity] = field(default_factory=list)
 
 
 class StepTrace:
-    """Keeps the last `steps` steps and the last `outliers` outliers, and writes them to `path` when it is closed.
+    """Keeps the last `steps` steps and the last `outliers` outliers. With a path it writes them there at `close`.
 
-    Open it before the first context is made, because CUPTI must be attached before. Without CUPTI the device is one bar
-    a step, as long as the events around it say, and `source` says why. One thread uses it.
+    With a path, open it before the first context is made, because CUPTI must be attached before. Without CUPTI the
+    device is one bar a step, as long as the events around it say, and `source` says why. Without a path CUPTI is not
+    attached, because it slows steps down. One thread uses it.
     """
 
-    def __init__(self, path: Path, *, steps: int = 256, outliers: int = 8) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("")  # a path that cannot be written is said now
+    def __init__(self, path: Path | None = None, *, steps: int = 256, outliers: int = 8) -> None:
         self._path = path
-        self._phases: deque[tuple[str, int, int]] = deque(maxlen=steps * PHASES_A_STEP)
-        self._steps: deque[TracedStep] = deque(maxlen=steps)
+        self.steps: deque[TracedStep] = deque(maxlen=steps)
+        """The steps that were read, the newest last."""
         self._under_way: deque[TracedStep] = deque()
         self._outliers: deque[Outlier] = deque(maxlen=outliers)
         self._activities: deque[Activity] = deque(maxlen=steps * 1024)
+        self._phases: deque[Bar] = deque(maxlen=PHASES_KEPT)  # since the last result, as are the ops
+        self._ops: deque[Bar] = deque(maxlen=OPS_KEPT)
         self._phase, self._since = "", 0
         self._recorder: ActivityRecorder | None = None
-        self.source = "CUPTI"
+        self.source = "events around each step"
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")  # a path that cannot be written is said now
         try:
             self._recorder = ActivityRecorder()
+            self.source = "CUPTI"
         except ActivityNotAvailable as error:
-            self.source = f"events around each step ({error})"
+            self.source += f" ({error})"
 
     def mark(self, phase: str) -> None:
         """End the host's current phase and begin `phase`; "" for no phase."""
         now = time.perf_counter_ns()
-        if self._phase:
-            self._phases.append((self._phase, self._since, now))
+        name = self._phase or (BETWEEN if self._under_way else "")
+        if name:
+            self._phases.append((name, self._since, now))
         self._phase, self._since = phase, now
+
+    def op(self, name: str, start_ns: int, end_ns: int) -> None:
+        """An op ran on the host."""
+        self._ops.append((name, start_ns, end_ns))
 
     def launch(self, index: int, **facts: Any) -> None:
         """Step `index` goes to the device now. `facts` are shown with it."""
@@ -85,48 +106,87 @@ class StepTrace:
         """The oldest step that is under way was read back; the device took `seconds`."""
         step = self._under_way.popleft()
         step.read_ns, step.seconds = time.perf_counter_ns(), seconds
+        step.phases, step.ops = list(self._phases), list(self._ops)
+        self._phases.clear()
+        self._ops.clear()
         step.facts.update(facts)
-        self._steps.append(step)
+        self.steps.append(step)
+
+    def host_s(self) -> float:
+        """Seconds of the host's own work between the last two results: without its ops and its waiting."""
+        step = self.steps[-1]
+        phases = sum(end - start for name, start, end in step.phases if name != WAITING)
+        return (phases - sum(end - start for _, start, end in step.ops)) / 1e9
+
+    def times(self, step: TracedStep) -> dict[str, float]:
+        """Seconds by name of what happened between the result before and this step's: ops and kernels, and phases of
+        the host. The phase in which ops ran counts without them."""
+        found: dict[str, float] = {}
+        for prefix, bars in (("op", step.ops), ("host phase", step.phases)):
+            for name, start, end in bars:
+                if name != WAITING:
+                    found[f"{prefix} {name}"] = found.get(f"{prefix} {name}", 0.0) + (end - start) / 1e9
+        if step.ops and "host phase launch" in found:
+            found["host phase launch"] -= sum(end - start for _, start, end in step.ops) / 1e9
+        for activity in self._activities:
+            if step.overlaps(activity.start_ns, activity.end_ns):
+                name = f"{activity.kind} {activity.name}"
+                found[name] = found.get(name, 0.0) + (activity.end_ns - activity.start_ns) / 1e9
+        return found
+
+    def recent(self, count: int) -> list[Event]:
+        """The bars of the last `count` steps."""
+        self.read()
+        last = list(self.steps)[-count:]
+        begin = min((step.launched_ns for step in last), default=0)
+        return [*_names(), *self._host(last), *self._device(last, begin)]
 
     def keep(self) -> None:
         """Keep the step that was read last as an outlier."""
-        self._read()
-        step = self._steps[-1]
+        self.read()
+        step = self.steps[-1]
+        phases = [phase for one in list(self.steps)[-3:] for phase in one.phases] + [*self._phases]
         self._outliers.append(
             Outlier(
                 step,
-                [phase for phase in self._phases if step.overlaps(*phase[1:])],
+                [phase for phase in phases if step.overlaps(*phase[1:])],
                 [a for a in self._activities if step.overlaps(a.start_ns, a.end_ns)],
             )
         )
 
     def close(self) -> None:
-        """Write the file and stop recording. Wait for the device first, to have all."""
+        """Stop recording, and write the file if there is one. Wait for the device first, to have all."""
         self.mark("")
-        self._read()
+        self.read()
         if self._recorder is not None:
             self._recorder.close()
-        events = chain(_names(), *(map(list, (self._host(), self._device(), self._kept()))))
+        if self._path is None:
+            return
+        steps = list(self.steps)
+        begin = next((start for step in steps for _, start, _ in step.phases), 0)
+        events = chain(_names(), self._host(steps), self._device(steps, begin), self._kept())
         with self._path.open("w") as file:
             file.write('{"displayTimeUnit": "ns", "otherData": ' + json.dumps({"device": self.source}))
             file.write(', "traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Take what CUPTI has recorded so far."""
         if self._recorder is not None:
             self._activities.extend(self._recorder.read())
 
-    def _host(self) -> Iterator[Event]:
-        for name, start, end in self._phases:
-            yield _bar(_HOST, 0, name, start, end)
-        for step in self._steps:
+    def _host(self, steps: Sequence[TracedStep]) -> Iterator[Event]:
+        for step in steps:
+            for name, start, end in (*step.phases, *step.ops):
+                yield _bar(_HOST, 0, name, start, end)
             yield _bar(_STEPS, step.index % 2, f"step {step.index}", step.launched_ns, step.read_ns,
                        **step.facts, device_us=round(step.seconds * 1e6, 1))  # fmt: skip
+        for name, start, end in self._phases if steps and steps[-1] is self.steps[-1] else ():
+            yield _bar(_HOST, 0, name, start, end)
 
-    def _device(self) -> Iterator[Event]:
-        begin = self._phases[0][1] if self._phases else 0
-        yield from (_of(a, _DEVICE, a.stream) for a in self._activities if a.start_ns >= begin)
+    def _device(self, steps: Sequence[TracedStep], begin_ns: int) -> Iterator[Event]:
+        yield from (_of(a, _DEVICE, a.stream) for a in self._activities if a.start_ns >= begin_ns)
         if self._recorder is None:
-            for step in self._steps:
+            for step in steps:
                 start = step.read_ns - round(step.seconds * 1e9)
                 yield _bar(_DEVICE, 0, f"step {step.index}", start, step.read_ns)
 

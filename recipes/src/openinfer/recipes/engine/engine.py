@@ -18,13 +18,14 @@ from openinfer.frontend.contract import (
     Request,
     ResetPrefixCache,
     Scheduled,
+    SlowTraces,
     StepOutputs,
     TokenLogprobs,
     TokenTable,
     Update,
 )
 from openinfer.frontend.errors import Unsupported
-from openinfer.graph.runner import Payload, PromptScore, Runner, Sampling
+from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling
 from openinfer.kernels import RankLost, Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting
@@ -100,6 +101,7 @@ class Engine:
         self._grammars: PendingGrammars[Seq[Sampling]] | None = None
         self._updates: list[Update] = []
         self._stats = EngineStats()
+        self._first_tokens = FirstTokens(runner.watch) if runner.watch is not None else None
         self._batch = NO_ROWS
         self._counts_at_ready = DriverCounts.now()
         self.info = EngineInfo(
@@ -234,15 +236,18 @@ class Engine:
         else:
             self._loop.abort(request_id)
 
-    def control(self, command: Command) -> None:
-        """Carry out a command."""
+    def control(self, command: Command) -> str | None:
+        """Carry out a command. Returns the answer of one that asks."""
         match command:
+            case SlowTraces():
+                return "" if self.runner.watch is None else self.runner.watch.as_json()
             case ResetPrefixCache():
                 if not self._pool.reset_prefix_cache():
                     raise Unsupported("the prefix cache can be reset only while no request runs")
                 self._publish()
             case TokenTable():
                 self._take_tokens(command)
+        return None
 
     def _take_tokens(self, table: TokenTable) -> None:
         """Get ready for grammars."""
@@ -280,6 +285,8 @@ class Engine:
             events += self._loop.drain()  # the next step may be far off: blocks go back now
         if trace is not None:
             trace.mark("outputs")
+        if self._first_tokens is not None:
+            self._first_tokens.events(events, self._loop.stats)
         self._prompt_logprobs(outputs)
         for event in events:
             match event:

@@ -47,7 +47,10 @@ class Forced:
 
     def __init__(self, engine: Engine, runner: Runner | None = None, wrong_table: str | None = None) -> None:
         # Forced steps must not count as the engine's own, so they run without its trace and its step times.
-        self.engine, self.runner = engine, replace(runner or engine.runner, trace=None, pace=StepPace())
+        self.engine, self.runner = (
+            engine,
+            replace(runner or engine.runner, trace=None, watch=None, pace=StepPace()),
+        )
         self._pool = engine.pool
         self._wrong = None if wrong_table is None else self.runner.model.tables.index(wrong_table)
         self._index = 0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace
-from openinfer.graph.runner import Runner, readback_bytes, segments
+from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
+from openinfer.graph.runner import Runner, TimedPack, readback_bytes, segments
 from openinfer.kernels import (
     Call,
     CpuPack,
@@ -115,7 +115,7 @@ def _build(
     path: Path,
     options: O,
     open_publisher: OpenPublisher | None,
-    trace: StepTrace | None,
+    trace: StepTrace,
     followers: Followers | None,
 ) -> Built:
     """The engine of rank 0."""
@@ -227,7 +227,10 @@ def _make(
         pack = make_pack(device, target, stream, store, arena, plan, ranks)
         graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
         readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), STEPS_IN_FLIGHT)
-        runner = Runner(model, pack, stream, graphs, buckets, readback, StepPace(predicted.result()), trace)
+        if device.kind == "cpu" and trace is not None:
+            pack = TimedPack(pack, trace)
+        pace, watch = StepPace(predicted.result()), trace and Watch(trace)
+        runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
         with _phase("steps"):
             runner.record()
         with _phase("rest of the weights"):
@@ -345,9 +348,9 @@ def _load(
     return f"{format_bytes(report.bytes)} at {format_bytes(1e9 * report.gbytes_per_s)}/s"
 
 
-def _trace(options: Options) -> StepTrace | None:
+def _trace(options: Options) -> StepTrace:
     if not options.trace:
-        return None
+        return StepTrace()
     trace = StepTrace(Path(options.trace))
     log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
     return trace

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.http import messages_body, responses_body
+from openinfer.frontend.http.admin import Admin
 from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, CompletionBody
 from openinfer.frontend.http.bounds import EXAMPLES, narrow
 from openinfer.frontend.http.chat_shape import ChatResponse
@@ -102,6 +103,7 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         Endpoint("/favicon.svg", page.icon, "The icon of the page"),
         Endpoint("/state", page.state, "The engine's state in numbers"),
         Endpoint("/version", service.version, "Versions"),
+        Endpoint("/debug/traces", Admin(service).traces, "Traces of what took longer than it should"),
     ]
 
 

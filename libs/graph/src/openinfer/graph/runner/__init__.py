@@ -4,9 +4,11 @@ try:
     from openinfer.graph.runner.batch import Batch, StepRows
     from openinfer.graph.runner.follower import Leader, follow
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
+    from openinfer.graph.runner.requests import FirstTokens
     from openinfer.graph.runner.ring import Reader, Ring, Writer
     from openinfer.graph.runner.runner import Payload, Runner, Sampling, readback_bytes, segments
     from openinfer.graph.runner.scoring import PromptScore, Scores
+    from openinfer.graph.runner.timed import TimedPack
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.sampler", "openinfer.scheduler"):
         raise
@@ -17,6 +19,7 @@ except ModuleNotFoundError as error:
 __all__ = [
     "Batch",
     "Constraint",
+    "FirstTokens",
     "Leader",
     "Masks",
     "Model",
@@ -29,6 +32,7 @@ __all__ = [
     "Scores",
     "States",
     "StepRows",
+    "TimedPack",
     "Writer",
     "follow",
     "readback_bytes",

@@ -24,6 +24,7 @@ from openinfer.graph.runner.scoring import (
 )
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
+from openinfer.graph.watch import Watch
 from openinfer.kernels import Pack, apply_writes, select_rows
 from openinfer.sampler import MAX_LOGPROBS, SamplingParams
 from openinfer.sampler.gpu import RowStatus, sample_rows, score_tokens, values
@@ -89,6 +90,8 @@ class Runner:
     readback: Readback
     pace: StepPace = field(default_factory=StepPace)
     trace: StepTrace | None = None
+    watch: Watch | None = None
+    """Over `trace`; it looks at every step."""
     masks: Masks | None = None
     """Needed for sequences with a constraint."""
     leader: Leader | None = None
@@ -164,15 +167,16 @@ class Runner:
         if step.changed:
             self._write_batch(step)
         waits = bool(self._constrained and self._launched)
+        timed = not waits and not self._shares
         if not waits:
             self._write_masks(self._constrained)
         if trace is not None:
             trace.mark("upload")
         self.upload()
         if trace is not None:
-            trace.launch(step.index, bucket=str(self._shape), rows=len(step.rows))
+            trace.launch(step.index, bucket=str(self._shape), rows=len(step.rows), timed=timed)
             trace.mark("launch")
-        self.pace.launch(self._shape, timed=not waits and not self._shares)
+        self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
         self.replay(("forward", self._shape))
         self._launched.append(_Launched(step, self._constrained, self._wants_logprobs, self._shares))
@@ -237,6 +241,8 @@ class Runner:
             trace.result(seconds or 0.0)
             if outlier is not None:
                 trace.keep()
+        if self.watch is not None:
+            self.watch.step(seconds, self.pace.last and self.pace.last.predicted_s)
         launched, result = self._launched.pop(0), arrays[0]
         step, tops = launched.step, arrays[1:3] if launched.wants_logprobs else (None, None)
         self._scores += read_scores(launched.shares, arrays[-4:])

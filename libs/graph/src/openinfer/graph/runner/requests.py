@@ -1,0 +1,60 @@
+"""FirstTokens: how long requests wait for their first token, beside what requests like them waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openinfer.graph.bound import Bound
+from openinfer.graph.watch import FLOOR_S, Watch
+from openinfer.scheduler import Event, Finished, Scheduled, Stats, Tokens
+
+FACTOR = 3.0
+"""A first token is late above this many times the usual wait."""
+
+
+@dataclass(slots=True)
+class FirstTokens:
+    """Reads the events of a step loop. Waits are compared by the powers of two of prompt tokens and of requests that
+    waited at the start. `Seq.arrival` must be a time of `clock`."""
+
+    watch: Watch
+    clock: Callable[[], float] = time.monotonic
+    _bounds: dict[tuple[int, int], Bound] = field(default_factory=dict)
+    _begun: dict[int, tuple[float, int, int]] = field(default_factory=dict)
+    """By request that waits for its first token: when it got a row, requests that waited then, preemptions so far."""
+
+    def events(self, events: Sequence[Event[Any, Any]], stats: Stats) -> None:
+        """The events of one turn of the loop, and its numbers after it."""
+        self.watch.note(waiting=stats.waiting, running=stats.running, preemptions=stats.preemptions)
+        for event in events:
+            match event:
+                case Scheduled(seq):
+                    self._begun[seq.id] = self.clock(), stats.waiting, stats.preemptions
+                case Finished(seq):
+                    self._begun.pop(seq.id, None)
+                case Tokens(rows=rows, dead=dead):
+                    for row in reversed(rows):
+                        if row.start is None:  # decode rows stand first
+                            break
+                        if row.emits and row.seq not in dead and row.seq.id in self._begun:
+                            self._first(row.seq, stats)
+
+    def _first(self, seq: Any, stats: Stats) -> None:
+        now, (begun, waiting, preemptions) = self.clock(), self._begun.pop(seq.id)
+        key = seq.prompt_len.bit_length(), waiting.bit_length()
+        bound = self._bounds.setdefault(key, Bound(FACTOR))
+        took, usual = now - seq.arrival, bound.mean
+        if bound.take(took) and took - usual > 10 * FLOOR_S:
+            queued, more = begun - seq.arrival, stats.preemptions - preemptions
+            what = f"the first token of request {seq.id} took {took * 1e3:.0f} ms"
+            alike = f"{usual * 1e3:.0f} ms are usual for {seq.prompt_len} tokens with {waiting} waiting"
+            where = f"{queued * 1e3:.0f} ms of it without a row, then {more} preemptions"
+            self.watch.find(
+                "first token",
+                f"{what} where {alike}: {where}",
+                prompt_tokens=seq.prompt_len,
+                ttft_s=took,
+            )

@@ -1,0 +1,160 @@
+"""Watch: steps that take longer than they should, each kept as a trace with a line that says what is out of line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from openinfer.graph.bound import Bound
+from openinfer.graph.trace import StepTrace, TracedStep
+
+log = logging.getLogger("openinfer.graph")
+
+FINDINGS_KEPT = 16
+STEPS_SHOWN = 8
+"""Steps before and with the one out of line, in its trace."""
+EVENTS_SHOWN = 2000
+"""The most bars of a trace."""
+QUIET_S = 10.0
+"""Seconds after a finding in which no other of its kind is kept."""
+FLOOR_S = 5e-3
+"""A shorter excess is no finding."""
+HOST_FLOOR_S = 20e-3
+"""The same for the host, where threads, interrupts and garbage collectors take turns of milliseconds."""
+RUN = 64
+"""Steps of a run. A run is slower by RUN_FACTOR than the steps before it."""
+RUN_FACTOR = 1.3
+PREEMPTIONS, STORM = 8, 256
+"""Preemptions that make a storm, and the steps in which they happen."""
+Json = dict[str, Any]
+
+
+class Finding(NamedTuple):
+    """Something out of line. kind: "step", "host", "run", "preemptions" or "first token". line: what, for a person.
+    time: Unix seconds. facts: numbers of the moment. events: bars for Chrome's and Perfetto's viewers."""
+
+    kind: str
+    line: str
+    time: float
+    facts: Json
+    events: list[Json]
+
+
+@dataclass(slots=True)
+class _Pace:
+    """The steps of one shape: seconds over what was expected, and the last RUN of these as a quick mean."""
+
+    bound: Bound = field(default_factory=Bound)
+    quick: float = 0.0
+
+    def slow(self) -> bool:
+        """Whether the last steps are slower than those before."""
+        return self.bound.count > 4 * RUN and self.quick > RUN_FACTOR * self.bound.mean
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks at every step that was read. Bounds come from what was measured before, by the step's shape.
+
+    A shape with a prediction is judged by the ratio to it, any other by its own seconds. Runs need a prediction,
+    because steps get longer with their sequences. One thread uses it. A finding costs a look at the ring of `trace`.
+    """
+
+    trace: StepTrace
+    findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=FINDINGS_KEPT))
+    num_findings: int = 0
+    quiet_s: float = QUIET_S
+    facts: Json = field(default_factory=dict)
+    """Numbers of the loop: waiting, running, preemptions."""
+    _paces: dict[str, _Pace] = field(default_factory=dict)
+    _host: Bound = field(default_factory=Bound)
+    _preemptions: deque[int] = field(default_factory=lambda: deque(maxlen=STORM))
+    _quiet: dict[str, float] = field(default_factory=dict)
+
+    def note(self, *, waiting: int, running: int, preemptions: int) -> None:
+        """The loop's numbers after a turn; preemptions: since the start."""
+        self.facts = {"waiting": waiting, "running": running, "preemptions": preemptions}
+
+    def step(self, seconds: float | None, predicted_s: float | None) -> None:
+        """The step that `trace` has just read: its device time, and the prediction if there is one. A step whose launch
+        was not `timed` waited for the host, and is not judged."""
+        traced = self.trace.steps[-1]
+        if seconds is None or not traced.facts["timed"]:
+            return
+        shape = traced.facts["bucket"]
+        pace, expected = self._paces.setdefault(shape, _Pace()), predicted_s or 1.0
+        ratio, usual = seconds / expected, pace.bound.mean * expected
+        beyond = pace.bound.take(ratio) and seconds - usual > FLOOR_S
+        pace.quick += (ratio - pace.quick) / min(pace.bound.count, RUN / 4)
+        host_s = self.trace.host_s()
+        slow_host = self._host.take(host_s) and host_s - self._host.mean > max(HOST_FLOOR_S, seconds)
+        if beyond or slow_host:
+            found = self._cause(traced, shape)
+            total = seconds if beyond else host_s
+            meant = (predicted_s or usual) if beyond else self._host.mean
+            word = "predicted" if beyond and predicted_s else "usual"
+            what = f"step {traced.index} ({shape}) took {_ms(total)} on the {'device' if beyond else 'host'} where"
+            self.find("step" if beyond else "host", f"{what} {_ms(meant)} are {word}: {found}")
+        elif predicted_s is not None and pace.slow():
+            what = f"the last steps ({shape}) took {pace.quick / pace.bound.mean:.1f} x what such steps did before"
+            self.find("run", f"{what}: {self._cause(traced, shape, RUN)}")
+            pace.bound.mean = pace.quick  # the new pace counts from now on
+        self._storm()
+
+    def _storm(self) -> None:
+        """Say when the pool preempts again and again."""
+        count = self.facts.get("preemptions", 0)
+        self._preemptions.append(count)
+        recent = count - self._preemptions[0]
+        if recent >= PREEMPTIONS:
+            text = f"preemption storm: {recent} preemptions in {len(self._preemptions)} steps"
+            rows, waiting = self.facts["running"], self.facts["waiting"]
+            self.find(
+                "preemptions", f"{text}; too small a cache for {rows} rows, and {waiting} requests wait"
+            )
+
+    def find(self, kind: str, line: str, **facts: Any) -> None:
+        """Keep a finding, unless there was one of its kind within quiet_s."""
+        now = time.monotonic()
+        if now < self._quiet.get(kind, 0.0):
+            return
+        self._quiet[kind] = now + self.quiet_s
+        self.num_findings += 1
+        log.warning("slow: %s", line)
+        events = self.trace.recent(STEPS_SHOWN)[:EVENTS_SHOWN]
+        self.findings.append(Finding(kind, line, time.time(), {**self.facts, **facts}, events))
+
+    def as_json(self) -> str:
+        """All findings, the newest last: an object with `traces`, each of which a trace viewer opens."""
+        traces = [
+            {"kind": f.kind, "line": f.line, "time": f.time, "otherData": f.facts, "traceEvents": f.events}
+            for f in self.findings
+        ]
+        return json.dumps({"found": self.num_findings, "traces": traces})
+
+    def _cause(self, step: TracedStep, shape: str, steps: int = 1) -> str:
+        """The op, kernel or host phase whose time is most above the usual one. steps: the last steps that are
+        looked at."""
+        self.trace.read()
+        alike = [one for one in self.trace.steps if one.facts["bucket"] == shape]
+        late, usual = alike[-steps:] or [step], alike[:-steps]
+        times = {one.index: self.trace.times(one) for one in alike or [step]}
+        excess = {}
+        for name in {name for one in late for name in times[one.index]}:
+            took = statistics.fmean(times[one.index].get(name, 0.0) for one in late)
+            before = statistics.median([times[one.index].get(name, 0.0) for one in usual] or [0.0])
+            excess[name] = (took - before, took, before)
+        if not excess:
+            return "nothing that is traced; run with --trace to see kernels"
+        name, (_, took, before) = max(excess.items(), key=lambda item: item[1][0])
+        times_ = f"{took / before:.1f} x" if before else "new"
+        return f"{name} {times_} ({_ms(took)} where {_ms(before)} are usual)"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+
+from openinfer.graph import StepTrace, Watch
+from openinfer.graph.bound import WARM, Bound
+from openinfer.graph.watch import FINDINGS_KEPT
+
+
+class Clock:
+    """perf_counter_ns that moves only when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ns = 1_000
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: self.ns)
+
+    def pass_s(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def run(
+    watch: Watch, clock: Clock, index: int, device_s: float = 0.004, *, predicted_s: float | None = 0.004,
+    plan_s: float = 1e-4, ops: dict[str, float] | None = None, bucket: str = "decode, 8 rows",
+) -> None:  # fmt: skip
+    """One step: the host plans and launches, then waits for the device."""
+    trace = watch.trace
+    trace.mark("plan")
+    clock.pass_s(plan_s)
+    trace.launch(index, bucket=bucket, timed=True)
+    trace.mark("launch")
+    for name, seconds in (ops or {}).items():
+        start = clock.ns
+        clock.pass_s(seconds)
+        trace.op(name, start, clock.ns)
+    trace.mark("read back")
+    clock.pass_s(device_s)
+    trace.mark("reconcile")
+    trace.result(device_s)
+    watch.step(device_s, predicted_s)
+    trace.mark("")
+
+
+def calm(watch: Watch, clock: Clock, steps: int = 100, **given: float) -> None:
+    rng = random.Random(0)
+    for index in range(steps):
+        run(watch, clock, index, 0.004 * rng.lognormvariate(0, 0.05), plan_s=rng.expovariate(1e4), **given)
+    assert watch.num_findings == 0
+
+
+def test_an_hour_without_trouble_has_no_finding(clock: Clock) -> None:
+    watch, rng = Watch(StepTrace()), random.Random(1)
+    for index in range(20_000):
+        hiccup = 3e-3 if rng.random() < 1e-3 else 0.0  # a thread has its turn
+        shape, expected = rng.choice([("decode, 8 rows", 0.004), ("1024 tokens, 8 rows", 0.016)])
+        seconds = expected * rng.lognormvariate(0, 0.08) + hiccup
+        run(watch, clock, index, seconds, predicted_s=expected, plan_s=rng.expovariate(1e4), bucket=shape)
+    assert watch.num_findings == 0
+
+
+def test_a_slow_step_is_one_finding_with_its_trace(clock: Clock) -> None:
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    run(watch, clock, 100, 0.02)
+    (found,) = watch.findings
+    assert found.kind == "step"
+    assert found.line.startswith(
+        "step 100 (decode, 8 rows) took 20 ms on the device where 4 ms are predicted:"
+    )
+    assert {event["name"] for event in found.events} >= {"plan", "launch", "step 100", "step 99"}
+    (trace,) = json.loads(watch.as_json())["traces"]
+    assert trace["line"] == found.line
+    run(watch, clock, 101, 0.02)
+    assert watch.num_findings == 1  # not one more for the same trouble
+
+
+def test_the_op_or_the_phase_that_took_the_time_is_named(clock: Clock) -> None:
+    usual = {"attend": 0.002, "norm_linear": 0.001}
+    watch = Watch(StepTrace())
+    for index in range(50):
+        run(watch, clock, index, 0.003, predicted_s=None, ops=usual)
+    run(watch, clock, 50, 0.03, predicted_s=None, ops={**usual, "norm_linear": 0.028})
+    (found,) = watch.findings
+    assert "where 3 ms are usual: op norm_linear 28.0 x (28 ms where 1 ms are usual)" in found.line
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    run(watch, clock, 100, plan_s=0.05)
+    (found,) = watch.findings
+    assert found.kind == "host"
+    assert ": host phase plan " in found.line
+
+
+def test_a_run_of_steps_that_are_all_a_little_slower_is_found_once(clock: Clock) -> None:
+    watch = Watch(StepTrace())
+    calm(watch, clock, 1000)
+    for index in range(1000, 1400):
+        run(watch, clock, index, 0.0064)
+    (found,) = watch.findings
+    assert found.kind == "run"
+    assert "x what such steps did before" in found.line
+
+
+def test_a_storm_of_preemptions_is_named(clock: Clock) -> None:
+    watch = Watch(StepTrace())
+    for index in range(100):
+        watch.note(waiting=7, running=3, preemptions=index // 40)
+        run(watch, clock, index)
+    assert watch.num_findings == 0
+    for index in range(100, 130):
+        watch.note(waiting=7, running=3, preemptions=index)
+        run(watch, clock, index)
+    (found,) = watch.findings
+    assert "preemption storm" in found.line
+    assert "7 requests wait" in found.line
+    assert found.facts["preemptions"] > 8
+
+
+def test_the_ring_and_the_traces_in_it_are_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    for index in range(100, 200):
+        now += 100
+        watch.find("step", f"number {index}")
+    assert len(watch.findings) == FINDINGS_KEPT
+    assert watch.num_findings == 100
+    assert watch.findings[-1].line == "number 199"
+    assert len(watch.as_json()) < 400_000
+
+
+def test_steps_that_waited_for_the_host_are_not_judged(clock: Clock) -> None:
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    watch.trace.launch(100, bucket="decode, 8 rows", timed=False)
+    watch.trace.result(1.0)
+    watch.step(1.0, None)
+    assert watch.num_findings == 0
+
+
+def test_a_bound_learns_a_new_level_and_forgives_a_single_value() -> None:
+    bound = Bound()
+    assert not any(bound.take(1.0 + 0.01 * (n % 3)) for n in range(WARM))
+    assert bound.take(50.0)
+    assert bound.mean < 1.2
+    assert not bound.take(1.0)
+    late = [bound.take(5.0) for _ in range(2000)]
+    assert late[0]
+    assert not late[-1]
+
+
+def test_a_step_costs_little() -> None:
+    watch = Watch(StepTrace())
+    trace = watch.trace
+
+    def turn(index: int) -> None:
+        for phase in ("plan", "write rows", "upload"):
+            trace.mark(phase)
+        trace.launch(index, bucket="decode, 8 rows", timed=True)
+        for phase in ("launch", "read back", "reconcile"):
+            trace.mark(phase)
+        trace.result(0.004)
+        watch.step(0.004, 0.004)
+        trace.mark("outputs")
+        trace.mark("")
+
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for index in range(200):
+            turn(index)
+        best = min(best, (time.perf_counter() - start) / 200)
+    assert best < 50e-6  # on a loaded machine; some 10 us of a step of 2.7 ms and more
