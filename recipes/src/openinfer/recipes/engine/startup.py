@@ -229,7 +229,7 @@ def _make(
         readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), STEPS_IN_FLIGHT)
         if device.kind == "cpu" and trace is not None:
             pack = TimedPack(pack, trace)
-        pace, watch = StepPace(predicted.result()), trace and Watch(trace)
+        pace, watch = StepPace(predicted.result()), Watch(trace) if trace is not None else None
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
         with _phase("steps"):
             runner.record()
