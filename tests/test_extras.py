@@ -47,6 +47,10 @@ NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("openinfer", "hub"): (("huggingface_hub",), COMMAND.format(["serve", "Some/Model"])),
     ("openinfer", "plot"): (("matplotlib",), COMMAND.format(["explain", str(MODEL), "--plot", "x.png"])),
     ("openinfer-tensor", "cupti"): (("nvidia",), CUPTI),
+    ("openinfer-tensor", "nccl"): (
+        ("nccl",),
+        "from openinfer.tensor import NcclRanks; NcclRanks.unique_id()",
+    ),
     ("openinfer-kernels", "jit"): (("triton",), STORE),
     ("openinfer-kernels", "cublas"): (
         ("nvidia", "cuda.pathfinder"),

@@ -15,6 +15,7 @@ from openinfer.kernels.errors import (
     RankLost,
     UntrustedCache,
 )
+from openinfer.kernels.gpu_ranks import GpuRanks
 from openinfer.kernels.launch import (
     Aligned,
     Collective,
@@ -75,6 +76,7 @@ __all__ = [
     "CublasLt",
     "CudaDriver",
     "Figures",
+    "GpuRanks",
     "InterpDriver",
     "InvalidTable",
     "KernelMissing",

@@ -77,7 +77,14 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-Arg = Tensor | Scratch | TensorMap | Aligned | int | float
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The table of the ranks' segments for rows of `width` bytes, which the driver owns (see device.push_sum)."""
+
+    width: int
+
+
+Arg = Tensor | Scratch | Peers | TensorMap | Aligned | int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +265,8 @@ def _type_of(name: str, arg: Arg) -> tuple[str, bool]:
             return _int_type(name, value), True
         case Scratch():
             return _pointer(name, arg.dtype), True
+        case Peers():
+            return "*i64", True
         case float():
             return "fp32", False
         case TensorMap(tensor, (rows, cols)):

@@ -11,15 +11,15 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 
-from openinfer.kernels.launch import Aligned, Arg, KernelSpec, Scratch, TensorMap
+from openinfer.kernels.launch import Aligned, Arg, KernelSpec, Peers, Scratch, TensorMap
 from openinfer.tensor import Tensor
 
-Address = Callable[[Tensor | Scratch], int]
+Address = Callable[[Tensor | Scratch | Peers], int]
 EncodeTensorMap = Callable[[TensorMap, int, int], bytes]
 """(map, address, index of the map among the kernel's maps) -> the 128 bytes."""
 
 _SIZES = {"Q": 8, "q": 8, "i": 4, "f": 4, "128s": 128}
-_MEMORY, _NUMBERS = (Tensor, Scratch), (int, float)  # tuples: asking a union is five times slower
+_MEMORY, _NUMBERS = (Tensor, Scratch, Peers), (int, float)  # tuples: asking a union is five times slower
 _SCALARS = {"i32": "i", "fp32": "f"}
 
 
@@ -56,7 +56,7 @@ class Parameters:
         self.params = ctypes.addressof(self._pointers)
 
     def pack(self, args: Sequence[Arg], address: Address, encode: EncodeTensorMap) -> None:
-        """Write the values of `args`. `address` says where a tensor or a scratch is."""
+        """Write the values of `args`. `address` says where a tensor, a scratch or a table of peers is."""
         values: list[int | float | bytes] = []
         maps = 0
         for arg in args:

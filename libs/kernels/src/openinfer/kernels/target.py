@@ -17,6 +17,7 @@ class Target:
     gpu: the name that the measured tables are looked up by ("" = the generic choice).
     interpreted: launches are for Triton's interpreter, which has no Gluon.
     batch_invariant: one kernel an op for any number of tokens and rows, so that no row's result depends on the others.
+    rank: of this process among those that share the model.
     """
 
     arch: int
@@ -25,6 +26,7 @@ class Target:
     gpu: str = ""
     interpreted: bool = False
     batch_invariant: bool = False
+    rank: int = 0
 
     @classmethod
     def of(cls, device: Device, *, cublas: bool) -> Target:

@@ -33,12 +33,15 @@ from openinfer.tensor.errors import (
     DriverNotFound,
     DTypeError,
     IndexRangeError,
+    MissingExtra,
     OutOfMemory,
     ShapeError,
     TensorError,
 )
 from openinfer.tensor.loading import Load, LoadReport, load_tensors
 from openinfer.tensor.memory import PinnedBuffer
+from openinfer.tensor.nccl import NcclRanks
+from openinfer.tensor.peers import PeerMemory
 from openinfer.tensor.places import Conversion, Places
 from openinfer.tensor.progress import ProgressBar, format_bytes
 from openinfer.tensor.stream import Event, Stream
@@ -63,7 +66,10 @@ __all__ = [
     "IndexRangeError",
     "Load",
     "LoadReport",
+    "MissingExtra",
+    "NcclRanks",
     "OutOfMemory",
+    "PeerMemory",
     "PinnedBuffer",
     "Places",
     "ProgressBar",

@@ -10,7 +10,8 @@ TensorError(Exception)
 ├── CheckpointError(ValueError)    a damaged, hostile or unexpected checkpoint
 ├── DriverNotFound(OSError)        no libcuda, or no cuda-bindings to call it with
 ├── CudaError(RuntimeError)        the driver refused a call
-└── ActivityNotAvailable(RuntimeError)   no CUPTI, or the driver does not let it work
+├── ActivityNotAvailable(RuntimeError)   no CUPTI, or the driver does not let it work
+└── MissingExtra(ImportError)      an optional dependency is needed; the message has the install command
 """
 
 from __future__ import annotations
@@ -80,3 +81,9 @@ class CudaError(TensorError, RuntimeError):
 
 class ActivityNotAvailable(TensorError, RuntimeError):
     """Device activity cannot be recorded: CUPTI is not installed, or it refused."""
+
+
+class MissingExtra(TensorError, ImportError):
+    """A part of the library needs an optional dependency that is not installed."""
+
+    user_can_mend = True

@@ -26,7 +26,7 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling
-from openinfer.kernels import RankLost, Store
+from openinfer.kernels import Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting
 from openinfer.recipes.engine.statistics import snapshot
@@ -266,12 +266,13 @@ class Engine:
 
     def step(self, wait: float) -> StepOutputs:
         """One turn of the loop. Raises RankLost where the engine has lost one of its ranks."""
+        if self._followers is None:
+            return self._step(wait)
         try:
             return self._step(wait)
-        except RankLost:
-            if self._followers is not None:
-                self._followers.check()  # it knows how the rank ended
-            raise
+        finally:
+            # It knows how the rank ended; and what a device gives after that is no result.
+            self._followers.check()
 
     def _step(self, wait: float) -> StepOutputs:
         trace = self.runner.trace
@@ -395,3 +396,5 @@ class Engine:
         if self._followers is not None:
             self._followers.close()
         self.runner.close()
+        if self._followers is not None:
+            self._followers.ranks.close()

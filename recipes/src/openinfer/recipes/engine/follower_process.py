@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -43,7 +44,8 @@ def main() -> int:
     set_up_logging("warning", log_format)
     module, name = boot["recipe"]
     recipe = getattr(importlib.import_module(module), name)()
-    ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"])
+    link = socket.socket(fileno=boot["link"])
+    ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"], [link])
     try:
         runner = startup.join(recipe, Path(boot["model_dir"]), recipe.options(**boot["options"]), ranks)
         spin_s = SPIN_S[runner.stream.device.kind]
@@ -51,6 +53,7 @@ def main() -> int:
             runner, Reader(Ring(boot["ring"], ranks.size - 1), ranks.rank - 1, boot["bell"], spin_s=spin_s)
         )
         runner.close()
+        ranks.close()
     except Exception as error:
         if not is_users_error(error):
             log.exception("rank %d of %d", ranks.rank, ranks.size)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -38,7 +39,8 @@ class Followers:
         size = len(devices)
         memory, ring = os.memfd_create("openinfer-ranks"), os.memfd_create("openinfer-steps")
         self._bells = [os.eventfd(0) for _ in devices[1:]]
-        self.ranks = Ranks.joined(memory, 0, size)
+        links = [socket.socketpair() for _ in devices[1:]]
+        self.ranks = Ranks.joined(memory, 0, size, [ours for ours, _ in links])
         self._ring = Ring(ring, size - 1)
         self._reason, self._closing = "", False
         names = [field.name for field in dataclasses.fields(options) if field.name not in OWN]
@@ -47,21 +49,24 @@ class Followers:
         environment = {"OPENBLAS_NUM_THREADS": str(cores), **os.environ}
         self._processes: list[subprocess.Popen[str]] = []
         self._watchers: list[threading.Thread] = []
-        for rank, (device, bell) in enumerate(zip(devices[1:], self._bells, strict=True), start=1):
+        for rank, (device, bell, (_, link)) in enumerate(
+            zip(devices[1:], self._bells, links, strict=True), start=1
+        ):
             process = subprocess.Popen(
                 [sys.executable, "-m", "openinfer.recipes.engine.follower_process"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-                pass_fds=(memory, ring, bell),
+                pass_fds=(memory, ring, bell, link.fileno()),
             )  # fmt: skip
             boot = {
                 "recipe": [type(recipe).__module__, type(recipe).__qualname__],
                 "model_dir": str(model_dir), "options": flags | {"device": device},
                 "rank": rank, "size": size, "parent": os.getpid(),
-                "memory": memory, "ring": ring, "bell": bell, "log": log_settings(),
+                "memory": memory, "ring": ring, "bell": bell, "link": link.fileno(), "log": log_settings(),
             }  # fmt: skip
             assert process.stdin is not None
             process.stdin.write(json.dumps(boot) + "\n")
             process.stdin.flush()
+            link.close()
             self._processes.append(process)
             watcher = threading.Thread(target=self._watch, args=(rank, process), daemon=True)
             watcher.start()
@@ -88,17 +93,17 @@ class Followers:
 
     def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        assert self.ranks.shared is not None
         with process.stdout:
             said = process.stdout.read().strip()  # until it ends
         code = process.wait()
         if self._closing:
             return
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        # The reason comes first: who sees the results of an abort must find the reason there.
         self._reason = self._reason or f"rank {rank} of {self.ranks.size} {how}" + (
             f": {said}" if said else ""
         )
-        self.ranks.shared.abort()
+        self.ranks.abort()
 
     def close(self) -> None:
         """End all ranks. The device of rank 0 must be idle, or its steps lost."""
@@ -116,6 +121,8 @@ class Followers:
             process.stdin.close()
         for watcher in self._watchers:
             watcher.join()
+        for link in self.ranks.links:
+            link.close()
         for bell in self._bells:
             os.close(bell)
         self._bells = []

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from openinfer.kernels import SharedMemory
+from openinfer.kernels import GpuRanks, SharedMemory
+from openinfer.tensor import Device, NcclRanks, Stream
 
 START_TIMEOUT_S = 3600.0
 """How long a rank waits for the others at start-up, where one may load or compile much longer than another."""
 STEP_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ranks:
-    """This process among those of an engine. shared: the memory over which they agree on sizes and, on a CPU, exchange
-    arrays; None: there is one rank."""
+    """This process among those of an engine.
+
+    shared: the memory over which they agree on sizes and, on CPUs, exchange arrays; None: there is one rank. links: of
+    rank 0, a socket to each other rank; of another one, the socket to rank 0. gpus: the exchange among GPUs.
+    """
 
     rank: int = 0
     size: int = 1
     shared: SharedMemory | None = None
+    links: Sequence[socket.socket] = ()
+    gpus: GpuRanks | None = field(default=None)
 
     @classmethod
-    def joined(cls, file: int, rank: int, size: int) -> Ranks:
+    def joined(cls, file: int, rank: int, size: int, links: Sequence[socket.socket]) -> Ranks:
         """A rank of several, over the memory behind a descriptor."""
-        return cls(rank, size, SharedMemory(file, rank, size, timeout_s=START_TIMEOUT_S))
+        return cls(rank, size, SharedMemory(file, rank, size, timeout_s=START_TIMEOUT_S), links)
 
     def least(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over all ranks. Raises RankLost."""
@@ -34,8 +41,37 @@ class Ranks:
             return list(numbers)
         return [int(n) for n in np.min(self.shared.exchange(np.array(numbers, np.int64)), axis=0)]
 
+    def open(self, device: Device, stream: Stream, widths: Collection[int]) -> None:
+        """Connect the GPUs of all ranks. widths: bytes of the rows that ranks add up; all rows have one width. Raises
+        RankLost, MissingExtra."""
+        if self.shared is None or device.kind != "cuda":
+            return
+        mine = NcclRanks.unique_id() if self.rank == 0 else bytes(128)
+        unique_id = self.shared.exchange(np.frombuffer(mine, np.uint8))[0].tobytes()
+        (width,) = widths or {16}
+        self.gpus = GpuRanks(device, NcclRanks(device, unique_id, self.rank, self.size), width)
+        self.gpus.connect(self.links, stream)
+        self.meet()
+
     def meet(self) -> None:
-        """Wait until all ranks are ready to serve; from then on a rank that is late is lost. Raises RankLost."""
+        """Wait for all ranks. Raises RankLost."""
         if self.shared is not None:
             self.shared.exchange(np.zeros(1))
+
+    def serve(self) -> None:
+        """Wait until all ranks are ready to serve; from then on a rank that is late is lost. Raises RankLost."""
+        self.meet()
+        if self.shared is not None:
             self.shared.timeout_s = STEP_TIMEOUT_S
+
+    def abort(self) -> None:
+        """A rank is lost: end what waits for it. From any thread."""
+        if self.shared is not None:
+            self.shared.abort()
+        if self.gpus is not None:
+            self.gpus.abort()
+
+    def close(self) -> None:
+        """Give the exchange up. The device must be idle."""
+        if self.gpus is not None:
+            self.gpus.close()

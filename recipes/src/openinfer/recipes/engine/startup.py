@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,13 +69,14 @@ class Plan:
     """The result of tracing every segment on the null device, which needs no GPU.
 
     fixed_bytes: bytes of the arena without the cache. specs: the kernels. scratch_bytes, zeroed_bytes: the workspace.
-    steps: the calls of every step by its shape."""
+    steps: the calls of every step by its shape. peer_widths: bytes of rows that ranks push to each other."""
 
     fixed_bytes: int
     specs: list[KernelSpec] = field(default_factory=list)
     scratch_bytes: int = 0
     zeroed_bytes: int = 0
     steps: Mapping[Shape, list[Call]] = field(default_factory=dict)
+    peer_widths: Collection[int] = ()
 
 
 class Built(NamedTuple):
@@ -190,16 +191,17 @@ def _make(
 ) -> _Made:
     """Plan, take the memory, and load the weights while kernels are made and steps are recorded."""
     buckets = buckets_for(blueprint, limits)
-    target = (
-        options_target(options, Target.of(device, cublas=cublas_available()))
-        if device.kind == "cuda"
-        else None
-    )
+    target = None
+    if device.kind == "cuda":
+        target = options_target(options, Target.of(device, cublas=cublas_available()))
+        target = dataclasses.replace(target, rank=ranks.rank)
     with ThreadPoolExecutor(2) as worker:
         activated = worker.submit(device.activate)  # a context takes as long as the plan
         with _phase("plan"):
             plan = make_plan(blueprint, limits, buckets, target)
             activated.result()
+            if target is not None:
+                ranks.open(device, Stream(device), plan.peer_widths)
             blocks = ranks.least(blueprint.share(limits, Room.on(device, options, plan.fixed_bytes)))
             groups, eviction = blueprint.groups(limits, blocks), _eviction(options, blueprint)
             events = open_publisher is not None
@@ -235,7 +237,7 @@ def _make(
             runner.record()
         with _phase("rest of the weights"):
             log.info("weights: %s", weights.result())
-            ranks.meet()
+            ranks.serve()
     if store is not None:
         store.seal()
     return _Made(runner, pool, store, limits, publisher, tiers)
@@ -266,12 +268,13 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
     steps = {shape: calls["forward", shape] + calls["sample", shape.rows] for shape in buckets.segments()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
-    return Plan(fixed + scratch + zeroed + 1024, pack.specs(), scratch, zeroed, steps)
+    workspace = scratch + zeroed + 1024
+    return Plan(fixed + workspace, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
 
 
 def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[KernelSpec]:
     """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
-    blueprint = recipe.blueprint(source, options)
+    blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
     limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
     return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target)).specs
 
@@ -297,7 +300,7 @@ def make_pack(
         zeroed.zero_(stream)
     with _phase("libraries"):
         cublas = CublasLt() if target.cublas else None
-    return LaunchPack(target, CudaDriver(device, stream, store, cublas), scratch, zeroed)
+    return LaunchPack(target, CudaDriver(device, stream, store, cublas, ranks.gpus), scratch, zeroed)
 
 
 def open_device(name: str) -> Device:

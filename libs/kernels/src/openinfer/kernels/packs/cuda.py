@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.launch import Collective, Command, KernelSpec, Matmul, Scratch, TensorMap
+from openinfer.kernels.launch import Collective, Command, KernelSpec, Matmul, Peers, Scratch, TensorMap
 from openinfer.kernels.op import Op
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.packs.null import Placement, place
@@ -30,6 +30,7 @@ class LaunchDriver(Protocol):
     def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None: ...
     def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None: ...
     def collective(self, command: Collective, out: int, x: int) -> None: ...
+    def peers(self, table: Peers) -> int: ...
     def branch(self, number: int) -> None:
         """The next commands are of this branch; 0: of no branch, and after all branches. Called at each change."""
 
@@ -85,9 +86,11 @@ class LaunchPack:
                 f"{self._scratch_bytes} and {self._zeroed_bytes}: make them as large as the null pack's workspace_bytes"
             )
 
-        def address(tensor: Tensor | Scratch) -> int:
+        def address(tensor: Tensor | Scratch | Peers) -> int:
             if isinstance(tensor, Tensor):
                 return address_of(tensor)
+            if isinstance(tensor, Peers):
+                return self.driver.peers(tensor)
             return offsets[tensor] + (self._zeroed_ptr if tensor.zeroed else self._scratch_ptr)
 
         at = 0
@@ -103,7 +106,7 @@ class LaunchPack:
             if at:
                 self.driver.branch(0)
 
-    def _run(self, command: Command, address: Callable[[Tensor | Scratch], int]) -> None:
+    def _run(self, command: Command, address: Callable[[Tensor | Scratch | Peers], int]) -> None:
         if isinstance(command, Matmul):
             self.driver.matmul(
                 command,

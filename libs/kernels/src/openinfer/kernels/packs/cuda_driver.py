@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from openinfer.kernels.cublas import CublasLt
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.launch import TRITON_TYPES, Collective, KernelSpec, Matmul, TensorMap
+from openinfer.kernels.gpu_ranks import GpuRanks
+from openinfer.kernels.launch import TRITON_TYPES, Collective, KernelSpec, Matmul, Peers, TensorMap
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.store import Compiled, Store
 from openinfer.tensor import Device, Event, Stream, check, driver
@@ -58,11 +59,20 @@ def encoder() -> Any:
 class CudaDriver:
     """Launches on `stream` of `device`, with kernels from `store`.
 
-    Use it from one thread, with the device activated. Without `cublas`, plan for a Target with cublas=False.
+    Use it from one thread, with the device activated. Without `cublas`, plan for a Target with cublas=False. `ranks`:
+    needed for collectives.
     """
 
-    def __init__(self, device: Device, stream: Stream, store: Store, cublas: CublasLt | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        store: Store,
+        cublas: CublasLt | None = None,
+        ranks: GpuRanks | None = None,
+    ) -> None:
         self.store = store
+        self._ranks = ranks
         self._device = device
         self._stream = stream
         self._cublas = cublas
@@ -136,8 +146,18 @@ class CudaDriver:
         self._cublas.matmul(command, out, x, weight, workspace, self._at.handle)
 
     def collective(self, command: Collective, out: int, x: int) -> None:
-        """Raises LaunchError: no collective runs on GPUs yet."""
-        raise LaunchError(f"{command}: collectives do not run on GPUs yet; plan the model for one rank")
+        """By NCCL. Raises LaunchError without ranks, or with another number of them."""
+        self._of(command.ranks).run(command, out, x, self._at)
+
+    def peers(self, table: Peers) -> int:
+        """The address of the table of the ranks' segments."""
+        return self._of(None).table(table)
+
+    def _of(self, ranks: int | None) -> GpuRanks:
+        if self._ranks is None or ranks not in (None, self._ranks.size):
+            there = self._ranks.size if self._ranks is not None else "none"
+            raise LaunchError(f"a collective is over {ranks or 'several'} ranks; this driver has {there}")
+        return self._ranks
 
     def branch(self, number: int) -> None:
         """Into branch `number`; 0: back, which waits for all branches since the last 0.

@@ -14,7 +14,7 @@ from typing import Any
 
 from openinfer.kernels.communicator import Communicator, member
 from openinfer.kernels.errors import LaunchError, MissingExtra
-from openinfer.kernels.launch import Collective, KernelSpec, Matmul, TensorMap
+from openinfer.kernels.launch import Collective, KernelSpec, Matmul, Peers, TensorMap
 from openinfer.kernels.ops.collectives import combine
 from openinfer.kernels.packing import Parameters
 from openinfer.tensor import Device, Tensor
@@ -74,6 +74,9 @@ class InterpDriver:
             Tensor(at, t.shape, t.dtype, host).numpy() for at, t in ((out, command.out), (x, command.x))
         )
         combine(command.kind, to, source, communicator)
+
+    def peers(self, table: Peers) -> int:
+        raise LaunchError("the interpreter has no peers' memory: plan for a Target that is interpreted")
 
     def branch(self, number: int) -> None:
         """Branches run one after the other."""

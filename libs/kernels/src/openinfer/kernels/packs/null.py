@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from openinfer.kernels.launch import Collective, Command, KernelSpec, Launch, Matmul, Scratch, TensorMap
+from openinfer.kernels.launch import (
+    Collective,
+    Command,
+    KernelSpec,
+    Launch,
+    Matmul,
+    Peers,
+    Scratch,
+    TensorMap,
+)
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.target import Target
 
@@ -69,6 +78,11 @@ class NullPack:
             for c in call.commands
             if isinstance(c, Collective)
         )
+
+    def peer_widths(self) -> set[int]:
+        """Bytes of the rows that ranks push to each other in the recorded calls."""
+        launches = (c for call in self.calls for c in call.commands if isinstance(c, Launch))
+        return {arg.width for command in launches for arg in command.args if isinstance(arg, Peers)}
 
     def workspace_bytes(self, *, zeroed: bool) -> int:
         """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs."""
