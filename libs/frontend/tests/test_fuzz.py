@@ -87,6 +87,8 @@ BASES: dict[str, dict[str, Any]] = {
     "MessagesBody": {"messages": [TEXT], "max_tokens": 3},
     "TokenizeBody": {},
     "DetokenizeBody": {},
+    "LoadBody": {"lora_name": "one", "lora_path": "/bad"},
+    "UnloadBody": {"lora_name": "one"},
 }
 
 

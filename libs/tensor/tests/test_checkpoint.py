@@ -151,6 +151,16 @@ def test_an_index_that_lies(tmp_path: Path, change: dict[str, Any], tensor: str 
     assert e.value.tensor == tensor
 
 
+def test_a_single_file_of_another_name(tmp_path: Path) -> None:
+    _save(tmp_path / "adapter_model.safetensors", a=np.zeros(2, np.float32))
+    assert Checkpoint(tmp_path, "adapter_model.safetensors").names == ["a"]
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors"):
+        Checkpoint(tmp_path)
+    _index(tmp_path, _shards(tmp_path))
+    with pytest.raises(CheckpointError, match=r"has no other\.safetensors"):
+        Checkpoint(tmp_path, "other.safetensors")
+
+
 def test_an_index_that_forgets_and_shards_that_repeat(tmp_path: Path) -> None:
     weight_map = _shards(tmp_path)
     _index(tmp_path, {k: v for k, v in weight_map.items() if k != "b"})

@@ -252,7 +252,8 @@ class Driver(ABC):
                     future.set_result(found)
                 else:
                     future.set_exception(Unsupported(error))
-            case Ready(info):
+            case Ready(info, stats):
+                self._stats = stats
                 if self._started is not None and not self._started.done():
                     self._started.set_result(info)
             case StartFailed(text) | Lost(text):

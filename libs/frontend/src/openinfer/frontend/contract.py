@@ -14,6 +14,7 @@ Times are `time.monotonic()` seconds, which the processes of one Linux machine s
 
 import importlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -25,6 +26,7 @@ from openinfer.sampler.grammar import Grammar
 __all__ = [
     "CONTRACT_VERSION",
     "TERMINALS",
+    "AdapterState",
     "Command",
     "Engine",
     "EngineInfo",
@@ -32,6 +34,7 @@ __all__ = [
     "EngineStats",
     "Failed",
     "Finished",
+    "LoadAdapter",
     "PromptLogprobs",
     "Rejected",
     "Request",
@@ -43,6 +46,7 @@ __all__ = [
     "Terminal",
     "TokenLogprobs",
     "TokenTable",
+    "UnloadAdapter",
     "Update",
 ]
 
@@ -76,6 +80,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     grammar: Grammar | None = None
     """The form of the output, and the length of the thought at its start; EOS is drawn only where the output may end.
     Needs the feature "grammar" and a TokenTable."""
+    adapter: str = ""
+    """The name of an adapter (LoRA) that is loaded; empty for the model itself. Needs the feature "adapters"."""
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens: None for none, 0 for theirs alone, n for the n most likely
     alternatives' as well. Needs the feature "prompt_logprobs"."""
@@ -188,9 +194,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a KV block holds."""
     features: list[str] = []
     """The features of this engine beyond the bare contract: "logprobs", "prompt_logprobs", "prefix_cache", "priority",
-    "grammar" (once it was sent a TokenTable). Of SamplingParams: "penalties" (all three), "logit_bias",
+    "grammar" (once it was sent a TokenTable), "adapters". Of SamplingParams: "penalties" (all three), "logit_bias",
     "allowed_token_ids", "bad_words". The frontend refuses the rest by name."""
     contract_version: int = CONTRACT_VERSION
+    max_adapters: int = 0
+    """Adapters (LoRA) that a step can have; 0 without the feature "adapters"."""
     hang_timeout_s: float = 60.0
     """With requests live, this long without a step means that the engine hangs, unless the server is told otherwise."""
 
@@ -203,6 +211,15 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
     steps: int
     predicted_s: float
     measured_s: float
+
+
+class AdapterState(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that requests may name, and how many of its requests run or wait."""
+
+    name: str
+    path: str
+    running: int
+    waiting: int
 
 
 class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
@@ -239,6 +256,8 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Steps that took more than twice their prediction."""
     step_times: list[StepTimes] = []
     """Times of steps by shape. An engine may leave the list empty in most snapshots; the client keeps the last one."""
+    adapters: list[AdapterState] = []
+    """The adapters that are loaded, in the order of their loading."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefix_cache"):
@@ -259,7 +278,21 @@ class SlowTraces(msgspec.Struct, frozen=True, array_like=True, tag="slow_traces"
     "otherData", "traceEvents"}]}, the newest last."""
 
 
-Command = ResetPrefixCache | SlowTraces | TokenTable
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
+    """Load an adapter (LoRA) from a folder that PEFT saved. in_place: it may replace one of the same name."""
+
+    name: str
+    path: str
+    in_place: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_adapter"):
+    """Forget an adapter. Requests that have it run to their end."""
+
+    name: str
+
+
+Command = LoadAdapter | ResetPrefixCache | SlowTraces | TokenTable | UnloadAdapter
 """Union of the commands of Engine.control."""
 
 
@@ -283,9 +316,12 @@ class Engine(Protocol):
         An id that is not live is no error: aborts race with endings.
         """
 
-    def control(self, command: Command) -> str | None:
-        """Carry out a command before the next step; returns the answer of one that asks. Raises errors.Unsupported for
-        one it does not know."""
+    def control(self, command: Command) -> Future[None] | str | None:
+        """Carry out a command before the next step, or begin it and return its future. Returns the answer of a command
+        that asks.
+
+        Raises errors.Unsupported for a command that cannot be carried out; a future may raise it too.
+        """
 
     def step(self, wait: float) -> StepOutputs:
         """Do one step and return what is ready (perhaps nothing: an engine may run a step ahead).

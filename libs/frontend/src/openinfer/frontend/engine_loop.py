@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from openinfer.frontend.contract import TERMINALS, Engine, Failed, Request, StepOutputs
 from openinfer.frontend.errors import InvalidRequest, Unsupported, one_line
@@ -46,11 +47,13 @@ def run_engine(
     desk = _Desk(engine, send)
     try:
         while True:
-            messages = receive(not desk.live)
+            messages = receive(not desk.live and not desk.pending)
             for client, message in messages:
                 if isinstance(message, Close):
                     return
                 desk.take(client, message)
+            if desk.pending:
+                desk.answer()
             if desk.live:
                 desk.step()
             elif not messages:
@@ -65,6 +68,7 @@ class _Desk:
 
     def __init__(self, engine: Engine, send: Callable[[int, FromEngine], None]) -> None:
         self.live: set[int] = set()
+        self.pending: list[tuple[int, int, Future[None]]] = []  # client, serial and future of begun commands
         self._engine = engine
         self._send = send
         self._heard: dict[int, float] = {}  # client -> when it was last sent something
@@ -77,13 +81,13 @@ class _Desk:
         match message:
             case Hello() if client not in self._gone:
                 self._heard[client] = 0.0
-                self._send(client, Ready(self._engine.info))
+                self._send(client, Ready(self._engine.info, self._engine.stats()))
             case Submit(request):
                 self._submit(client, request)
             case Abort(request_id) if owner(request_id) == client:
                 self._engine.abort(request_id)
             case Control():
-                self._send(client, self._control(message))
+                self._control(client, message)
             case Gone(other):
                 self._heard.pop(other, None)
                 self._gone.add(other)
@@ -128,12 +132,38 @@ class _Desk:
         else:
             self.live.add(request.id)
 
-    def _control(self, message: Control) -> ControlDone:
+    def answer(self) -> None:
+        """Answer the commands that are done now. Waits a little for one if no request is live."""
+        wait({future for *_, future in self.pending}, 0 if self.live else STEP_WAIT_S, FIRST_COMPLETED)
+        done = [one for one in self.pending if one[2].done()]
+        self.pending = [one for one in self.pending if one not in done]
+        for client, serial, future in done:
+            self._done(client, serial, future)
+
+    def _control(self, client: int, message: Control) -> None:
         try:
             answer = self._engine.control(message.command)
         except Unsupported as error:
-            return ControlDone(message.serial, one_line(error))
-        return ControlDone(message.serial, None, answer)
+            self._send(client, ControlDone(message.serial, one_line(error)))
+            return
+        if isinstance(answer, Future):
+            self.pending.append((client, message.serial, answer))
+        else:
+            self._send(client, ControlDone(message.serial, None, answer))
+
+    def _done(self, client: int, serial: int, future: Future[None]) -> None:
+        """Answer a command, and tell all clients the state after it."""
+        try:
+            future.result()
+        except Unsupported as error:
+            self._send(client, ControlDone(serial, one_line(error)))
+            return
+        except Exception as error:  # one command's fault must not take the requests along
+            _log.exception("a command failed")
+            self._send(client, ControlDone(serial, f"the engine failed at it: {one_line(error)}"))
+            return
+        self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
+        self._send(client, ControlDone(serial, None))
 
 
 def _split(outputs: StepOutputs) -> dict[int, StepOutputs]:

@@ -7,8 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from openinfer.frontend.client import Driver, Health, Sink
-from openinfer.frontend.contract import Command, EngineInfo, EngineStats, Request, TokenTable
+from openinfer.frontend.contract import (
+    Command,
+    EngineInfo,
+    EngineStats,
+    LoadAdapter,
+    Request,
+    TokenTable,
+)
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 
 __all__ = ["MAX_RESTARTS", "WINDOW_S", "Budget", "RestartingClient", "broken"]
@@ -45,6 +54,7 @@ class RestartingClient:
         self._keeper: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
         self._token_table: TokenTable | None = None  # the next engine needs it too
+        self._adapters: dict[str, LoadAdapter] = {}  # by name; as is this
 
     @property
     def info(self) -> EngineInfo:
@@ -80,6 +90,8 @@ class RestartingClient:
         answer = await self._driver.control(command)
         if isinstance(command, TokenTable):
             self._token_table = command
+        if isinstance(command, LoadAdapter):
+            self._adapters[command.name] = command
         return answer
 
     def stats(self) -> EngineStats:
@@ -97,6 +109,8 @@ class RestartingClient:
         await self._driver.start()
         if self._token_table is not None:
             await self._driver.control(self._token_table)
+        for command in self._adapters.values():
+            await self._driver.control(msgspec.structs.replace(command, in_place=True))
         self._info = self._driver.info
         self._down = None
 
@@ -115,6 +129,8 @@ class RestartingClient:
         while True:
             reason = await broken(self._driver, self._watch_hangs)
             self._down = f"{reason}; restarting it"
+            known = {state.name for state in self._driver.stats().adapters}
+            self._adapters = {name: one for name, one in self._adapters.items() if name in known}
             self._driver.lose(reason)
             await self._driver.close()
             now = time.monotonic()

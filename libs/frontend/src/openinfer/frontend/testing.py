@@ -3,14 +3,17 @@
 import os
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from openinfer.frontend.contract import (
+    AdapterState,
     Command,
     EngineInfo,
     EngineStats,
     Failed,
     Finished,
+    LoadAdapter,
     PromptLogprobs,
     Rejected,
     Request,
@@ -19,8 +22,9 @@ from openinfer.frontend.contract import (
     StepOutputs,
     TokenLogprobs,
     TokenTable,
+    UnloadAdapter,
 )
-from openinfer.frontend.errors import FlagError
+from openinfer.frontend.errors import FlagError, Unsupported
 
 __all__ = ["FakeEngine"]
 
@@ -45,6 +49,7 @@ class FakeEngine:
     fail_at_step, die_at_step, hang_at_step: at this step raise, kill the process, or sleep for an hour.
     fail_prompt, raise_prompt: a request whose prompt is this single id Fails alone, or makes submit() raise.
     hang_timeout_s: what it says of itself in EngineInfo.
+    max_adapters: adapters that requests may name at once; a path with "bad" in it is refused in a future.
     features: what it claims to honour besides logprobs and prefix_cache (its tokens stay the known ones).
     """
 
@@ -68,6 +73,7 @@ class FakeEngine:
         fail_prompt: int | None = None,
         raise_prompt: int | None = None,
         features: list[str] | None = None,
+        max_adapters: int = 0,
         hang_timeout_s: float = 60.0,
     ) -> None:
         time.sleep(start_delay_s)
@@ -81,6 +87,7 @@ class FakeEngine:
             kv_capacity_tokens=max_running * max_model_len,
             block_size=16,
             features=["logprobs", "prefix_cache", *(features or ())],
+            max_adapters=max_adapters,
             hang_timeout_s=hang_timeout_s,
         )
         self._script = script
@@ -103,6 +110,8 @@ class FakeEngine:
         if length > self.info.max_model_len:
             reason = f"prompt and max_tokens are {length} tokens, the model takes {self.info.max_model_len}"
             self._ready.updates.append(Rejected(request.id, reason, "too_long"))
+        elif request.adapter and request.adapter not in {one.name for one in self._stats.adapters}:
+            self._ready.updates.append(Rejected(request.id, f"the adapter {request.adapter!r} is not loaded"))
         elif request.priority:
             reason = f"priority {request.priority} is not supported, only 0"
             self._ready.updates.append(Rejected(request.id, reason, "unsupported"))
@@ -124,10 +133,28 @@ class FakeEngine:
             self._waiting = kept
         self._ready.updates.append(Finished(request_id, "abort"))
 
-    def control(self, command: Command) -> None:
+    def control(self, command: Command) -> "Future[None] | None":
+        if isinstance(command, LoadAdapter | UnloadAdapter):
+            return self._adapt(command)
         if isinstance(command, ResetPrefixCache):
             self._seen_prompts.clear()
         self._has_tokens = self._has_tokens or isinstance(command, TokenTable)
+        return None
+
+    def _adapt(self, command: LoadAdapter | UnloadAdapter) -> "Future[None]":
+        if not self.info.max_adapters:
+            raise Unsupported("this engine has no adapters")
+        answer: Future[None] = Future()
+        kept = [one for one in self._stats.adapters if one.name != command.name]
+        if isinstance(command, UnloadAdapter):
+            self._stats.adapters = kept
+        elif "bad" in command.path:
+            answer.set_exception(Unsupported(f"adapter {command.path}: is bad, as asked"))
+            return answer
+        else:
+            self._stats.adapters = [*kept, AdapterState(command.name, command.path, 0, 0)]
+        answer.set_result(None)
+        return answer
 
     def step(self, wait: float) -> StepOutputs:
         self._stats.steps += 1

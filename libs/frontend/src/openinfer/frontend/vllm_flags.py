@@ -4,7 +4,6 @@ __all__ = ["VLLM_FLAGS"]
 
 _ONE_GPU = "this version runs on one GPU; leave it out"
 _CHECKPOINT = "the checkpoint's files decide; leave it out"
-_LORA = "LoRA is not supported; merge the adapter into the checkpoint"
 _ALWAYS = "it is always on; leave it out"
 _MEDIA = "models of text only are served; leave it out"
 _SPECULATION = "speculative decoding is not supported; leave it out"
@@ -32,7 +31,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--enable-expert-parallel": _ONE_GPU,
     "--enable-force-include-usage": 'ask for it by "stream_options": {"include_usage": true}',
     "--enable-log-requests": "use --log-requests",
-    "--enable-lora": _LORA,
     "--enable-prompt-embeds": "a prompt is text or token ids; leave it out",
     "--enable-reasoning": "use --reasoning-parser",
     "--enable-request-id-headers": "answers always have X-Request-Id; leave it out",
@@ -50,10 +48,7 @@ VLLM_FLAGS: dict[str, str] = {
     "--load-format": _CHECKPOINT,
     "--logits-processors": "use the sampling fields of a request",
     "--long-prefill-token-threshold": "use --max-num-batched-tokens",
-    "--lora-modules": _LORA,
     "--max-logprobs": "20 are possible; leave it out",
-    "--max-lora-rank": _LORA,
-    "--max-loras": _LORA,
     "--max-num-partial-prefills": "use --scheduling-policy",
     "--max-parallel-loading-workers": "one process loads the weights; leave it out",
     "--max-seq-len-to-capture": _KERNELS,

@@ -77,6 +77,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     """The engine is built and takes requests."""
 
     info: EngineInfo
+    stats: EngineStats
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag="b"):

@@ -2,11 +2,13 @@
 
 An op runs in four ways, which are the packs."""
 
+from openinfer.kernels.adapters import Adapter, Adapters, AdapterSizes, Projection
 from openinfer.kernels.communicator import Communicator, SharedMemory
 from openinfer.kernels.cublas import CublasLt, cublas_available
 from openinfer.kernels.errors import (
     CompileError,
     ContractError,
+    InvalidAdapter,
     InvalidTable,
     KernelMissing,
     KernelsError,
@@ -29,6 +31,7 @@ from openinfer.kernels.launch import (
     launch,
 )
 from openinfer.kernels.op import Cost, Op, Pack, Workload
+from openinfer.kernels.ops.add_lora import add_lora
 from openinfer.kernels.ops.apply_writes import apply_writes
 from openinfer.kernels.ops.attend import attend
 from openinfer.kernels.ops.collectives import (
@@ -63,6 +66,9 @@ from openinfer.kernels.target import GPUS, H200, Figures, Speed, Target
 __all__ = [
     "GPUS",
     "H200",
+    "Adapter",
+    "AdapterSizes",
+    "Adapters",
     "Aligned",
     "Call",
     "Collective",
@@ -78,6 +84,7 @@ __all__ = [
     "Figures",
     "GpuRanks",
     "InterpDriver",
+    "InvalidAdapter",
     "InvalidTable",
     "KernelMissing",
     "KernelSpec",
@@ -93,6 +100,7 @@ __all__ = [
     "Parts",
     "Prediction",
     "Prepared",
+    "Projection",
     "RankLost",
     "Repeated",
     "Scratch",
@@ -103,6 +111,7 @@ __all__ = [
     "TensorMap",
     "UntrustedCache",
     "Workload",
+    "add_lora",
     "all_gather",
     "all_reduce",
     "apply_writes",

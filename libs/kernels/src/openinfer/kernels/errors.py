@@ -4,6 +4,7 @@ KernelsError
  ├── ContractError (ValueError)       an op was called with arguments its contract does not allow
  ├── CompileError (RuntimeError)      the compiler refused a kernel
  ├── KernelMissing (LookupError)      no cubin for a kernel, and none may or can be compiled
+ ├── InvalidAdapter (ValueError)      an adapter does not fit the model, or has settings that are not supported
  ├── InvalidTable (ValueError)        a file that is no table of kernel choices
  ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
  ├── RankLost (ConnectionError)       a rank did not come to a collective
@@ -26,6 +27,12 @@ class CompileError(KernelsError, RuntimeError):
 
 class KernelMissing(KernelsError, LookupError):
     """A kernel is not in the store, and the store is sealed or no compiler is installed."""
+
+    user_can_mend = True
+
+
+class InvalidAdapter(KernelsError, ValueError):
+    """A folder holds no adapter (LoRA) that this model can run. The message names the folder and the fault."""
 
     user_can_mend = True
 

@@ -157,11 +157,16 @@ def gated_matmul(
         yield matmul(choice, target, out, x, weight, scales, gated=True)
         return
     m, width = out.shape
-    both, block = Scratch((m, 2 * width), bfloat16), 1024
+    both = Scratch((m, 2 * width), bfloat16)
     yield matmul(choice, target, both, x, weight)
+    yield silu_mul(out, both)
+
+
+def silu_mul(out: Tensor | Scratch, both: Tensor | Scratch) -> Command:
+    """out [M, N] = silu(g) * u, where both [M, 2 N] is g and then u."""
+    (m, width), block = out.shape, 1024
     args: dict[str, Arg] = {"out": out, "both": both, "width": Aligned(width)}
-    constants = {"BLOCK": block}
-    yield launch(_NORM, "silu_mul", (m, -(-width // block)), args, constants)
+    return launch(_NORM, "silu_mul", (m, -(-width // block)), args, {"BLOCK": block})
 
 
 def expect_float8(target: Target, scales: Tensor | None) -> None:

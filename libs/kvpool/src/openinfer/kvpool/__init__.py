@@ -16,7 +16,7 @@ from .errors import (
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from .eviction import Eviction, Lineage, Lru, Priority, S3Fifo
 from .group import BlockState, Group
-from .hashing import hash_blocks
+from .hashing import adapter_salt, hash_blocks
 from .hold import Hold
 from .lease import Lease
 from .loading import Load, Loader, Piece
@@ -58,6 +58,7 @@ __all__ = [
     "Priority",
     "S3Fifo",
     "Saver",
+    "adapter_salt",
     "hash_blocks",
     "make_eviction",
 ]

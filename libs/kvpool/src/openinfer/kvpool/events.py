@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .hashing import split_salt
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
@@ -23,14 +25,16 @@ class BlockStored:
     """Tokens of these blocks. Empty for a snapshot."""
     block_size: int
     lora_id: int | None = None
-    """Always None, as is lora_name: the pool knows only the salt."""
+    """Always None: adapters have names."""
     medium: str | None = "GPU"
     """The place of the blocks: GPU, CPU or DISK. In CPU and DISK there are no parent and no tokens: the blocks were
     announced with both when they became findable on the GPU."""
     lora_name: str | None = None
+    """The adapter (LoRA) of the sequence, as adapter_salt names it."""
     group_idx: int = 0
     salt: bytes = b""
-    """The salt of the sequence. A request with another salt does not find these blocks."""
+    """The salt of the sequence without its adapter's part. A request with another salt or another adapter does not find
+    these blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,10 @@ class EventLog:
         salt: bytes = b"",
     ) -> None:
         """A run of blocks became findable."""
-        self._events.append(BlockStored(names, parent, list(tokens), block_size, group_idx=group, salt=salt))
+        own, adapter = split_salt(salt)
+        self._events.append(
+            BlockStored(names, parent, list(tokens), block_size, lora_name=adapter, group_idx=group, salt=own)
+        )
 
     def removed(self, group: int, names: list[bytes]) -> None:
         """Blocks were evicted. Joins the event before, if that is an eviction of the same group."""

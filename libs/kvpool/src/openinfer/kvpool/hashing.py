@@ -15,6 +15,8 @@ from functools import lru_cache
 
 from .errors import InvalidTokens
 
+_ADAPTER = b"\0adapter\0"
+
 
 @lru_cache
 def _packer(block_size: int) -> Callable[..., bytes]:
@@ -56,6 +58,18 @@ class Chain:
                 ) from None
             parent = sha256(parent + data).digest()
             names.append(parent)
+
+
+def adapter_salt(salt: bytes, name: str, digest: bytes) -> bytes:
+    """The salt of a sequence with an adapter (LoRA): of its name, and of the digest (32 bytes) of its values. So a
+    prefix is never found under another adapter, nor under another version of the same name."""
+    return salt + _ADAPTER + digest + name.encode()
+
+
+def split_salt(salt: bytes) -> tuple[bytes, str | None]:
+    """The salt without the adapter's part, and the adapter's name; None: of no adapter."""
+    own, mark, rest = salt.rpartition(_ADAPTER)
+    return (own, rest[32:].decode("utf-8", "replace")) if mark else (salt, None)
 
 
 def hash_blocks(tokens: Sequence[int], block_size: int, salt: bytes = b"") -> list[bytes]:

@@ -39,15 +39,17 @@ class TensorInfo(NamedTuple):
 
 
 class Checkpoint:
-    """A directory with `model.safetensors`, or with `model.safetensors.index.json` and the shards it names.
+    """A directory with `model.safetensors`, or with `model.safetensors.index.json` and the shards it names. `single`:
+    another name of the one file, as of an adapter's; there is no index then.
 
     Opening reads and checks every header: sizes, JSON, dtypes, shapes against bytes, data that overlaps or
     has holes, names given twice, an index that disagrees with the shards. Data is read only when asked for.
     Raises CheckpointError naming the file and the tensor. Threads may share a Checkpoint.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], single: str = _SINGLE) -> None:
         self.directory = Path(directory)
+        self._single = single
         self._files: dict[Path, BinaryIO] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._tensors: dict[str, TensorInfo] = {}
@@ -166,9 +168,11 @@ class Checkpoint:
         return file
 
     def _open(self) -> None:
-        single, index = self.directory / _SINGLE, self.directory / _INDEX
+        single, index = self.directory / self._single, self.directory / _INDEX
         if single.is_file():
             self._add(single)
+        elif self._single != _SINGLE:
+            raise CheckpointError(self.directory, None, f"has no {self._single}")
         elif index.is_file():
             weight_map = _read_index(index)
             for shard in sorted(set(weight_map.values())):

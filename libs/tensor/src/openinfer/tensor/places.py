@@ -60,6 +60,11 @@ class Places:
         for conversion in self.conversions:
             yield from conversion.names
 
+    def weights(self) -> Iterator[Load]:
+        """Each tensor and the checkpoint's tensor that it is, or that it is made of together with scales."""
+        yield from self.loads
+        yield from (Load(conversion.names[0], conversion.dst) for conversion in self.conversions)
+
     def load(self, checkpoint: Checkpoint, stream: Stream, progress: Progress | None = None) -> LoadReport:
         """Fill all of them; `stream` is idle again afterwards. The report is of `loads`.
 

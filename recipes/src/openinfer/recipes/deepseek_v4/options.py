@@ -14,6 +14,7 @@ class DeepseekOptions(Options):
 
     refused: ClassVar[dict[str, str]] = {
         "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",
+        "enable_lora": "no op adds an adapter to its grouped and packed projections yet",
         "batch_invariant": "its kernels split their sums by the number of tokens",
     }
 

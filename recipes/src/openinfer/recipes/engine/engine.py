@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
 from openinfer.frontend.contract import (
@@ -13,6 +14,7 @@ from openinfer.frontend.contract import (
     EngineStats,
     Failed,
     Finished,
+    LoadAdapter,
     PromptLogprobs,
     Rejected,
     Request,
@@ -22,17 +24,19 @@ from openinfer.frontend.contract import (
     StepOutputs,
     TokenLogprobs,
     TokenTable,
+    UnloadAdapter,
     Update,
 )
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling
-from openinfer.kernels import Store
+from openinfer.kernels import Adapter, Store
 from openinfer.kvpool import Pool, hash_blocks
+from openinfer.recipes.engine.adapters import AdapterDesk
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting
+from openinfer.recipes.engine.refusal import refusal
 from openinfer.recipes.engine.statistics import snapshot
-from openinfer.sampler import MAX_LOGPROBS, fresh_seed
+from openinfer.sampler import fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
-from openinfer.sampler.gpu import MAX_STOP_IDS
 from openinfer.sampler.grammar import Compiler
 from openinfer.scheduler import (
     Finished as SeqFinished,
@@ -86,11 +90,12 @@ class Engine:
         publisher: EventPublisher | None = None,
         followers: Followers | None = None,
         tiers: Tiers | None = None,
+        loaded: Sequence[Adapter] = (),
     ) -> None:
         self._followers = followers
+        adapters = self._adapters = AdapterDesk(runner.model.batch.adapters, runner.stream, loaded)
         self._pool, self._store, self._publisher, self._tiers = pool, store, publisher, tiers
         self._vocab_size, self._eos_token_ids = runner.model.vocab_size, tuple(eos_token_ids)
-        self._uses_priority = policy.uses_priority
         self.runner = runner
         self._loop = StepLoop(
             runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued
@@ -114,9 +119,11 @@ class Engine:
             features=[
                 *FEATURES,
                 *["prefix_cache"] * pool.prefix_cache,
-                *["priority"] * self._uses_priority,
+                *["priority"] * policy.uses_priority,
                 *["grammar"] * (importlib.util.find_spec("llguidance") is not None),
+                *["adapters"] * bool(adapters.places),
             ],
+            max_adapters=adapters.places,
             hang_timeout_s=10.0 if runner.stream.device.kind == "cuda" else 60.0,
         )
 
@@ -148,6 +155,7 @@ class Engine:
             salt += (
                 b"\0%d" % request.id
             )  # cached blocks have no scores: it shares only its own, after a preemption
+        salt = self._adapters.assign(request, sampling, salt)
         # Made once, however often the queue is looked through.
         hashes = hash_blocks(tokens, self._pool.hash_block_size, salt) if self._pool.prefix_cache else None
         seq = Seq(
@@ -167,10 +175,14 @@ class Engine:
             self._enqueue(seq)
 
     def _enqueue(self, seq: Seq[Sampling]) -> None:
+        """Queue a sequence; one with an adapter waits first until the adapter has a place."""
+        if self._adapters.waits(seq):
+            return
         try:
             self._loop.submit(seq)
         except SeqRejected as e:
             self._updates.append(Rejected(seq.id, str(e), REJECT_CODES.get(e.reason, "invalid")))
+            self._adapters.end(seq)
             return
         self._seqs[seq.id] = seq
 
@@ -189,56 +201,40 @@ class Engine:
             self._enqueue(seq)
 
     def _problem(self, request: Request) -> Rejected | None:
-        vocab = self._vocab_size
-        params = request.sampling
-        if request.priority != 0 and not self._uses_priority:
-            return Rejected(
-                request.id,
-                f"priority is {request.priority}; this engine's scheduling policy does not use it "
-                "(--scheduling-policy priority does)",
-                "unsupported",
-            )
-        ids = request.prompt_token_ids
-        if ids and not (min(ids) >= 0 and max(ids) < vocab):
-            return Rejected(request.id, f"prompt token ids must be in [0, {vocab})")
-        if params.max_token_id >= vocab:
-            return Rejected(
-                request.id,
-                f"the sampling parameters name token {params.max_token_id}; ids must be in [0, {vocab})",
-            )
-        if len(params.stop_token_ids) + len(self._eos_token_ids) > MAX_STOP_IDS:
-            return Rejected(
-                request.id,
-                f"at most {MAX_STOP_IDS - len(self._eos_token_ids)} stop_token_ids are possible",
-            )
-        if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= MAX_LOGPROBS:
-            return Rejected(
-                request.id, f"prompt_logprobs is {request.prompt_logprobs}; 0 to {MAX_LOGPROBS} are possible"
-            )
-        return None if request.grammar is None else self._grammar_problem(request.id)
+        found = refusal(request, self.info) or self._adapters.refusal(
+            request, self._waiting, self._max_queued
+        )
+        return found if found or request.grammar is None else self._grammar_problem(request.id)
+
+    @property
+    def _waiting(self) -> int:
+        """Requests that wait: for a grammar, for a place of their adapter, for a row."""
+        grammars = len(self._grammars) if self._grammars is not None else 0
+        return grammars + len(self._adapters) + self._loop.stats.waiting
 
     def _grammar_problem(self, request_id: int) -> Rejected | None:
         if self._grammars is None:
             return Rejected(
                 request_id, "grammars need a TokenTable, which this engine was not given", "unsupported"
             )
-        if len(self._grammars) + self._loop.stats.waiting >= self._max_queued:
-            waiting = (
-                f"{len(self._grammars)} requests wait for their grammar, {self._loop.stats.waiting} for a row"
-            )
+        if self._waiting >= self._max_queued:
+            waiting = f"{self._waiting} requests wait, {len(self._grammars)} of them for their grammar"
             return Rejected(request_id, f"{waiting} (max_queued {self._max_queued}); try later", "queue_full")
         return None
 
     def abort(self, request_id: int) -> None:
         """End a request; its terminal comes with a later step."""
-        if self._grammars is not None and self._grammars.drop(request_id):
+        held = self._grammars is not None and self._grammars.drop(request_id)
+        if held or self._adapters.drop(request_id):
             self._updates.append(Finished(request_id, "abort"))
         else:
             self._loop.abort(request_id)
 
-    def control(self, command: Command) -> str | None:
-        """Carry out a command. Returns the answer of one that asks."""
+    def control(self, command: Command) -> Future[None] | str | None:
+        """Carry out a command. Returns the answer of one that asks; an adapter is loaded when the future is done."""
         match command:
+            case LoadAdapter() | UnloadAdapter():
+                return self._adapters.carry_out(command)
             case SlowTraces():
                 return "" if self.runner.watch is None else self.runner.watch.as_json()
             case ResetPrefixCache():
@@ -279,6 +275,8 @@ class Engine:
         if trace is not None:
             trace.mark("plan")
         self._enqueue_compiled(0.0 if self._updates or self._loop.has_work else wait)
+        for seq in self._adapters.ready():
+            self._enqueue(seq)
         outputs = StepOutputs(updates=self._updates)
         self._updates = []
         events = self._loop.step(0.0 if outputs.updates else wait)
@@ -355,6 +353,7 @@ class Engine:
 
     def _finished(self, seq: Seq[Sampling], reason: FinishReason) -> Finished | Failed:
         del self._seqs[seq.id]
+        self._adapters.end(seq)
         match reason:
             case FinishReason.STOP:
                 return Finished(seq.id, "stop", seq.tokens[-1])
@@ -382,13 +381,14 @@ class Engine:
             self._tiers,
             self._counts_at_ready,
         )
-        stats.waiting += len(self._grammars) if self._grammars is not None else 0
+        stats.waiting, stats.adapters = self._waiting, self._adapters.states()
         return stats
 
     def close(self) -> None:
         """Wait for the device and give everything back."""
         if self._grammars is not None:
             self._grammars.close()
+        self._adapters.close()
         if self._publisher is not None:
             self._publisher.close()
         if self._tiers is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels import AdapterSizes
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
 from openinfer.tensor import Device, bfloat16, dtypes, float32, format_bytes
@@ -29,6 +30,7 @@ class Limits:
     max_tokens: int
     page_size: int
     dtype: np.dtype[Any]
+    adapters: AdapterSizes | None = None
 
     @property
     def max_blocks(self) -> int:
@@ -85,7 +87,8 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
         raise SetupError(
             f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {options.max_num_seqs}"
         )
-    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype)
+    adapters = AdapterSizes(options.max_loras, options.max_lora_rank) if options.enable_lora else None
+    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype, adapters)
 
 
 def fit(limits: Limits, options: Options, capacity: int) -> Limits:

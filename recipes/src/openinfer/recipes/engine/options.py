@@ -18,11 +18,12 @@ T = TypeVar("T")
 
 
 def option(
-    default: T, text: str, *, kind: type = str, choices: Sequence[T] | None = None, metavar: str | None = None
-) -> T:
+    default: T, text: str, *, kind: type = str, choices: Sequence[T] | None = None, metavar: str | None = None,
+    many: bool = False,
+) -> T:  # fmt: skip
     """A field of Options. text: its help. kind: the type of the command line's word; bool makes a flag without a word,
-    with `--no-` where the default is True."""
-    given = {"text": text, "kind": kind, "choices": choices, "metavar": metavar}
+    with `--no-` where the default is True. many: the flag takes one word or more."""
+    given = {"text": text, "kind": kind, "choices": choices, "metavar": metavar, "many": many}
     made: Any = dataclasses.field(default=default, metadata=given)
     return cast(T, made)
 
@@ -79,6 +80,17 @@ class Options:
         "slower on a GPU, and always so on a CPU",
         kind=bool,
     )
+    enable_lora: bool = option(False, "serve adapters (LoRA) of the model beside it", kind=bool)
+    max_loras: int = option(1, "adapters that a step can have; each has a place on the device", kind=int)
+    max_lora_rank: int = option(
+        16, "the largest rank of an adapter", kind=int, choices=(8, 16, 32, 64, 128, 256, 512)
+    )
+    lora_modules: Sequence[str] = option(
+        (),
+        "adapters to load at the start: folders that PEFT saved, and the names that requests use for them",
+        metavar="NAME=PATH",
+        many=True,
+    )
     kv_events_config: str | None = option(
         None,
         "publish KV events over ZeroMQ for prefix-aware routers; JSON with the keys of vLLM's flag, as in "
@@ -117,6 +129,15 @@ class Options:
             raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size}: it must be at least 1")
         if self.max_num_seqs < 1 or self.max_num_queued_reqs < 1:
             raise SetupError("--max-num-seqs and --max-num-queued-reqs must be at least 1")
+        if self.max_loras < 1:
+            raise SetupError(f"--max-loras {self.max_loras}: it must be at least 1")
+        if self.lora_modules and not self.enable_lora:
+            raise SetupError("--lora-modules needs --enable-lora")
+        if self.enable_lora and self.tensor_parallel_size > 1:
+            raise SetupError(
+                f"--enable-lora is not possible with --tensor-parallel-size {self.tensor_parallel_size}: the matrices "
+                "of adapters are not shared out over ranks yet; leave one of the flags out"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
 
@@ -141,7 +162,7 @@ def add_arguments(options: type[Options], parser: argparse.ArgumentParser, recip
             given["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         else:
             given |= {key: field.metadata[key] for key in ("choices", "metavar")}
-            given["type"] = field.metadata["kind"]
+            given |= {"type": field.metadata["kind"], **({"nargs": "+"} if field.metadata["many"] else {})}
         add(*SHORT.get(field.name, ()), flag_of(field.name), **given)
 
 
@@ -149,7 +170,7 @@ def help_of(options: type[Options], field: dataclasses.Field[Any]) -> str:
     """The text of a field, with its default or the reason why it is refused."""
     if field.name in options.refused:
         return f"not possible: {options.refused[field.name]}"
-    shown = field.default is not None and field.metadata["kind"] is not bool
+    shown = field.default not in (None, ()) and field.metadata["kind"] is not bool
     return str(field.metadata["text"]) + ("; default: %(default)s" if shown else "")
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
 from openinfer.graph.runner import Runner, TimedPack, readback_bytes, segments
 from openinfer.kernels import (
+    Adapter,
     Call,
     CpuPack,
     CublasLt,
@@ -32,6 +33,7 @@ from openinfer.kernels import (
 )
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.kvpool.tiers import Tiers
+from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
@@ -130,7 +132,7 @@ def _build(
         made.runner, made.pool, policy, made.store,
         name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
         max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
-        publisher=made.publisher, followers=followers, tiers=made.tiers,
+        publisher=made.publisher, followers=followers, tiers=made.tiers, loaded=made.loaded,
     )  # fmt: skip
     if made.tiers is not None:  # after everything else, because it goes on to lock memory
         made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream)
@@ -176,6 +178,7 @@ class _Made:
     limits: Limits
     publisher: EventPublisher | None
     tiers: Tiers | None
+    loaded: Sequence[Adapter]
 
 
 def _make(
@@ -221,6 +224,7 @@ def _make(
             cache = sum(group.num_blocks * group.block_bytes for group in pool.groups)
             arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
             model = blueprint.lay_out(arena, stream, limits, blocks)
+        loaded = read_modules(options, model.batch.adapters)
         # Recording depends on no weight's value.
         bar = ProgressBar("loading weights") if ranks.rank == 0 else _no_progress  # all ranks load as much
         weights = worker.submit(_load, blueprint, model, checkpoint, device, bar)
@@ -240,7 +244,7 @@ def _make(
             ranks.serve()
     if store is not None:
         store.seal()
-    return _Made(runner, pool, store, limits, publisher, tiers)
+    return _Made(runner, pool, store, limits, publisher, tiers, loaded)
 
 
 def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:

@@ -13,6 +13,7 @@ from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated
 from openinfer.kvpool import Group
+from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
@@ -64,6 +65,7 @@ class Qwen3(Blueprint[Model]):
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=limits.dtype,
+            adapters=adapters_of(arena, limits, weights.adapted(), weights.loads(c)),
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)
         shape = (pages, c.num_layers, 2, c.num_kv_heads, self.page_size, c.head_dim)

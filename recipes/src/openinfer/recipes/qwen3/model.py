@@ -87,9 +87,9 @@ class Model:
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         for n, layer in enumerate(w.layers):
-            norm_linear(
-                pack, out=qkv, x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=c.rms_norm_eps
-            )
+            norm, eps = layer.input_norm, c.rms_norm_eps
+            norm_linear(pack, out=qkv, x=x, norm_weight=norm, weight=layer.qkv, eps=eps)
+            batch.adapt(pack, layer.qkv, out=qkv, x=x, norm_weight=norm, eps=eps)
             norm_rope_attend(
                 pack,
                 out=heads,
@@ -100,21 +100,18 @@ class Model:
                 cos_sin=self.cos_sin,
                 block_tables=block_tables,
                 **step,
-                eps=c.rms_norm_eps,
+                eps=eps,
                 scale=c.head_dim**-0.5,
                 window=c.windows[n],
                 max_q_len=max_q_len,
             )
             linear_add(pack, x=x, h=heads, weight=layer.o, ranks=c.ranks)
-            gate_up_silu(
-                pack,
-                out=mlp,
-                x=x,
-                norm_weight=layer.post_norm,
-                weight=layer.gate_up,
-                eps=c.rms_norm_eps,
-            )
+            batch.adapt(pack, layer.o, out=x, x=heads)
+            norm, up = layer.post_norm, layer.gate_up
+            added = batch.adapted(pack, up, x=x, norm_weight=norm, eps=eps)
+            gate_up_silu(pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, added=added)
             linear_add(pack, x=x, h=mlp, weight=layer.down, ranks=c.ranks)
+            batch.adapt(pack, layer.down, out=x, x=mlp)
         select_rows(pack, out=batch.last[:r], x=x, q_starts=step["q_starts"])
         self.head(pack, r)
 

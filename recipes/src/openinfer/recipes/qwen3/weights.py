@@ -95,6 +95,11 @@ class Weights:
         if not config.tie_word_embeddings:
             yield Load("lm_head.weight", self.lm_head, (part(config.local_vocab),))
 
+    def adapted(self) -> Iterator[Tensor]:
+        """The weights that adapters may change."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+
 
 def validate(checkpoint: Checkpoint, config: Config, weights: Weights) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly these tensors, not packed. (Some tied checkpoints carry

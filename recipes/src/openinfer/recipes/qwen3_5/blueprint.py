@@ -13,6 +13,7 @@ from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated
 from openinfer.kvpool import Group
+from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3_5.config import Config
@@ -20,7 +21,7 @@ from openinfer.recipes.qwen3_5.model import Buffers, Model
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import STATE_CHUNK
 from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.states import Boundaries, States
-from openinfer.recipes.qwen3_5.weights import DeltaNet, Format, Mixture, Weights, validate
+from openinfer.recipes.qwen3_5.weights import NOT_RUN, DeltaNet, Format, Mixture, Weights, validate
 from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
 
 
@@ -93,6 +94,7 @@ class Qwen35(Blueprint[Model]):
             ],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=dtype,
+            adapters=adapters_of(arena, limits, weights.adapted(), weights.places.weights(), NOT_RUN),
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
         page = (c.num_full, 2, c.num_kv_heads, self.page_size, c.head_dim)

@@ -21,6 +21,7 @@ from openinfer.kernels import (
     route_topk,
     select_rows,
 )
+from openinfer.kernels.weights import Linear
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
@@ -158,6 +159,7 @@ class Model:
             scales=mixer.qkv.scales,
             eps=c.rms_norm_eps,
         )
+        batch.adapt(pack, mixer.qkv.weight, out=qkv, x=x, norm_weight=norm, eps=c.rms_norm_eps)
         gated_attention(
             pack,
             out=heads,
@@ -173,17 +175,17 @@ class Model:
             max_q_len=max_q_len,
         )
         linear_add(pack, x=x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales)
+        batch.adapt(pack, mixer.o.weight, out=x, x=heads)
 
     def _delta_net(
         self, pack: Pack, norm: Tensor, mixer: DeltaNet, index: int, t: int, r: int, max_q_len: int
     ) -> None:
         """x += the gated delta net of its norm; `index`: of the layer among its kind."""
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
-        x, mixed = b.x[:t], b.mixed[:t]
+        x, mixed, eps, adapt = b.x[:t], b.mixed[:t], c.rms_norm_eps, self.batch.adapt
         into = mixer.in_proj
-        norm_linear(
-            pack, out=mixed, x=x, norm_weight=norm, weight=into.weight, scales=into.scales, eps=c.rms_norm_eps
-        )
+        norm_linear(pack, out=mixed, x=x, norm_weight=norm, weight=into.weight, scales=into.scales, eps=eps)
+        adapt(pack, into.weight, out=mixed, x=x, norm_weight=norm, eps=eps)
         width, ba = c.conv_size + c.z_size, 2 * c.value_heads
         if mixer.ba is not None:
             norm_linear(
@@ -193,8 +195,9 @@ class Model:
                 norm_weight=norm,
                 weight=mixer.ba.weight,
                 scales=None,
-                eps=c.rms_norm_eps,
+                eps=eps,
             )
+            adapt(pack, mixer.ba.weight, out=b.ba[:t], x=x, norm_weight=norm, eps=eps)
         gated_delta_net(
             pack,
             out=b.values[:t],
@@ -219,21 +222,21 @@ class Model:
             max_q_len=max_q_len,
         )
         linear_add(pack, x=x, h=b.values[:t], weight=mixer.out.weight, scales=mixer.out.scales)
+        adapt(pack, mixer.out.weight, out=x, x=b.values[:t])
 
     def _mlp(self, pack: Pack, layer: Layer, t: int) -> None:
         """x += the MLP of its norm, or the mixture's."""
         b, eps, mlp, norm = self.buffers, self.config.rms_norm_eps, layer.mlp, layer.post_norm
         x, hidden = b.x[:t], b.mlp[:t]
         if not isinstance(mlp, Mixture):
-            up, down = mlp.gate_up, mlp.down
-            gate_up_silu(pack, out=hidden, x=x, norm_weight=norm, weight=up.weight, scales=up.scales, eps=eps)
-            linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales)
+            self._gate_up(pack, mlp.gate_up, norm, t)
+            self._down(pack, mlp.down, t)
             return
-        router, up, down = b.router[:t], mlp.shared.gate_up, mlp.shared.down
+        router = b.router[:t]
         count, ids, weights = mlp.down.weight.shape[0], b.expert_ids[:t], b.expert_weights[:t]
         norm_linear(pack, out=router, x=x, norm_weight=norm, weight=mlp.router.weight, scales=None, eps=eps)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
-        gate_up_silu(pack, out=hidden, x=x, norm_weight=norm, weight=up.weight, scales=up.scales, eps=eps)
+        self._gate_up(pack, mlp.shared.gate_up, norm, t)
         sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=_columns(router, count, (1, 1), (1, 1)))
         route_topk(
             pack,
@@ -254,7 +257,21 @@ class Model:
             down_scales=mlp.down.scales,
             eps=eps,
         )
+        self._down(pack, mlp.shared.down, t)
+
+    def _gate_up(self, pack: Pack, up: Linear, norm: Tensor, t: int) -> None:
+        """The hidden layer of a gated MLP."""
+        x, hidden, eps = self.buffers.x[:t], self.buffers.mlp[:t], self.config.rms_norm_eps
+        gate_up_silu(
+            pack, out=hidden, x=x, norm_weight=norm, weight=up.weight, scales=up.scales, eps=eps,
+            added=self.batch.adapted(pack, up.weight, x=x, norm_weight=norm, eps=eps),
+        )  # fmt: skip
+
+    def _down(self, pack: Pack, down: Linear, t: int) -> None:
+        """x += the hidden layer times `down`."""
+        x, hidden = self.buffers.x[:t], self.buffers.mlp[:t]
         linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales)
+        self.batch.adapt(pack, down.weight, out=x, x=hidden)
 
 
 def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:

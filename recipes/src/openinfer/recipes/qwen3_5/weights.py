@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from openinfer.tensor import (
 Array = np.ndarray[Any, Any]
 NEVER_FP8 = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
 """Modules that block-scaled checkpoints keep in BF16, by the ends of their names."""
+NOT_RUN = ("mtp.", "model.visual.")
+"""The beginnings of modules that no engine runs, or only for drafts, which change no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,16 @@ class Weights:
         head = embed if form.tied else p.plain("lm_head.weight", config.vocab_size, config.hidden_size)
         mtp = _mtp(p, config) if form.mtp else None
         return cls(embed, layers, norm, head, mtp, p)
+
+    def adapted(self) -> Iterator[Tensor]:
+        """The weights that adapters may change: all linear layers but the router and its experts."""
+        for layer in self.layers:
+            mixer, mlp = layer.mixer, layer.mlp
+            linears = (
+                (mixer.qkv, mixer.o) if isinstance(mixer, Attention) else (mixer.in_proj, mixer.ba, mixer.out)
+            )
+            own = mlp.shared if isinstance(mlp, Mixture) else mlp
+            yield from (linear.weight for linear in (*linears, own.gate_up, own.down) if linear is not None)
 
     def load(
         self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None

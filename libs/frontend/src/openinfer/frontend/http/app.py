@@ -90,7 +90,9 @@ def create_app(
     table = endpoints(service, Dialects(service), Page(service))
 
     async def openapi(request: Request) -> Response:
-        described = document(table, package_version(), service.names(), api_key is not None)
+        described = document(
+            table, package_version(), [*service.names(), *service.adapters()], api_key is not None
+        )
         return Response(msgspec.json.encode(described), media_type="application/json")
 
     @asynccontextmanager

@@ -41,9 +41,11 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "ChatBody": {"messages": _CHAT, "max_tokens": 16},
     "CompletionBody": {"prompt": "Hello", "max_tokens": 16},
     "DetokenizeBody": {"tokens": [5, 6]},
+    "LoadBody": {"lora_name": "sql", "lora_path": "/adapters/sql"},
     "MessagesBody": {"messages": _CHAT, "max_tokens": 16},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 16},
     "TokenizeBody": {"prompt": "Hello"},
+    "UnloadBody": {"lora_name": "sql"},
 }
 """Name of a body -> one that every server answers."""
 

@@ -24,11 +24,9 @@ _HINTS = {
     "/v1/completions/derender": "use /v1/completions, or /detokenize for text alone",
     "/v1/embeddings": _GENERATES,
     "/v1/images/generations": _GENERATES,
-    "/v1/load_lora_adapter": "this server has no adapters",
     "/v1/moderations": _GENERATES,
     "/v1/rerank": _GENERATES,
     "/v1/score": _GENERATES,
-    "/v1/unload_lora_adapter": "this server has no adapters",
     "/v2/rerank": _GENERATES,
     "/wake_up": "it never sleeps",
 }

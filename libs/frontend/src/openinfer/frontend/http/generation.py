@@ -319,6 +319,7 @@ class Generation:
                     cache_salt=plan.cache_salt,
                     trace_parent=trace_parent,
                     grammar=plan.grammar,
+                    adapter=plan.adapter,
                     prompt_logprobs=plan.wanted_of_prompt,
                 )
                 index_of_all = len(self.choices)

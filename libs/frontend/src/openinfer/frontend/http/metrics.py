@@ -4,6 +4,7 @@ Where a server has several HTTP processes, each of them shows the sums over all.
 engine, all others from a Board.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -175,6 +176,8 @@ class Metrics:
         """Called by the registry for each scrape."""
         labels = [self._model_name or self._client.info.model, "0"]
         yield from self._gauges(labels)
+        if self._client.info.max_adapters:
+            yield self._adapters()
         yield from self._counters(labels)
         for value in vars(self).values():
             if isinstance(value, Histogram):
@@ -218,6 +221,19 @@ class Metrics:
         )
         gauge.add_metric([*labels, str(info.block_size), str(blocks)], 1.0)
         yield gauge
+
+    def _adapters(self) -> Metric:
+        """The adapters with requests: labels that change, and the time as the value."""
+        states = self._client.stats().adapters
+        gauge = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters with requests that run, and that wait.",
+            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
+        )
+        waiting = ",".join(state.name for state in states if state.waiting)
+        running = ",".join(state.name for state in states if state.running)
+        gauge.add_metric([str(self._client.info.max_adapters), waiting, running], time.time())
+        return gauge
 
     def _counters(self, labels: list[str]) -> Iterable[Metric]:
         stats = self._client.stats()
@@ -294,8 +310,8 @@ class Metrics:
             "openinfer:step_predicted_seconds", "... as predicted.", labels=shaped
         )
         ratio = GaugeMetricFamily("openinfer:step_time_ratio", "Measured over predicted.", labels=shaped)
-        for time in times:
-            measured.add_metric([*labels, time.key], time.measured_s)
-            predicted.add_metric([*labels, time.key], time.predicted_s)
-            ratio.add_metric([*labels, time.key], time.measured_s / time.predicted_s)
+        for one in times:
+            measured.add_metric([*labels, one.key], one.measured_s)
+            predicted.add_metric([*labels, one.key], one.predicted_s)
+            ratio.add_metric([*labels, one.key], one.measured_s / one.predicted_s)
         yield from (measured, predicted, ratio)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.http import messages_body, responses_body
+from openinfer.frontend.http.adapters import AdapterEndpoints, LoadBody, UnloadBody
 from openinfer.frontend.http.admin import Admin
 from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, CompletionBody
 from openinfer.frontend.http.bounds import EXAMPLES, narrow
@@ -66,6 +67,7 @@ class Endpoint(NamedTuple):
 def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint]:
     """All that a server answers, /openapi.json apart."""
     messages, refused = MessagesBody, messages_body.REFUSED
+    adapters = AdapterEndpoints(service)
     return [
         Endpoint(
             *("/v1/completions", service.completions, "Continue prompts", CompletionBody),
@@ -91,7 +93,9 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         Endpoint(
             "/tokenizer_info", dialects.tokenizer_info, "The tokenizer's settings and the chat template"
         ),
-        Endpoint("/v1/models", service.models, "The model's names"),
+        Endpoint("/v1/load_lora_adapter", adapters.load, "Load an adapter (LoRA)", LoadBody),
+        Endpoint("/v1/unload_lora_adapter", adapters.unload, "Forget an adapter (LoRA)", UnloadBody),
+        Endpoint("/v1/models", service.models, "The names of the model and of its adapters"),
         Endpoint("/v1/models/{name:path}", service.model, "One of the model's names"),
         Endpoint("/health", service.health, "503 when the engine is dead or hangs"),
         Endpoint("/ready", service.ready, "503 also while shutting down"),

@@ -113,6 +113,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Every event of the stream has the counts so far."""
     more_stop_ids: frozenset[int] = frozenset()
     """Stop ids beyond the number that an engine looks for."""
+    adapter: str = ""
+    """Request.adapter."""
     warnings: tuple[str, ...] = ()
     """Fields of the request that change nothing here, in words for the answer's headers."""
 

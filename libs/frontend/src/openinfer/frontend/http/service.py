@@ -184,20 +184,22 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        return json_response({"object": "list", "data": [self._model(name) for name in self.names()]})
+        names = [*self.names(), *self.adapters()]
+        return json_response({"object": "list", "data": [self._model(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
         return json_response(self._model(self.known(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, Any]:
+        paths = self.adapters()
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "openinfer",
-            "root": self.client.info.model,
-            "parent": None,
+            "root": paths.get(name, self.client.info.model),
+            "parent": self.names()[0] if name in paths else None,
             "max_model_len": self.client.info.max_model_len,
         }
 
@@ -235,9 +237,13 @@ class Service:
         """The names that requests may use for the model; the client must have been started."""
         return self._model_names or [self.client.info.model]
 
+    def adapters(self) -> dict[str, str]:
+        """The folders of the adapters (LoRA) by the names that requests use."""
+        return {state.name: state.path for state in self.client.stats().adapters}
+
     def known(self, model: str | None) -> str:
         """The name to answer with. Raises APIError (404) for one that is not ours."""
-        names = self.names()
+        names = [*self.names(), *self.adapters()]
         if model is not None and model not in names:
             raise APIError(
                 f"the model {model!r} does not exist; this server has {', '.join(names)}",
@@ -255,7 +261,7 @@ class Service:
             raise APIError("the server is shutting down", status=503, code="shutting_down")
         model = self.known(body.model)
         plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer, format_field)
-        return model, plan
+        return model, msgspec.structs.replace(plan, adapter="" if model in self.names() else model)
 
     async def _prompts(self, request: Request, body: CompletionBody) -> list[list[int]]:
         """str | list[str] | list[int] | list[list[int]] to lists of ids."""

@@ -1,6 +1,7 @@
 """openinfer.graph.runner: a model behind the scheduler's loop. Needs openinfer-graph[runner]."""
 
 try:
+    from openinfer.graph.runner.adapting import AdapterQueue
     from openinfer.graph.runner.batch import Batch, StepRows
     from openinfer.graph.runner.follower import Leader, follow
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
@@ -17,6 +18,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra(f"the runner needs {error.name}: pip install 'openinfer-graph[runner]'") from error
 
 __all__ = [
+    "AdapterQueue",
     "Batch",
     "Constraint",
     "FirstTokens",

@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.runner.scoring import padded, score_fields
-from openinfer.kernels import Pack, expand_rows
+from openinfer.kernels import Adapters, Pack, expand_rows
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
@@ -46,6 +46,7 @@ class Batch:
     token_slots: Tensor  # int32 [T]
     last: Tensor  # [R, W]: hidden states of each row's last token
     sampled: SampleBuffers
+    adapters: Adapters | None = None  # the row field "adapters" has the place of each slot's, 0 for none
 
     @classmethod
     def allocate(
@@ -59,8 +60,10 @@ class Batch:
         vocab_size: int,
         width: int,
         dtype: np.dtype[Any],
+        adapters: Adapters | None = None,
     ) -> Batch:
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states."""
+        own_fields = [*own_fields, *([Field("adapters", (max_rows + 1,))] if adapters else [])]
         rows = Rows(arena, [*row_fields(max_rows, max_tokens, vocab_size), *own_fields], stream)
         return cls(
             rows,
@@ -69,6 +72,7 @@ class Batch:
             token_slots=arena.alloc((max_tokens,), int32),
             last=arena.alloc((max_rows, width), dtype),
             sampled=SampleBuffers.allocate(arena, max_rows, padded(max_tokens, max_rows), vocab_size),
+            adapters=adapters,
         )
 
     @property
@@ -93,6 +97,25 @@ class Batch:
             seq_lens=self.rows["seq_lens"],
             alive=self.rows["alive"],
         )
+
+    def adapt(
+        self, pack: Pack, weight: Tensor, *, out: Tensor, x: Tensor,
+        norm_weight: Tensor | None = None, eps: float | None = None,
+    ) -> None:  # fmt: skip
+        """out += what each row's adapter adds to x @ weight^T (of normalised x, see add_lora), after `expand`. Nothing
+        in an engine without adapters."""
+        if self.adapters is not None:
+            by_row = {"ids": self.rows["adapters"], "token_slots": self.token_slots[: x.shape[0]]}
+            self.adapters.add(pack, weight, out=out, x=x, **by_row, norm_weight=norm_weight, eps=eps)
+
+    def adapted(
+        self, pack: Pack, weight: Tensor, *, x: Tensor, norm_weight: Tensor, eps: float
+    ) -> Tensor | None:
+        """The sum that `adapt` adds, [T, N], until the next call; None where nothing is added."""
+        if self.adapters is None:
+            return None
+        by_row = {"ids": self.rows["adapters"], "token_slots": self.token_slots[: x.shape[0]]}
+        return self.adapters.added(pack, weight, x=x, **by_row, norm_weight=norm_weight, eps=eps)
 
     def expand(self, pack: Pack, num_tokens: int, num_rows: int) -> Tensor:
         """Write id, position and slot of each token of the step; every forward pass begins so. The ids, int32 [T]."""

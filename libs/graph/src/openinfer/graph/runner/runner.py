@@ -25,7 +25,7 @@ from openinfer.graph.runner.scoring import (
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
 from openinfer.graph.watch import Watch
-from openinfer.kernels import Pack, apply_writes, select_rows
+from openinfer.kernels import Adapter, Pack, apply_writes, select_rows
 from openinfer.sampler import MAX_LOGPROBS, SamplingParams
 from openinfer.sampler.gpu import RowStatus, sample_rows, score_tokens, values
 from openinfer.scheduler import FinishReason, Row, Seq, Step, StepResult
@@ -50,6 +50,9 @@ class Sampling:
     """Every id that ends the sequence, EOS included unless ignored."""
     constraint: Constraint | None = None
     score: PromptScore | None = None
+    adapter: Adapter | None = None
+    place: int = 0
+    """The place of its adapter in the batch's Adapters, from 1 on; 0: none."""
 
 
 Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
@@ -285,6 +288,8 @@ class Runner:
         self.pace.join(slot, seq.lease.num_cached)
         rows.set("alive", slot, 1)
         rows.set("seq_lens", slot, seq.lease.num_cached)
+        if self.model.batch.adapters is not None:
+            rows.set("adapters", slot, sampling.place)
         state = values(
             params,
             seed=sampling.seed,

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
-from openinfer.kernels.formats import halves
-from openinfer.kernels.launch import Command
+from openinfer.kernels.formats import SCALE_BLOCK, halves
+from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import normed_product
-from openinfer.kernels.reference import Array, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.products import norm, normed_product, product, silu_mul
+from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
 
 
 def _contract(
-    *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, scales: Tensor | None = None
+    *,
+    out: Tensor,
+    x: Tensor,
+    norm_weight: Tensor,
+    weight: Tensor,
+    eps: float,
+    scales: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> None:
     """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
 
@@ -23,6 +32,9 @@ def _contract(
     dtype; norm_weight may also be float32 (as in norm_linear). g and u are rounded as outputs of a linear layer,
     silu(g) is rounded, and the product is rounded. H and I are multiples of 16. With `scales` the weight is
     float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2); x is not quantised.
+
+    `added` [T, 2 I] is added to [g, u] before they are rounded, and the call may overwrite it. With `scales`, I is then
+    a multiple of 128.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -34,13 +46,29 @@ def _contract(
         f"weight is {weight.shape}; sizes must be multiples of 16",
     )
     require(eps > 0, f"eps is {eps}; it must be positive")
+    if added is not None:
+        expect("added", added, (tokens, weight.shape[0]), x.dtype)
+        require(
+            scales is None or out.shape[1] % SCALE_BLOCK == 0,
+            f"weight is {weight.shape} in float8; something can be added where each half is of whole blocks",
+        )
 
 
 def _reference(
-    *, out: Array, x: Array, norm_weight: Array, weight: Array, eps: float, scales: Array | None = None
+    *,
+    out: Array,
+    x: Array,
+    norm_weight: Array,
+    weight: Array,
+    eps: float,
+    scales: Array | None = None,
+    added: Array | None = None,
 ) -> None:
     normed = rms_norm(x, norm_weight, eps)
-    gate, up = (rounded(matmul_nt(normed, half), x.dtype) for half in halves(weight, scales))
+    both = [matmul_nt(normed, half) for half in halves(weight, scales)]
+    if added is not None:
+        both = [half + f32(more) for half, more in zip(both, np.split(added, 2, axis=1), strict=True)]
+    gate, up = (rounded(half, x.dtype) for half in both)
     out[:] = rounded(silu(gate), x.dtype) * up
 
 
@@ -53,7 +81,14 @@ def _launches(
     weight: Tensor,
     eps: float,
     scales: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> Iterator[Command]:
+    if added is not None:
+        normed = Scratch(x.shape, x.dtype)
+        yield norm(normed, x, norm_weight, eps)
+        yield from product(target, "gate_up_silu", added, normed, weight, scales, add=True)
+        yield silu_mul(out, added)
+        return
     yield from normed_product(target, "gate_up_silu", out, x, norm_weight, eps, weight, scales, gated=True)
 
 
@@ -66,11 +101,13 @@ def _cost(
     weight: Tensor,
     eps: float,
     scales: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> Cost:
     n, h = weight.shape
     tokens = workload.tokens
     weights = weight.nbytes + norm_weight.nbytes + (scales.nbytes if scales else 0)
-    return Cost(weights + tokens * (h + n // 2) * x.itemsize, 2 * tokens * n * h)
+    columns = h + n // 2 + (n if added else 0)
+    return Cost(weights + tokens * columns * x.itemsize, 2 * tokens * n * h)
 
 
 gate_up_silu = Op("gate_up_silu", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -60,6 +60,7 @@ class Session:
         *,
         grammar: Grammar | None = None,
         prompt_logprobs: int | None = None,
+        adapter: str = "",
         **sampling: Any,
     ) -> int:
         """Queue a request, greedy unless `sampling` says otherwise. Its id."""
@@ -74,6 +75,7 @@ class Session:
                 arrival=0.0,
                 grammar=grammar,
                 prompt_logprobs=prompt_logprobs,
+                adapter=adapter,
             )
         )
         return request_id

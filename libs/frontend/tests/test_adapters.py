@@ -1,0 +1,154 @@
+"""Adapters over HTTP: they are loaded and forgotten, requests name them, and all of an engine's clients know them."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from openinfer.frontend.client import Delta, Driver
+from openinfer.frontend.contract import Finished, LoadAdapter, Rejected, Request, UnloadAdapter
+from openinfer.frontend.errors import Unsupported
+from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.restart import RestartingClient
+from openinfer.frontend.testing import FakeEngine
+from openinfer.frontend.thread_driver import ThreadDriver
+from openinfer.sampler import SamplingParams
+
+
+@pytest.fixture
+def live(start: Any) -> Any:
+    return start(engine={"max_adapters": 2}, app={"model_names": ["base", "other"]})
+
+
+def load(live: Any, name: str, path: str = "/adapters/x", **more: Any) -> Any:
+    return live.post("/v1/load_lora_adapter", lora_name=name, lora_path=path, **more)
+
+
+def ask(live: Any, model: str) -> Any:
+    return live.post("/v1/completions", model=model, prompt=[5], max_tokens=2)
+
+
+def test_an_adapter_is_a_model_while_it_is_loaded(live: Any) -> None:
+    assert ask(live, "sql").status_code == 404
+    answer = load(live, "sql")
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+    models = {one["id"]: one for one in live.http.get("/v1/models").json()["data"]}
+    assert list(models) == ["base", "other", "sql"]
+    assert (models["sql"]["parent"], models["sql"]["root"]) == ("base", "/adapters/x")
+    assert (models["base"]["parent"], models["base"]["root"]) == (None, "fake")
+    assert live.http.get("/v1/models/sql").json() == models["sql"]
+    assert ask(live, "sql").json()["model"] == "sql"
+    assert ask(live, "other").json()["model"] == "other"
+    chat = [{"role": "user", "content": "x"}]
+    assert live.post("/v1/chat/completions", model="sql", messages=chat, max_tokens=1).status_code == 200
+    enum = live.http.get("/openapi.json").json()["components"]["schemas"]["ChatBody"]["properties"]["model"]
+    assert "sql" in enum["enum"]
+    answer = live.post("/v1/unload_lora_adapter", lora_name="sql")
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+    assert ask(live, "sql").status_code == 404
+
+
+def test_what_is_refused(live: Any) -> None:
+    answer = load(live, "sql", "/adapters/bad")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "adapter /adapters/bad: is bad, as asked"
+    assert load(live, "base").json()["error"]["param"] == "lora_name"
+    assert (
+        load(live, "").status_code
+        == load(live, "x" * 257).status_code
+        == load(live, "a", "").status_code
+        == 400
+    )
+    assert live.post("/v1/load_lora_adapter", lora_name="a").status_code == 400
+    answer = live.post("/v1/unload_lora_adapter", lora_name="sql")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "lora_name")
+    assert [one["id"] for one in live.http.get("/v1/models").json()["data"]] == ["base", "other"]
+
+
+def test_an_engine_without_adapters_says_so(start: Any) -> None:
+    live = start()
+    for answer in (load(live, "sql"), live.post("/v1/unload_lora_adapter", lora_name="sql")):
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "this engine has no adapters")
+    assert "lora_requests_info" not in live.http.get("/metrics").text
+
+
+def test_the_metric_has_the_adapters_as_labels(live: Any) -> None:
+    load(live, "sql")
+    (line,) = (
+        one
+        for one in live.http.get("/metrics").text.splitlines()
+        if one.startswith("vllm:lora_requests_info{")
+    )
+    assert line.startswith(
+        'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""} '
+    )
+
+
+def test_a_command_that_takes_long_holds_up_no_step_and_no_other_command() -> None:
+    """The engine begins it and goes on; the answer comes when its future is done, though no request is live."""
+
+    async def main() -> None:
+        futures: list[Any] = []
+
+        class Slow(FakeEngine):
+            def control(self, command: Any) -> Any:
+                if isinstance(command, LoadAdapter) and command.name == "slow":
+                    from concurrent.futures import Future
+
+                    futures.append(Future())
+                    return futures[0]
+                return super().control(command)
+
+        driver = ThreadDriver(lambda: Slow(max_adapters=2))
+        await driver.start()
+        slow = asyncio.create_task(driver.control(LoadAdapter("slow", "/x")))
+        await driver.control(LoadAdapter("quick", "/x"))
+        assert isinstance((await generate(driver, ""))[-1].terminal, Finished)
+        assert not slow.done()
+        futures[0].set_exception(RuntimeError("a bug"))
+        with pytest.raises(Unsupported, match="the engine failed at it: "):
+            await slow
+        assert isinstance((await generate(driver, "quick"))[-1].terminal, Finished)
+        await driver.close()
+
+    asyncio.run(main())
+
+
+def test_a_restarted_engine_gets_its_adapters_back() -> None:
+    async def main() -> None:
+        from openinfer.frontend.contract import EngineSpec
+
+        spec = EngineSpec("openinfer.frontend.testing:FakeEngine", {"max_adapters": 2, "die_at_step": 3})
+        client = RestartingClient(lambda: ProcessDriver(spec, close_timeout_s=0.5))
+        await client.start()
+        for name in ("one", "two", "three"):
+            await client.control(LoadAdapter(name, "/x"))
+        await client.control(UnloadAdapter("two"))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(generate(client, "one", 40), 5)
+        while not client.health().ok:
+            await asyncio.sleep(0.02)
+        assert [one.name for one in client.stats().adapters] == ["one", "three"]
+        assert isinstance((await generate(client, "two", 1))[-1].terminal, Rejected)
+        await client.close()
+
+    asyncio.run(main())
+
+
+async def generate(client: Driver | RestartingClient, adapter: str, max_tokens: int = 2) -> list[Delta]:
+    deltas: list[Delta] = []
+    ended = asyncio.Event()
+
+    def sink(delta: Delta) -> None:
+        deltas.append(delta)
+        if delta.terminal is not None:
+            ended.set()
+
+    request = Request(
+        id=client.new_id(), prompt_token_ids=[10], sampling=SamplingParams(ignore_eos=True), max_tokens=max_tokens,
+        arrival=0.0, adapter=adapter,
+    )  # fmt: skip
+    client.submit(request, sink)
+    await ended.wait()
+    return deltas
