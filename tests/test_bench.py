@@ -380,7 +380,7 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         (["--prefill", "0"], "at least one token"),
         (["--ledger", __file__], "error"),
         (["--decode", "900,20"], "a step has at most 256"),
-        (["--ranks", "2"], "runs on one GPU"),
+        (["--ranks", "3"], "3 ranks cannot share it"),
         (["--ranks", "0"], "at least one GPU"),
     ],
 )

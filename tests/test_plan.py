@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import bench_recipe, plan, plan_text
+from openinfer.cli import bench_ops, bench_recipe, plan, plan_text, tune, tune_speed
 from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_compare import Objectives, Variant, choice
 from openinfer.cli.plan_cost import PROMPT_STEP_S, StepCost
 from openinfer.cli.plan_load import Point, Server
-from openinfer.kernels import GPUS, H200, Prediction
+from openinfer.kernels import GPUS, H200, Prediction, Speed
 from openinfer.scheduler.sim import StepWork
 
 ROOT = Path(__file__).parents[1]
@@ -141,8 +141,8 @@ def test_a_picture_has_a_curve_for_each(tmp_path: Path) -> None:
 # -- predictions beside measured servers --
 
 
-def predicted_rows() -> Any:
-    spec = importlib.util.spec_from_file_location("predicted_rows", ROOT / "benchmarks" / "predicted_rows.py")
+def script_of(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -152,9 +152,97 @@ def predicted_rows() -> Any:
 
 
 def test_the_page_has_the_table_that_the_script_makes() -> None:
-    script = predicted_rows()
+    script = script_of("predicted_rows")
     begin, end = script.BEGIN, script.END
     page = script.PAGE.read_text()
     found = page[page.index(begin) + len(begin) : page.index(end)].strip()
     assert found == script.table().strip(), "python benchmarks/predicted_rows.py --write"
     assert found.count("**") // 2 <= 2, "more figures than before are outside the limits"
+
+
+def test_no_plan_has_grown_unseen() -> None:
+    script = script_of("predicted_steps")
+    before = json.loads(script.FILE.read_text())
+    changed = script.differences(before, script.predicted())
+    assert changed == [], "python benchmarks/predicted_steps.py --write, and say in the commit why it changed"
+    before["qwen3-4B"]["decode:1,1024"]["kernels"] -= 36
+    assert script.differences(before, json.loads(script.FILE.read_text())) == [
+        "qwen3-4B decode:1,1024: kernels 156 -> 192"
+    ]
+
+
+def test_the_speeds_are_those_of_the_recorded_steps() -> None:
+    found, errors = script_of("predicted_steps").fitted()
+    assert GPUS[H200.gpu].fitted == pytest.approx(found, rel=0.005)
+    assert max(map(abs, errors)) < 0.07
+
+
+# -- measured steps refit the speeds --
+
+
+def test_recorded_steps_refit_the_speeds_and_a_plan_takes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ROOT / "benchmarks" / "results" / "qwen3-4b" / "2026-11-22-h200-step.json"
+    out = tmp_path / "speeds.json"
+    assert tune.main(["qwen3-4B", "--from-trace", str(steps), "--out", str(out)]) == 0
+    assert "10 steps:" in capsys.readouterr().out
+    flags = ["--rate", "4", "--compare", f"--speeds {out}"]
+    usual, own = served(tmp_path, "qwen3-4B", *flags)["results"]
+    ratio = own["points"][1]["tpot_ms"]["p50"] / usual["points"][1]["tpot_ms"]["p50"]
+    assert ratio != 1
+    assert 0.95 < ratio < 1.05
+    data = json.loads(out.read_text())
+    out.write_text(json.dumps({**data, "gpu": "NVIDIA H999"}))
+    assert plan.main(["qwen3-4B", "--speeds", str(out)]) == 1
+    assert "has the speeds of NVIDIA H999" in capsys.readouterr().err
+    assert tune.main(["qwen3-4B", "--from-trace", __file__]) == 1
+    assert "is no file of --trace" in capsys.readouterr().err
+
+
+def test_an_engines_trace_refits_the_speeds(tmp_path: Path) -> None:
+    """A trace of the form that engines write, with times of other speeds."""
+    made = server("qwen3-4B").outline
+    true, events = Speed(3e12, 500e12, 5e-6), []
+    for rows, context in ((1, 300), (8, 1000), (64, 900), (200, 500)):
+        shape = made.buckets.choose(rows, rows)
+        facts = {"bucket": str(shape), "rows": rows, "kv_tokens": rows * context, "qk_pairs": rows * context}
+        took = Prediction.of(made.steps[shape], shape.tokens, shape.rows, true).seconds(
+            rows * context, rows * context, rows
+        )
+        events += [{"args": {**facts, "timed": True, "device_us": took * 1e6}}] * 3
+        events += [{"args": {**facts, "timed": False, "device_us": 9e9}}, {"name": "plan"}]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    speed, _ = tune_speed.fitted(made, [path])
+    assert speed.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.02)
+    assert speed.kernel_s == pytest.approx(true.kernel_s, rel=0.05)
+
+
+# -- ledgers beside each other --
+
+
+def ledger(path: Path, **us: float) -> Path:
+    entries = [
+        {"key": key, "calls_a_step": 36, "us": t, "repeats": {"us": [0.99 * t, t, t, 1.01 * t]}}
+        for key, t in us.items()
+    ]
+    path.write_text(json.dumps({"results": entries}))
+    return path
+
+
+def test_ops_that_got_slower_are_named_the_largest_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = ledger(tmp_path / "old.json", attend=10.0, linear=20.0, sample=5.0, embed=2.0, gone=1.0)
+    new = ledger(tmp_path / "new.json", attend=14.0, linear=22.0, sample=4.0, embed=2.02, new=1.0)
+    assert bench_ops.main([str(TINY), "--ledger", str(new), "--against", str(old)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 ops in both ledgers: 2 slower, 1 faster"
+    assert [line.rsplit(" x ", 1)[-1] for line in lines[1:4]] == ["attend", "linear", "sample"]
+    assert "1.40 x" in lines[1]
+    assert "+144.0 us a step" in lines[1]
+    assert lines[4:] == ["only in the new ledger: new", "only in the old ledger: gone"]
+    assert bench_ops.main([str(TINY), "--ledger", str(old), "--against", str(old)]) == 0
+    assert bench_ops.main([str(TINY), "--ledger", str(old)]) == 1
+    assert "--against FILE" in capsys.readouterr().err

@@ -87,8 +87,18 @@ def figures(entry: Mapping[str, Any]) -> str:
 
 def load(path: Path) -> dict[str, float]:
     """Microseconds a call by key, from what `openinfer bench ops --json` wrote. Raises FlagError, OSError."""
+    return {name: float(entry["us"]) for name, entry in entries(path).items()}
+
+
+def entries(path: Path) -> dict[str, dict[str, Any]]:
+    """The entries of a ledger by key. Raises FlagError, OSError."""
     try:
-        return {entry["key"]: float(entry["us"]) for entry in json.loads(path.read_text())["results"]}
+        found = {entry["key"]: entry for entry in json.loads(path.read_text())["results"]}
+        if all(
+            entry["us"] > 0 and entry["calls_a_step"] and entry["repeats"]["us"] for entry in found.values()
+        ):
+            return found
+        raise ValueError("an entry without a time")
     except (ValueError, KeyError, TypeError) as error:
         raise FlagError(f"{path} is no ledger of `openinfer bench ops --json`: {error!r}") from None
 

@@ -10,9 +10,10 @@ import argparse
 import functools
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_recipe
+from openinfer.cli import bench_against, bench_ledger, bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall, Recorder, figures, grouped
 from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
@@ -38,6 +39,11 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, default=1024, help="tokens of a decode row; default: %(default)s")
     add("--tokens", type=int, nargs="+", metavar="N", help="only steps of these recorded token counts")
     add("--repeats", type=int, default=10, help="replays an op and shape; default: %(default)s")
+    add("--against", type=Path, metavar="FILE",
+        help="name the ops that are slower or faster than in this ledger of an earlier --json; exit code 1 if one is "
+        "slower")  # fmt: skip
+    add("--ledger", type=Path, metavar="FILE",
+        help="with --against: compare this ledger instead of measuring; needs no GPU")  # fmt: skip
     machine_flags(parser)
     add_arguments(parser)
 
@@ -57,6 +63,22 @@ def machine(args: argparse.Namespace) -> Machine:
 
 
 def _measure(args: argparse.Namespace, asked: Asked) -> int:
+    before = bench_ledger.entries(args.against) if args.against else None
+    if args.ledger is None:
+        results = _measured(args, asked)
+    elif before is None:
+        raise bench_recipe.BadFlags("--ledger FILE is compared with --against FILE; one of them is missing")
+    else:
+        results = list(bench_ledger.entries(args.ledger).values())
+    if before is None:
+        return 0
+    text, slower = bench_against.report(before, {entry["key"]: entry for entry in results})
+    print(text)
+    return int(slower)
+
+
+def _measured(args: argparse.Namespace, asked: Asked) -> list[dict[str, Any]]:
+    """Measure, print and write every op."""
     if args.repeats < 1:
         raise bench_recipe.BadFlags(f"--repeats {args.repeats}: it must be at least 1")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -81,7 +103,7 @@ def _measure(args: argparse.Namespace, asked: Asked) -> int:
         if args.json:
             floor = {"bytes_per_s": limits.bytes_per_s, "flops_per_s": limits.flops_per_s}
             write(args.json, record("ops", args, results, model=engine.info.model, machine=floor))
-    return 0
+    return results
 
 
 def measured(

@@ -13,7 +13,7 @@ import shlex
 import time
 from pathlib import Path
 
-from openinfer.cli import bench_recipe, plan_text, recipes
+from openinfer.cli import bench_recipe, plan_text, recipes, tune_speed
 from openinfer.cli.bench_recipe import Asked, BadFlags
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.bench_serve import Load
@@ -49,6 +49,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--compare", action="append", default=[], metavar="FLAGS",
         help="the same loads with other flags too, or another model: --compare 'qwen3_5-4B --max-num-seqs 64'; may be "
         "repeated; default: other step sizes and a paced policy")  # fmt: skip
+    add("--speeds", type=Path, metavar="FILE",
+        help="speeds that `openinfer tune --from-trace` fitted; default: those that the GPU is known by")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of the arrivals; default: %(default)s")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves into this file; needs openinfer[plot]")
     add_arguments(parser)
@@ -93,7 +95,10 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     if args.gpus < 1:
         raise BadFlags(f"--gpus {args.gpus}: a model is on at least one GPU")
     progress(f"the steps of {asked.model_dir.name}")
-    server = Server.of(asked, TARGETS[gpu], GPUS[gpu], args.gpus)
+    target, figures = TARGETS[gpu], GPUS[gpu]
+    if args.speeds:
+        figures = tune_speed.load(args.speeds, target, figures)
+    server = Server.of(asked, target, figures, args.gpus)
     if args.input < 1 or args.output < 2 or args.input + args.output > server.max_model_len:
         raise BadFlags(
             f"--input {args.input} --output {args.output}: at least 1 and 2, and together at most "

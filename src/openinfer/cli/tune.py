@@ -12,13 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_recipe
+from openinfer.cli import bench_recipe, tune_speed
 from openinfer.cli.bench_ledger import Recorder
 from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.kernels import H200, tuner, tuning
 from openinfer.kernels.tuner import DeviceMeter, Measured, Shape, entry
-from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.segments import Outline
 from openinfer.tensor import ProgressBar, float32
 
@@ -29,7 +28,7 @@ LINEAR = ("norm_linear", "linear_add", "gate_up_silu")
 
 def main(argv: list[str]) -> int:
     """Measure; returns 0, 1 for what cannot be measured, 2 for wrong arguments."""
-    return bench_recipe.run(argv, "tune", __doc__, _flags, _tune)
+    return bench_recipe.run(argv, "tune", __doc__, _flags, _tune, named=True)
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +46,18 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--again", action="store_true", help="measure again what was measured before")
     add("--out", type=Path, metavar="FILE",
         help=f"the table to write; default: the GPU's in {tuning.user_tables()}, which engines read")  # fmt: skip
+    add("--from-trace", type=Path, nargs="+", metavar="FILE",
+        help="instead: fit the speeds of predictions to the steps of these files, of an engine's --trace or of `bench "
+        "step --json`; needs no GPU. --out: the file for `openinfer plan --speeds`")  # fmt: skip
     add_arguments(parser)
 
 
 def _tune(args: argparse.Namespace, asked: Asked) -> int:
+    if args.from_trace:
+        return _fit(args, asked)
     if min(args.tokens) < 1:
         raise bench_recipe.BadFlags(f"--tokens {args.tokens}: they must be at least 1")
-    shapes = shapes_of(Outline(asked.recipe, Source.read(asked.model_dir), asked.options, H200))
+    shapes = shapes_of(Outline(asked.recipe, asked.source(), asked.options, H200))
     meter = DeviceMeter()
     gpu = meter.target.gpu
     file = args.out or tuning.table_file(tuning.user_tables(), gpu)
@@ -71,6 +75,17 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
             write(args.json, record("tune", args, results, target=gpu))
     left = sum(map(len, tuner.missing(shapes, args.tokens, known).values()))
     print(f"{len(results)} measured, {left} left (run it again to go on)" if left else f"{file} is complete")
+    return 0
+
+
+def _fit(args: argparse.Namespace, asked: Asked) -> int:
+    """Print the speeds that measured steps give, and write them."""
+    outline = Outline(asked.recipe, asked.source(), asked.options, H200)
+    speed, text = tune_speed.fitted(outline, args.from_trace)
+    print(text)
+    if args.out:
+        tune_speed.save(args.out, outline.target, speed)
+        print(f"openinfer plan --speeds {args.out} takes them")
     return 0
 
 

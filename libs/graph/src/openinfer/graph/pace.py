@@ -90,8 +90,6 @@ class StepPace:
 
     def change(self, slots: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> None:
         """From the next step on, slot slots[n] gets counts[n] tokens a step."""
-        if not self.predictions:
-            return
         self._settle()
         self._slots, self._counts = slots.astype(np.int64), counts.astype(np.int64)
         before = self._lengths[self._slots]
@@ -108,6 +106,11 @@ class StepPace:
         self._steady += 1
         self._kv_tokens += len(self._slots)  # only decode rows run twice in the same batch
         self._pairs += len(self._slots)
+
+    @property
+    def workload(self) -> tuple[int, int]:
+        """Cached tokens to read and pairs to score of the next launch."""
+        return self._kv_tokens, self._pairs
 
     def result(self, seconds: float | None) -> Timed | None:
         """The oldest step in flight is done and took `seconds`. Returns the step, if it is an outlier."""

@@ -67,9 +67,9 @@ GPUS = {
         memory_bytes=150.1e9,
         peak=Speed(4.8e12, 989e12),
         measured=Speed(4.59e12, 780e12),
-        fitted=Speed(4.05e12, 600e12, 4.28e-6),
+        fitted=Speed(4.06e12, 600e12, 4.26e-6),
         link_bytes_per_s=450e9,
     )
 }
-"""Figures by the GPU's name. `fitted` of the H200: least relative squares over the decode and prompt steps of
-Qwen3-4B, Qwen3-8B and Qwen3.5-4B in benchmarks/results (`openinfer tune --from-steps` does it again)."""
+"""Figures by the GPU's name. `fitted` of the H200: `python benchmarks/predicted_steps.py --fit`, over the newest
+recorded decode and prompt steps of Qwen3-4B, Qwen3-8B and Qwen3.5-4B."""

@@ -177,7 +177,9 @@ class Runner:
             trace.mark("upload")
         self.upload()
         if trace is not None:
-            trace.launch(step.index, bucket=str(self._shape), rows=len(step.rows), timed=timed)
+            kv_tokens, pairs = self.pace.workload
+            facts = {"kv_tokens": kv_tokens, "qk_pairs": pairs, "timed": timed}
+            trace.launch(step.index, bucket=str(self._shape), rows=len(step.rows), **facts)
             trace.mark("launch")
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)

@@ -1,0 +1,112 @@
+"""`openinfer tune MODEL --from-trace FILE`: the speeds of a GPU, from steps that an engine or a benchmark has measured.
+
+It needs no GPU. The speeds are those of predictions: `openinfer plan --speeds FILE` takes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from openinfer.cli.bench_record import percentile
+from openinfer.frontend.errors import FlagError
+from openinfer.kernels import GPUS, Call, Figures, Speed, Target, Workload
+from openinfer.kernels.speed_fit import MeasuredStep, errors, fit_speed
+from openinfer.recipes.engine import steps as points
+from openinfer.recipes.engine.segments import Outline
+
+FEWEST = 4
+"""Fewer steps than this do not fix three speeds."""
+
+
+def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
+    """The steps of a file: of an engine's `--trace FILE`, or of `bench step --json FILE`. Raises FlagError, OSError."""
+    try:
+        data = json.loads(path.read_text())
+        found = list(_traced(outline, data) if "traceEvents" in data else _points(outline, data))
+    except (ValueError, KeyError, TypeError) as error:
+        raise FlagError(
+            f"{path} is no file of --trace and none of `openinfer bench step --json`: {error!r}"
+        ) from None
+    if not found:
+        raise FlagError(
+            f"{path} has no timed step that {outline.target.gpu} is known to run with these flags"
+        )
+    return found
+
+
+def _traced(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
+    """The timed steps of a trace."""
+    shapes = {str(shape): shape for shape in outline.steps}
+    for event in data["traceEvents"]:
+        facts = event.get("args", {})
+        shape = shapes.get(facts.get("bucket", ""))
+        if shape is not None and facts["timed"] and facts["device_us"] > 0:
+            workload = Workload(shape.tokens, facts["rows"], facts["kv_tokens"], facts["qk_pairs"])
+            yield MeasuredStep([(outline.steps[shape], workload)], facts["device_us"] / 1e6)
+
+
+def _points(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
+    """The decode, prompt and mixed points of `bench step`."""
+    for result in data["results"]:
+        if "device_ms" in result:
+            yield MeasuredStep(point_steps(outline, result["point"]), result["device_ms"] / 1e3)
+
+
+def point_steps(outline: Outline, point: str) -> list[tuple[Sequence[Call], Workload]]:
+    """The steps of a point of `bench step`, each as its calls and its workload."""
+    kind, numbers = points.parse(point)
+    rows, context, tokens = {
+        "decode": lambda: (*numbers, 0),
+        "prefill": lambda: (0, 0, *numbers),
+        "mixed": lambda: numbers,
+    }[kind]()
+    found: list[tuple[Sequence[Call], Workload]] = []
+    for start in range(0, max(tokens, 1), outline.buckets.max_tokens):
+        new = min(outline.buckets.max_tokens, tokens - start)
+        count = rows + bool(new)
+        shape = outline.buckets.choose(rows + new, count)
+        pairs = rows * context + new * start + new * (new + 1) // 2
+        read = rows * context + (start + new if new else 0)
+        found.append((outline.steps[shape], Workload(shape.tokens, count, read, pairs)))
+    return found
+
+
+def fitted(outline: Outline, paths: Sequence[Path]) -> tuple[Speed, str]:
+    """The speeds that the files give, and a text with the errors before and after. Raises FlagError, OSError."""
+    found = [step for path in paths for step in measured(outline, path)]
+    if len(found) < FEWEST:
+        raise FlagError(f"{len(found)} steps are too few to fit three speeds; at least {FEWEST} are needed")
+    first = GPUS[outline.target.gpu].fitted
+    speed = fit_speed(found, first)
+    text = (
+        f"{len(found)} steps: {speed.bytes_per_s / 1e12:.2f} TB/s, {speed.flops_per_s / 1e12:.0f} TFLOP/s, "
+        f"{speed.kernel_s * 1e6:.2f} us a kernel\n"
+        f"error of predictions: {_spread(errors(found, speed))}, before {_spread(errors(found, first))}"
+    )
+    return speed, text
+
+
+def _spread(found: list[float]) -> str:
+    rms = math.sqrt(sum(one * one for one in found) / len(found))
+    return f"{rms:.1%} rms, {percentile(map(abs, found), 100):.1%} at most"
+
+
+def save(path: Path, target: Target, speed: Speed) -> None:
+    """Write the speeds as JSON."""
+    path.write_text(json.dumps({"gpu": target.gpu, **speed._asdict()}, indent=1) + "\n")
+
+
+def load(path: Path, target: Target, figures: Figures) -> Figures:
+    """The figures with the speeds of a file. Raises FlagError, OSError."""
+    try:
+        data = json.loads(path.read_text())
+        gpu, speed = data["gpu"], Speed(*(float(data[name]) for name in Speed._fields))
+    except (ValueError, KeyError, TypeError) as error:
+        raise FlagError(f"{path} is no file of `openinfer tune --from-trace`: {error!r}") from None
+    if gpu != target.gpu:
+        raise FlagError(f"{path} has the speeds of {gpu}, and the plan is for {target.gpu}")
+    return figures._replace(fitted=speed)
