@@ -237,6 +237,21 @@ class Server:
         return code
 
 
+@pytest.fixture
+def server() -> Iterator[Callable[..., Server]]:
+    """server(path, flags...): a server that a test may break; killed at the end if it still runs."""
+    servers: list[Server] = []
+
+    def make(model_dir: Path, *flags: str) -> Server:
+        servers.append(Server(model_dir, *flags))
+        return servers[-1]
+
+    yield make
+    for one in servers:
+        one.process.kill()
+        one.stop()
+
+
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Server]]:
     """Start servers, each kind once; all are stopped at the end."""

@@ -71,7 +71,7 @@ def model_gates(model: Path) -> Result:
     if not isinstance(recipe, Recipe):
         return {"ok": False, "why": f"the recipe {recipe.name} has no engine of openinfer.recipes.engine"}
     references = selftest_model.references(recipe, model)
-    return _judged(build(recipe, model), references)
+    return _judged(build(recipe, model, tensor_parallel_size=_ranks()), references)
 
 
 def model_serve(model: Path) -> Result:
@@ -145,7 +145,13 @@ def _judged(built: Built, references: Sequence[Reference]) -> Result:
 
 
 def _build(recipe: str, folder: Path, **flags: Any) -> Built:
+    flags["tensor_parallel_size"] = _ranks()
     return build(bench_idle.recipes_that_can()[recipe], folder, **flags)
+
+
+def _ranks() -> int:
+    """The GPUs that share a model; stages run in processes of their own."""
+    return int(os.environ.get("OPENINFER_SELFTEST_RANKS", "1"))
 
 
 def _bench(recipe: str, folder: Path) -> Result:
@@ -269,6 +275,9 @@ def main(argv: list[str]) -> int:
         "--work", type=Path, help="folder of the checkpoints (8 GB each); default: the results' folder"
     )
     parser.add_argument("--model", type=Path, help="a checkpoint for the accuracy gate and the server")
+    parser.add_argument(
+        "--ranks", type=int, default=_ranks(), help="GPUs that share a model in gates and benches; default: 1"
+    )
     parser.add_argument("--only", nargs="+", choices=STAGES, help="run only these stages")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results in the folder")
     parser.add_argument("--json", action="store_true", help="print the results as JSON at the end")
@@ -276,6 +285,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.only and not args.model and set(args.only) & set(OF_MODEL):
         parser.error(f"{', '.join(OF_MODEL)} need --model DIR")
+    os.environ["OPENINFER_SELFTEST_RANKS"] = str(args.ranks)
     work = args.work or args.out
     work.mkdir(parents=True, exist_ok=True)
     if args.stage:

@@ -106,3 +106,9 @@ class Qwen3(Blueprint[Model]):
         weight = np.array(layer.gate_up.numpy())
         swapped = np.roll(weight, len(weight) // 2, axis=0)
         yield Control("gate and up swapped in one layer", [(layer.gate_up, swapped)])
+        if self.config.ranks > 1:
+            o = np.array(layer.o.numpy())
+            yield Control(
+                "a rank has another's columns in one layer", [(layer.o, np.roll(o, o.shape[1] // 2, 1))]
+            )
+            yield Control("a rank's part of one sum is missing", [(layer.o, np.zeros_like(o))])
