@@ -112,15 +112,15 @@ def test_drafts_end_with_the_sequence():
     runner.done(1)
     turn(loop)
     turn(loop)
-    assert shapes(runner) == [[5], [4], [3]]  # step 3 may find one token more, and still have room for three
+    assert shapes(runner) == [[5], [4], [1]]  # step 2 may bring four tokens, and step 3 the last
     assert seq.bound == 9
     runner.done(2, slot1=2)
     turn(loop)
     turn(loop)
-    assert shapes(runner)[3:] == [[1]]  # seven are computed, step 3 brings one at least: one is left
-    runner.done(3, (1, FinishReason.LENGTH), slot1=2)
+    assert shapes(runner)[3:] == [[1]]  # step 2 brought two tokens, step 3 brings one: one is left
+    runner.done(3)
     turn(loop)
-    runner.done(4)
+    runner.done(4, (1, FinishReason.LENGTH))
     turn(loop)
     assert not loop.has_work
     assert len(seq.tokens) == 10

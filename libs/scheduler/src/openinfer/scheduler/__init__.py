@@ -1,5 +1,6 @@
 """Continuous batching: scheduling policies, and a step loop that runs one step ahead. Pure logic, no dependency."""
 
+from .drafters import Drafter, NGram
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
 from .events import Event, Finished, Scheduled, Tokens
 from .loop import StepLoop
@@ -28,6 +29,7 @@ __all__ = [
     "ContractError",
     "Deadline",
     "Decision",
+    "Drafter",
     "Event",
     "FairShare",
     "FinishReason",
@@ -37,6 +39,7 @@ __all__ = [
     "InvalidSetup",
     "Lease",
     "LongestPrefix",
+    "NGram",
     "Pace",
     "Policy",
     "Pool",

@@ -60,14 +60,17 @@ class DecodeRows(Generic[Owner]):
     # -- drafts --
 
     def draft(self, wanted: Mapping[Seq[Owner], int], index: int) -> None:
-        """Set the drafts of step `index`: the wanted number, limited by the tokens that the sequence has left."""
+        """Set the drafts of step `index`: the wanted number, limited by the tokens that the sequence has left.
+
+        Every draft in flight counts as accepted, so no draft stands at a position from seq.max_len - 1 on, for which
+        the row has no blocks."""
         drafts = {}
         for seq, count in wanted.items():
             if seq not in self.rows or count < 0:
                 raise ContractError(
                     f"request {seq.id} is to have {count} drafts; it is {seq.state.name}, give decode rows 0 or more"
                 )
-            count = min(count, seq.max_len - 1 - (seq.base - seq.ahead + index - seq.entered))
+            count = min(count, seq.max_len - 1 - (seq.base + index - seq.entered))
             if count > 0:
                 drafts[seq] = count
         if drafts != self.drafts:

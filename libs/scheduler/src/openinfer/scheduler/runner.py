@@ -20,8 +20,8 @@ class Row(NamedTuple, Generic[Owner]):
     A decode row (start None) feeds the token that the device sampled last, at the position that the device counts,
     and emits the next token. With k drafts its q_len is 1 + k. It feeds the drafts after that token and accepts the
     longest prefix of drafts that equals its own samples. It emits one more token than it accepts. So it advances
-    by 1 to 1 + k tokens (StepResult.advanced). Later steps overwrite the KV of rejected drafts. The device neither
-    writes nor accepts drafts at positions from seq.max_len - 1 on, because the row has no blocks there.
+    by 1 to 1 + k tokens (StepResult.advanced). Later steps overwrite the KV of rejected drafts. The loop gives a row
+    no drafts that could stand at positions from seq.max_len - 1 on, because the row has no blocks there.
 
     A prefill chunk (start given) feeds seq.tokens[start : start + num_tokens], and emits only if it reaches the end
     (seq.target).

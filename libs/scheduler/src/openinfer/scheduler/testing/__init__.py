@@ -1,7 +1,8 @@
 """For tests of policies and pools: a fake device, a sequential oracle, random schedules that compare the two, and the
-rules of every policy."""
+rules of every policy and every drafter."""
 
 from .conformance import PolicyConformance
+from .drafters import DrafterConformance
 from .drafts import RandomDrafts
 from .fake_runner import DeviceFault, FakeRunner
 from .model import EOS, VOCABULARY, generate
@@ -13,6 +14,7 @@ __all__ = [
     "EOS",
     "VOCABULARY",
     "DeviceFault",
+    "DrafterConformance",
     "FakeRunner",
     "FakeTier",
     "Load",

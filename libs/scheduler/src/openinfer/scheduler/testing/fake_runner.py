@@ -195,13 +195,10 @@ class FakeRunner:
         drafts, tokens = row.num_tokens - 1, list[int]()
         if not self._stall(result.index, row.seq):
             right = self._accept(result.index, row.seq, drafts) if drafts else 0
-            # The row has no blocks for a draft at max_len - 1, so the device cannot accept it.
-            right = min(right, state.max_len - 2 - state.length)
             while state.alive and len(tokens) <= right:
                 self._store(state, state.last_token)
                 tokens.append(self._sample(state, result))
-            wrong = range(state.length, min(state.length + row.num_tokens - len(tokens), state.max_len - 1))
-            for position in wrong:
+            for position in range(state.length, state.length + row.num_tokens - len(tokens)):
                 self._write(state, position, -1)
         if len(tokens) < row.num_tokens:
             result.advanced = {**(result.advanced or {}), state.slot: len(tokens)}

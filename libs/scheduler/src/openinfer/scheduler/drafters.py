@@ -1,0 +1,65 @@
+"""Drafters: guesses of a sequence's next tokens, made on the host while the device runs the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .errors import InvalidSetup
+
+LOOKED_AT = 32
+"""Earlier places of an n-gram that are compared, the latest first."""
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of one sequence. Each sequence has a drafter of its own.
+
+    testing.DrafterConformance has the rules as tests.
+    """
+
+    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """The tokens that may follow `tokens`, at most `count` of them; none where the drafter has no guess.
+
+        tokens: prompt and output. A later call has the same tokens and perhaps more of them. A wrong guess costs time
+        and changes no token of the output.
+        """
+
+
+class NGram:
+    """A Drafter that looks the end of the sequence up in the sequence itself (prompt lookup).
+
+    It takes the last n tokens, with the largest n of shortest..longest for which they have occurred before, and
+    proposes the tokens that followed there. Among equally long matches the latest counts. A proposal that reaches the
+    end of the sequence goes on with its own beginning, as a text that repeats itself does. Raises InvalidSetup unless
+    1 <= shortest <= longest.
+    """
+
+    def __init__(self, shortest: int = 2, longest: int = 5) -> None:
+        if not 1 <= shortest <= longest:
+            raise InvalidSetup(f"n-grams of {shortest} to {longest} tokens; give 1 <= shortest <= longest")
+        self._shortest, self._longest = shortest, longest
+        self._places: dict[tuple[int, ...], list[int]] = {}  # places after an n-gram of `shortest` tokens
+        self._indexed = shortest  # the first place that is not in _places
+
+    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """See Drafter."""
+        short = self._shortest
+        for place in range(self._indexed, len(tokens)):
+            self._places.setdefault(tuple(tokens[place - short : place]), []).append(place)
+        self._indexed = max(self._indexed, len(tokens))
+        places = self._places.get(tuple(tokens[-short:]), ())
+        best = best_length = 0
+        for place in reversed(places[-LOOKED_AT:]):
+            length = short
+            while length < min(self._longest, place) and tokens[place - length - 1] == tokens[-length - 1]:
+                length += 1
+            if length > best_length:
+                best, best_length = place, length
+            if length == self._longest:
+                break
+        if not best_length:
+            return ()
+        found = list(tokens[best : best + count])
+        for n in range(count - len(found)):
+            found.append(found[n])
+        return found
