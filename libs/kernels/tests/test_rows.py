@@ -90,6 +90,21 @@ def test_expand_rows(check_op, rng, lengths, tokens):
     check_op(expand_rows, OUTPUTS, **rows_of_a_step(rng, lengths, tokens))
 
 
+@pytest.mark.parametrize(("lengths", "tokens"), [([3, 1, 2], 8), ([1, 4, 0, 2], 7), ([130, 3], 256)])
+def test_expand_rows_takes_drafts_by_position(check_op, rng, lengths, tokens):
+    args = rows_of_a_step(rng, lengths, tokens)
+    args["prompt"][: tokens // 2] = -1
+    args["drafts"] = rng.integers(300, 400, (9, 8)).astype(np.int32)
+    got = check_op(expand_rows, OUTPUTS, **args)
+    assert (got["token_ids"] >= 300).any()
+
+
+def test_drafts_need_a_power_of_two(rng):
+    args = {**rows_of_a_step(rng, [2], 2), "drafts": np.zeros((9, 6), np.int32)}
+    with pytest.raises(ContractError, match="6 columns; it must have a power of two"):
+        expand_rows(CpuPack(), **{k: Tensor.from_numpy(v) for k, v in args.items()})
+
+
 def test_expand_rows_by_hand():
     args = {
         "token_ids": ints(*[WRONG] * 5),
@@ -106,6 +121,21 @@ def test_expand_rows_by_hand():
     assert args["token_ids"].tolist() == [7, 8, 77, 0, 0]
     assert args["positions"].tolist() == [10, 11, 40, 0, 0]
     assert args["token_slots"].tolist() == [2, 2, 1, 0, 0]
+
+
+def test_drafts_by_hand():
+    args = {
+        **{name: ints(*[WRONG] * 5) for name in OUTPUTS},
+        "prompt": ints(-1, -1, -1, -1, 5),
+        "slots": ints(2, 1),
+        "q_starts": ints(0, 3, 5),
+        "seq_lens": ints(0, 40, 10),
+        "last_tokens": ints(0, 77, 66),
+        "alive": ints(0, 1, 1),
+        "drafts": np.stack([np.zeros(4), np.arange(100, 104), np.arange(200, 204)]).astype(np.int32),
+    }
+    expand_rows(CpuPack(), **{k: Tensor.from_numpy(v) for k, v in args.items()})
+    assert args["token_ids"].tolist() == [66, 203, 200, 77, 5]  # positions 10, 11, 12 and 40, 41
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from openinfer.kernels.target import GPUS, Figures, Speed, Target
 
 log = logging.getLogger("openinfer.kernels")
 
-Shape = TypeVar("Shape", bound=tuple[int, int, int])
+Shape = TypeVar("Shape", bound=tuple[int, ...])
 
 _FAR = 1 << 20  # tokens and pairs, for the slope of a cost
 _TRIES = ((1000, 0), (0, 1000), (1 << 15, 1 << 22))  # where a cost must be on the line to be taken for one
@@ -115,7 +115,7 @@ class Parts(NamedTuple):
 
 
 def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) -> dict[Shape, Prediction]:
-    """Predictions of steps by their shapes (tokens, rows, longest row); `steps` has the calls of all their segments.
+    """Predictions of steps by their shapes (tokens, rows, ...); `steps` has the calls of all their segments.
 
     The result is empty without a target (a CPU). It is empty too where no speeds have been fitted to the GPU or to
     batch-invariant kernels; the log then says so."""

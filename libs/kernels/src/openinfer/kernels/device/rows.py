@@ -37,10 +37,11 @@ def scatter_words(words, writes, capacity, BLOCK: tl.constexpr):
 
 @triton.jit
 def expand_rows(
-    token_ids, positions, token_slots, prompt, slots, q_starts, seq_lens, last_tokens, alive, tokens, rows, steps,
-    BLOCK: tl.constexpr,
+    token_ids, positions, token_slots, prompt, slots, q_starts, seq_lens, last_tokens, alive, drafts, tokens, rows,
+    steps, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """Ids, positions and slots of BLOCK tokens a program. `steps`: cdiv(log2(rows)) halvings find a token's row."""
+    """Ids, positions and slots of BLOCK tokens a program. `steps`: cdiv(log2(rows)) halvings find a token's row.
+    DRAFTS: proposed tokens of a slot, at their positions modulo DRAFTS; 0: none."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     # The last row whose first token is not after this one: empty rows before it share that first token.
@@ -53,9 +54,14 @@ def expand_rows(
         high = tl.where(after, middle - 1, high)
     slot = tl.load(slots + low)
     live = (tl.load(alive + slot) != 0) & (token < tl.load(q_starts + rows))
-    position = tl.load(seq_lens + slot) + token - tl.load(q_starts + low)
+    place = token - tl.load(q_starts + low)
+    position = tl.load(seq_lens + slot) + place
     given = tl.load(prompt + token, mask=inside, other=0)
-    token_id = tl.where(given >= 0, given, tl.load(last_tokens + slot))
+    token_id = tl.load(last_tokens + slot)
+    if DRAFTS:
+        draft = tl.load(drafts + slot * DRAFTS + position % DRAFTS, mask=live & (place > 0), other=0)
+        token_id = tl.where(place > 0, draft, token_id)
+    token_id = tl.where(given >= 0, given, token_id)
     tl.store(token_ids + token, tl.where(live, token_id, 0), mask=inside)
     tl.store(positions + token, tl.where(live, position, 0), mask=inside)
     tl.store(token_slots + token, tl.where(live, slot, 0), mask=inside)
