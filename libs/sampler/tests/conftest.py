@@ -6,7 +6,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,21 @@ RunOp = Callable[..., Arrays]
 SMALL_GPU = Target(arch=90, num_sms=4, interpreted=True)
 
 
-def _run_cpu(op: Op[Any], **args: Array) -> Arrays:
-    got = {name: array.copy() for name, array in args.items()}
-    CpuPack().run(op, {name: Tensor.from_numpy(array) for name, array in got.items()})
+def _copies(args: Mapping[str, Array | int]) -> tuple[Arrays, dict[str, Tensor | int]]:
+    """Copies of the arrays, and the op's arguments on them. Numbers stay numbers."""
+    got = {name: value.copy() for name, value in args.items() if not isinstance(value, int)}
+    numbers = {name: value for name, value in args.items() if isinstance(value, int)}
+    return got, {**numbers, **{name: Tensor.from_numpy(array) for name, array in got.items()}}
+
+
+def _run_cpu(op: Op[Any], **args: Array | int) -> Arrays:
+    got, tensors = _copies(args)
+    CpuPack().run(op, tensors)
     return got
 
 
-def _run_interpreter(op: Op[Any], **args: Array) -> Arrays:
-    got = {name: array.copy() for name, array in args.items()}
-    tensors = {name: Tensor.from_numpy(array) for name, array in got.items()}
+def _run_interpreter(op: Op[Any], **args: Array | int) -> Arrays:
+    got, tensors = _copies(args)
     plan = NullPack(SMALL_GPU)
     plan.run(op, tensors)
     size = plan.workspace_bytes(zeroed=False)

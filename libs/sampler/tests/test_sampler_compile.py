@@ -7,7 +7,7 @@ import os
 import pytest
 
 from openinfer.kernels import NullPack, Store, Target
-from openinfer.sampler.gpu import advance, sample, score, top_logprobs
+from openinfer.sampler.gpu import accept, advance, sample, score, top_logprobs
 from openinfer.sampler.gpu.ops.adjustments import adjustment_fields
 from openinfer.tensor import Arena, Device, float32, int32
 
@@ -51,6 +51,10 @@ def plan(arch, vocabularies):
         advance(
             pack, result=i(rows, 3), tokens=tokens, logprobs=logprobs, last_tokens=i(slots), limits=i(slots),
             **step, **lengths, **stops, **kept,
+        )  # fmt: skip
+        accept(
+            pack, follows=i(rows), accepted=i(slots), num_drafts=i(rows), drafts=i(slots, 16),
+            last_tokens=i(slots), starts=i(rows + 1), seq_lens=i(slots), place=1, **step,
         )  # fmt: skip
     return pack
 

@@ -1,6 +1,7 @@
 """openinfer.sampler.gpu: sampling as ops that a step graph captures. They run on every pack of openinfer.kernels."""
 
 try:
+    from openinfer.sampler.gpu.ops.accept import accept
     from openinfer.sampler.gpu.ops.adjustments import SlotField, mask_words
     from openinfer.sampler.gpu.ops.advance import advance
     from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
@@ -8,7 +9,7 @@ try:
     from openinfer.sampler.gpu.ops.score import score
     from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, MAX_STOP_IDS, SAMPLE_FIELDS, fields, values
     from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
-    from openinfer.sampler.gpu.segment import SampleBuffers, sample_rows, score_tokens
+    from openinfer.sampler.gpu.segment import SampleBuffers, sample_rows, score_tokens, verify_rows
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.tensor"):
         raise
@@ -24,6 +25,7 @@ __all__ = [
     "RowStatus",
     "SampleBuffers",
     "SlotField",
+    "accept",
     "advance",
     "fields",
     "mask_words",
@@ -33,4 +35,5 @@ __all__ = [
     "score_tokens",
     "top_logprobs",
     "values",
+    "verify_rows",
 ]

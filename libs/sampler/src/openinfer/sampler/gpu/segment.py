@@ -2,6 +2,10 @@
 
 Names of fields by slot are `fields`'; a step's rows are `slots` int32 [R], `q_starts` int32 [R + 1] and `emits`
 int32 [R]; `alive`, `seq_lens` and `last_tokens` are int32 by slot.
+
+A row with drafts samples a token at several positions. They come one after the other, each as a step of one token
+would: so penalties, masks, stop rules and noise have their meaning at each position. The next position counts only
+where the token sampled before it is the row's draft.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from openinfer.kernels import Pack
+from openinfer.sampler.gpu.ops.accept import accept
 from openinfer.sampler.gpu.ops.advance import advance
 from openinfer.sampler.gpu.ops.sample import sample
 from openinfer.sampler.gpu.ops.score import score
@@ -27,29 +32,37 @@ class Fields(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleBuffers:
-    """The buffers of the segments, for at most R rows and P scored prompt tokens. K is MAX_LOGPROBS."""
+    """The buffers of the segments, for at most R rows and P scored prompt tokens. K is MAX_LOGPROBS. N is R, or
+    R * (1 + D) where rows have up to D drafts: position by position, the rows of a step next to each other."""
 
-    logits: Tensor  # float32 [R, V]
-    tokens: Tensor  # int32 [R]
-    logprobs: Tensor  # float32 [R]
-    result: Tensor  # int32 [R, 3]: token, RowStatus, bits of the logprob
-    top_ids: Tensor  # int32 [R, K]
-    top_values: Tensor  # float32 [R, K]
+    logits: Tensor  # float32 [N, V]
+    tokens: Tensor  # int32 [N]
+    logprobs: Tensor  # float32 [N]
+    result: Tensor  # int32 [N, 3]: token, RowStatus, bits of the logprob
+    top_ids: Tensor  # int32 [N, K]
+    top_values: Tensor  # float32 [N, K]
+    follows: Tensor  # int32 [R]: the rows that go on to the next draft, and the running sums of these
+    starts: Tensor  # int32 [R + 1]
     score_logprobs: Tensor  # float32 [P]
     score_ranks: Tensor  # int32 [P]
     score_top_ids: Tensor  # int32 [P, K]
     score_top_values: Tensor  # float32 [P, K]
 
     @classmethod
-    def allocate(cls, arena: Arena, max_rows: int, max_scored: int, vocabulary: int) -> SampleBuffers:
+    def allocate(
+        cls, arena: Arena, max_rows: int, max_scored: int, vocabulary: int, max_drafts: int = 0
+    ) -> SampleBuffers:
         """Uninitialised. The arena owns the memory."""
+        sampled = max_rows * (1 + max_drafts)
         return cls(
-            logits=arena.alloc((max_rows, vocabulary), float32, "logits"),
-            tokens=arena.alloc((max_rows,), int32),
-            logprobs=arena.alloc((max_rows,), float32),
-            result=arena.alloc((max_rows, 3), int32),
-            top_ids=arena.alloc((max_rows, MAX_LOGPROBS), int32),
-            top_values=arena.alloc((max_rows, MAX_LOGPROBS), float32),
+            logits=arena.alloc((sampled, vocabulary), float32, "logits"),
+            tokens=arena.alloc((sampled,), int32),
+            logprobs=arena.alloc((sampled,), float32),
+            result=arena.alloc((sampled, 3), int32),
+            top_ids=arena.alloc((sampled, MAX_LOGPROBS), int32),
+            top_values=arena.alloc((sampled, MAX_LOGPROBS), float32),
+            follows=arena.alloc((max_rows,), int32),
+            starts=arena.alloc((max_rows + 1,), int32),
             score_logprobs=arena.alloc((max_scored,), float32),
             score_ranks=arena.alloc((max_scored,), int32),
             score_top_ids=arena.alloc((max_scored, MAX_LOGPROBS), int32),
@@ -60,22 +73,62 @@ class SampleBuffers:
 def sample_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
     """Choose the next token of the first `num_rows` rows from their logits, and end rows that are over. Then advance
     the state of live rows past the step. A step has one such call, after its forward pass."""
+    _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"])
+
+
+def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int, num_drafts: int) -> None:
+    """`sample_rows` of a step whose rows have up to `num_drafts` drafts: choose the tokens up to the first that is not
+    the row's draft.
+
+    Logits, and all results, of the position after draft d of row r stand at d * num_rows + r; d = 0 is the position
+    after the row's last certain token. A result without a token is IDLE. By row, int32 [R]: `num_drafts`, and
+    `sure_starts` [R + 1], the row's q_starts without drafts. By slot, int32: `drafts` and `accepted` (`accept`).
+    With num_drafts = 0 no row has drafts, and `accepted` becomes 0.
+    """
     b, r = buffers, num_rows
-    step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
-    lengths = {"q_starts": rows["q_starts"][: r + 1], "seq_lens": rows["seq_lens"]}
-    chosen = {"tokens": b.tokens[:r], "logprobs": b.logprobs[:r]}
-    sample(pack, logits=b.logits[:r], **chosen, **step, **lengths, **{n: rows[n] for n in SAMPLE_FIELDS})
+    emits, starts = rows["emits"], rows["sure_starts"]
+    for place in range(max(num_drafts, 1) + 1):
+        if place:
+            accept(
+                pack,
+                follows=b.follows[:r],
+                starts=b.starts[: r + 1],
+                accepted=rows["accepted"],
+                slots=rows["slots"][:r],
+                emits=emits[:r],
+                num_drafts=rows["num_drafts"][:r],
+                drafts=rows["drafts"],
+                seq_lens=rows["seq_lens"],
+                last_tokens=rows["last_tokens"],
+                alive=rows["alive"],
+                place=place,
+            )
+            emits, starts = b.follows, b.starts
+        if place <= num_drafts:
+            _sample(pack, rows, b, slice(place * r, (place + 1) * r), emits, starts)
+
+
+def _sample(
+    pack: Pack, rows: Fields, buffers: SampleBuffers, part: slice, emits: Tensor, starts: Tensor
+) -> None:
+    """One position of each row. part: the place of its logits and results; starts: as q_starts."""
+    b = buffers
+    logits, chosen = b.logits[part], {"tokens": b.tokens[part], "logprobs": b.logprobs[part]}
+    r = logits.shape[0]
+    step = {"slots": rows["slots"][:r], "emits": emits[:r], "alive": rows["alive"]}
+    lengths = {"q_starts": starts[: r + 1], "seq_lens": rows["seq_lens"]}
+    sample(pack, logits=logits, **chosen, **step, **lengths, **{n: rows[n] for n in SAMPLE_FIELDS})
     top_logprobs(
         pack,
-        ids=b.top_ids[:r],
-        values=b.top_values[:r],
-        logits=b.logits[:r],
+        ids=b.top_ids[part],
+        values=b.top_values[part],
+        logits=logits,
         num_logprobs=rows["num_logprobs"],
         **step,
     )
     advance(
         pack,
-        result=b.result[:r],
+        result=b.result[part],
         last_tokens=rows["last_tokens"],
         **chosen,
         **step,
