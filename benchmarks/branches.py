@@ -57,7 +57,7 @@ class Steps:
         self.placed.rewind(state)
         for copy, tensor in zip(self.before, self.kept, strict=True):
             copy.copy_from(tensor)
-        tokens, num_rows, longest = runner.buckets.choose(rows + prompt, rows + 1)
+        tokens, num_rows, longest, _ = runner.buckets.choose(rows + prompt, rows + 1)
         forward = functools.partial(model.forward, runner.pack, tokens, num_rows, longest)
         branch = CudaDriver.branch
         CudaDriver.branch = lambda self, number: None  # type: ignore[method-assign]

@@ -112,7 +112,7 @@ def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.G
     its bucket."""
     state, vocab_size = runner.model.batch.rows, runner.model.vocab_size
     total, count = rows + prompt, rows + bool(prompt)
-    bucket = tokens, num_rows, _ = runner.buckets.choose(total, count)
+    bucket = tokens, num_rows, *_ = runner.buckets.choose(total, count)
     for slot in range(1, count + 1):
         pages = -(-(context or prompt) // PAGE)
         first = 1 + (slot - 1) * pages
@@ -138,7 +138,7 @@ def measured(runner: Runner, step: tuple[int, int, int], repeats: int) -> list[f
     work = segments(runner.model, runner.pack, runner.buckets)
     runner.graphs.record(("upload",), work["upload",])
     bucket = place(runner, *step, rng)
-    keys = ("forward", bucket), ("sample", bucket.rows)
+    keys = ("forward", bucket), ("sample", bucket.rows, 0)
     for key in keys:
         runner.graphs.record(key, work[key])
     times = []

@@ -271,7 +271,7 @@ def test_an_engine_tells_the_times_of_its_steps_and_keeps_traces_of_outliers(
     assert 0.03 <= decode.measured_s < 0.02 * decode.steps
     assert stats.outlier_steps == 1
     (outlier,) = runner.pace.outliers
-    assert (outlier.measured_s, outlier.shape) == (0.03, (4, 4, 1))
+    assert (outlier.measured_s, outlier.shape) == (0.03, (4, 4, 1, 0))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     kept = [e["args"]["name"] for e in events if e["ph"] == "M" and e["args"]["name"].startswith("outlier")]
     assert len(kept) == 1

@@ -85,6 +85,7 @@ REGEX = "[a-e]{2,4}!"
 ALLOWED = list(range(600))
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 EVENTS = '{"enable_kv_cache_events": true, "endpoint": "inproc://events"}'
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
 RANDOM = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 11}
 
 REQUEST = {
@@ -115,6 +116,7 @@ ENGINE = {
     "large pages": Flag("`--block-size`", {"block_size": 32}),
     "priorities": Flag("`--scheduling-policy priority`, `priority`", {"scheduling_policy": "priority"}),
     "KV events": Flag("`--kv-events-config`", {"kv_events_config": EVENTS, "enable_prefix_caching": True}),
+    "speculation": Flag("`--speculative-config`", {"speculative_config": NGRAM}),
     "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),
     "several ranks": Flag("`--tensor-parallel-size`", {"tensor_parallel_size": 2}),
 }
@@ -133,6 +135,7 @@ REFUSED = {
 MISSING = {
     ("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5",
     ("several ranks", "qwen3_5"): "2 ranks: qwen3_5 runs on one GPU",
+    ("speculation", "qwen3_5"): "--speculative-config is not possible with qwen3_5",
 }
 """What one model's engine cannot do."""
 

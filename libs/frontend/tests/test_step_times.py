@@ -37,3 +37,14 @@ def test_the_client_keeps_the_last_times_and_metrics_have_their_ratio() -> None:
     assert f"openinfer:step_seconds_total{{{label}}} 0.015" in text
     assert f"openinfer:step_predicted_seconds_total{{{label}}} 0.01" in text
     assert 'openinfer:outlier_steps_total{engine="0",model_name="m"} 3.0' in text
+
+
+def test_metrics_show_drafts_as_vllm_does() -> None:
+    stats = EngineStats(drafts=5, draft_tokens=15, accepted_draft_tokens=7, accepted_by_position=[4, 2, 1])
+    client: Any = SimpleNamespace(info=INFO, stats=lambda: stats)
+    text = Metrics(client, "m").render().decode()
+    label = 'engine="0",model_name="m"'
+    assert f"vllm:spec_decode_num_drafts_total{{{label}}} 5.0" in text
+    assert f"vllm:spec_decode_num_draft_tokens_total{{{label}}} 15.0" in text
+    assert f"vllm:spec_decode_num_accepted_tokens_total{{{label}}} 7.0" in text
+    assert f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{label},position="1"}} 2.0' in text

@@ -30,3 +30,32 @@ def test_padding_is_bounded():
     for tokens in range(256, 2049):
         assert buckets.choose(tokens, 1)[0] <= 1.25 * tokens
     assert buckets.choose(1024 + 64, 65)[0] == 1152
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens"), [(1, 1), (1, 8), (3, 16), (16, 16), (256, 512), (300, 1200)]
+)
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_every_step_with_drafts_has_a_segment(max_rows, max_tokens, most):
+    buckets = Buckets.up_to(max_rows, max_tokens, DECODE_ROWS, most)
+    segments, sampled = set(buckets.segments()), set(buckets.sample_rows())
+    for rows in range(1, max_rows + 1):
+        for tokens in {rows + 1, rows + most, rows * (1 + most), max_tokens}:
+            for chunks in (False, True):
+                if rows < tokens <= max_tokens and (chunks or tokens <= rows * (1 + most)):
+                    chosen = buckets.choose(tokens, rows, drafts=True, chunks=chunks)
+                    assert chosen in segments
+                    assert chosen.drafts == most
+                    assert chosen.tokens >= tokens
+                    assert chosen.longest >= (tokens if chunks else min(tokens, 1 + most))
+                    assert chosen.rows >= rows
+                    assert chosen.rows in sampled
+        assert buckets.choose(rows, rows).drafts == 0
+
+
+def test_a_decode_step_with_drafts_has_a_shape_of_its_own():
+    buckets = Buckets.up_to(256, 2048, DECODE_ROWS, 3)
+    shape = buckets.choose(9, 3, drafts=True, chunks=False)
+    assert shape == (16, 4, 4, 3)
+    assert str(shape) == "decode, 4 rows, 3 drafts"
+    assert str(buckets.choose(9, 3, drafts=True)) == "16 tokens, 8 rows, 3 drafts"

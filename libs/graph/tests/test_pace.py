@@ -125,3 +125,16 @@ def test_without_predictions_nothing_is_counted() -> None:
     pace.launch(SHAPE, timed=True)
     assert pace.result(9.0) is None
     assert pace.account(whole=True) == []
+
+
+def test_steps_with_drafts_count_all_their_tokens_and_take_back_the_rejected() -> None:
+    pace, asked = make()
+    pace.join(1, 10)
+    pace.join(2, 20)
+    pace.change(np.array([1, 2], np.int32), np.array([3, 1], np.int32))
+    pace.launch(SHAPE, timed=True)
+    pace.fall_short(1, 2)  # the first step kept one token of three
+    pace.launch(SHAPE, timed=True)
+    pace.change(np.array([1], np.int32), np.array([1], np.int32))
+    pace.launch(SHAPE, timed=True)
+    assert [kv for kv, _ in asked.asked] == [13 + 21, 14 + 22, 15]

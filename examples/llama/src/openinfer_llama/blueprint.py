@@ -71,8 +71,8 @@ class Llama(Blueprint[Model]):
         if arena.device.kind != "null":
             cos_sin.copy_from(c.rope_table(limits.max_model_len), stream)
         batch = Batch.allocate(
-            arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
-            max_rows=limits.max_rows, max_tokens=t, vocab_size=c.vocab_size, width=c.hidden_size, dtype=dtype,
+            arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))], max_rows=limits.max_rows,
+            max_tokens=t, vocab_size=c.vocab_size, width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts,
         )  # fmt: skip
         widths = (c.hidden_size, c.q_size + 2 * c.kv_size, c.q_size, c.intermediate_size)
         x, qkv, heads, mlp = (arena.alloc((t, width), dtype) for width in widths)

@@ -19,7 +19,6 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
     norm_rope_attend,
-    select_rows,
 )
 from openinfer.tensor import Arena, Load, Stream, Tensor
 from openinfer_llama.config import Config
@@ -91,7 +90,9 @@ class Model:
     states: States | None = None
     tables: Sequence[str | None] = ("block_tables",)
 
-    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+    def forward(
+        self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
+    ) -> None:
         """The step's tokens to logits of each row's last token. Keys and values go to the cache."""
         c, w, batch, t, eps = self.config, self.weights, self.batch, num_tokens, self.config.rms_norm_eps
         x, qkv, heads, mlp = self.hidden[:t], self.qkv[:t], self.heads[:t], self.mlp[:t]
@@ -106,8 +107,7 @@ class Model:
             linear_add(pack, x=x, h=heads, weight=layer.o)
             gate_up_silu(pack, out=mlp, x=x, norm_weight=layer.post_norm, weight=layer.gate_up, eps=eps)
             linear_add(pack, x=x, h=mlp, weight=layer.down)
-        select_rows(pack, out=batch.last[:num_rows], x=x, q_starts=step["q_starts"])
-        self.head(pack, num_rows)
+        self.head(pack, batch.select(pack, x, num_rows, num_drafts))
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""

@@ -258,6 +258,12 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Times of steps by shape. An engine may leave the list empty in most snapshots; the client keeps the last one."""
     adapters: list[AdapterState] = []
     """The adapters that are loaded, in the order of their loading."""
+    drafts: int = 0
+    """Rows of steps that verified drafts (speculative decoding)."""
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    accepted_by_position: list[int] = []
+    """How often the first, second, ... draft of a row was accepted."""
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefix_cache"):

@@ -6,7 +6,7 @@ _ONE_GPU = "this version runs on one GPU; leave it out"
 _CHECKPOINT = "the checkpoint's files decide; leave it out"
 _ALWAYS = "it is always on; leave it out"
 _MEDIA = "models of text only are served; leave it out"
-_SPECULATION = "speculative decoding is not supported; leave it out"
+_SPECULATION = "use --speculative-config"
 _KERNELS = "kernels are compiled and recorded before serving; leave it out, or give --enforce-eager"
 
 VLLM_FLAGS: dict[str, str] = {
@@ -69,7 +69,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--runner": "models generate; leave it out",
     "--scheduler-cls": "use --scheduling-policy MODULE:FUNCTION",
     "--seed": "give seed in the request",
-    "--speculative-config": _SPECULATION,
     "--speculative-model": _SPECULATION,
     "--structured-outputs-config": "grammars are always llguidance's; leave it out",
     "--swap-space": "preempted requests are computed again; leave it out",

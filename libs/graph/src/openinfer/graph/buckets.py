@@ -13,26 +13,35 @@ LONE_TOKENS = 128
 
 
 class Shape(NamedTuple):
-    """The shape that a forward segment is recorded for: tokens, rows, and the tokens of its longest row."""
+    """The shape that a forward segment is recorded for: tokens, rows, the tokens of its longest row, and the most
+    drafts of a row (0: the step has none)."""
 
     tokens: int
     rows: int
     longest: int
+    drafts: int = 0
 
     def __str__(self) -> str:
-        return f"decode, {self.rows} rows" if self.longest == 1 else f"{self.tokens} tokens, {self.rows} rows"
+        decode = self.longest == 1 + self.drafts
+        name = f"decode, {self.rows} rows" if decode else f"{self.tokens} tokens, {self.rows} rows"
+        return f"{name}, {self.drafts} drafts" if self.drafts else name
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The shapes that steps are recorded in. A step runs in the smallest shape that holds it. All are ascending."""
+    """The shapes that steps are recorded in. A step runs in the smallest shape that holds it. All are ascending.
+
+    max_drafts: the most drafts of a row. Above 0, each shape exists twice: for steps without and with drafts."""
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     mixed_rows: tuple[int, ...]
+    max_drafts: int = 0
 
     @classmethod
-    def up_to(cls, max_rows: int, max_tokens: int, decode_rows: Iterable[int]) -> Buckets:
+    def up_to(
+        cls, max_rows: int, max_tokens: int, decode_rows: Iterable[int], max_drafts: int = 0
+    ) -> Buckets:
         """Shapes for steps of at most `max_rows` rows and `max_tokens` tokens.
 
         decode_rows: sizes of decode steps that deserve a recording. The model chooses them: each recording adds to
@@ -48,7 +57,7 @@ class Buckets:
             octave *= 2
         mixed = [n for n in sizes if n < max_tokens]
         rows = [n for n in (8, 64) if n < max_rows]
-        return cls((*decode, max_rows), (*mixed, max_tokens), (*rows, max_rows))
+        return cls((*decode, max_rows), (*mixed, max_tokens), (*rows, max_rows), max_drafts)
 
     @property
     def max_rows(self) -> int:
@@ -62,23 +71,30 @@ class Buckets:
 
     def segments(self) -> Iterator[Shape]:
         """The shape of every forward segment, largest first."""
-        for tokens in reversed(self.mixed_tokens):
-            yield from (Shape(tokens, rows, tokens) for rows in reversed(self.mixed_rows) if rows <= tokens)
-            if tokens <= LONE_TOKENS:
-                yield Shape(tokens, 1, tokens)
-        yield from (Shape(rows, rows, 1) for rows in reversed(self.decode_rows))
+        for drafts in sorted({0, self.max_drafts}):
+            for tokens in reversed(self.mixed_tokens):
+                rows = [n for n in reversed(self.mixed_rows) if n <= tokens]
+                yield from (Shape(tokens, n, tokens, drafts) for n in rows)
+                if tokens <= LONE_TOKENS and 1 not in rows:
+                    yield Shape(tokens, 1, tokens, drafts)
+            for n in reversed(self.decode_rows):
+                if n * (1 + drafts) <= self.max_tokens:
+                    yield Shape(n * (1 + drafts), n, 1 + drafts, drafts)
 
     def sample_rows(self) -> list[int]:
         """Rows of every sample segment."""
         return sorted({1, *self.decode_rows, *self.mixed_rows})
 
-    def choose(self, tokens: int, rows: int) -> Shape:
-        """The shape for a step. Raises UnknownStep if the step is larger than every shape."""
-        if tokens == rows:
+    def choose(self, tokens: int, rows: int, *, drafts: bool = False, chunks: bool = True) -> Shape:
+        """The shape for a step. drafts: whether a row has drafts; such a step may be without chunks of prompts. Raises
+        UnknownStep if the step is larger than every shape."""
+        most = self.max_drafts if drafts else 0
+        if tokens == rows or not chunks:
             bucket = bucket_for(self.decode_rows, rows)
-            return Shape(bucket, bucket, 1)
+            if bucket * (1 + most) <= self.max_tokens:
+                return Shape(bucket * (1 + most), bucket, 1 + most, most)
         num_rows = bucket_for(self.mixed_rows, rows)
         num_tokens = bucket_for(self.mixed_tokens, max(tokens, num_rows))
         if rows == 1 and bucket_for(self.mixed_tokens, tokens) <= LONE_TOKENS:
             num_rows, num_tokens = 1, bucket_for(self.mixed_tokens, tokens)
-        return Shape(num_tokens, num_rows, num_tokens)
+        return Shape(num_tokens, num_rows, num_tokens, most)

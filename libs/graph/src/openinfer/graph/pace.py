@@ -77,6 +77,7 @@ class StepPace:
     _slots: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int64))
     _counts: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int64))
     _steady: int = 0  # steps since the batch changed
+    _growth: tuple[int, int] = (0, 0)  # tokens, and pairs, that each further step of the batch adds
     _kv_tokens: int = 0
     _pairs: int = 0
     _under_way: deque[tuple[Shape, int, float] | None] = field(default_factory=deque)
@@ -95,6 +96,13 @@ class StepPace:
         before = self._lengths[self._slots]
         self._kv_tokens = int((before + self._counts).sum())
         self._pairs = int((self._counts * before + self._counts * (self._counts + 1) // 2).sum())
+        self._growth = int(self._counts.sum()), int((self._counts * self._counts).sum())
+
+    def fall_short(self, slot: int, num_tokens: int) -> None:
+        """A launched step has brought a slot `num_tokens` tokens less than `change` said: rejected drafts."""
+        if self.predictions:
+            self._lengths[slot] -= num_tokens
+            self._kv_tokens -= num_tokens
 
     def launch(self, shape: Shape, *, timed: bool) -> None:
         """A step of the batch is launched. timed: whether its measured time will be the device's working time."""
@@ -104,8 +112,8 @@ class StepPace:
         else:
             self._under_way.append((shape, self._kv_tokens, prediction.seconds(self._kv_tokens, self._pairs)))
         self._steady += 1
-        self._kv_tokens += len(self._slots)  # only decode rows run twice in the same batch
-        self._pairs += len(self._slots)
+        self._kv_tokens += self._growth[0]
+        self._pairs += self._growth[1]
 
     @property
     def workload(self) -> tuple[int, int]:

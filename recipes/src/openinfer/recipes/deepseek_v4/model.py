@@ -18,7 +18,6 @@ from openinfer.kernels import (
     norm_linear,
     project,
     route,
-    select_rows,
 )
 from openinfer.kernels.weights import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
@@ -69,7 +68,9 @@ class Model:
         """[T, n D]: what `head` needs of each token."""
         return self.buffers.streams.reshape(self.buffers.streams.shape[0], -1)
 
-    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+    def forward(
+        self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
+    ) -> None:
         """Turn the tokens of the step into logits of each row's last token, and write the cache."""
         w, b, batch, t, r = self.weights, self.buffers, self.batch, num_tokens, num_rows
         streams = b.streams[:t]
@@ -77,9 +78,7 @@ class Model:
         spread(pack, streams=streams, x=b.y[:t], add=False)
         for layer in w.layers:
             self.layer(pack, layer, Step(t, r, max_q_len), self.cache.window[:, layer.index])
-        q_starts = batch.rows["q_starts"][: r + 1]
-        select_rows(pack, out=batch.last[:r], x=streams.reshape(t, -1), q_starts=q_starts)
-        self.head(pack, r)
+        self.head(pack, batch.select(pack, streams.reshape(t, -1), r, num_drafts))
 
     def layer(self, pack: Pack, layer: Layer, step: Step, kv: Tensor) -> None:
         """Each sublayer reads one mixture of the streams, and is mixed into all of them. kv: its raw vectors."""

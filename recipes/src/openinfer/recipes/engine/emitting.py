@@ -1,12 +1,13 @@
-"""The rows of a step that get a token, kept from step to step."""
+"""The rows of a step that get a token, kept from step to step; and log-probabilities of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from openinfer.frontend.contract import StepOutputs, TokenLogprobs
 from openinfer.graph.runner import Payload, Sampling
-from openinfer.scheduler import Row, Tokens
+from openinfer.scheduler import Row, Seq, Tokens
 
 
 class Emitting(NamedTuple):
@@ -35,3 +36,40 @@ class Emitting(NamedTuple):
 
 
 NO_ROWS = Emitting((), [], [], [], False)
+
+
+def put_drafted(outputs: StepOutputs, event: Tokens[Sampling, Payload], payload: Payload) -> int:
+    """Put out the tokens of a step in which rows had drafts: several a row, in order. Returns their number."""
+    places = [
+        (place, position, seq)
+        for position, seq in event.emitting()
+        for place in range(event.num_tokens(position))
+    ]
+    for place, position, seq in places:
+        token = int(payload.token_ids[place, position])
+        seq.tokens.append(token)
+        outputs.request_ids.append(seq.id)
+        outputs.token_ids.append(token)
+    if outputs.logprobs is not None or any(seq.owner.params.logprobs is not None for _, _, seq in places):
+        put_logprobs(outputs, payload, places)
+    return len(places)
+
+
+def put_logprobs(
+    outputs: StepOutputs, payload: Payload, places: Iterable[tuple[int, int, Seq[Sampling]]]
+) -> None:
+    """Add an entry for each of the last tokens of `outputs`, which stand at these (place, row) of the payload. The
+    entry is None where the request did not ask."""
+    entries: list[TokenLogprobs | None] = []
+    for place, row, seq in places:
+        count = seq.owner.params.logprobs
+        if count is None:
+            entries.append(None)
+            continue
+        ids: list[int] = []
+        values: list[float] = []
+        if count and payload.top_ids is not None and payload.top_logprobs is not None:
+            ids = payload.top_ids[place, row, :count].tolist()
+            values = payload.top_logprobs[place, row, :count].tolist()
+        entries.append(TokenLogprobs(float(payload.logprobs[place, row]), ids, values))
+    outputs.logprobs = (outputs.logprobs or [None] * (len(outputs.token_ids) - len(entries))) + entries

@@ -32,7 +32,7 @@ from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sa
 from openinfer.kernels import Adapter, Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.adapters import AdapterDesk
-from openinfer.recipes.engine.emitting import NO_ROWS, Emitting
+from openinfer.recipes.engine.emitting import NO_ROWS, Emitting, put_drafted, put_logprobs
 from openinfer.recipes.engine.refusal import refusal
 from openinfer.recipes.engine.statistics import snapshot
 from openinfer.sampler import fresh_seed
@@ -98,8 +98,9 @@ class Engine:
         self._vocab_size, self._eos_token_ids = runner.model.vocab_size, tuple(eos_token_ids)
         self.runner = runner
         self._loop = StepLoop(
-            runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued
-        )
+            runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued,
+            speculation=runner.drafting,
+        )  # fmt: skip
         self._seqs: dict[int, Seq[Sampling]] = {}
         self._max_rows, self._max_queued = max_rows, max_queued
         self._table: TokenTable | None = None
@@ -318,11 +319,14 @@ class Engine:
         payload = event.payload
         if not isinstance(payload, Payload):
             raise TypeError(f"a step's payload is {type(payload).__name__}")
+        if len(payload.token_ids) > 1:
+            self._stats.generation_tokens += put_drafted(outputs, event, payload)
+            return
         batch = self._batch
         if event.rows is not batch.rows or event.dead:
             batch = Emitting.of(event)
             self._batch = batch if len(batch.ids) == len(event.rows) else NO_ROWS
-        token_ids = payload.token_ids.tolist()
+        token_ids = payload.token_ids[0].tolist()
         if len(batch.ids) != len(event.rows):
             token_ids = [token_ids[position] for position in batch.positions]
         for append, token in zip(batch.appends, token_ids, strict=True):
@@ -331,25 +335,9 @@ class Engine:
         outputs.token_ids += token_ids
         self._stats.generation_tokens += len(token_ids)
         if batch.wants_logprobs:
-            self._logprobs(event, payload, outputs)
+            put_logprobs(outputs, payload, [(0, position, seq) for position, seq in event.emitting()])
         elif outputs.logprobs is not None:
             outputs.logprobs += [None] * len(token_ids)
-
-    def _logprobs(self, event: Tokens[Sampling, Payload], payload: Payload, outputs: StepOutputs) -> None:
-        """Log-probabilities, one entry a token if a request of the step asked; None for requests that did not."""
-        entries: list[TokenLogprobs | None] = []
-        for position, seq in event.emitting():
-            count = seq.owner.params.logprobs
-            if count is None:
-                entries.append(None)
-                continue
-            ids: list[int] = []
-            values: list[float] = []
-            if count and payload.top_ids is not None and payload.top_logprobs is not None:
-                ids = payload.top_ids[position, :count].tolist()
-                values = payload.top_logprobs[position, :count].tolist()
-            entries.append(TokenLogprobs(float(payload.logprobs[position]), ids, values))
-        outputs.logprobs = (outputs.logprobs or [None] * (len(outputs.token_ids) - len(entries))) + entries
 
     def _finished(self, seq: Seq[Sampling], reason: FinishReason) -> Finished | Failed:
         del self._seqs[seq.id]

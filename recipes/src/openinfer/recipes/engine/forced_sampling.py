@@ -93,8 +93,8 @@ def _take(
     if payload.top_ids is None or payload.top_logprobs is None:
         raise TypeError("the step has no log-probabilities of likely tokens")
     for at, seq in event.emitting():
-        ids, values = payload.top_ids[at].tolist(), payload.top_logprobs[at].tolist()
-        seq.tokens.append(int(payload.token_ids[at]))
+        ids, values = payload.top_ids[0, at].tolist(), payload.top_logprobs[0, at].tolist()
+        seq.tokens.append(int(payload.token_ids[0, at]))
         wanted = sequences[seq.id].top_ids[len(found[seq.id]), :COMPARED].tolist()
         known = dict(zip(ids, values, strict=True))
         # A token that is not among the engine's likeliest is at most as likely as the last of these.

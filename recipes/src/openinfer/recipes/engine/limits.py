@@ -23,7 +23,7 @@ CPU_CACHE_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes of an engine. page_size: tokens of an entry of a block table."""
+    """The sizes of an engine. page_size: tokens of an entry of a block table. max_drafts: of a row in a step."""
 
     max_model_len: int
     max_rows: int
@@ -31,6 +31,12 @@ class Limits:
     page_size: int
     dtype: np.dtype[Any]
     adapters: AdapterSizes | None = None
+    max_drafts: int = 0
+
+    @property
+    def max_logits(self) -> int:
+        """Rows of the buffer of logits: a row with drafts has logits after each of them."""
+        return self.max_rows * (1 + self.max_drafts)
 
     @property
     def max_blocks(self) -> int:
@@ -88,7 +94,9 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
             f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {options.max_num_seqs}"
         )
     adapters = AdapterSizes(options.max_loras, options.max_lora_rank) if options.enable_lora else None
-    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype, adapters)
+    speculation = options.speculation()
+    drafts = speculation.num_speculative_tokens if speculation else 0
+    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts)
 
 
 def fit(limits: Limits, options: Options, capacity: int) -> Limits:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from openinfer.recipes.engine.errors import SetupError
 
 if TYPE_CHECKING:
+    from openinfer.graph.runner import Drafting
     from openinfer.kvpool import Eviction, Group
+    from openinfer.recipes.engine.speculation import SpeculativeConfig
     from openinfer.scheduler import Policy
 
 T = TypeVar("T")
@@ -32,10 +34,12 @@ def option(
 class Options:
     """The flags of every engine. None: chosen at start-up, and logged.
 
-    A recipe adds flags in a subclass. `refused` maps fields that its models cannot have to the reason.
+    A recipe adds flags in a subclass. `refused` maps fields that its models cannot have to the reason. `draft_methods`
+    are the methods of --speculative-config that its models can have.
     """
 
     refused: ClassVar[Mapping[str, str]] = {}
+    draft_methods: ClassVar[tuple[str, ...]] = ("ngram",)
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
     tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", kind=int)
@@ -91,6 +95,12 @@ class Options:
         metavar="NAME=PATH",
         many=True,
     )
+    speculative_config: str | None = option(
+        None,
+        "verify drafts of the next tokens, which changes no token; JSON with the keys of vLLM's flag, as in "
+        '{"method": "ngram", "num_speculative_tokens": 3}',
+        metavar="JSON",
+    )
     kv_events_config: str | None = option(
         None,
         "publish KV events over ZeroMQ for prefix-aware routers; JSON with the keys of vLLM's flag, as in "
@@ -140,6 +150,20 @@ class Options:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
+        self.speculation()
+
+    def speculation(self) -> SpeculativeConfig | None:
+        """The value of --speculative-config. Raises SetupError."""
+        if self.speculative_config is None:
+            return None
+        from openinfer.recipes.engine.speculation import SpeculativeConfig
+
+        return SpeculativeConfig.parse(self.speculative_config, self.draft_methods)
+
+    def drafting(self, max_tokens: int) -> Drafting | None:
+        """The choice of drafts, for steps of at most `max_tokens` tokens. Raises SetupError."""
+        speculation = self.speculation()
+        return None if speculation is None else speculation.drafting(max_tokens)
 
 
 O = TypeVar("O", bound=Options)

@@ -51,7 +51,7 @@ def step_segments(
         rows * context + bool(prefill) * (start + prefill),
         rows * context + prefill * start + prefill * (prefill + 1) // 2,
     )
-    tokens, num_rows, longest = buckets.choose(workload.tokens, workload.rows)
+    tokens, num_rows, longest, _ = buckets.choose(workload.tokens, workload.rows)
     forward = functools.partial(model.forward, num_tokens=tokens, num_rows=num_rows, max_q_len=longest)
     batch = model.batch
 
@@ -159,14 +159,16 @@ class Placed:
 
 
 def engine_segments(engine: Engine, context: int, tokens: Sequence[int] | None = None) -> Iterator[Segment]:
-    """Every segment that the engine recorded (or those of these token counts), one after the other: while one is in
-    hand, its state is on the device, and its ops can be run there on engine.runner.pack, again and again.
+    """Every segment without drafts that the engine recorded (or those of these token counts), one after the other.
+
+    While one is in hand, its state is on the device, and its ops can be run there on engine.runner.pack, again and
+    again.
 
     Decode rows have `context` tokens; a segment for more is all decode rows but one, and one prompt from its start.
     """
     runner, buckets = engine.runner, engine.runner.buckets
     max_rows, largest = buckets.max_rows, buckets.max_tokens
-    wanted = [s for s in buckets.segments() if tokens is None or s.tokens in tokens]
+    wanted = [s for s in buckets.segments() if not s.drafts and (tokens is None or s.tokens in tokens)]
     if not wanted:
         raise SetupError(f"no recorded segment has a token count of {tokens}")
     need = max_rows * (context + MARGIN + engine.info.block_size) + largest
@@ -177,7 +179,7 @@ def engine_segments(engine: Engine, context: int, tokens: Sequence[int] | None =
         )
     lengths, room = [context - 1] * max_rows, [*[1] * (max_rows - 1), max(1, largest - context + 1)]
     placed = Placed(engine, lengths, room, np.random.default_rng(7))
-    for num_tokens, num_rows, longest in wanted:
+    for num_tokens, num_rows, longest, _ in wanted:
         # A step with as many tokens as rows is a decode step, so a segment of that shape gets one row less.
         decoding = num_rows if longest == 1 else num_rows - 1 - (num_tokens == num_rows)
         prefill = num_tokens - decoding

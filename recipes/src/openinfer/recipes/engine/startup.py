@@ -210,13 +210,9 @@ def _make(
             events = open_publisher is not None
             tiers = open_tiers(options, groups, eviction, path, limits, device, events=events)
             pool = Pool(
-                groups,
-                prefix_cache=options.enable_prefix_caching,
-                eviction=eviction,
-                events=events,
-                loader=tiers,
-                saver=tiers,
-            )
+                groups, prefix_cache=options.enable_prefix_caching, eviction=eviction, events=events,
+                loader=tiers, saver=tiers,
+            )  # fmt: skip
             # Before the weights, because an address that is taken is refused here.
             publisher = open_publisher and open_publisher(pool.groups)
             limits = fit(limits, options, pool.capacity_tokens)
@@ -232,11 +228,13 @@ def _make(
         store = Store(target.arch) if target else None
         pack = make_pack(device, target, stream, store, arena, plan, ranks)
         graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
-        readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), STEPS_IN_FLIGHT)
+        results = readback_bytes(limits.max_rows, limits.max_tokens, limits.max_drafts)
+        readback = Readback(device, results, STEPS_IN_FLIGHT)
         if device.kind == "cpu" and trace is not None:
             pack = TimedPack(pack, trace)
         pace, watch = StepPace(predicted.result()), Watch(trace) if trace is not None else None
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
+        runner.drafting = options.drafting(limits.max_tokens)
         with _phase("steps"):
             runner.record()
         with _phase("rest of the weights"):
@@ -249,7 +247,8 @@ def _make(
 
 def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
     """The shapes that an engine of these limits records."""
-    return Buckets.up_to(limits.max_rows, limits.max_tokens, blueprint.decode_rows(limits.max_rows))
+    decode_rows = blueprint.decode_rows(limits.max_rows)
+    return Buckets.up_to(limits.max_rows, limits.max_tokens, decode_rows, limits.max_drafts)
 
 
 def options_target(options: Options, target: Target) -> Target:
@@ -270,7 +269,7 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     pack = NullPack(target)
     traced = blueprint.traced(model, pack)
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
-    steps = {shape: calls["forward", shape] + calls["sample", shape.rows] for shape in buckets.segments()}
+    steps = {s: calls["forward", s] + calls["sample", s.rows, s.drafts] for s in buckets.segments()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     workspace = scratch + zeroed + 1024
     return Plan(fixed + workspace, pack.specs(), scratch, zeroed, steps, pack.peer_widths())

@@ -38,6 +38,11 @@ def snapshot(
     if tiers is not None:
         stats.offload_bytes = {"host": tiers.host_bytes, "disk": tiers.disk_bytes}
         stats.offload_blocks = asdict(tiers.stats)
+    if runner.drafting is not None:
+        counts = runner.drafting.counts
+        stats.drafts, stats.draft_tokens = counts.drafts, counts.draft_tokens
+        stats.accepted_draft_tokens = counts.accepted_tokens
+        stats.accepted_by_position = list(counts.by_position)
     stats.compiles_after_ready = store.misses_after_seal if store else 0
     if runner.stream.device.kind == "cuda":
         now = DriverCounts.now()

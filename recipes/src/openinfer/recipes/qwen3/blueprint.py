@@ -64,7 +64,7 @@ class Qwen3(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype,
+            width=c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts,
             adapters=adapters_of(arena, limits, weights.adapted(), weights.loads(c)),
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)

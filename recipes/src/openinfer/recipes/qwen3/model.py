@@ -21,7 +21,6 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
     norm_rope_attend,
-    select_rows,
 )
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.weights import Weights
@@ -80,7 +79,9 @@ class Model:
         """[T, H]: what `head` needs of each token."""
         return self.buffers.x
 
-    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+    def forward(
+        self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
+    ) -> None:
         """Tokens of the step to logits of each row's last token; keys and values go to the cache."""
         c, w, b, batch, t, r = self.config, self.weights, self.buffers, self.batch, num_tokens, num_rows
         x, qkv, heads, mlp = b.x[:t], b.qkv[:t], b.heads[:t], b.mlp[:t]
@@ -112,8 +113,7 @@ class Model:
             gate_up_silu(pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, added=added)
             linear_add(pack, x=x, h=mlp, weight=layer.down, ranks=c.ranks)
             batch.adapt(pack, layer.down, out=x, x=mlp)
-        select_rows(pack, out=batch.last[:r], x=x, q_starts=step["q_starts"])
-        self.head(pack, r)
+        self.head(pack, batch.select(pack, x, r, num_drafts))
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""

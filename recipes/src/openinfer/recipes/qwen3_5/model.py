@@ -19,7 +19,6 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
     route_topk,
-    select_rows,
 )
 from openinfer.kernels.weights import Linear
 from openinfer.recipes.qwen3_5.config import Config
@@ -110,7 +109,9 @@ class Model:
         """[T, H]: what `head` needs of each token."""
         return self.buffers.x
 
-    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+    def forward(
+        self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
+    ) -> None:
         """Tokens of the step to logits of each row's last token; keys and values go to the cache, states move on."""
         w, batch, t, r = self.weights, self.batch, num_tokens, num_rows
         x = self.buffers.x[:t]
@@ -124,8 +125,7 @@ class Model:
                 self._delta_net(pack, layer.input_norm, layer.mixer, linear, t, r, max_q_len)
                 linear += 1
             self._mlp(pack, layer, t)
-        select_rows(pack, out=batch.last[:r], x=x, q_starts=batch.rows["q_starts"][: r + 1])
-        self.head(pack, r)
+        self.head(pack, batch.select(pack, x, r, num_drafts))
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""

@@ -254,6 +254,9 @@ class Metrics:
                 stats.prefix_loaded_tokens,
             ),
             ("vllm:num_preemptions", "Preemptions.", stats.preemptions),
+            ("vllm:spec_decode_num_drafts", "Verifications of drafts, one a row and step.", stats.drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", stats.accepted_draft_tokens),
             ("openinfer:steps", "Engine steps.", stats.steps),
             ("openinfer:compiles_after_ready", "Kernels compiled while serving.", stats.compiles_after_ready),
             (
@@ -275,6 +278,13 @@ class Metrics:
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, float(value))
             yield counter
+        by_position = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by their position in the row.",
+            labels=[*_LABELS, "position"],
+        )  # fmt: skip
+        for position, accepted in enumerate(stats.accepted_by_position):
+            by_position.add_metric([*labels, str(position)], float(accepted))
+        yield by_position
         sources = CounterMetricFamily(
             "vllm:prompt_tokens_by_source",
             "Prompt tokens of scheduled sequences.",

@@ -3,13 +3,16 @@
 try:
     from openinfer.graph.runner.adapting import AdapterQueue
     from openinfer.graph.runner.batch import Batch, StepRows
+    from openinfer.graph.runner.drafting import Drafting, Proposal
     from openinfer.graph.runner.follower import Leader, follow
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
     from openinfer.graph.runner.requests import FirstTokens
     from openinfer.graph.runner.ring import Reader, Ring, Writer
-    from openinfer.graph.runner.runner import Payload, Runner, Sampling, readback_bytes, segments
+    from openinfer.graph.runner.runner import Payload, Runner, Sampling
     from openinfer.graph.runner.scoring import PromptScore, Scores
+    from openinfer.graph.runner.segments import readback_bytes, segments
     from openinfer.graph.runner.timed import TimedPack
+    from openinfer.graph.runner.verifying import DraftCounts
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.sampler", "openinfer.scheduler"):
         raise
@@ -21,12 +24,15 @@ __all__ = [
     "AdapterQueue",
     "Batch",
     "Constraint",
+    "DraftCounts",
+    "Drafting",
     "FirstTokens",
     "Leader",
     "Masks",
     "Model",
     "Payload",
     "PromptScore",
+    "Proposal",
     "Reader",
     "Ring",
     "Runner",

@@ -10,7 +10,8 @@ import numpy as np
 
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.runner.scoring import padded, score_fields
-from openinfer.kernels import Adapters, Pack, expand_rows
+from openinfer.graph.runner.verifying import draft_fields
+from openinfer.kernels import Adapters, Pack, expand_rows, select_rows
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
@@ -35,7 +36,7 @@ class StepRows(TypedDict):
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The buffers that every model's step reads and writes, for at most T tokens and R rows. A smaller step uses the
-    first elements.
+    first elements. N is R, or R * (1 + max_drafts): a row with drafts has logits at each of its last positions.
 
     The arena of `allocate` owns the memory; `rows.close()` gives back the host's staging buffers.
     """
@@ -44,9 +45,10 @@ class Batch:
     token_ids: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
     token_slots: Tensor  # int32 [T]
-    last: Tensor  # [R, W]: hidden states of each row's last token
+    last: Tensor  # [N, W]: the hidden states that logits are made of
     sampled: SampleBuffers
     adapters: Adapters | None = None  # the row field "adapters" has the place of each slot's, 0 for none
+    max_drafts: int = 0
 
     @classmethod
     def allocate(
@@ -61,23 +63,30 @@ class Batch:
         width: int,
         dtype: np.dtype[Any],
         adapters: Adapters | None = None,
+        max_drafts: int = 0,
     ) -> Batch:
-        """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states."""
+        """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
+        max_drafts: of a row; 0: the fields of drafts do not exist."""
+        logits = max_rows * (1 + max_drafts)
+        shared = [*row_fields(max_rows, max_tokens, vocab_size, logits), *draft_fields(max_rows, max_drafts)]
         own_fields = [*own_fields, *([Field("adapters", (max_rows + 1,))] if adapters else [])]
-        rows = Rows(arena, [*row_fields(max_rows, max_tokens, vocab_size), *own_fields], stream)
+        rows = Rows(arena, [*shared, *own_fields], stream)
         return cls(
             rows,
             token_ids=arena.alloc((max_tokens,), int32),
             positions=arena.alloc((max_tokens,), int32),
             token_slots=arena.alloc((max_tokens,), int32),
-            last=arena.alloc((max_rows, width), dtype),
-            sampled=SampleBuffers.allocate(arena, max_rows, padded(max_tokens, max_rows), vocab_size),
+            last=arena.alloc((logits, width), dtype),
+            sampled=SampleBuffers.allocate(
+                arena, max_rows, padded(max_tokens, logits), vocab_size, max_drafts
+            ),
             adapters=adapters,
+            max_drafts=max_drafts,
         )
 
     @property
     def logits(self) -> Tensor:
-        """float32 [R, V]: of each row's last token."""
+        """float32 [N, V]: of each row's last token, then of the tokens after it (sampler.gpu.verify_rows)."""
         return self.sampled.logits
 
     @property
@@ -126,14 +135,23 @@ class Batch:
             prompt=self.rows["prompt"][:num_tokens],
             last_tokens=self.rows["last_tokens"],
             **self.step(num_tokens, num_rows),
+            drafts=self.rows["drafts"] if self.max_drafts else None,
         )
         return token_ids
 
+    def select(self, pack: Pack, x: Tensor, num_rows: int, num_drafts: int) -> int:
+        """Take from x [T, W] the hidden states that the step's logits are made of into `last`; every forward pass ends
+        so, with `head`. Returns their number. num_drafts: the most drafts of a row; 0: each row has its last token."""
+        count = num_rows * (1 + num_drafts)
+        ends = self.rows["sampled_ends" if num_drafts else "q_starts"][: count + 1]
+        select_rows(pack, out=self.last[:count], x=x, q_starts=ends)
+        return count
 
-def row_fields(max_rows: int, max_tokens: int, vocab_size: int) -> list[Field]:
+
+def row_fields(max_rows: int, max_tokens: int, vocab_size: int, logits: int) -> list[Field]:
     """The fields of every model's batch. By slot (0 is padding): the state of a sequence, the sampler's among it. By
     row: the sequences of the step. By token: ids that prompt chunks bring, -1 where the token sampled last is fed;
-    and what is asked about prompts."""
+    and what is asked about prompts. `logits`: rows of the buffer of logits."""
     slots = max_rows + 1
     return [
         Field("alive", (slots,), device_written=True),
@@ -144,5 +162,5 @@ def row_fields(max_rows: int, max_tokens: int, vocab_size: int) -> list[Field]:
         Field("q_starts", (max_rows + 1,)),
         Field("emits", (max_rows,)),
         Field("prompt", (max_tokens,)),
-        *score_fields(max_rows, max_tokens),
+        *score_fields(logits, max_tokens),
     ]

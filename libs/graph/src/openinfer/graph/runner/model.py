@@ -72,9 +72,11 @@ class Model(Protocol):
     def hidden(self) -> Tensor:
         """[T, W]: the hidden states of each token after `forward`, which `head` reads."""
 
-    def forward(self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+    def forward(
+        self, pack: Pack, num_tokens: int, num_rows: int, max_q_len: int, num_drafts: int = 0
+    ) -> None:
         """Turn the step's tokens into logits of each row's last token, and write the cache. Rows have at most
-        `max_q_len` tokens."""
+        `max_q_len` tokens, the last `num_drafts` or fewer of them drafts. `Batch.select` and `head` end it."""
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """batch.logits[:num_rows] of batch.last[:num_rows]."""

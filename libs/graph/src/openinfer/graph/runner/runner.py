@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,22 +11,18 @@ import numpy as np
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
+from openinfer.graph.runner.drafting import Drafting, Proposal
 from openinfer.graph.runner.follower import Leader
 from openinfer.graph.runner.model import Constraint, Masks, Model
-from openinfer.graph.runner.scoring import (
-    PromptScore,
-    Scores,
-    Share,
-    padded,
-    read_scores,
-    write_scores,
-)
+from openinfer.graph.runner.scoring import PromptScore, Scores, Share, read_scores, write_scores
+from openinfer.graph.runner.segments import segments
+from openinfer.graph.runner.verifying import read_verified, write_verified
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
 from openinfer.graph.watch import Watch
-from openinfer.kernels import Adapter, Pack, apply_writes, select_rows
-from openinfer.sampler import MAX_LOGPROBS, SamplingParams
-from openinfer.sampler.gpu import RowStatus, sample_rows, score_tokens, values
+from openinfer.kernels import Adapter, Pack
+from openinfer.sampler import SamplingParams
+from openinfer.sampler.gpu import RowStatus, values
 from openinfer.scheduler import FinishReason, Row, Seq, Step, StepResult
 from openinfer.tensor import Stream
 
@@ -53,6 +48,7 @@ class Sampling:
     adapter: Adapter | None = None
     place: int = 0
     """The place of its adapter in the batch's Adapters, from 1 on; 0: none."""
+    proposal: Proposal | None = None
 
 
 Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
@@ -60,8 +56,8 @@ Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
 
 
 class Payload(NamedTuple):
-    """Results of a step along its rows: token ids [R], their log-probabilities [R], and the most likely tokens
-    [R, MAX_LOGPROBS] where a row asked."""
+    """Results of a step along its rows: token ids [1 + D, R], their log-probabilities [1 + D, R], and the most likely
+    tokens [1 + D, R, MAX_LOGPROBS] where a row asked. D: the most drafts of a row in a step of this shape."""
 
     token_ids: Array
     logprobs: Array
@@ -73,6 +69,7 @@ class _Launched(NamedTuple):
     """A step in flight, and the outputs that its rows asked for."""
 
     step: Step[Sampling]
+    shape: Shape
     constrained: Constrained
     wants_logprobs: bool
     shares: Sequence[Share]
@@ -99,6 +96,8 @@ class Runner:
     """Needed for sequences with a constraint."""
     leader: Leader | None = None
     """Tells the ranks that run the same steps; None: there are no others."""
+    drafting: Drafting | None = None
+    """Needed for steps with drafts."""
     _launched: list[_Launched] = field(default_factory=list)
     _shape: Shape = field(default_factory=lambda: Shape(0, 0, 0))
     _wants_logprobs: bool = False
@@ -132,7 +131,7 @@ class Runner:
             for key in (
                 ("forward", Shape(tokens, 1, tokens)),
                 ("forward", Shape(1, 1, 1)),
-                ("sample", 1),
+                ("sample", 1, 0),
                 ("score", 0),
             ):
                 work[key]()
@@ -169,6 +168,8 @@ class Runner:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
         if step.changed:
             self._write_batch(step)
+        if self.drafting is not None:
+            self.drafting.write(rows, step)
         waits = bool(self._constrained and self._launched)
         timed = not waits and not self._shares
         if not waits:
@@ -184,7 +185,9 @@ class Runner:
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
         self.replay(("forward", self._shape))
-        self._launched.append(_Launched(step, self._constrained, self._wants_logprobs, self._shares))
+        self._launched.append(
+            _Launched(step, self._shape, self._constrained, self._wants_logprobs, self._shares)
+        )
         if waits:
             self._waiting = self._launched[-1]
         else:
@@ -204,9 +207,10 @@ class Runner:
         self.graphs.launch(key)
 
     def _sample_now(self, launched: _Launched) -> None:
-        """The second half of a launch; the shape and the rows are still the step's."""
-        self.replay(("sample", self._shape.rows))
-        b, n = self.model.batch.sampled, len(launched.step.rows)
+        """The second half of a launch; the rows are still the step's."""
+        shape, b = launched.shape, self.model.batch.sampled
+        self.replay(("sample", shape.rows, shape.drafts))
+        n = shape.rows * (1 + shape.drafts) if shape.drafts else len(launched.step.rows)
         results = [b.result[:n]]
         if launched.wants_logprobs:
             results += [b.top_ids[:n], b.top_values[:n]]
@@ -248,11 +252,13 @@ class Runner:
                 trace.keep()
         if self.watch is not None:
             self.watch.step(seconds, self.pace.last and self.pace.last.predicted_s)
-        launched, result = self._launched.pop(0), arrays[0]
-        step, tops = launched.step, arrays[1:3] if launched.wants_logprobs else (None, None)
+        launched = self._launched.pop(0)
+        step, places = launched.step, 1 + launched.shape.drafts
+        outputs = arrays[: 3 if launched.wants_logprobs else 1]
+        result, *tops = (array.reshape(places, -1, array.shape[1]) for array in outputs)
         self._scores += read_scores(launched.shares, arrays[-4:])
         if launched.constrained:
-            self._accept(launched.constrained, result)
+            self._accept(launched.constrained, result[0])
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             if trace is not None:
@@ -261,10 +267,25 @@ class Runner:
             self._write_masks([one for one in waiting.constrained if not one[2].ended])
             self.upload()
             self._sample_now(waiting)
-        ended = (result[:, 1] > RowStatus.RUNNING).nonzero()[0]
-        finished = [(step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[i, 1])]) for i in ended.tolist()]
-        payload = Payload(result[:, 0], result[:, 2].view(np.float32), *tops)
-        return StepResult(step.index, finished, payload, seconds=seconds)
+        at, ended = (result[:, :, 1] > RowStatus.RUNNING).nonzero()
+        finished = [
+            (step.rows[i].seq.slot, FINISH_REASONS[RowStatus(result[place, i, 1])])
+            for place, i in zip(at.tolist(), ended.tolist(), strict=True)
+        ]
+        payload = Payload(result[:, :, 0], result[:, :, 2].view(np.float32), *(tops or (None, None)))
+        advanced = self._drafted(step, result) if step.drafts else None
+        return StepResult(step.index, finished, payload, advanced, seconds)
+
+    def _drafted(self, step: Step[Sampling], result: Array) -> dict[int, int]:
+        """StepResult.advanced of a step with drafts."""
+        advanced = {}
+        for slot, num_drafts, num_tokens in read_verified(step, result):
+            if self.drafting is not None:
+                self.drafting.counts.add(num_drafts, num_tokens - 1)
+            if num_tokens <= num_drafts:
+                advanced[slot] = num_tokens
+                self.pace.fall_short(slot, 1 + num_drafts - num_tokens)
+        return advanced
 
     def take_scores(self) -> list[Scores]:
         """Scores of prompts from the steps collected since the last call; a sequence's in the order of its tokens."""
@@ -292,6 +313,8 @@ class Runner:
         rows.set("seq_lens", slot, seq.lease.num_cached)
         if self.model.batch.adapters is not None:
             rows.set("adapters", slot, sampling.place)
+        if self.buckets.max_drafts:
+            rows.set("accepted", slot, 0)
         state = values(
             params,
             seed=sampling.seed,
@@ -310,14 +333,16 @@ class Runner:
 
     def _write_batch(self, step: Step[Sampling]) -> None:
         """Write the step's rows and its prompt chunks, and choose the segment that it runs in."""
-        count, decoding = len(step.rows), step.num_decode  # decode rows have one token each, and emit
+        count, decoding = len(step.rows), step.num_decode
         chunks = step.rows[decoding:]
-        lengths = np.ones(count, np.int32)
+        lengths = np.ones(count, np.int32)  # a decode row without drafts has one token
+        if step.drafts:
+            lengths[:decoding] = [row.num_tokens for row in step.rows[:decoding]]
         lengths[decoding:] = [row.num_tokens for row in chunks]
         starts = np.zeros(count + 1, np.int32)
         lengths.cumsum(out=starts[1:])
         total = int(starts[-1])
-        self._shape = self.buckets.choose(total, count)
+        self._shape = self.buckets.choose(total, count, drafts=bool(step.drafts), chunks=bool(chunks))
         num_rows = self._shape.rows
         slots, emits = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         slots[:count] = [row.seq.slot for row in step.rows]
@@ -336,6 +361,10 @@ class Runner:
         rows.write("slots", 0, slots)
         rows.write("emits", 0, emits)
         rows.write("q_starts", 0, q_starts)
+        if self.buckets.max_drafts:
+            drafts = np.zeros(num_rows, np.int32)
+            drafts[:decoding] = lengths[:decoding] - 1
+            write_verified(rows, q_starts, drafts, self._shape.drafts)
         rows.write("prompt", 0, _prompt_ids(placed, self._shape.tokens))
 
     def _constrained_rows(self, step: Step[Sampling], slots: Array, emits: Array) -> Constrained:
@@ -354,33 +383,6 @@ class Runner:
         self.model.batch.rows.close()
 
 
-def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, ...], Callable[[], None]]:
-    """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
-    ("forward", shape), ("sample", rows), ("score", first token)."""
-    batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
-    work: dict[tuple[object, ...], Callable[[], None]] = {
-        ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
-    }
-    for shape in buckets.segments():
-        work["forward", shape] = partial(model.forward, pack, *shape)
-    for rows in buckets.sample_rows():
-        work["sample", rows] = partial(sample_rows, pack, batch.rows, batch.sampled, rows)
-    for offset in range(0, most, batch.logits.shape[0]):
-        work["score", offset] = partial(_score, model, pack, offset)
-    return work
-
-
-def _score(model: Model, pack: Pack, offset: int) -> None:
-    """Scores of as many prompt tokens as the buffer of logits has rows. It runs after forward and sample of the step,
-    since it takes their hidden states and overwrites their logits."""
-    batch = model.batch
-    size = batch.logits.shape[0]
-    after = batch.rows["score_after"][offset : offset + size + 1]
-    select_rows(pack, out=batch.last, x=model.hidden, q_starts=after)
-    model.head(pack, size)
-    score_tokens(pack, batch.rows, batch.sampled, offset)
-
-
 def _prompt_ids(placed: Sequence[tuple[Row[Sampling], int]], num_tokens: int) -> Array:
     """The ids that chunks bring, int32 [num_tokens]; -1 where the token sampled last is fed."""
     prompt = np.full(num_tokens, -1, np.int32)
@@ -388,9 +390,3 @@ def _prompt_ids(placed: Sequence[tuple[Row[Sampling], int]], num_tokens: int) ->
         if row.start is not None:
             prompt[start : start + row.num_tokens] = row.seq.tokens[row.start : row.start + row.num_tokens]
     return prompt
-
-
-def readback_bytes(max_rows: int, max_tokens: int) -> int:
-    """An upper bound of the bytes that the results of one step take in the read-back ring."""
-    tops = 2 * MAX_LOGPROBS
-    return 4 * (max_rows * (3 + tops) + padded(max_tokens, max_rows) * (2 + tops)) + 7 * 64

@@ -49,21 +49,21 @@ class Scores(NamedTuple):
     top_logprobs: Array
 
 
-def padded(max_tokens: int, max_rows: int) -> int:
-    """Tokens of a step, filled up to whole slices of max_rows."""
-    return -(-max_tokens // max_rows) * max_rows
+def padded(max_tokens: int, size: int) -> int:
+    """Tokens of a step, filled up to whole slices of `size` rows of logits."""
+    return -(-max_tokens // size) * size
 
 
-def score_fields(max_rows: int, max_tokens: int) -> list[Field]:
+def score_fields(logits: int, max_tokens: int) -> list[Field]:
     """The fields by scored token: the row of the hidden states before it, its id, and the number of alternatives.
 
-    The first row is 1; index 0 is not used. score_rows: 0, 1, 2, ..."""
-    size = padded(max_tokens, max_rows)
+    The first row is 1; index 0 is not used. score_rows: 0, 1, 2, ... `logits`: rows of the buffer of logits."""
+    size = padded(max_tokens, logits)
     return [
         Field("score_after", (size + 1,)),
         Field("score_targets", (size,)),
         Field("score_tops", (size,)),
-        Field("score_rows", (max_rows,)),
+        Field("score_rows", (logits,)),
     ]
 
 

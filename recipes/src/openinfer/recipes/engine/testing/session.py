@@ -115,6 +115,12 @@ class Session:
             self.step()
         raise AssertionError(f"requests {self.open} did not end within {max_steps} steps")
 
+    def outcomes_of(self, asked: Sequence[tuple[Sequence[int], int, Mapping[str, Any]]]) -> list[Outcome]:
+        """Run requests, each (prompt, max_tokens, sampling), together to their ends."""
+        ids = [self.submit(prompt, max_tokens, **sampling) for prompt, max_tokens, sampling in asked]
+        self.finish()
+        return [self.outcomes[one] for one in ids]
+
 
 def expect(condition: bool, broken: str) -> None:
     """Raise AssertionError with the rule that is broken."""

@@ -18,6 +18,7 @@ from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Room, decide
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.recipes.engine.startup import build
+from openinfer.recipes.engine.testing.planted import Planted
 from openinfer.recipes.engine.testing.session import Golden, Outcome, Session, expect
 from openinfer.sampler import SamplingParams, sample
 from openinfer.sampler.grammar import Grammar
@@ -97,7 +98,7 @@ class EngineConformance:
         return cls.session(max_num_seqs=1, enable_prefix_caching=False)
 
     @classmethod
-    def small(cls) -> Session:
+    def small(cls, **flags: Any) -> Session:
         """An engine that preempts rows now and then, and whose cache is twice the least."""
         options = cls.recipe.options(**{"device": "cpu", **SIZES, **cls.flags})
         blueprint, cpu = cls.recipe.blueprint(Source.read(cls.checkpoint), options), Device("cpu")
@@ -112,6 +113,7 @@ class EngineConformance:
                         kv_cache_memory_bytes=2 * nbytes,
                         max_num_batched_tokens=64,
                         scheduling_policy=RESTLESS,
+                        **flags,
                     )
             except SetupError:
                 pass
@@ -205,6 +207,33 @@ class EngineConformance:
                 expect(same_logprobs(one, other), f"{pair}: other log-probabilities than alone")
         expect(len({tuple(one.tokens) for one in found[0]}) > len(pairs) // 2, "the options do nothing")
         expect(any(other.cached for other in found[1]), "no prefix was found, so the test shows nothing")
+
+    def test_drafts_change_no_token(self) -> None:
+        """Drafts, of which some are wrong, give the tokens and log-probabilities that the engine gives without."""
+        if "speculative_config" in self.recipe.options.refused:
+            return
+        options = [
+            {"ignore_eos": True, "seed": n, **one} for n, one in enumerate([*ASKED.values(), *SAMPLED])
+        ]
+        prompts, alone = self.prompts(len(options), seed=3), self.alone()
+        asked = [(prompt, 2 * NEW, one) for prompt, one in zip(prompts, options, strict=True)]
+        truth = alone.outcomes_of(asked)
+        answers = [prompt + one.tokens for prompt, one in zip(prompts, truth, strict=True)]
+        for prompt, one, outcome in zip(prompts[:4], options, truth[:4], strict=False):
+            asked.append((prompt, 2 * NEW, {**one, "stop_token_ids": (outcome.tokens[NEW],)}))
+        truth += alone.outcomes_of(asked[len(truth) :])
+        session = self.small(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
+        if not isinstance(session.engine, Engine) or session.engine.runner.drafting is None:
+            raise TypeError("the suite drives an engine of openinfer.recipes.engine that drafts")
+        drafting = session.engine.runner.drafting
+        drafting.make_drafter = lambda: Planted(answers)
+        for want, other, (_, _, chosen) in zip(truth, session.outcomes_of(asked), asked, strict=True):
+            expect(other.tokens == want.tokens, f"{chosen}: other tokens than without drafts")
+            expect(same_logprobs(want, other), f"{chosen}: other log-probabilities than without drafts")
+            expect(type(other.terminals[0]) is type(want.terminals[0]), f"{chosen}: it ended otherwise")
+        counts = drafting.counts
+        expect(counts.accepted_tokens > counts.drafts, f"few drafts are accepted: {counts}")
+        expect(counts.accepted_tokens < 0.9 * counts.draft_tokens, f"too few drafts are wrong: {counts}")
 
     def test_logprobs_are_sorted_and_only_where_asked(self) -> None:
         session, (first, second) = self.session(), self.prompts(2)

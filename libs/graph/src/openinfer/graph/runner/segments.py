@@ -1,0 +1,50 @@
+"""The segments that steps are made of, and the room that their results need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from openinfer.graph.buckets import Buckets
+from openinfer.graph.runner.model import Model
+from openinfer.graph.runner.scoring import padded
+from openinfer.kernels import Pack, apply_writes, select_rows
+from openinfer.sampler import MAX_LOGPROBS
+from openinfer.sampler.gpu import sample_rows, score_tokens, verify_rows
+
+
+def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, ...], Callable[[], None]]:
+    """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
+    ("forward", shape), ("sample", rows, drafts), ("score", first token)."""
+    batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
+    work: dict[tuple[object, ...], Callable[[], None]] = {
+        ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
+    }
+    for shape in buckets.segments():
+        work["forward", shape] = partial(model.forward, pack, *shape)
+    for rows in buckets.sample_rows():
+        if not buckets.max_drafts:
+            work["sample", rows, 0] = partial(sample_rows, pack, batch.rows, batch.sampled, rows)
+            continue
+        for drafts in (0, buckets.max_drafts):
+            work["sample", rows, drafts] = partial(verify_rows, pack, batch.rows, batch.sampled, rows, drafts)
+    for offset in range(0, most, batch.logits.shape[0]):
+        work["score", offset] = partial(_score, model, pack, offset)
+    return work
+
+
+def _score(model: Model, pack: Pack, offset: int) -> None:
+    """Scores of as many prompt tokens as the buffer of logits has rows. It runs after forward and sample of the step,
+    since it takes their hidden states and overwrites their logits."""
+    batch = model.batch
+    size = batch.logits.shape[0]
+    after = batch.rows["score_after"][offset : offset + size + 1]
+    select_rows(pack, out=batch.last, x=model.hidden, q_starts=after)
+    model.head(pack, size)
+    score_tokens(pack, batch.rows, batch.sampled, offset)
+
+
+def readback_bytes(max_rows: int, max_tokens: int, max_drafts: int = 0) -> int:
+    """An upper bound of the bytes that the results of one step take in the read-back ring."""
+    tops, logits = 2 * MAX_LOGPROBS, max_rows * (1 + max_drafts)
+    return 4 * (logits * (3 + tops) + padded(max_tokens, logits) * (2 + tops)) + 7 * 64

@@ -1,0 +1,87 @@
+"""Drafts on the device: the fields that a verifying step reads, and what the host writes and reads of them.
+
+Proposed tokens stand by position (`drafts`), not by step. So the host can propose before it has read the step before:
+the device takes the tokens of the positions that it has come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph.rows import Field, Rows
+from openinfer.sampler.gpu import RowStatus
+from openinfer.scheduler import Step
+
+Array = np.ndarray[Any, Any]
+
+
+def draft_fields(max_rows: int, max_drafts: int) -> list[Field]:
+    """The fields of drafts; none for an engine without. By slot: `drafts`, the token proposed for position p at p mod
+    the width, and `accepted`, the number of drafts that the row's last step accepted. By row: its number of drafts, and
+    its q_starts without drafts. `sampled_ends`: 1 and the index of each token after which the step samples."""
+    if not max_drafts:
+        return []
+    width = 1 << (3 * max_drafts + 2).bit_length()  # a power of two above every position that is not decided
+    return [
+        Field("drafts", (max_rows + 1, width)),
+        Field("accepted", (max_rows + 1,), device_written=True),
+        Field("num_drafts", (max_rows,)),
+        Field("sure_starts", (max_rows + 1,)),
+        Field("sampled_ends", (max_rows * (1 + max_drafts) + 1,)),
+    ]
+
+
+def write_verified(rows: Rows, q_starts: Array, drafts: Array, max_drafts: int) -> None:
+    """Write the rows of a step for `sampler.gpu.verify_rows`. q_starts int32 [R + 1]; drafts int32 [R]: the number of
+    drafts of each row. max_drafts: of the step's shape; 0: no row has drafts."""
+    sure = q_starts.copy()
+    sure[1:] -= drafts.cumsum(dtype=np.int32)
+    rows.write("num_drafts", 0, drafts)
+    rows.write("sure_starts", 0, sure)
+    if max_drafts:
+        place = np.arange(1 + max_drafts, dtype=np.int32)[:, None]
+        ends = np.where(place <= drafts, q_starts[1:] - drafts + place, 0)
+        rows.write("sampled_ends", 1, ends.reshape(-1).astype(np.int32))
+
+
+def write_drafts(rows: Rows, slot: int, position: int, tokens: Sequence[int]) -> None:
+    """Propose tokens for a slot's positions from `position` on. There are fewer than the field is wide."""
+    width = rows["drafts"].shape[1]
+    offset = position % width
+    head = tokens[: width - offset]
+    rows.write("drafts", slot, head, offset=offset)
+    if len(head) < len(tokens):
+        rows.write("drafts", slot, tokens[len(head) :])
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafts since the start, as vLLM counts them. drafts: rows of steps that had any. by_position[n]: how often draft
+    number n + 1 of a row was accepted."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    by_position: list[int] = field(default_factory=list)
+
+    def add(self, num_drafts: int, accepted: int) -> None:
+        """A row had drafts in a step."""
+        self.drafts += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += accepted
+        self.by_position += [0] * (num_drafts - len(self.by_position))
+        for place in range(accepted):
+            self.by_position[place] += 1
+
+
+def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[int, int, int]]:
+    """The rows with drafts that were alive: (slot, drafts, tokens that the step brought, 1 or more). result int32
+    [1 + D, R, 3]."""
+    counts = (result[:, :, 1] != RowStatus.IDLE).sum(axis=0).tolist()
+    for row, count in zip(step.rows[: step.num_decode], counts, strict=False):
+        if row.num_tokens > 1 and count:
+            yield row.seq.slot, row.num_tokens - 1, count

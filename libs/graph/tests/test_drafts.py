@@ -1,0 +1,117 @@
+"""Drafts: what the host writes for a verifying step, what it reads, and how many drafts a row gets."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from openinfer.graph import Rows
+from openinfer.graph.runner import DraftCounts, Drafting, Sampling
+from openinfer.graph.runner.verifying import draft_fields, read_verified, write_drafts, write_verified
+from openinfer.kernels import CpuPack, apply_writes
+from openinfer.sampler import SamplingParams
+from openinfer.sampler.gpu import RowStatus
+from openinfer.scheduler import NGram, Row, Seq, Step
+from openinfer.tensor import Arena, Device, Stream
+
+
+@pytest.fixture
+def rows():
+    device = Device("cpu")
+    with Stream(device) as stream:
+        rows = Rows(Arena(device, 1 << 20), draft_fields(4, 2), stream)
+        yield (
+            rows,
+            lambda: [
+                apply_writes(CpuPack(), words=rows.words, writes=rows.writes) for _ in rows.uploads(stream)
+            ],
+        )
+        rows.close()
+
+
+def test_an_engine_without_drafts_has_no_fields_of_them():
+    assert draft_fields(4, 0) == []
+
+
+def test_a_verifying_step_samples_after_each_certain_token_and_each_draft(rows):
+    rows, upload = rows
+    # Two drafts, none, a chunk of three tokens, one draft.
+    q_starts = np.array([0, 3, 4, 7, 9], np.int32)
+    write_verified(rows, q_starts, np.array([2, 0, 0, 1], np.int32), 2)
+    upload()
+    assert rows["sure_starts"].numpy().tolist() == [0, 1, 2, 5, 6]
+    ends = rows["sampled_ends"].numpy()[1:].reshape(3, 4)
+    assert ends.tolist() == [[1, 4, 7, 8], [2, 0, 0, 9], [3, 0, 0, 0]]
+
+
+def test_proposals_stand_by_position(rows):
+    rows, upload = rows
+    width = rows["drafts"].shape[1]
+    assert width > 2 * 2 + 1
+    for position in (0, width - 2, 5 * width - 1):
+        write_drafts(rows, 3, position, [11, 12, 13, 14, 15])
+        upload()
+        found = rows["drafts"].numpy()[3, np.arange(position, position + 5) % width]
+        assert found.tolist() == [11, 12, 13, 14, 15]
+
+
+def seq_of(tokens, **owner):
+    seq = Seq(1, list(tokens), 50, owner=Sampling(SamplingParams(), 0, (), **owner))
+    seq.slot = 2
+    return seq
+
+
+def test_the_rows_that_were_alive_are_counted():
+    seqs = [seq_of([1]) for _ in range(4)]
+    for slot, seq in enumerate(seqs, 1):
+        seq.slot = slot
+    step_rows = [Row(seq, n, True, None) for seq, n in zip(seqs, (3, 3, 1, 2), strict=True)]
+    step = Step(1, step_rows, True, 4, (), (), (), {seqs[0]: 2, seqs[1]: 2, seqs[3]: 1})
+    result = np.zeros((3, 8, 3), np.int32)  # a bucket of eight rows
+    result[:2, 0, 1] = RowStatus.RUNNING
+    result[0, 2, 1] = result[0, 3, 1] = RowStatus.RUNNING
+    result[1, 3, 1] = RowStatus.STOP
+    assert list(read_verified(step, result)) == [(1, 2, 2), (4, 1, 2)]
+
+
+def test_counts_are_by_position():
+    counts = DraftCounts()
+    for drafts, accepted in ((2, 0), (3, 2), (1, 1)):
+        counts.add(drafts, accepted)
+    assert (counts.drafts, counts.draft_tokens, counts.accepted_tokens) == (3, 6, 3)
+    assert counts.by_position == [2, 1, 0]
+
+
+def view_of(*seqs):
+    return SimpleNamespace(decoding=dict.fromkeys(seqs))
+
+
+def test_a_row_has_drafts_where_its_drafter_has_a_guess():
+    drafting = Drafting(3, 64, lambda: NGram(2, 3))
+    known, unknown = seq_of([5, 6, 7, 5, 6]), seq_of([1, 2, 3, 4])
+    constrained = seq_of([5, 6, 7, 5, 6], constraint=SimpleNamespace(ended=False, problem=""))
+    assert drafting.num_drafts(view_of(known, unknown, constrained)) == {known: 3}
+    assert (known.owner.proposal.position, list(known.owner.proposal.tokens)) == (5, [7, 5, 6, 7, 5, 6, 7])
+
+
+def test_a_drafter_is_asked_once_for_equal_tokens():
+    asked = []
+
+    class Noting:
+        def propose(self, tokens, count):
+            asked.append((len(tokens), count))
+            return [1] * count
+
+    drafting, seq = Drafting(2, 64, Noting), seq_of([1, 2])
+    for tokens in ([], [3], [], [4, 5]):
+        seq.tokens += tokens
+        drafting.num_drafts(view_of(seq))
+    assert asked == [(2, 5), (3, 5), (5, 5)]
+
+
+def test_drafts_leave_room_for_a_prompt():
+    drafting = Drafting(3, 12, lambda: NGram(1, 3))
+    seqs = [seq_of([1, 1, 1, 1]) for _ in range(4)]
+    found = drafting.num_drafts(view_of(*seqs))
+    assert list(found.values()) == [3, 3, 1]
+    assert sum(found.values()) + len(seqs) == 11

@@ -1,0 +1,51 @@
+"""--speculative-config: how a decode row gets drafts, with the keys of vLLM's flag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from openinfer.graph.runner import Drafting
+from openinfer.recipes.engine.errors import SetupError
+from openinfer.scheduler import NGram
+
+MAX_DRAFTS = 8
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The value of the flag. A config of these keys means what it means to vLLM."""
+
+    method: str
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = 2
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] = 5
+
+    @classmethod
+    def parse(cls, text: str, methods: Sequence[str]) -> SpeculativeConfig:
+        """methods: those of the model. Raises SetupError."""
+        try:
+            config = msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise SetupError(
+                f"--speculative-config {text}: {error}; it is a JSON object with the keys "
+                f"{', '.join(cls.__struct_fields__)}"
+            ) from None
+        if config.method not in methods:
+            raise SetupError(
+                f"--speculative-config: method {config.method!r} is not possible with this model; "
+                f"possible: {', '.join(methods)}"
+            )
+        if config.prompt_lookup_min > config.prompt_lookup_max:
+            raise SetupError(
+                f"--speculative-config: prompt_lookup_min {config.prompt_lookup_min} is above "
+                f"prompt_lookup_max {config.prompt_lookup_max}"
+            )
+        return config
+
+    def drafting(self, max_tokens: int) -> Drafting:
+        """The choice of drafts, for steps of at most `max_tokens` tokens."""
+        make = partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
+        return Drafting(self.num_speculative_tokens, max_tokens, make)

@@ -1,0 +1,55 @@
+"""--speculative-config: what is taken, and what is said about the rest."""
+
+import pytest
+
+from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
+from openinfer.recipes.engine.errors import SetupError
+from openinfer.recipes.engine.limits import decide
+from openinfer.recipes.qwen3 import RECIPE as QWEN3
+from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
+from openinfer.tensor import Device
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+
+
+def test_the_engine_has_room_for_logits_after_each_draft():
+    options = QWEN3.options(speculative_config=NGRAM, max_num_seqs=8)
+    options.check("qwen3")
+    limits = decide(options, Device("cpu"), 1024, 16)
+    assert (limits.max_drafts, limits.max_logits) == (3, 32)
+    assert QWEN3.options().drafting(64) is None
+    assert decide(QWEN3.options(), Device("cpu"), 1024, 16).max_drafts == 0
+
+
+def test_n_grams_are_as_long_as_the_config_says():
+    text = '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 3, "prompt_lookup_max": 3}'
+    drafting = QWEN3.options(speculative_config=text).drafting(64)
+    assert list(drafting.make_drafter().propose([1, 2, 3, 9, 2, 3], 1)) == []
+    assert list(drafting.make_drafter().propose([1, 2, 3, 9, 1, 2, 3], 1)) == [9]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("ngram", "it is a JSON object with the keys method, num_speculative_tokens"),
+        ("[]", "Expected `object`"),
+        ('{"method": "ngram"}', "missing required field `num_speculative_tokens`"),
+        (NGRAM.replace("3", "0"), "Expected `int` >= 1"),
+        (NGRAM.replace("3", "9"), "Expected `int` <= 8"),
+        (
+            NGRAM.replace("ngram", "eagle3"),
+            "method 'eagle3' is not possible with this model; possible: ngram",
+        ),
+        (NGRAM[:-1] + ', "model": "small"}', "unknown field `model`"),
+        (NGRAM[:-1] + ', "prompt_lookup_min": 4, "prompt_lookup_max": 2}', "prompt_lookup_min 4 is above"),
+    ],
+)
+def test_another_value_is_refused_with_the_reason(text, complaint):
+    with pytest.raises(SetupError, match="--speculative-config.*" + complaint):
+        QWEN3.options(speculative_config=text).check("qwen3")
+
+
+@pytest.mark.parametrize("recipe", [QWEN3_5, DEEPSEEK_V4], ids=lambda recipe: recipe.name)
+def test_models_whose_states_cannot_go_back_refuse_the_flag(recipe):
+    with pytest.raises(SetupError, match=r"--speculative-config is not possible with .* cannot go back"):
+        recipe.options(speculative_config=NGRAM).check(recipe.name)
