@@ -124,6 +124,23 @@ def test_flags_that_cannot_be_followed_are_refused(flags: dict[str, Any], words:
         build(recipes.find(path), path, device="cpu", **flags)
 
 
+def test_a_restarted_engine_scores_a_prompt_that_the_disk_has(session: Any, tmp_path: Path) -> None:
+    flags = {"kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2, **SMALL["qwen3-tiny"]}
+    scores = []
+    for _ in range(2):
+        run = session(GOLDENS / "qwen3-tiny", max_model_len=320, **flags)
+        ask(run, [[5] * 20])
+        while scores and not run.engine.stats().offload_bytes["disk"]:
+            run.engine.pool.acquire([1] * 40).release()
+        number = run.submit(PROMPTS[0], 2, prompt_logprobs=0)
+        run.finish()
+        ask(run, PROMPTS[1:])
+        scores.append([one.logprob for one in run.outcomes[number].prompt_logprobs])
+        run.engine.close()
+    assert len(scores[0]) == len(scores[1]) == len(PROMPTS[0]) - 1
+    assert scores[0] == scores[1]
+
+
 def test_an_engine_with_other_numbers_does_not_read_the_folder(
     session: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,7 @@ ALLOWED = list(range(600))
 PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
 EVENTS = '{"enable_kv_cache_events": true, "endpoint": "inproc://events"}'
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
+FOLDER = tempfile.TemporaryDirectory(prefix="openinfer-kv-", ignore_cleanup_errors=True)
 RANDOM = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 11}
 
 REQUEST = {
@@ -119,6 +121,11 @@ ENGINE = {
     "speculation": Flag("`--speculative-config`", {"speculative_config": NGRAM}),
     "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),
     "several ranks": Flag("`--tensor-parallel-size`", {"tensor_parallel_size": 2}),
+    "host memory": Flag("`--kv-offload-gb`", {"kv_offload_gb": 0.05, "enable_prefix_caching": True}),
+    "a disk": Flag(
+        "`--kv-offload-dir`, `--kv-offload-disk-gb`",
+        {"kv_offload_dir": FOLDER.name, "kv_offload_disk_gb": 0.05, "enable_prefix_caching": True},
+    ),
 }
 SERVER = {
     "several HTTP processes": Flag("`--frontends 2`"),
@@ -126,6 +133,8 @@ SERVER = {
     "the engine in a thread": Flag("`--driver thread`"),
 }
 REFUSED = {
+    ("several ranks", "host memory"): "--kv-offload is not possible with --tensor-parallel-size",
+    ("several ranks", "a disk"): "--kv-offload is not possible with --tensor-parallel-size",
     ("prompt log-probabilities", "streaming"): "prompt_logprobs is not possible with stream: true",
     ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",
     ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",

@@ -48,7 +48,8 @@ F = neighbour("features")
 Body = dict[str, Any]
 RESTLESS = "openinfer.recipes.engine.testing.restless:priority"
 PAIRS = [pair for pair in itertools.combinations(F.REQUEST, 2) if pair not in F.REFUSED]
-CACHES = {"prefix cache", "KV events"}  # events tell of cached prefixes, and switch the cache on
+TIERS = {"host memory", "a disk"}
+CACHES = {"prefix cache", "KV events", *TIERS}  # these switch the cache on
 
 
 def parse(text: str) -> Any:
@@ -89,6 +90,20 @@ def flags_of(names: Sequence[str]) -> Body:
     return functools.reduce(lambda flags, name: flags | F.ENGINE[name].kwargs, names, plain)
 
 
+def forgetful(engine: Any) -> Any:
+    """The engine, with a pool that evicts each block as soon as no request uses it. So hits come from tiers."""
+    step = engine.step
+
+    def forgetting(wait: float) -> Any:
+        outputs = step(wait)
+        for ledger in engine.pool._ledgers:
+            ledger.release(ledger.allocate(ledger.num_free), 0)
+        return outputs
+
+    engine.step = forgetting
+    return engine
+
+
 def run(
     model: str,
     rows: int,
@@ -111,7 +126,7 @@ def run(
         if engine.runner.drafting is not None:
             engine.runner.drafting.make_drafter = lambda: Planted(known)
         made.append(engine)
-        return engine
+        return forgetful(engine) if TIERS & set(names) else engine
 
     async def main() -> list[Any]:
         app = create_app(ThreadDriver(build), tokenizer=F.tokenizer())
@@ -223,6 +238,7 @@ CASES = [
     (model, turn, names)
     for model in F.MODELS
     for turn, names in enumerate(itertools.combinations(flags_that(model), 2))
+    if names not in F.REFUSED
 ]
 
 
@@ -258,6 +274,7 @@ def test_two_flags_of_an_engine_change_no_token(
     stats = engine.stats()
     assert (stats.preemptions > 0) == ("preemption" in names)
     assert (stats.accepted_draft_tokens > 0) == ("speculation" in names)
+    assert (stats.offload_blocks.get("saved", 0) > 0) == bool(TIERS & set(names))
     assert (stats.prefix_hit_tokens > 0) == bool(CACHES & set(names))
 
 
@@ -287,12 +304,18 @@ def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch
     [("several HTTP processes", "an engine that comes back"), ("the engine in a thread",)],
     ids=["processes", "thread"],
 )
+@pytest.mark.parametrize("without", [TIERS, {"several ranks"}], ids=["ranks", "tiers"])
 def test_a_server_with_every_flag_changes_no_token(
-    model: str, features: tuple[str, ...], start: Callable[..., Any]
+    model: str, features: tuple[str, ...], without: set[str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
+    """Ranks and tiers refuse each other, so each has a server."""
     found = alone(model)
     flags = ["--max-num-seqs", "8", *server_flags(features)]
-    flags += engine_flags({**flags_of(flags_that(model)), "scheduling_policy": RESTLESS})
+    names = [name for name in flags_that(model) if name not in without]
+    own = {"scheduling_policy": RESTLESS}
+    if not TIERS & without:
+        own["kv_offload_dir"] = str(tmp_path)  # the servers of other tests still run
+    flags += engine_flags({**flags_of(names), **own})
     server = start(F.MODELS[model].path, *flags)
     mine = range(len(features), len(PAIRS), 3)
     bodies = [{**body_of(model, n, found.asked(PAIRS[n], n)), "priority": n % 2} for n in mine]
@@ -312,8 +335,13 @@ def test_a_server_with_every_flag_changes_no_token(
 
 
 def engine_flags(kwargs: Body) -> list[str]:
-    words = [(f"--{name.replace('_', '-')}", value) for name, value in kwargs.items()]
-    return [word for flag, value in words for word in ([flag] if value is True else [flag, str(value)])]
+    """Keyword arguments of an engine as words of a command line."""
+    words = []
+    for name, value in kwargs.items():
+        flag = name.replace("_", "-")
+        words += [f"--no-{flag}" if value is False else f"--{flag}"]
+        words += [] if isinstance(value, bool) else [str(value)]
+    return words
 
 
 def server_flags(features: Iterable[str]) -> list[str]:
@@ -325,6 +353,8 @@ def test_what_cannot_be_together_is_refused_by_name(one: str, other: str) -> Non
     if one in F.REQUEST:
         body = body_of("qwen3", 0, alone("qwen3").asked((one, other), 0))
         (message,), _ = run("qwen3", 1, (), [body], 1)
+    elif one in F.ENGINE:
+        message = refusal("qwen3", [*engine_flags(flags_of((one, other)))])
     else:
         message = refusal("qwen3", server_flags((one, other)))
     assert F.REFUSED[one, other] in message

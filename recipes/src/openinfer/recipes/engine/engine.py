@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -153,9 +154,7 @@ class Engine:
         sampling = Sampling(params, seed, stop_ids)
         if request.prompt_logprobs is not None:
             sampling.score = PromptScore(request.prompt_logprobs)
-            salt += (
-                b"\0%d" % request.id
-            )  # cached blocks have no scores: it shares only its own, after a preemption
+            salt += os.urandom(16)  # cached blocks have no scores: it shares only its own, after a preemption
         salt = self._adapters.assign(request, sampling, salt)
         # Made once, however often the queue is looked through.
         hashes = hash_blocks(tokens, self._pool.hash_block_size, salt) if self._pool.prefix_cache else None

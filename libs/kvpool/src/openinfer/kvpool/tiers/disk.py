@@ -85,7 +85,7 @@ class Disk:
             raise InvalidTiers(
                 f"another engine uses {self.folder}; give each engine a folder of its own"
             ) from None
-        self._unlock = weakref.finalize(self, os.close, lock)
+        self._unlock = weakref.finalize(self, _unlock, lock)
         refusal = takes_direct(self.folder)
         others = [path.parent.name for path in folder.glob("*/about.json") if path.parent != self.folder]
         if others:
@@ -248,6 +248,11 @@ class Disk:
         except (OSError, Wrong) as error:
             problem = str(error)
         self._done.put(Done(slot, ticket, problem))
+
+
+def _unlock(lock: int) -> None:
+    fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may have the file open too
+    os.close(lock)
 
 
 def _records(folder: Path, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
