@@ -16,7 +16,8 @@ import pytest
 
 from openinfer.kernels import RankLost
 from openinfer.recipes.engine import Options, SetupError, UnsupportedModel
-from openinfer.recipes.engine.startup import build, devices_of
+from openinfer.recipes.engine.devices import devices_of
+from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.config import Config

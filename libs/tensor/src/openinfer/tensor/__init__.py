@@ -24,6 +24,7 @@ from openinfer.tensor.dtypes import (
     uint32,
     uint64,
 )
+from openinfer.tensor.dummy import DummyCheckpoint
 from openinfer.tensor.errors import (
     ActivityNotAvailable,
     CheckpointError,
@@ -62,6 +63,7 @@ __all__ = [
     "DeviceError",
     "DriverCounts",
     "DriverNotFound",
+    "DummyCheckpoint",
     "Event",
     "IndexRangeError",
     "Load",

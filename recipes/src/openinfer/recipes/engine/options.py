@@ -51,6 +51,11 @@ class Options:
         "bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
         choices=("auto", "bfloat16", "float32"),
     )
+    load_format: str = option(
+        "safetensors",
+        "dummy: random weights, for measuring; MODEL_DIR then needs no more than config.json",
+        choices=("safetensors", "dummy"),
+    )
     max_model_len: int | None = option(
         None,
         "tokens of a sequence, prompt and output; default: the most that model and cache allow",

@@ -35,6 +35,7 @@ from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.adapters import read_modules
 from openinfer.recipes.engine.blueprint import Blueprint, M
+from openinfer.recipes.engine.devices import devices_of, open_device
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.followers import Followers
@@ -47,9 +48,8 @@ from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
     Arena,
     Checkpoint,
-    CudaError,
     Device,
-    DriverNotFound,
+    DummyCheckpoint,
     ProgressBar,
     Stream,
     format_bytes,
@@ -161,9 +161,10 @@ def _opened(
     """A rank's part of the model, the checkpoint as long as weights are read from it, and the engine's sizes."""
     with _phase("configuration and checkpoint header"):
         source, device = Source.read(path), open_device(options.device)
-        checkpoint = Checkpoint(path)
+        dummy = options.load_format == "dummy"
+        checkpoint = DummyCheckpoint(path) if dummy else Checkpoint(path)
     with checkpoint:
-        source = dataclasses.replace(source, checkpoint=checkpoint)
+        source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
         blueprint = recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)
         limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
         blueprint.validate(checkpoint, limits)
@@ -304,37 +305,6 @@ def make_pack(
     with _phase("libraries"):
         cublas = CublasLt() if target.cublas else None
     return LaunchPack(target, CudaDriver(device, stream, store, cublas, ranks.gpus), scratch, zeroed)
-
-
-def open_device(name: str) -> Device:
-    """The device of a flag; auto: a GPU if there is one."""
-    if name != "auto":
-        return Device.parse(name)
-    try:
-        device = Device("cuda", 0)
-        log.info("device: %s, %s", device, device.name)
-        return device
-    except DriverNotFound:
-        log.info("device: cpu, as there is no NVIDIA driver; --device cuda says what is missing")
-        return Device("cpu")
-    except CudaError as e:
-        log.info("device: cpu (no usable GPU: %s)", e)
-        return Device("cpu")
-
-
-def devices_of(options: Options) -> list[str]:
-    """The device of each rank. Raises SetupError."""
-    size, given = options.tensor_parallel_size, options.device_ids
-    if options.device == "cpu":
-        return ["cpu"] * size
-    if options.device not in ("auto", "cuda"):
-        raise SetupError(f"--device {options.device} with several ranks: name their GPUs by --device-ids")
-    if options.device == "auto" and given is None and open_device("auto").kind == "cpu":
-        return ["cpu"] * size
-    ids = list(map(str, range(size))) if given is None else given.split(",")
-    if len(set(ids)) != size or not all(part.isdecimal() for part in ids):
-        raise SetupError(f"--device-ids {given}: name {size} different GPUs by number, as in 0,1")
-    return [f"cuda:{part}" for part in ids]
 
 
 def _no_progress(done: int, total: int) -> None:

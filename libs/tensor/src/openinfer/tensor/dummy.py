@@ -1,0 +1,90 @@
+"""DummyCheckpoint: random weights of any shapes, for measuring a model without its checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer.tensor import dtypes
+from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
+from openinfer.tensor.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu
+from openinfer.tensor.errors import CheckpointError
+
+_BLOCK = 1 << 22  # elements that repeat, so that a tensor of any size costs a copy
+_SPREAD = 0.02  # of a matrix' elements
+_E8M0 = 121  # 2^-6: codes of one digit before the point become elements of that spread
+
+
+class DummyCheckpoint(Checkpoint):
+    """A checkpoint that has exactly the tensors that `require` first asks for, with seeded random values.
+
+    Matrices are normal with a small spread, and vectors are near 1. Codes of float8 are finite, and their scales give
+    them the spread of a matrix. Integers count up along the last axis. No file is read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files, self._maps = {}, {}
+        self._tensors = {}
+
+    def require(
+        self,
+        expected: Mapping[str, tuple[tuple[int, ...], Collection[DType | type | str]]],
+        optional: Collection[str] = (),
+        ignore: Collection[str] = (),
+    ) -> None:
+        """Have these tensors, in bfloat16 where that is possible, else in the first of their dtypes."""
+        for name, (shape, allowed) in expected.items():
+            known = [dtypes.of(dtype) for dtype in allowed]
+            dtype = bfloat16 if bfloat16 in known else known[0]
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._tensors[name] = TensorInfo(name, dtype, tuple(shape), self.directory / "dummy", nbytes, 0)
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """The tensor's values."""
+        info = self.info(name)
+        raw = np.empty(info.nbytes, np.uint8)
+        self.read_into(name, raw)
+        return raw.view(info.dtype).reshape(info.shape)
+
+    def read_into(self, name: str, out: np.ndarray[Any, Any], start: int = 0) -> None:
+        """See Checkpoint."""
+        info = self.info(name)
+        if start < 0 or start + out.nbytes > info.nbytes:
+            raise CheckpointError(info.file, name, f"bytes {start} to {start + out.nbytes} are not there")
+        scale = info.dtype == np.float32 and "scale" in name
+        block = _values(info.dtype, len(info.shape) > 1, info.shape[-1] if info.shape else 1, scale)
+        done = 0
+        while done < out.nbytes:
+            at = (start + done) % block.nbytes
+            count = min(block.nbytes - at, out.nbytes - done)
+            out[done : done + count] = block[at : at + count]
+            done += count
+
+
+@functools.lru_cache(maxsize=64)
+def _values(dtype: DType, matrix: bool, width: int, scale: bool) -> np.ndarray[Any, Any]:
+    """Bytes that repeat in tensors of a kind; width: of the last axis."""
+    rng = np.random.default_rng(0)
+    size = max(1, _BLOCK // max(width, 1)) * max(width, 1)
+    values: np.ndarray[Any, Any]
+    if dtype == float8_e8m0fnu:
+        values = np.full(size, _E8M0, np.uint8)
+    elif dtype == float8_e4m3fn:
+        values = rng.standard_normal(size, np.float32).astype(dtype)
+    elif dtype.kind in "iu" and dtype.itemsize > 1:
+        values = (np.arange(size) % width).astype(dtype)
+    elif dtype.kind in "iu":
+        values = rng.integers(0, 256, size, np.uint8)  # two codes of four bits each
+    elif scale:
+        values = np.full(size, _SPREAD, dtype)
+    elif matrix:
+        values = (_SPREAD * rng.standard_normal(size, np.float32)).astype(dtype)
+    else:
+        values = (1 + 0.1 * rng.standard_normal(size, np.float32)).astype(dtype)
+    return values.view(np.uint8)

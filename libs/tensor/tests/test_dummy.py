@@ -1,0 +1,70 @@
+"""Checkpoints of random values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from openinfer.tensor import (
+    Arena,
+    CheckpointError,
+    Device,
+    DummyCheckpoint,
+    Load,
+    Stream,
+    bfloat16,
+    float8_e4m3fn,
+    float8_e8m0fnu,
+    float32,
+    int8,
+    int64,
+    load_tensors,
+)
+
+EXPECTED = {
+    "w": ((300, 70), (float32, bfloat16)),
+    "norm.weight": ((70,), (bfloat16,)),
+    "codes": ((256, 384), (float8_e4m3fn,)),
+    "codes_scale_inv": ((2, 3), (float32,)),
+    "e8m0": ((2, 3), (float8_e8m0fnu,)),
+    "fp4": ((4, 64), (int8,)),
+    "table": ((50, 6), (int64,)),
+}
+
+
+@pytest.fixture
+def dummy() -> DummyCheckpoint:
+    made = DummyCheckpoint(Path("model"))
+    made.require(EXPECTED, ignore=["mtp.*"])
+    return made
+
+
+def test_values_are_valid_in_every_dtype(dummy):
+    assert list(dummy) == list(EXPECTED)
+    assert dummy.info("w").dtype == bfloat16
+    w, norm = (dummy.array(name).astype(np.float32) for name in ("w", "norm.weight"))
+    assert abs(w.std() - 0.02) < 0.001
+    assert abs(norm.mean() - 1) < 0.1
+    codes = dummy.array("codes").astype(np.float32)
+    assert np.isfinite(codes).all()
+    assert 0.9 < codes.std() < 1.1
+    assert (dummy.array("codes_scale_inv") == np.float32(0.02)).all()
+    assert (dummy.array("e8m0").astype(np.float32) == 2.0**-6).all()
+    assert len(np.unique(dummy.array("fp4"))) > 100
+    assert (dummy.array("table") == np.arange(6)).all()
+    assert (dummy.array("w") == dummy.array("w")).all()
+
+
+def test_a_part_has_the_values_of_the_whole(dummy):
+    """As ranks load it."""
+    arena, stream = Arena(Device("cpu"), 1 << 20), Stream(Device("cpu"))
+    part = arena.alloc((300, 20), bfloat16)
+    report = load_tensors(dummy, [Load("w", part, (slice(None), slice(10, 30)))], stream)
+    assert report.bytes == 300 * 20 * 2
+    assert (part.numpy() == dummy.array("w")[:, 10:30]).all()
+    with pytest.raises(CheckpointError, match="bytes 41990 to 42010 are not there"):
+        dummy.read_into("w", np.empty(20, np.uint8), 41990)
+    with pytest.raises(CheckpointError, match="is not in this checkpoint"):
+        dummy.array("other")
