@@ -120,6 +120,7 @@ ENGINE = {
     "KV events": Flag("`--kv-events-config`", {"kv_events_config": EVENTS, "enable_prefix_caching": True}),
     "speculation": Flag("`--speculative-config`", {"speculative_config": NGRAM}),
     "batch invariance": Flag("`--batch-invariant`", {"batch_invariant": True}),
+    "adapters": Flag("`--enable-lora`, `model`", {"enable_lora": True, "max_lora_rank": 8}),
     "several ranks": Flag("`--tensor-parallel-size`", {"tensor_parallel_size": 2}),
     "host memory": Flag("`--kv-offload-gb`", {"kv_offload_gb": 0.05, "enable_prefix_caching": True}),
     "a disk": Flag(
@@ -136,6 +137,7 @@ REFUSED = {
     ("several ranks", "host memory"): "--kv-offload is not possible with --tensor-parallel-size",
     ("several ranks", "a disk"): "--kv-offload is not possible with --tensor-parallel-size",
     ("prompt log-probabilities", "streaming"): "prompt_logprobs is not possible with stream: true",
+    ("adapters", "several ranks"): "--enable-lora is not possible with --tensor-parallel-size 2",
     ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",
     ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",
 }

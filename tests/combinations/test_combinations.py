@@ -13,15 +13,19 @@ import itertools
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from openinfer.frontend.http import create_app
 from openinfer.frontend.thread_driver import ThreadDriver
@@ -30,8 +34,10 @@ from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.testing import Planted, Restless
 from openinfer.scheduler import make_policy
+from openinfer.tensor import Checkpoint
 
 HERE = Path(__file__).parent
+FOLDERS = tempfile.TemporaryDirectory()
 
 
 def neighbour(name: str) -> Any:
@@ -48,6 +54,8 @@ F = neighbour("features")
 Body = dict[str, Any]
 RESTLESS = "openinfer.recipes.engine.testing.restless:priority"
 PAIRS = [pair for pair in itertools.combinations(F.REQUEST, 2) if pair not in F.REFUSED]
+ADAPTER = "tuned"
+"""The name of the adapter in an engine with the feature "adapters"; half of the requests are for it."""
 TIERS = {"host memory", "a disk"}
 CACHES = {"prefix cache", "KV events", *TIERS}  # these switch the cache on
 
@@ -87,7 +95,9 @@ async def ask_all(http: httpx.AsyncClient, bodies: Iterable[Body], at_once: int)
 
 def flags_of(names: Sequence[str]) -> Body:
     plain = {"kv_cache_memory_bytes": 64 << 20, "enable_prefix_caching": False, "max_model_len": 112}
-    return functools.reduce(lambda flags, name: flags | F.ENGINE[name].kwargs, names, plain)
+    return functools.reduce(
+        lambda flags, name: flags | F.ENGINE[name].kwargs, [n for n in names if n in F.ENGINE], plain
+    )
 
 
 def forgetful(engine: Any) -> Any:
@@ -115,13 +125,16 @@ def run(
     """The answers of an engine with these features in a server without a socket, and the engine, closed. known: prompts
     with their outputs, of which drafts are made, because n-grams find none in texts this short."""
     recipe = importlib.import_module(f"openinfer.recipes.{model}").RECIPE
-    made, flags = [], flags_of(names)
+    made, flags, path = [], flags_of(names), F.MODELS[model].path
+    if "adapters" in names:
+        flags["lora_modules"] = [f"{ADAPTER}={tuned(model).adapter}"]
+    if ADAPTER in names:
+        path = tuned(model).merged
     if "preemption" in names:
         policy, tokens = flags.get("scheduling_policy", "fcfs"), flags.get("max_num_batched_tokens", 512)
         flags["scheduling_policy"] = Restless(make_policy(policy, max_batched_tokens=tokens))
 
     def build() -> Any:
-        path = F.MODELS[model].path
         engine = startup.build(recipe, path, device="cpu", max_num_seqs=rows, **flags).engine
         if engine.runner.drafting is not None:
             engine.runner.drafting.make_drafter = lambda: Planted(known)
@@ -176,6 +189,50 @@ def alone(model: str) -> Alone:
     bodies = [body_of(model, n, found.asked(pair, n)) for n, pair in enumerate(PAIRS)]
     found.pairs, _ = run(model, 8, (), bodies, 8)
     return found
+
+
+class Tuned(NamedTuple):
+    """A PEFT folder, and a checkpoint that it is merged into."""
+
+    adapter: Path
+    merged: Path
+
+
+@functools.cache
+def tuned(model: str) -> Tuned:
+    """An adapter of all projections of a model. Its folders go when the process ends."""
+    folder = Path(FOLDERS.name) / model
+    source = F.MODELS[model].path
+    with Checkpoint(source) as checkpoint:
+        weights = {name: checkpoint.array(name).astype(np.float32) for name in checkpoint.names}
+    rng, tensors = np.random.default_rng(5), {}
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module.endswith("_proj") and not name.startswith("mtp."):
+            a = rng.standard_normal((8, weight.shape[1])).astype(np.float32) / weight.shape[1] ** 0.5
+            b = rng.standard_normal((len(weight), 8)).astype(np.float32) * (
+                0.3 * weight.std() * weight.shape[1] ** 0.5
+            )
+            tensors |= {f"base_model.model.{module}.lora_{n}.weight": m for n, m in (("A", a), ("B", b))}
+            weights[name] = weight + b @ a
+    made = Tuned(folder / "adapter", folder / "merged")
+    made.adapter.mkdir(parents=True)
+    save_file(tensors, made.adapter / "adapter_model.safetensors")
+    names = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": names}
+    (made.adapter / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copytree(source, made.merged, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(weights, made.merged / "model.safetensors")
+    return made
+
+
+@functools.cache
+def merged(model: str) -> list[Any]:
+    """What a plain engine of the merged checkpoint answers to what `alone` asks of each of PAIRS."""
+    found = alone(model)
+    bodies = [body_of(model, n, found.asked(pair, n)) for n, pair in enumerate(PAIRS)]
+    answers, _ = run(model, 8, (ADAPTER,), bodies, 8)
+    return answers
 
 
 def same(one: Any, other: Any) -> bool:
@@ -263,14 +320,18 @@ def test_two_flags_of_an_engine_change_no_token(
     bodies = [body_of(model, n, found.asked(PAIRS[n], n)) for n in mine]
     if "priorities" in names:
         bodies = [{**body, "priority": at % 3 - 1} for at, body in enumerate(bodies)]
+    wanted = [found.pairs[n] for n in mine]
+    if "adapters" in names:
+        bodies = [one for body in bodies for one in (body, {**body, "model": ADAPTER})]
+        wanted = [one for n in mine for one in (found.pairs[n], merged(model)[n])]
     known = [
         F.tokenizer().encode_short(F.MODELS[model].prompts[n % 2]) + choice.tokens
         for n in mine
         for choice in found.pairs[n].choices
     ]
     answers, engine = run(model, 8, names, bodies, 5, known)
-    for n, answer in zip(mine, answers, strict=True):
-        assert same(answer, found.pairs[n]), (PAIRS[n], answer, found.pairs[n])
+    for body, answer, right in zip(bodies, answers, wanted, strict=True):
+        assert same(answer, right), (body, answer, right)
     stats = engine.stats()
     assert (stats.preemptions > 0) == ("preemption" in names)
     assert (stats.accepted_draft_tokens > 0) == ("speculation" in names)
@@ -298,34 +359,47 @@ def test_one_row_that_is_drawn_otherwise_is_seen(monkeypatch: pytest.MonkeyPatch
     assert not all(same(answer, right) for answer, right in zip(answers, found.pairs[::SHARE], strict=True))
 
 
+def test_an_adapter_changes_tokens() -> None:
+    """So an engine that left it out would be seen."""
+    for model in F.MODELS:
+        pairs = zip(alone(model).pairs, merged(model), strict=True)
+        assert sum(not same(one, other) for one, other in pairs) > len(PAIRS) // 2
+
+
 @pytest.mark.parametrize("model", F.MODELS)
 @pytest.mark.parametrize(
     "features",
     [("several HTTP processes", "an engine that comes back"), ("the engine in a thread",)],
     ids=["processes", "thread"],
 )
-@pytest.mark.parametrize("without", [TIERS, {"several ranks"}], ids=["ranks", "tiers"])
+@pytest.mark.parametrize("without", [{*TIERS, "adapters"}, {"several ranks"}], ids=["ranks", "tiers"])
 def test_a_server_with_every_flag_changes_no_token(
     model: str, features: tuple[str, ...], without: set[str], start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Ranks and tiers refuse each other, so each has a server."""
+    """Ranks refuse tiers and adapters, so each side has a server."""
     found = alone(model)
     flags = ["--max-num-seqs", "8", *server_flags(features)]
     names = [name for name in flags_that(model) if name not in without]
     own = {"scheduling_policy": RESTLESS}
     if not TIERS & without:
         own["kv_offload_dir"] = str(tmp_path)  # the servers of other tests still run
+    if "adapters" in names:
+        own["lora_modules"] = f"{ADAPTER}={tuned(model).adapter}"
     flags += engine_flags({**flags_of(names), **own})
     server = start(F.MODELS[model].path, *flags)
     mine = range(len(features), len(PAIRS), 3)
     bodies = [{**body_of(model, n, found.asked(PAIRS[n], n)), "priority": n % 2} for n in mine]
+    wanted = [found.pairs[n] for n in mine]
+    if "adapters" in names:
+        bodies += [{**body, "model": ADAPTER} for body in bodies]
+        wanted += [merged(model)[n] for n in mine]
 
     async def main() -> list[Any]:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
             return await ask_all(http, bodies, 40)
 
-    for n, answer in zip(mine, asyncio.run(main()), strict=True):
-        assert same(answer, found.pairs[n]), (PAIRS[n], answer, found.pairs[n])
+    for body, answer, right in zip(bodies, asyncio.run(main()), wanted, strict=True):
+        assert same(answer, right), (body, answer, right)
     assert set(server.settled().values()) == {0.0}
     preempted = re.search(
         r"^vllm:num_preemptions_total\{.*\} (\S+)", httpx.get(f"{server.url}/metrics").text, re.M
@@ -345,7 +419,16 @@ def engine_flags(kwargs: Body) -> list[str]:
 
 
 def server_flags(features: Iterable[str]) -> list[str]:
-    return [word for feature in features for word in F.SERVER[feature].how.strip("`").split()]
+    """The flags of features of a server or an engine."""
+    return [
+        word
+        for feature in features
+        for word in (
+            F.SERVER[feature].how.strip("`").split()
+            if feature in F.SERVER
+            else engine_flags(F.ENGINE[feature].kwargs)
+        )
+    ]
 
 
 @pytest.mark.parametrize(("one", "other"), F.REFUSED)
