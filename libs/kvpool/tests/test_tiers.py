@@ -208,6 +208,20 @@ def test_a_restart_finds_what_the_disk_has(tmp_path):
     engine.close()
 
 
+def test_what_is_cached_at_the_end_is_kept_if_the_engine_wants(tmp_path):
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.tiers.keep(engine.pool)
+    engine.close()
+    engine = Engine(disk=disk_in(tmp_path))
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    assert engine.serve(FIRST[:12]) == 8
+    assert engine.tiers.stats.from_disk == 2
+    engine.tiers.keep(engine.pool, 0.0)
+    engine.close()
+
+
 def test_what_host_memory_evicts_is_on_the_disk(tmp_path):
     engine = Engine(host=8 * 4096, disk=disk_in(tmp_path))
     prompts = [[token] * 12 for token in range(1, 9)]

@@ -226,6 +226,10 @@ class Ledger:
             del self._duplicates[name]
         return False
 
+    def cached(self) -> list[tuple[bytes, int]]:
+        """Name and block of all cached blocks, a parent before its children."""
+        return [(name, block) for name, block in self._index.items() if not self._users[block]]
+
     def drop_cached(self) -> None:
         """Free all cached blocks."""
         while len(self._policy):

@@ -169,6 +169,10 @@ class Pool:
             self._events.extend(self._saver.take_events())
         return self._events.take(data_parallel_rank)
 
+    def cached(self, group: int = 0) -> list[tuple[bytes, int]]:
+        """Name and block of all cached blocks of a group, a parent before its children. O(blocks)."""
+        return self._ledgers[group].cached()
+
     def block_state(self, block: int, group: int = 0) -> BlockState:
         """The state of a block."""
         return self._ledgers[group].state(block)

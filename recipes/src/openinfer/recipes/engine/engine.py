@@ -379,6 +379,7 @@ class Engine:
         if self._publisher is not None:
             self._publisher.close()
         if self._tiers is not None:
+            self._tiers.keep(self._pool)
             self._tiers.close()
         if self._followers is not None:
             self._followers.close()

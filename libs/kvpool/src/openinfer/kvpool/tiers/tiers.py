@@ -20,12 +20,15 @@ from ..events import BlockRemoved, BlockStored
 from ..eviction import Eviction, Lru
 from ..group import Group
 from ..loading import Load, Piece
+from ..pool import Pool
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
 
 log = logging.getLogger("openinfer.kvpool")
 
+BACKLOG_BYTES = 1 << 30
+"""Bytes that wait for the disk at most, so that an engine ends soon."""
 _TICK_S = 0.0002
 
 
@@ -152,6 +155,26 @@ class Tiers:
             self.stats.saved += len(slots)
             self._tell(BlockStored([s.name for s in slots], None, [], self.groups[group].block_size,
                                    medium="CPU", group_idx=group))  # fmt: skip
+
+    def keep(self, pool: Pool, seconds: float = 2.0) -> None:
+        """Write the cached blocks of a pool to the disk, for at most this time. For the end of an engine: a restart
+        then finds them too."""
+        until, disk = time.monotonic() + seconds, self._disk
+        if disk is None or self._layout is None:
+            return
+        for group in range(len(self.groups)):
+            for name, block in pool.cached(group):
+                while disk.num_writing + len(self._saves) >= self._backlog(group):
+                    if time.monotonic() >= until:
+                        return
+                    self._collect(_TICK_S)
+                if not disk.has(group, name):
+                    self.save(group, [name], [block])
+
+    def _backlog(self, group: int) -> int:
+        """Records that may wait for the disk: half of a group's, and no more than BACKLOG_BYTES."""
+        most = BACKLOG_BYTES // max(1, self.groups[group].block_bytes)
+        return max(1, min(self._host.num_slots[group] // 2, most))
 
     def clear(self) -> None:
         """Forget every block, as after a change of weights. Nothing loads."""
@@ -296,7 +319,7 @@ class Tiers:
         disk = self._disk
         if disk is None or not slot.readable or disk.has(slot.group, slot.name):
             return False
-        if not disk.takes_writes or 2 * disk.num_writing >= self._host.num_slots[slot.group]:
+        if not disk.takes_writes or disk.num_writing >= self._backlog(slot.group):
             self.stats.not_written += 1
             return False
         return disk.write(slot)
