@@ -55,7 +55,6 @@ def test_load_and_ping(live: Any) -> None:
         ("/v1/embeddings", "generates text"),
         ("/v1/score", "generates text"),
         ("/rerank/", "generates text"),
-        ("/v1/load_lora_adapter", "no adapters"),
         ("/inference/v1/generate", "/v1/completions"),
         ("/v1/responses/resp_1", "not stored"),
     ],
