@@ -141,6 +141,25 @@ def delta_step(
     }
 
 
+def with_drafts(
+    rng: np.random.Generator,
+    args: dict[str, Any],
+    drafts: Sequence[int],
+    accepted: Sequence[int],
+    most: int = 3,
+) -> dict[str, Any]:
+    """The arguments with drafts: of each row, and those that its step before accepted. Their inputs are in `recent`,
+    and what must not be read there is NaN."""
+    ring, size, width = 2 * most + 2, len(args["seq_lens"]), args["qkv"].shape[1] + args["ba"].shape[1]
+    recent = np.full((size, LAYERS, ring, width), np.nan, bfloat16)[:, 1]
+    by_slot = np.full(size, 99, np.int32)
+    for row, slot in enumerate(args["slots"]):
+        by_slot[slot], end = accepted[row], args["seq_lens"][slot]
+        for position in range(end - accepted[row], end):
+            recent[slot, position % ring] = rng.standard_normal(width)
+    return {**args, "recent": recent, "accepted": by_slot, "num_drafts": np.array(drafts, np.int32)}
+
+
 def check_delta(args: dict[str, Any], limit: float) -> None:
     """Outputs, states and rings as the reference leaves them, and nothing else touched."""
     got, want = run_both(gated_delta_net, args)
@@ -235,6 +254,50 @@ def test_only_a_mixed_step_of_many_rows_has_branches(tokens: int, rows: int, bra
     args = null_step(tokens, rows, 16, 32)
     plan.run(gated_delta_net, {**args, "max_q_len": 1 if tokens == rows else tokens})
     assert {c.branch for c in plan.calls[0].commands} == branches
+
+
+@pytest.mark.parametrize("heads", [(2, 4, 32, 32), (1, 3, 64, 16)])
+def test_rows_with_drafts(rng: np.random.Generator, heads: tuple[int, int, int, int]) -> None:
+    """Every number of drafts and of accepted ones, at the start of a sequence and later, dead and moved rows."""
+    drafts, accepted = [0, 1, 2, 3, 3, 0, 2, 1, 3, 0], [0, 0, 1, 2, 3, 3, 0, 1, 3, 0]
+    lengths = [1 + n for n in drafts[:-1]] + [0]
+    before = [0, 1, 2, 3, 70, 9, 131, 5, 66, 4]
+    args = delta_step(rng, lengths, before, heads=heads, tokens=sum(lengths) + 6, dead=(7,), moved=(1, 6))
+    check_delta(with_drafts(rng, {**args, "max_q_len": 4}, drafts, accepted), STEP)
+
+
+def test_a_mixed_step_with_drafts(rng: np.random.Generator) -> None:
+    """Chunks beside rows with drafts; a chunk as short as such a row leaves its snapshot too."""
+    lengths, before = [3, 100, 1, 4, 2, 0, 2, 20], [9, 30, 12, 62, 63, 3, 62, 1]
+    args = delta_step(
+        rng, lengths, before, heads=(1, 2, 16, 32), tokens=sum(lengths) + 17, dead=(7,), moved=(1, 4),
+        snapshots={1: [64, 128], 3: [64], 4: [64], 6: [64]},
+    )  # fmt: skip
+    check_delta(with_drafts(rng, args, [2, 0, 0, 0, 0, 0, 0, 0], [1, 0, 2, 0, 0, 0, 0, 0]), CHUNKS)
+
+
+def test_steps_of_drafts_leave_the_states_of_steps_of_one_token(rng: np.random.Generator) -> None:
+    """Two steps, of which the first has a wrong draft: the state is as if that draft had not been there."""
+    args = delta_step(rng, [3], [70], heads=(1, 2, 16, 16))
+    args = with_drafts(rng, {**args, "max_q_len": 3}, [2], [0])
+    want = {k: like(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    _, after = run_both(gated_delta_net, args)
+    after["seq_lens"] += 2  # the certain token and one draft
+    after["accepted"][after["slots"]] = 1
+    after["num_drafts"][:] = 0
+    second = {**args, **after, **{k: like(after[k][1:2]) for k in ("qkv", "z", "ba", "out")}}
+    second |= {"q_starts": np.array([0, 1], np.int32), "max_q_len": 1}
+    got, _ = run_both(gated_delta_net, second)
+    for n, part in enumerate((want, want, second)):
+        row = {k: part[k][n : n + 1] if part is want else part[k] for k in ("qkv", "z", "ba", "out")}
+        one = {**want, **row, "q_starts": np.array([0, 1], np.int32), "max_q_len": 1}
+        one |= {"recent": None, "accepted": None, "num_drafts": None}
+        _, left = run_both(gated_delta_net, one)
+        want["state"], want["conv_state"] = left["state"], left["conv_state"]
+        want["seq_lens"] = want["seq_lens"] + 1
+    assert error(got["out"], left["out"]) < STEP
+    assert error(got["state"], want["state"]) < STEP
+    assert got["conv_state"].tobytes() == want["conv_state"].tobytes()
 
 
 def test_chunks_that_begin_anywhere(rng: np.random.Generator) -> None:

@@ -146,7 +146,6 @@ REFUSED = {
 MISSING = {
     ("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5",
     ("several ranks", "qwen3_5"): "2 ranks: qwen3_5 runs on one GPU",
-    ("speculation", "qwen3_5"): "--speculative-config is not possible with qwen3_5",
 }
 """What one model's engine cannot do."""
 

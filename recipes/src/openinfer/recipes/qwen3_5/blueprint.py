@@ -12,6 +12,7 @@ import numpy as np
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated
+from openinfer.kernels.authoring import power_of_two
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
@@ -93,7 +94,7 @@ class Qwen35(Blueprint[Model]):
                 Field("snapshot_blocks", (snapshots,)),
             ],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=dtype,
+            width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts,
             adapters=adapters_of(arena, limits, weights.adapted(), weights.places.weights(), NOT_RUN),
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
@@ -106,7 +107,11 @@ class Qwen35(Blueprint[Model]):
         if arena.device.kind == "cuda":
             for memory in (kv, state, conv_state):
                 memory.zero_(stream)
-        return Model(c, weights, kv, state, conv_state, cos_sin, batch, buffers, states)
+        recent = None
+        if limits.max_drafts:
+            shape = (slots, c.num_linear, power_of_two(2 * limits.max_drafts + 2))
+            recent = arena.alloc((*shape, c.conv_size + 2 * c.value_heads), dtype, "inputs of drafts")
+        return Model(c, weights, kv, state, conv_state, cos_sin, batch, buffers, states, recent)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return [[model.kv], [model.state, model.conv_state]]
@@ -133,6 +138,7 @@ class Qwen35(Blueprint[Model]):
             "activations": buffers,
             "rotary table": model.cos_sin.nbytes,
             "recurrent states": self._states_wanted() * self.config.state_bytes(dtype.itemsize),
+            "inputs of drafts": model.recent.nbytes if model.recent is not None else 0,
         }
 
     def controls(self, model: Model) -> Iterator[Control]:

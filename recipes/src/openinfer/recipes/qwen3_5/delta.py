@@ -87,9 +87,17 @@ class Call:
 
 def launches(call: Call, max_q_len: int, tuning: Tuning) -> Iterator[Command]:
     """The launches of a call. Rows of one token go to one kernel. Other rows go in chunks through four kernels. A step
-    may have both; many rows of one token are then a branch beside the four kernels."""
+    may have both; many rows of one token are then a branch beside the four kernels.
+
+    Where rows have drafts, rows of a few tokens go to kernels of their own, rows without drafts too: such a row may
+    have accepted some in the step before."""
     tokens, rows = call.t["out"].shape[0], call.t["slots"].shape[0]
-    if max_q_len == 1:
+    if "recent" in call.t:
+        short = call.t["recent"].shape[1] // 2
+        if max_q_len > short:
+            yield from _chunks(call, tuning, short)
+        yield from _verify(call, tokens if max_q_len <= short else 0, short)
+    elif max_q_len == 1:
         yield _step(call, tuning, tokens)
     elif rows == 1:  # a prompt: that it may have one token left is not worth a launch in every step
         yield from _chunks(call, tuning, 0)
@@ -123,6 +131,38 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
         constants,
         num_warps=tuning.step_warps,
         max_registers=tuning.step_registers,
+    )
+
+
+def _verify(call: Call, tokens: int, short: int) -> Iterator[Launch]:
+    """Rows of at most `short` tokens, and zeros for the tokens from the last row's end to `tokens`."""
+    (_, heads, _, _), rows = call.t["state"].shape, call.t["slots"].shape[0]
+    ring, snapshots = call.t["recent"].shape[1], call.t["snapshot_ends"].shape[1]
+    of_step = call.tensors("snapshot_ends", "snapshot_blocks")
+    drafts = call.tensors("accepted", "num_drafts")
+    width, gates, block = call.t["qkv"].shape[1], call.t["ba"].shape[1], 512
+    constants = call.taps | {"RING": ring, "SNAPSHOTS": power_of_two(snapshots)}
+    yield launch(
+        _DEVICE + "delta_verify",
+        "delta_verify",
+        (heads, rows),
+        call.tensors("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
+        | call.tensors("state", *_OF_ROWS, "state_from", "state_to")
+        | {**of_step, **call.tensors("recent"), **drafts}
+        | call.strides("qkv", "z", "ba", "conv_state", "state", "recent")
+        | {"eps": call.eps, "tokens": tokens, "snapshots": snapshots, "short": short},
+        call.sizes | constants,
+        num_warps=8,
+    )
+    yield launch(
+        _DEVICE + "delta_verify",
+        "delta_keep",
+        (-(-(width + gates) // block), rows),
+        call.tensors("qkv", "ba", "conv_state", "recent", *_OF_ROWS, "state_from", "state_to")
+        | {**of_step, **drafts}
+        | call.strides("qkv", "ba", "conv_state", "recent")
+        | {"width": width, "gates": gates, "snapshots": snapshots, "short": short},
+        {**constants, "BLOCK": block},
     )
 
 

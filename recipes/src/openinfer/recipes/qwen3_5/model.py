@@ -85,7 +85,8 @@ class Model:
 
     kv [pages, full layers, 2, G, page_size, d], state float32 [blocks, linear layers, Hv, dk, dv] and conv_state
     [blocks, linear layers, K, C]: page-first, so that a page or a block holds all layers. cos_sin float32
-    [max_model_len, 2, rotary_dim / 2].
+    [max_model_len, 2, rotary_dim / 2]. recent [slots, linear layers, tokens, C + 2 Hv]: inputs of drafts, from which
+    the accepted ones move the states on; None without drafts.
     """
 
     config: Config
@@ -97,6 +98,7 @@ class Model:
     batch: Batch
     buffers: Buffers
     states: States
+    recent: Tensor | None = None
     tables: Sequence[str | None] = ("block_tables", None)
 
     @property
@@ -220,6 +222,9 @@ class Model:
             snapshot_blocks=rows["snapshot_blocks"][: r * most].reshape(r, -1),
             eps=c.rms_norm_eps,
             max_q_len=max_q_len,
+            recent=None if self.recent is None else self.recent[:, index],
+            accepted=None if self.recent is None else rows["accepted"],
+            num_drafts=None if self.recent is None else rows["num_drafts"][:r],
         )
         linear_add(pack, x=x, h=b.values[:t], weight=mixer.out.weight, scales=mixer.out.scales)
         adapt(pack, mixer.out.weight, out=x, x=b.values[:t])

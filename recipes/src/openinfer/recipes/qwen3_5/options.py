@@ -17,7 +17,6 @@ class HybridOptions(Options):
 
     refused: ClassVar[dict[str, str]] = {
         "batch_invariant": "how a prompt is cut into steps changes what the delta rule's kernels round",
-        "speculative_config": "recurrent states cannot go back behind a rejected draft yet",
     }
 
     snapshot_interval: int = option(

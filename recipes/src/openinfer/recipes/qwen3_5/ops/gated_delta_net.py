@@ -71,6 +71,9 @@ def _contract(
     snapshot_blocks: Tensor,
     eps: float,
     max_q_len: int,
+    recent: Tensor | None = None,
+    accepted: Tensor | None = None,
+    num_drafts: Tensor | None = None,
 ) -> None:
     """out[t] = gated norm of the delta rule's output for token t, whose state is carried from token to token of a row.
 
@@ -98,6 +101,13 @@ def _contract(
     also go to the block snapshot_blocks[r, i]. An end is 0 (none) or a multiple of STATE_CHUNK that the row reaches in
     this step. With max_q_len == 1 both are ignored.
 
+    With recent, accepted and num_drafts, the last num_drafts[r] (int32 [R]) tokens of a row are drafts, which may be
+    wrong. The states that the row leaves are those before its drafts. The inputs of the drafts, qkv and ba side by
+    side, go to recent [S, L, 2 Hk dk + Hv dv + 2 Hv]: those of position p to recent[slot, p % L]. The row's next step
+    knows how many of them were accepted: accepted[slot] (int32 [S]). It takes these from `recent` before its own
+    tokens, so seq_lens[slot] counts them, and the states are those of position seq_lens[slot] - accepted[slot]. L is a
+    power of two, at least 2 D + 2 where rows have up to D drafts.
+
     Dead rows and tokens past q_starts[R] change no state but that of block 0, which no row reads. Their elements of
     `out` are finite and otherwise unspecified. max_q_len: no row has more tokens than this (1 in a decode step).
     """
@@ -111,6 +121,14 @@ def _contract(
         expect(name, tensor, (size,), int32)
     expect("snapshot_ends", snapshot_ends, (rows, -1), int32)
     expect("snapshot_blocks", snapshot_blocks, snapshot_ends.shape, int32)
+    if recent is not None and accepted is not None and num_drafts is not None:
+        expect("recent", recent, (size, -1, qkv.shape[1] + ba.shape[1]), qkv.dtype, dense=False)
+        expect("accepted", accepted, (size,), int32)
+        expect("num_drafts", num_drafts, (rows,), int32)
+        ring = recent.shape[1]
+        require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
+    else:
+        require(recent is accepted is num_drafts, "recent, accepted and num_drafts must be given together")
     require(eps > 0, f"eps is {eps}; it must be positive")
     require(1 <= max_q_len <= tokens, f"max_q_len is {max_q_len}; it must be in [1, {tokens}]")
     require(max_q_len > 1 or tokens == rows, f"a step of one token a row has {tokens} tokens and {rows} rows")
@@ -218,17 +236,28 @@ def _reference(
     snapshot_blocks: Array,
     eps: float,
     max_q_len: int,
+    recent: Array | None = None,
+    accepted: Array | None = None,
+    num_drafts: Array | None = None,
 ) -> None:
-    dtype, (key_heads, heads, dk, dv) = qkv.dtype, _sizes(qkv, state)
-    a = f32(ba[:, heads:]) + dt_bias
-    g = decay * (np.maximum(a, 0) + np.log1p(np.exp(-np.abs(a))))
-    beta = rounded(sigmoid(f32(ba[:, :heads])), dtype)
+    dtype, (key_heads, heads, dk, dv), width = qkv.dtype, _sizes(qkv, state), qkv.shape[1]
     out[:] = 0
     for row, slot in enumerate(slots):
         first, last = int(q_starts[row]), int(q_starts[row + 1])
         if first == last or not alive[slot]:
             continue
         start, source, target = int(seq_lens[slot]), int(state_from[slot]), int(state_to[slot])
+        m, gates, drafts, replayed = qkv[first:last], ba[first:last], 0, 0
+        if recent is not None and accepted is not None and num_drafts is not None:
+            drafts, replayed = int(num_drafts[row]), int(accepted[slot])
+            kept = recent[slot, np.arange(start - replayed, start) % recent.shape[1]]
+            m, gates = np.concatenate([kept[:, :width], m]), np.concatenate([kept[:, width:], gates])
+            positions = np.arange(start + last - first - drafts, start + last - first) % recent.shape[1]
+            recent[slot, positions] = np.concatenate([m, gates], axis=1)[len(m) - drafts :]
+            start -= replayed
+        a = f32(gates[:, heads:]) + dt_bias
+        g = decay * (np.maximum(a, 0) + np.log1p(np.exp(-np.abs(a))))
+        beta = rounded(sigmoid(f32(gates[:, :heads])), dtype)
         ends = {}
         if max_q_len > 1:
             ends = {
@@ -236,30 +265,33 @@ def _reference(
             }
         live = state[source].copy() if start else np.zeros(state.shape[1:], np.float32)
         ring = conv_state[source].copy() if start else np.zeros(conv_state.shape[1:], dtype)
-        # In pieces that end where a snapshot is due; within one, one token after the other: the result does not depend
+        # In pieces that end where a state is left; within one, one token after the other: the result does not depend
         # on how a row is cut into steps.
-        cuts = sorted({*(end - start for end in ends), last - first})
+        count = len(m)
+        cuts = sorted({*(end - start for end in ends), count - drafts, count})
         for low, high in zip([0, *cuts], cuts, strict=False):
-            piece = slice(first + low, first + high)
-            c = causal_conv1d(qkv[piece], ring, conv_weight, start + low)
+            c = causal_conv1d(m[low:high], ring, conv_weight, start + low)
             q, k = (np.repeat(_unit(part.reshape(-1, key_heads, dk)), heads // key_heads, axis=1)
                     for part in (c[:, : key_heads * dk], c[:, key_heads * dk : 2 * key_heads * dk]))  # fmt: skip
             q = q * np.float32(dk**-0.5)
             v = c[:, 2 * key_heads * dk :].reshape(-1, heads, dv)
-            o = np.stack([
-                delta_rule(q[i], k[i], v[i], beta[first + low + i], g[first + low + i], live) for i in range(high - low)
-            ])  # fmt: skip
-            gate = z[piece].reshape(-1, heads, dv)
-            out[piece] = gated_norm(rounded(o, dtype), gate, norm_weight, eps, dtype).reshape(high - low, -1)
+            for i in range(high - low):
+                o = delta_rule(q[i], k[i], v[i], beta[low + i], g[low + i], live)
+                at = first + low + i - replayed
+                if at >= first:
+                    normed = gated_norm(rounded(o, dtype), z[at].reshape(heads, dv), norm_weight, eps, dtype)
+                    out[at] = normed.reshape(-1)
             if start + high in ends:
                 block = ends[start + high]
                 state[block], conv_state[block] = live, ring
-        state[target], conv_state[target] = live, ring
+            if high == count - drafts:
+                state[target], conv_state[target] = live, ring
 
 
 def _launches(
-    target: Target, *, qkv: Tensor, state: Tensor, eps: float, max_q_len: int, **tensors: Tensor
+    target: Target, *, qkv: Tensor, state: Tensor, eps: float, max_q_len: int, **given: Tensor | None
 ) -> Iterator[Command]:
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     require(
         not target.batch_invariant,
         "the delta rule has no batch-invariant kernels: what a step computes of a prompt at once changes its rounding",
