@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from openinfer.cli import explain
 from openinfer.cli.explain import Line, table
+from openinfer.cli.tune import shapes_of
+from openinfer.kernels import H200
+from openinfer.recipes.engine import Source
+from openinfer.recipes.engine.segments import Outline
+from openinfer.recipes.qwen3 import RECIPE
+
+TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 
 
 def test_a_step_with_collectives_has_a_column_of_links() -> None:
@@ -15,3 +25,23 @@ def test_a_step_with_collectives_has_a_column_of_links() -> None:
     assert rows[2].split()[6] == "3.000"
     assert rows[3].startswith("sum")
     assert rows[3].split()[6] == "3.000"
+
+
+def test_a_rank_of_two_has_half_of_the_weights_and_links(capsys) -> None:
+    """By --ranks, and by the engine's own flag."""
+    for flag in ("--ranks", "-tp"):
+        assert explain.main([str(TINY), "--decode", "8,64", flag, "2"]) == 0
+        shown = capsys.readouterr().out
+        assert "link MB" in shown
+        assert "gather_columns" in shown
+    assert explain.main([str(TINY), "--decode", "8,64"]) == 0
+    assert "link MB" not in capsys.readouterr().out
+
+
+def test_tables_are_measured_for_the_parts_of_a_rank() -> None:
+    options = RECIPE.options(device="cuda", tensor_parallel_size=2)
+    shapes = shapes_of(Outline(RECIPE, Source.read(TINY), options, H200))
+    assert [tuple(shape) for shape in shapes] == [
+        ("norm_linear", 512, 256), ("linear_add", 256, 256), ("gate_up_silu", 384, 256),
+        ("linear_add", 256, 192), ("logits", 512, 256),
+    ]  # fmt: skip

@@ -51,9 +51,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--ranks",
         type=int,
-        default=1,
         metavar="N",
-        help="the part of one of N GPUs, without the traffic between them",
+        help="the part of one of N GPUs; default: --tensor-parallel-size",
     )
     add("--ledger", type=Path, metavar="FILE", help="the file of `openinfer bench ops --json FILE`")
     add("--plot", type=Path, metavar="FILE.png", help="draw the step into this file; needs openinfer[plot]")
@@ -70,11 +69,12 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def _explain(args: argparse.Namespace, asked: Asked) -> int:
     if args.prefill is not None and args.prefill < 1:
         raise bench_recipe.BadFlags(f"--prefill {args.prefill}: a prompt has at least one token")
-    if args.ranks < 1:
-        raise bench_recipe.BadFlags(f"--ranks {args.ranks}: a model is on at least one GPU")
+    ranks = asked.options.tensor_parallel_size if args.ranks is None else args.ranks
+    if ranks < 1:
+        raise bench_recipe.BadFlags(f"--ranks {ranks}: a model is on at least one GPU")
     if args.plot:
         _figure()  # what is missing is said before the work
-    outline = Outline(asked.recipe, asked.source(), asked.options, H200, ranks=args.ranks)
+    outline = Outline(asked.recipe, asked.source(), asked.options, H200, ranks=ranks)
     measured = bench_ledger.load(args.ledger) if args.ledger else {}
     if args.prefill:
         title, steps = f"prefill of {args.prefill} tokens", outline.prefill(args.prefill)
@@ -84,7 +84,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
-    if args.ranks > 1:
+    if ranks > 1:
         print("(bytes, FLOPs and floors of experts as if all that tokens are sent to were on this GPU)")
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
     if args.plot:

@@ -69,12 +69,14 @@ class Outline:
 
     `memory`: bytes by their use, without the cache. `target`: the GPU that the plan is for. `steps`: the calls of every
     recorded step by its shape. `max_model_len`: tokens of a sequence, where the cache has room for them.
-    ranks: the number of GPUs that share the model; with more than one, this is the part of the first GPU.
+    ranks: the number of GPUs that share the model, by default that of the options; with more than one, this is the part
+    of the first GPU.
     """
 
     def __init__(
-        self, recipe: Recipe[O], source: Source, options: O, target: Target, *, ranks: int = 1
+        self, recipe: Recipe[O], source: Source, options: O, target: Target, *, ranks: int | None = None
     ) -> None:
+        ranks = options.tensor_parallel_size if ranks is None else ranks
         blueprint: Any = recipe.blueprint(source, options, ranks=ranks)
         limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
         self._blueprint, self._limits, self._prefix_cache = blueprint, limits, options.enable_prefix_caching
