@@ -127,6 +127,7 @@ ENGINE = {
         "`--kv-offload-dir`, `--kv-offload-disk-gb`",
         {"kv_offload_dir": FOLDER.name, "kv_offload_disk_gb": 0.05, "enable_prefix_caching": True},
     ),
+    "sleep": Flag("`--enable-sleep-mode`", {"enable_sleep_mode": True}),
 }
 SERVER = {
     "several HTTP processes": Flag("`--frontends 2`"),
@@ -138,6 +139,12 @@ REFUSED = {
     ("several ranks", "a disk"): "--kv-offload is not possible with --tensor-parallel-size",
     ("prompt log-probabilities", "streaming"): "prompt_logprobs is not possible with stream: true",
     ("adapters", "several ranks"): "--enable-lora is not possible with --tensor-parallel-size 2",
+    ("several ranks", "sleep"): "--enable-sleep-mode is not possible with --tensor-parallel-size or",
+    (
+        "host memory",
+        "sleep",
+    ): "--enable-sleep-mode is not possible with --tensor-parallel-size or --kv-offload",
+    ("a disk", "sleep"): "--enable-sleep-mode is not possible with --tensor-parallel-size or --kv-offload",
     ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",
     ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",
 }

@@ -65,7 +65,7 @@ class Live:
         """Let the system take 16 KiB of an answer that is not read, for connections from now on."""
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
 
-    def post(self, path: str, **body: Any) -> httpx.Response:
+    def post(self, path: str, /, **body: Any) -> httpx.Response:
         return self.http.post(path, json=body)
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "Request",
     "ResetPrefixCache",
     "Scheduled",
+    "Sleep",
     "SlowTraces",
     "StepOutputs",
     "StepTimes",
@@ -48,6 +49,8 @@ __all__ = [
     "TokenTable",
     "UnloadAdapter",
     "Update",
+    "UpdateWeights",
+    "WakeUp",
 ]
 
 CONTRACT_VERSION = 1
@@ -258,6 +261,9 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     """Times of steps by shape. An engine may leave the list empty in most snapshots; the client keeps the last one."""
     adapters: list[AdapterState] = []
     """The adapters that are loaded, in the order of their loading."""
+    weights_version: str = ""
+    """The name that UpdateWeights gave; "" for the weights of the start."""
+    asleep: bool = False
     drafts: int = 0
     """Rows of steps that verified drafts (speculative decoding)."""
     draft_tokens: int = 0
@@ -298,7 +304,30 @@ class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="unload_ad
     name: str
 
 
-Command = LoadAdapter | ResetPrefixCache | SlowTraces | TokenTable | UnloadAdapter
+class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_weights"):
+    """Take all weights from another checkpoint of the same model. Cached prefixes are forgotten. Unsupported while
+    requests run."""
+
+    path: str
+    """Its folder, with config.json and safetensors."""
+    version: str
+    """Answers name it."""
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """Give memory back, and take no request until WakeUp. Unsupported while requests run."""
+
+    level: int = 1
+    """1: the weights wait in host memory. 2: they are dropped, and UpdateWeights must follow WakeUp."""
+
+
+class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):
+    """Take the memory again."""
+
+
+Command = (
+    LoadAdapter | ResetPrefixCache | Sleep | SlowTraces | TokenTable | UnloadAdapter | UpdateWeights | WakeUp
+)
 """Union of the commands of Engine.control."""
 
 

@@ -5,7 +5,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
-from openinfer.frontend.contract import TERMINALS, Engine, Failed, Request, StepOutputs
+from openinfer.frontend.contract import (
+    TERMINALS,
+    Engine,
+    Failed,
+    Request,
+    Sleep,
+    StepOutputs,
+    UpdateWeights,
+    WakeUp,
+)
 from openinfer.frontend.errors import InvalidRequest, Unsupported, one_line
 from openinfer.frontend.wire import (
     Abort,
@@ -148,8 +157,10 @@ class _Desk:
             return
         if isinstance(answer, Future):
             self.pending.append((client, message.serial, answer))
-        else:
-            self._send(client, ControlDone(message.serial, None, answer))
+            return
+        if isinstance(message.command, Sleep | UpdateWeights | WakeUp):  # other clients must know it too
+            self.tell_all(Stepped(StepOutputs(), self._engine.stats(), len(self.live)))
+        self._send(client, ControlDone(message.serial, None, answer))
 
     def _done(self, client: int, serial: int, future: Future[None]) -> None:
         """Answer a command, and tell all clients the state after it."""

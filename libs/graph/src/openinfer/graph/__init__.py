@@ -1,7 +1,7 @@
 """The batch on the device, and captured steps over it."""
 
 from openinfer.graph.buckets import Buckets, Shape
-from openinfer.graph.errors import FieldError, GraphError, MissingExtra, RingFull, UnknownStep
+from openinfer.graph.errors import FieldError, GraphError, MissingExtra, NotPossible, RingFull, UnknownStep
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Delta, Field, Rows
@@ -17,6 +17,7 @@ __all__ = [
     "Finding",
     "GraphError",
     "MissingExtra",
+    "NotPossible",
     "Readback",
     "RingFull",
     "Rows",

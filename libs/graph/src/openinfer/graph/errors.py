@@ -3,6 +3,7 @@
 GraphError
  ├── FieldError (ValueError)     a row field is declared or written in a way its shape or dtype does not allow
  ├── RingFull (RuntimeError)     more results are under way than the read-back ring holds
+ ├── NotPossible (RuntimeError)  an engine's weights or memory cannot be had that way now
  ├── UnknownStep (LookupError)   a step was launched that was never recorded, or no bucket is large enough
  └── MissingExtra (ImportError)  an extra of this library is not installed
 """
@@ -18,6 +19,12 @@ class FieldError(GraphError, ValueError):
 
 class RingFull(GraphError, RuntimeError):
     """The oldest result must be taken before another step's can be read back."""
+
+
+class NotPossible(GraphError, RuntimeError):
+    """The weights cannot be updated, or the memory not given back, as it stands. Nothing has changed."""
+
+    user_can_mend = True
 
 
 class UnknownStep(GraphError, LookupError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.tensor import Activity, ActivityNotAvailable, ActivityRecorder
+
+log = logging.getLogger("openinfer.graph")
 
 PHASES_KEPT, OPS_KEPT = 64, 4096
 """The most host phases and ops between two results."""
@@ -85,6 +88,7 @@ class StepTrace:
             self.source = "CUPTI"
         except ActivityNotAvailable as error:
             self.source += f" ({error})"
+        log.info("tracing steps into %s, the device by %s", path, self.source)
 
     def mark(self, phase: str) -> None:
         """End the host's current phase and begin `phase`; "" for no phase."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from openinfer.tensor import dtypes
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import DType
-from openinfer.tensor.errors import ClosedError, OutOfMemory, ShapeError
+from openinfer.tensor.errors import ClosedError, DeviceError, OutOfMemory, ShapeError
+from openinfer.tensor.mapped import MappedMemory
 from openinfer.tensor.memory import ALIGNMENT, Memory, num_elements
 from openinfer.tensor.tensor import Tensor
 
@@ -22,13 +23,15 @@ class Arena:
     allocations there and `used` is the memory it needs. (`capacity` is then a number no plan reaches.)
     Raises OutOfMemory at once where the device cannot give the whole capacity.
 
+    mapped: `give_back` and `take_back` are possible, while addresses and tensors stay.
+
     `close()` (or leaving the `with` block) gives up the arena's hold; the memory goes back to the device
     when the last tensor that views it is gone.
     """
 
     __slots__ = ("_memory", "capacity", "device", "used")
 
-    def __init__(self, device: Device, capacity_bytes: int | None) -> None:
+    def __init__(self, device: Device, capacity_bytes: int | None, *, mapped: bool = False) -> None:
         if capacity_bytes is None and device.kind != "null":
             raise ShapeError(f"an arena on {device} needs a capacity in bytes; only null may be unbounded")
         if capacity_bytes is not None and capacity_bytes <= 0:
@@ -37,7 +40,7 @@ class Arena:
         self.capacity = _UNBOUNDED if capacity_bytes is None else capacity_bytes
         self.used = 0
         reserve = 1 << 46 if capacity_bytes is None else capacity_bytes
-        self._memory: Memory | None = Memory(device, reserve)
+        self._memory: Memory | None = (MappedMemory if mapped else Memory)(device, reserve)
 
     @property
     def remaining(self) -> int:
@@ -46,8 +49,7 @@ class Arena:
 
     def alloc(self, shape: Sequence[int], dtype: DType | type | str, name: str = "") -> Tensor:
         """An uninitialised tensor at the next 256-byte boundary. Raises OutOfMemory, ClosedError, ShapeError."""
-        if self._memory is None:
-            raise ClosedError(f"this arena on {self.device} is closed; make a new one")
+        memory = self._open()
         dtype, shape = dtypes.of(dtype), tuple(shape)
         nbytes = num_elements(shape) * dtype.itemsize
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
@@ -57,7 +59,38 @@ class Arena:
                 f"has used {self.used} of {self.capacity}; plan with a null arena, or make this one larger"
             )
         self.used = start + nbytes
-        return Tensor(self._memory.ptr + start, shape, dtype, self.device, None, self._memory, name)
+        return Tensor(memory.ptr + start, shape, dtype, self.device, None, memory, name)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the memory can be given back."""
+        return isinstance(self._memory, MappedMemory)
+
+    @property
+    def base(self) -> int:
+        """The address of the first byte. Raises ClosedError."""
+        return self._open().ptr
+
+    def give_back(self) -> None:
+        """Give the device's memory back. Tensors keep their addresses and lose what they held. The device must be idle,
+        and no tensor may be used until `take_back`. Raises DeviceError, ClosedError."""
+        self._mapped().give_back()
+
+    def take_back(self) -> None:
+        """Take memory again for the same addresses. The content of tensors is not defined. Raises OutOfMemory,
+        DeviceError."""
+        self._mapped().take_back()
+
+    def _mapped(self) -> MappedMemory:
+        memory = self._open()
+        if not isinstance(memory, MappedMemory):
+            raise DeviceError(f"this arena on {self.device} cannot be given back; make it with mapped=True")
+        return memory
+
+    def _open(self) -> Memory:
+        if self._memory is None:
+            raise ClosedError(f"this arena on {self.device} is closed; make a new one")
+        return self._memory
 
     def close(self) -> None:
         """Give up the memory; see the class. Calling it again does nothing."""

@@ -21,21 +21,25 @@ from openinfer.frontend.contract import (
     Request,
     ResetPrefixCache,
     Scheduled,
+    Sleep,
     SlowTraces,
     StepOutputs,
     TokenLogprobs,
     TokenTable,
     UnloadAdapter,
     Update,
+    UpdateWeights,
+    WakeUp,
 )
 from openinfer.frontend.errors import Unsupported
-from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling
+from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling, WeightsDesk
 from openinfer.kernels import Adapter, Store
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.adapters import AdapterDesk
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting, put_drafted, put_logprobs
 from openinfer.recipes.engine.refusal import refusal
 from openinfer.recipes.engine.statistics import snapshot
+from openinfer.recipes.engine.training import Training
 from openinfer.sampler import fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
 from openinfer.sampler.grammar import Compiler
@@ -92,6 +96,7 @@ class Engine:
         followers: Followers | None = None,
         tiers: Tiers | None = None,
         loaded: Sequence[Adapter] = (),
+        desk: WeightsDesk | None = None,
     ) -> None:
         self._followers = followers
         adapters = self._adapters = AdapterDesk(runner.model.batch.adapters, runner.stream, loaded)
@@ -109,7 +114,7 @@ class Engine:
         self._updates: list[Update] = []
         self._stats = EngineStats()
         self._first_tokens = FirstTokens(runner.watch) if runner.watch is not None else None
-        self._batch = NO_ROWS
+        self._batch, self.training = NO_ROWS, Training(desk)
         self._counts_at_ready = DriverCounts.now()
         self.info = EngineInfo(
             model=name,
@@ -155,7 +160,7 @@ class Engine:
         if request.prompt_logprobs is not None:
             sampling.score = PromptScore(request.prompt_logprobs)
             salt += os.urandom(16)  # cached blocks have no scores: it shares only its own, after a preemption
-        salt = self._adapters.assign(request, sampling, salt)
+        salt = self._adapters.assign(request, sampling, self.training.salt(salt))
         # Made once, however often the queue is looked through.
         hashes = hash_blocks(tokens, self._pool.hash_block_size, salt) if self._pool.prefix_cache else None
         seq = Seq(
@@ -201,8 +206,10 @@ class Engine:
             self._enqueue(seq)
 
     def _problem(self, request: Request) -> Rejected | None:
-        found = refusal(request, self.info) or self._adapters.refusal(
-            request, self._waiting, self._max_queued
+        found = (
+            self.training.refusal(request.id)
+            or refusal(request, self.info)
+            or self._adapters.refusal(request, self._waiting, self._max_queued)
         )
         return found if found or request.grammar is None else self._grammar_problem(request.id)
 
@@ -241,6 +248,10 @@ class Engine:
                 if not self._pool.reset_prefix_cache():
                     raise Unsupported("the prefix cache can be reset only while no request runs")
                 self._publish()
+            case UpdateWeights() | Sleep() | WakeUp():
+                self.training.carry_out(command, self._pool, len(self._seqs) or self._waiting)
+                self._publish()
+                self._counts_at_ready = DriverCounts.now()  # a new start
             case TokenTable():
                 self._take_tokens(command)
         return None
@@ -369,6 +380,7 @@ class Engine:
             self._counts_at_ready,
         )
         stats.waiting, stats.adapters = self._waiting, self._adapters.states()
+        self.training.tell(stats)
         return stats
 
     def close(self) -> None:

@@ -122,6 +122,9 @@ class Options:
         metavar="DIR",
     )
     kv_offload_disk_gb: float | None = option(None, "GB of --kv-offload-dir to use at most", kind=float)
+    enable_sleep_mode: bool = option(
+        False, "allow /sleep, which gives the device's memory back, and /wake_up", kind=bool
+    )
     trace: str | None = option(
         None,
         "write the last 256 steps to this file at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
@@ -152,6 +155,13 @@ class Options:
             raise SetupError(
                 f"--enable-lora is not possible with --tensor-parallel-size {self.tensor_parallel_size}: the matrices "
                 "of adapters are not shared out over ranks yet; leave one of the flags out"
+            )
+        if self.enable_sleep_mode and (
+            self.tensor_parallel_size > 1 or self.kv_offload_gb or self.kv_offload_dir
+        ):
+            raise SetupError(
+                "--enable-sleep-mode is not possible with --tensor-parallel-size or --kv-offload: other GPUs, and the "
+                "copies of the cache, use the memory that it would give back; leave one of them out"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
-from openinfer.graph.runner import Runner, TimedPack, readback_bytes, segments
+from openinfer.graph.runner import Runner, TimedPack, WeightsDesk, readback_bytes, segments
 from openinfer.kernels import (
     Adapter,
     Call,
@@ -44,6 +44,7 @@ from openinfer.recipes.engine.offload import check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe, Source
+from openinfer.recipes.engine.training import desk_of
 from openinfer.scheduler import Policy, make_policy
 from openinfer.tensor import (
     Arena,
@@ -97,7 +98,8 @@ def build(recipe: Recipe[O], model_dir: str | Path, **flags: Any) -> Built:
     options.check(recipe.name)
     check_offload(options)
     open_publisher = _publisher(options)
-    trace = _trace(options)  # CUPTI must be attached before the CUDA context exists
+    # CUPTI must be attached before the CUDA context exists.
+    trace = StepTrace(Path(options.trace) if options.trace else None)
     if options.tensor_parallel_size == 1:
         return _build(recipe, path, options, open_publisher, trace, None)
     Source.read(path)  # a folder that is no checkpoint is refused before processes start
@@ -132,7 +134,7 @@ def _build(
         made.runner, made.pool, policy, made.store,
         name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
         max_model_len=made.limits.max_model_len, max_queued=options.max_num_queued_reqs,
-        publisher=made.publisher, followers=followers, tiers=made.tiers, loaded=made.loaded,
+        publisher=made.publisher, followers=followers, tiers=made.tiers, loaded=made.loaded, desk=made.desk,
     )  # fmt: skip
     if made.tiers is not None:  # after everything else, because it goes on to lock memory
         made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream)
@@ -180,6 +182,7 @@ class _Made:
     publisher: EventPublisher | None
     tiers: Tiers | None
     loaded: Sequence[Adapter]
+    desk: WeightsDesk
 
 
 def _make(
@@ -219,7 +222,8 @@ def _make(
             limits = fit(limits, options, pool.capacity_tokens)
         with _phase("memory"):
             cache = sum(group.num_blocks * group.block_bytes for group in pool.groups)
-            arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
+            size, stream = plan.fixed_bytes + cache + (1 << 20), Stream(device)
+            arena = Arena(device, size, mapped=options.enable_sleep_mode)
             model = blueprint.lay_out(arena, stream, limits, blocks)
         loaded = read_modules(options, model.batch.adapters)
         # Recording depends on no weight's value.
@@ -243,7 +247,8 @@ def _make(
             ranks.serve()
     if store is not None:
         store.seal()
-    return _Made(runner, pool, store, limits, publisher, tiers, loaded)
+    desk = desk_of(blueprint, model, arena, stream, limits, ranks.size)
+    return _Made(runner, pool, store, limits, publisher, tiers, loaded, desk)
 
 
 def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
@@ -322,14 +327,6 @@ def _load(
     with Stream(device) as stream:
         report = blueprint.load(model, checkpoint, stream, progress)
     return f"{format_bytes(report.bytes)} at {format_bytes(1e9 * report.gbytes_per_s)}/s"
-
-
-def _trace(options: Options) -> StepTrace:
-    if not options.trace:
-        return StepTrace()
-    trace = StepTrace(Path(options.trace))
-    log.info("tracing steps into %s, the device by %s", options.trace, trace.source)
-    return trace
 
 
 def _publisher(options: Options) -> OpenPublisher | None:

@@ -1,15 +1,35 @@
-"""Endpoints for the people who run the server: what was slow."""
+"""Endpoints for the people and trainers that run the server: what was slow, new weights, and sleep."""
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openinfer.frontend.contract import Command, SlowTraces
-from openinfer.frontend.errors import APIError, Unsupported
-from openinfer.frontend.http.service import Service
+from openinfer.frontend.contract import Command, Sleep, SlowTraces, UpdateWeights, WakeUp
+from openinfer.frontend.errors import APIError, EngineDeadError, Unsupported
+from openinfer.frontend.http.body import decode_body
+from openinfer.frontend.http.service import Service, json_response, read_body
 
-__all__ = ["Admin"]
+__all__ = ["Admin", "SleepBody", "UpdateBody", "WakeBody"]
 
 NOTHING = '{"found": 0, "traces": []}'
+MAX_VERSION_CHARS = 128
+
+
+class UpdateBody(msgspec.Struct):
+    """POST /update_weights. path: a checkpoint folder that the server can read. version: answers name it."""
+
+    path: str
+    version: str
+
+
+class SleepBody(msgspec.Struct):
+    """POST /sleep; the body may be empty, and ?level=1 says the same. level: 1 keeps the weights in host memory."""
+
+    level: int = 1
+
+
+class WakeBody(msgspec.Struct):
+    """POST /wake_up; the body may be empty."""
 
 
 class Admin:
@@ -20,12 +40,43 @@ class Admin:
 
     async def traces(self, request: Request) -> Response:
         """GET /debug/traces: steps, runs of steps and first tokens that took longer than they should."""
-        found = await self._control(SlowTraces())
+        found = await self._control(SlowTraces(), 501)
         return Response(found or NOTHING, media_type="application/json")
 
-    async def _control(self, command: Command) -> str | None:
-        """Carry out a command. Raises APIError (501) where the engine cannot."""
+    async def update(self, request: Request) -> Response:
+        """POST /update_weights: all weights from another checkpoint of the same model. 409 while requests run."""
+        body = decode_body(await read_body(request), UpdateBody, {})
+        if not (body.path and 0 < len(body.version) <= MAX_VERSION_CHARS and body.version.isprintable()):
+            raise APIError(
+                f"path and version must be given; a version has at most {MAX_VERSION_CHARS} printable characters"
+            )
+        await self._control(UpdateWeights(body.path, body.version), 409)
+        return json_response({"version": body.version})
+
+    async def sleep(self, request: Request) -> Response:
+        """POST /sleep: give the device's memory back. 409 while requests run."""
+        raw = await read_body(request)
+        body = decode_body(raw, SleepBody, {}) if raw else SleepBody()
+        level = request.query_params.get("level", str(body.level))
+        if not level.isdigit():
+            raise APIError(f"level is {level[:40]}; it is a number", param="level")
+        await self._control(Sleep(int(level)), 409)
+        return json_response({"is_sleeping": True})
+
+    async def wake_up(self, request: Request) -> Response:
+        """POST /wake_up: take the memory again."""
+        await self._control(WakeUp(), 409)
+        return json_response({"is_sleeping": False})
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """GET /is_sleeping."""
+        return json_response({"is_sleeping": self._service.client.stats().asleep})
+
+    async def _control(self, command: Command, status: int) -> str | None:
+        """Carry out a command. Raises APIError with this status where the engine cannot."""
         try:
             return await self._service.client.control(command)
         except Unsupported as error:
-            raise APIError(str(error), status=501) from None
+            raise APIError(str(error), status=status) from None
+        except EngineDeadError as error:
+            raise APIError(str(error), status=503) from None

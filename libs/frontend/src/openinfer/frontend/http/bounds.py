@@ -44,8 +44,11 @@ EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "LoadBody": {"lora_name": "sql", "lora_path": "/adapters/sql"},
     "MessagesBody": {"messages": _CHAT, "max_tokens": 16},
     "ResponsesBody": {"input": "Hello", "max_output_tokens": 16},
+    "SleepBody": {"level": 1},
     "TokenizeBody": {"prompt": "Hello"},
     "UnloadBody": {"lora_name": "sql"},
+    "UpdateBody": {"path": "/checkpoints/step-7", "version": "step 7"},
+    "WakeBody": {},
 }
 """Name of a body -> one that every server answers."""
 

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -75,11 +75,12 @@ class ChatResponse(msgspec.Struct):
     usage: UsageBody | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
-    system_fingerprint: str = msgspec.field(default_factory=fingerprint)
+    system_fingerprint: str = ""
 
 
 class ChatShape:
-    """A Shape. new_parser: makes a parser of the text; None: all text is content. show_reasoning: send the thoughts."""
+    """A Shape. new_parser: makes a parser of the text; None: all text is content. show_reasoning: send the thoughts.
+    mark: the system_fingerprint."""
 
     def __init__(
         self,
@@ -88,7 +89,9 @@ class ChatShape:
         tokenizer: Tokenizer | None,
         new_parser: ParserFactory | None = None,
         show_reasoning: bool = True,
+        mark: Callable[[], str] = fingerprint,
     ) -> None:
+        self._mark = mark
         self._head = (f"chatcmpl-{uuid.uuid4().hex}", "chat.completion.chunk", int(time.time()), model)
         self._plan = plan
         self._tokenizer = tokenizer
@@ -105,18 +108,21 @@ class ChatShape:
             self._begun.add(choice.index)
             role = _Choice(choice.index, delta=_Message("assistant", "", refusal=None))
             prompt = choice.request.prompt_token_ids if self._plan.return_token_ids else UNSET
-            chunks = event(ChatResponse(*self._head, [role], prompt_token_ids=prompt))
+            chunks = event(self._chunk([role], prompt_token_ids=prompt))
         for piece in self._reader.each(choice, self._plan.skip_special_tokens):
             delta = self._message(choice.index, piece.parts)
             shown = piece.parts or piece.logprobs or self._plan.return_token_ids or choice.finish_reason
             if shown:  # or all of it is held back until it is clear what it becomes
                 body = self._choice(choice, UNSET, delta, piece)
-                chunks += event(ChatResponse(*self._head, [body], usage_so_far(choice, self._plan)))
+                chunks += event(self._chunk([body], usage=usage_so_far(choice, self._plan)))
         return chunks
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        last = ChatResponse(*self._head, [], usage_body(usage))
+        last = self._chunk([], usage=usage_body(usage))
         return stream_end(last if self._plan.include_usage else None)
+
+    def _chunk(self, bodies: Sequence[_Choice], **fields: Any) -> ChatResponse:
+        return ChatResponse(*self._head, bodies, system_fingerprint=self._mark(), **fields)
 
     def broken(self, error: APIError) -> bytes:
         return stream_error(error)
@@ -142,7 +148,7 @@ class ChatShape:
         prompt = ids if self._plan.return_token_ids else UNSET
         identity, _, created, model = self._head
         head = (identity, "chat.completion", created, model)
-        return encode(ChatResponse(*head, bodies, usage_body(usage), prompt, scores))
+        return encode(ChatResponse(*head, bodies, usage_body(usage), prompt, scores, self._mark()))
 
     def _message(self, index: int, parts: list[Part]) -> _Message:
         if not parts:

@@ -14,7 +14,6 @@ _HINTS = {
     "/reset_prefix_cache": "start the server with --no-enable-prefix-caching, or give requests a cache_salt",
     "/score": _GENERATES,
     "/server_info": "use /version, /state and /metrics",
-    "/sleep": "end the server; it starts again from its caches",
     "/start_profile": "use `openinfer bench step`, or the metrics openinfer:step_seconds",
     "/stop_profile": "use `openinfer bench step`, or the metrics openinfer:step_seconds",
     "/v1/audio/speech": _GENERATES,
@@ -28,7 +27,6 @@ _HINTS = {
     "/v1/rerank": _GENERATES,
     "/v1/score": _GENERATES,
     "/v2/rerank": _GENERATES,
-    "/wake_up": "it never sleeps",
 }
 
 

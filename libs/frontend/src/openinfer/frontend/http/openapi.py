@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from openinfer.frontend.http import messages_body, responses_body
 from openinfer.frontend.http.adapters import AdapterEndpoints, LoadBody, UnloadBody
-from openinfer.frontend.http.admin import Admin
+from openinfer.frontend.http.admin import Admin, SleepBody, UpdateBody, WakeBody
 from openinfer.frontend.http.body import CHAT_REFUSED, REFUSED, ChatBody, CompletionBody
 from openinfer.frontend.http.bounds import EXAMPLES, narrow
 from openinfer.frontend.http.chat_shape import ChatResponse
@@ -107,7 +107,17 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         Endpoint("/favicon.svg", page.icon, "The icon of the page"),
         Endpoint("/state", page.state, "The engine's state in numbers"),
         Endpoint("/version", service.version, "Versions"),
-        Endpoint("/debug/traces", Admin(service).traces, "Traces of what took longer than it should"),
+        *_admin(Admin(service)),
+    ]
+
+
+def _admin(admin: Admin) -> list[Endpoint]:
+    return [
+        Endpoint("/debug/traces", admin.traces, "Traces of what took longer than it should"),
+        Endpoint("/update_weights", admin.update, "All weights from another checkpoint", UpdateBody),
+        Endpoint("/sleep", admin.sleep, "Give the device's memory back", SleepBody),
+        Endpoint("/wake_up", admin.wake_up, "Take the memory again", WakeBody),
+        Endpoint("/is_sleeping", admin.is_sleeping, "Whether the engine sleeps"),
     ]
 
 

@@ -41,7 +41,7 @@ from openinfer.frontend.http.params import (
     with_echo,
 )
 from openinfer.frontend.http.prompt_text import encode_prompt
-from openinfer.frontend.http.shapes import CompletionShape, Shape, package_version
+from openinfer.frontend.http.shapes import CompletionShape, Shape, fingerprint, package_version
 from openinfer.frontend.http.thoughts import budgeted, without_idle_budget
 from openinfer.frontend.http.tokenizer import Tokenizer
 
@@ -95,7 +95,8 @@ class Service:
         arrival = time.monotonic()
         body = decode_body(await read_body(request), CompletionBody, REFUSED)
         model, plan, prompts, limits = await self.prepare_completions(request, body)
-        shape = CompletionShape(model, plan, self.tokenizer, self._echoes(body, prompts) if plan.echo else ())
+        echoes = self._echoes(body, prompts) if plan.echo else ()
+        shape = CompletionShape(model, plan, self.tokenizer, echoes, self.mark)
         return self.answer(request, plan, prompts, limits, arrival, shape)
 
     async def chat(self, request: Request) -> Response:
@@ -103,7 +104,8 @@ class Service:
         arrival = time.monotonic()
         body = decode_body(await read_body(request), ChatBody, CHAT_REFUSED)
         model, plan, ids, limit, new_parser = await self.prepare_answer(request, body)
-        shape = ChatShape(model, plan, self.tokenizer, new_parser, body.include_reasoning is not False)
+        shown = body.include_reasoning is not False
+        shape = ChatShape(model, plan, self.tokenizer, new_parser, shown, self.mark)
         return self.answer(request, plan, [ids], [limit], arrival, shape)
 
     async def prepare_completions(
@@ -233,6 +235,12 @@ class Service:
         renderer = self.chat_format.renderer
         return renderer.variables if renderer else frozenset()
 
+    def mark(self) -> str:
+        """system_fingerprint: this library's version, and that of the weights once they were updated. Requests run only
+        between updates, so it is right from a request's first token on."""
+        version = self.client.stats().weights_version
+        return f"{fingerprint()}-{version}" if version else fingerprint()
+
     def names(self) -> list[str]:
         """The names that requests may use for the model; the client must have been started."""
         return self._model_names or [self.client.info.model]
@@ -259,6 +267,8 @@ class Service:
         """The model's name in the answer, and what to generate. Raises APIError naming the field."""
         if self.draining:
             raise APIError("the server is shutting down", status=503, code="shutting_down")
+        if self.client.stats().asleep:
+            raise APIError("the engine sleeps; POST /wake_up first", status=503, code="sleeping")
         model = self.known(body.model)
         plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer, format_field)
         return model, msgspec.structs.replace(plan, adapter="" if model in self.names() else model)

@@ -92,7 +92,7 @@ class CompletionResponse(msgspec.Struct):
     choices: Sequence[_Completion]
     usage: UsageBody | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    system_fingerprint: str = msgspec.field(default_factory=fingerprint)
+    system_fingerprint: str = ""
 
 
 class Shape(Protocol):
@@ -118,10 +118,15 @@ class CompletionShape:
     """/v1/completions."""
 
     def __init__(
-        self, model: str, plan: Plan, tokenizer: Tokenizer | None, echoes: Sequence[str] = ()
+        self,
+        model: str,
+        plan: Plan,
+        tokenizer: Tokenizer | None,
+        echoes: Sequence[str] = (),
+        mark: Callable[[], str] = fingerprint,
     ) -> None:
-        """echoes: the text of each prompt, where the plan echoes."""
-        self._echoes = echoes
+        """echoes: the text of each prompt, where the plan echoes. mark: the system_fingerprint."""
+        self._echoes, self._mark = echoes, mark
         self._head = (f"cmpl-{uuid.uuid4().hex}", "text_completion", int(time.time()), model)
         self._plan = plan
         self._tokenizer = tokenizer
@@ -132,10 +137,13 @@ class CompletionShape:
         if not has_news(choice, self._plan):
             return b""
         body = self._choice(choice)
-        return event(CompletionResponse(*self._head, [body], usage_so_far(choice, self._plan)))
+        return event(self._response([body], usage_so_far(choice, self._plan)))
+
+    def _response(self, bodies: Sequence[_Completion], usage: UsageBody | UnsetType) -> CompletionResponse:
+        return CompletionResponse(*self._head, bodies, usage, system_fingerprint=self._mark())
 
     def end(self, choices: Sequence[Choice], usage: Usage) -> bytes:
-        last = CompletionResponse(*self._head, [], usage_body(usage))
+        last = self._response([], usage_body(usage))
         return stream_end(last if self._plan.include_usage else None)
 
     def broken(self, error: APIError) -> bytes:
@@ -146,7 +154,7 @@ class CompletionShape:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = [self._choice(choice) for choice in choices]
-        return encode(CompletionResponse(*self._head, bodies, usage_body(usage)))
+        return encode(self._response(bodies, usage_body(usage)))
 
     def _choice(self, choice: Choice) -> _Completion:
         text, token_ids, logprobs = choice.take()

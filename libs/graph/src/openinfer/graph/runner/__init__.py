@@ -13,6 +13,7 @@ try:
     from openinfer.graph.runner.segments import readback_bytes, segments
     from openinfer.graph.runner.timed import TimedPack
     from openinfer.graph.runner.verifying import DraftCounts
+    from openinfer.graph.runner.weights_desk import WeightsDesk
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.sampler", "openinfer.scheduler"):
         raise
@@ -41,6 +42,7 @@ __all__ = [
     "States",
     "StepRows",
     "TimedPack",
+    "WeightsDesk",
     "Writer",
     "follow",
     "readback_bytes",

@@ -1,0 +1,108 @@
+"""WeightsDesk: a model's weights while its engine stands still. They are updated in place, or leave the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from openinfer.graph.errors import NotPossible
+from openinfer.tensor import Arena, Checkpoint, CheckpointError, ProgressBar, Stream, Tensor
+
+Progress = Callable[[int, int], None]
+
+
+class WeightsDesk:
+    """Changes an engine's memory while no request runs; the caller sees to that.
+
+    check: raises CheckpointError for a checkpoint of another model. load: fills the weights, on a stream.
+    cache: the tensors whose content need not survive a sleep. refused: why none of this is possible; "" if it is.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[Checkpoint], None],
+        load: Callable[[Checkpoint, Stream, Progress], object],
+        arena: Arena,
+        stream: Stream,
+        cache: Sequence[Tensor],
+        refused: str = "",
+    ) -> None:
+        self._check_model, self._load, self._arena, self._stream = check, load, arena, stream
+        self._cache, self._refused = cache, refused
+        self._saved: list[tuple[int, np.ndarray[Any, Any]]] | None = None
+        self.version = ""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the memory was given back."""
+        return self._saved is not None
+
+    def update(self, path: Path, version: str) -> None:
+        """Take all weights from another checkpoint of the same model; `version` names them from now on. Raises
+        NotPossible before anything has changed. Any other error leaves weights of two checkpoints."""
+        self._check(asleep=False)
+        if not version:
+            raise NotPossible("the new weights need a version, which answers name")
+        with ExitStack() as stack:
+            try:
+                checkpoint = stack.enter_context(Checkpoint(path))
+                self._check_model(checkpoint)
+            except (CheckpointError, OSError, ValueError) as error:
+                raise NotPossible(f"{path} has no weights for this model: {error}") from error
+            self._stream.synchronize()
+            self._load(
+                checkpoint, stack.enter_context(Stream(self._arena.device)), ProgressBar("updating weights")
+            )
+        self.version = version
+
+    def sleep(self, level: int = 1) -> None:
+        """Copy all but the cache to the host, and give the memory back. Raises NotPossible."""
+        self._check(asleep=False)
+        if level != 1:
+            raise NotPossible(
+                f"level {level}: only level 1 is possible, where weights wait in host memory; to replace them, wake up "
+                "and update the weights"
+            )
+        if not self._arena.mapped:
+            raise NotPossible("the memory cannot be given back; start the server with --enable-sleep-mode")
+        self._stream.synchronize()
+        saved = []
+        for start, end in self._kept():
+            buffer = np.empty(end - start, np.uint8)
+            self._stream.copy_async(buffer.ctypes.data, start, end - start, "d2h")
+            saved.append((start, buffer))
+        self._stream.synchronize()
+        self._arena.give_back()
+        self._saved = saved
+
+    def wake(self) -> None:
+        """Take the memory again, with all that it held but the cache, which is zero. Raises NotPossible,
+        OutOfMemory."""
+        self._check(asleep=True)
+        self._arena.take_back()
+        self._stream.memset_async(self._arena.base, 0, self._arena.used)
+        for start, buffer in self._saved or ():
+            self._stream.copy_async(start, buffer.ctypes.data, len(buffer), "h2d")
+        self._stream.synchronize()
+        self._saved = None
+
+    def _check(self, *, asleep: bool) -> None:
+        if self._refused:
+            raise NotPossible(self._refused)
+        if self.asleep != asleep:
+            raise NotPossible(
+                "the engine sleeps; wake it up first" if self.asleep else "the engine does not sleep"
+            )
+
+    def _kept(self) -> list[tuple[int, int]]:
+        """The used addresses of the arena outside the cache, as ranges."""
+        kept, at = [], self._arena.base
+        for tensor in sorted(self._cache, key=lambda one: one.ptr):
+            kept.append((at, tensor.ptr))
+            at = tensor.ptr + tensor.nbytes
+        kept.append((at, self._arena.base + self._arena.used))
+        return [(start, end) for start, end in kept if end > start]

@@ -1,0 +1,318 @@
+"""The hooks of training: weights updated in place, sleep, and a policy that a trainer improves through the engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from openinfer.frontend.contract import TERMINALS, Finished, Rejected, Request, Sleep, UpdateWeights, WakeUp
+from openinfer.frontend.errors import Unsupported
+from openinfer.recipes.engine.engine import Engine
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.qwen3 import RECIPE
+from openinfer.recipes.qwen3_5 import RECIPE as HYBRID
+from openinfer.sampler import SamplingParams
+from openinfer.tensor import Checkpoint
+
+GOLDENS = Path(__file__).parent / "goldens"
+TINY = GOLDENS / "qwen3-tiny"
+PROMPT = [5, 9, 17, 3, 8, 8, 250, 31, 4, 4, 19, 2, 60, 61, 62, 63, 5, 9]
+FLAGS: dict[str, Any] = {
+    "device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256,
+    "kv_cache_memory_bytes": 30_000_000,
+}  # fmt: skip
+IDS = itertools.count(1)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = build(RECIPE, TINY, **FLAGS, enable_sleep_mode=True).engine
+    yield made
+    made.close()
+
+
+def request(prompt: list[int], **params: Any) -> Request:
+    most = params.pop("max_tokens", 12)
+    sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "logprobs": 0, **params})
+    return Request(
+        id=next(IDS), prompt_token_ids=prompt, sampling=sampling, max_tokens=most, arrival=time.monotonic()
+    )
+
+
+def generate(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
+    """Each request's tokens and their log-probabilities."""
+    found: dict[int, tuple[list[int], list[float]]] = {one.id: ([], []) for one in requests}
+    for one in requests:
+        engine.submit(one)
+    left = len(requests)
+    while left:
+        outputs = engine.step(0.01)
+        for position, owner in enumerate(outputs.request_ids):
+            assert outputs.logprobs is not None
+            entry = outputs.logprobs[position]
+            assert entry is not None
+            found[owner][0].append(outputs.token_ids[position])
+            found[owner][1].append(entry.logprob)
+        for update in outputs.updates:
+            assert not isinstance(update, Rejected), update
+            left -= isinstance(update, TERMINALS)
+    return list(found.values())
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors of a checkpoint in float32."""
+    with Checkpoint(folder) as checkpoint:
+        return {name: np.array(checkpoint.array(name)).astype(np.float32) for name in checkpoint.names}
+
+
+def changed(folder: Path, source: Path, **values: np.ndarray[Any, Any]) -> Path:
+    """A copy of a checkpoint in float32, with other values of some tensors."""
+    folder.mkdir(exist_ok=True)
+    tensors = weights_of(source)
+    assert all(tensors[name].shape == value.shape for name, value in values.items())
+    save_file(tensors | values, folder / "model.safetensors")
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    return folder
+
+
+# -- weights updated in place --
+
+
+def test_updated_weights_are_those_of_the_new_checkpoint(engine: Engine, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    other = changed(tmp_path / "new", TINY, **{name: -3 * weights_of(TINY)[name]})
+    fresh = build(RECIPE, other, **FLAGS).engine
+    expected = generate(fresh, [request(PROMPT)])
+    fresh.close()
+    before = generate(engine, [request(PROMPT)])
+    engine.control(UpdateWeights(str(other), "step 1"))
+    assert generate(engine, [request(PROMPT)]) == expected != before  # no cached prefix of the old weights
+    assert engine.stats().weights_version == "step 1"
+    assert generate(engine, [request(PROMPT)]) == expected
+    assert engine.pool.stats.hit_tokens  # prefixes of the new weights are shared
+    engine.control(UpdateWeights(str(TINY), "step 2"))
+    assert generate(engine, [request(PROMPT)]) == before
+    engine.check()
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+    before = generate(engine, [request(PROMPT)])
+    for path, version, words in (
+        (tmp_path / "nowhere", "1", "has no weights for this model"),
+        (GOLDENS / "qwen3_5-tiny", "1", "has no weights for this model"),
+        (TINY, "", "need a version"),
+    ):
+        with pytest.raises(Unsupported, match=words):
+            engine.control(UpdateWeights(str(path), version))
+    assert generate(engine, [request(PROMPT)]) == before
+    assert engine.stats().weights_version == ""
+
+
+def test_nothing_changes_while_requests_run(engine: Engine) -> None:
+    engine.submit(request(PROMPT))
+    for command in (UpdateWeights(str(TINY), "1"), Sleep()):
+        with pytest.raises(Unsupported, match="1 requests run or wait"):
+            engine.control(command)
+        engine.step(0.0)
+    while not any(isinstance(update, Finished) for update in engine.step(0.01).updates):
+        pass
+    engine.control(UpdateWeights(str(TINY), "1"))
+
+
+# -- sleep --
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(RECIPE, "qwen3-tiny"), (HYBRID, "qwen3_5-tiny")])
+def test_after_a_sleep_answers_are_the_same(recipe: Any, name: str) -> None:
+    engine = build(recipe, GOLDENS / name, **FLAGS, enable_sleep_mode=True).engine
+    before = generate(engine, [request(PROMPT), request(PROMPT[:5])])
+    tensors = [tensor for tensor in _tensors(engine) if np.any(tensor.numpy())]
+    assert len(tensors) > 5
+    engine.control(Sleep())
+    assert engine.stats().asleep
+    assert not any(np.any(tensor.numpy()) for tensor in tensors)  # the pages have gone
+    engine.submit(asked := request(PROMPT))
+    (refused,) = engine.step(0.0).updates
+    assert isinstance(refused, Rejected)
+    assert (refused.id, refused.reason) == (asked.id, "the engine sleeps; POST /wake_up first")
+    with pytest.raises(Unsupported, match="wake it up first"):
+        engine.control(UpdateWeights(str(GOLDENS / name), "1"))
+    engine.control(WakeUp())
+    assert not engine.stats().asleep
+    assert generate(engine, [request(PROMPT), request(PROMPT[:5])]) == before
+    with pytest.raises(Unsupported, match="does not sleep"):
+        engine.control(WakeUp())
+    engine.check()
+    engine.close()
+
+
+def _tensors(engine: Engine) -> list[Any]:
+    """The weights of the first layer, and the batch's words."""
+    model = engine.runner.model
+    layer = model.weights.layers[0]  # type: ignore[attr-defined]
+    names = [name for name in dir(layer) if not name.startswith("_")]
+    found = [getattr(layer, name) for name in names]
+    found += [getattr(part, n) for part in found for n in getattr(type(part), "__dataclass_fields__", ())]
+    return [one for one in found if hasattr(one, "numpy")] + [model.batch.rows.words]
+
+
+def test_sleep_wants_its_flag_and_one_gpu() -> None:
+    engine = build(RECIPE, TINY, **FLAGS).engine
+    with pytest.raises(Unsupported, match="--enable-sleep-mode"):
+        engine.control(Sleep())
+    engine.close()
+    with pytest.raises(ValueError, match="--enable-sleep-mode is not possible with"):
+        build(RECIPE, TINY, **FLAGS, enable_sleep_mode=True, tensor_parallel_size=2)
+
+
+def test_only_level_1_is_possible(engine: Engine) -> None:
+    with pytest.raises(Unsupported, match="only level 1"):
+        engine.control(Sleep(2))
+
+
+# -- a trainer and the engine --
+
+
+class Trainer:
+    """A policy gradient in numpy: REINFORCE on the weight of the last norm.
+
+    It runs the published Qwen3 arithmetic by itself, from the checkpoint alone. Its gradient is exact: a logit is the
+    sum over the hidden size of table, weight and normalised hidden state."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.weights = weights_of(folder)
+        self.gain = self.weights["model.norm.weight"].copy()
+
+    def hidden(self, tokens: list[int]) -> np.ndarray[Any, Any]:
+        """The normalised hidden state after the last token, before the last norm's weight."""
+        c, w = self.config, self.weights
+        heads, groups, size = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
+        x, count = w["model.embed_tokens.weight"][tokens], len(tokens)
+        mask = np.triu(np.full((count, count), -np.inf), 1)
+        for number in range(c["num_hidden_layers"]):
+            layer = {
+                name.split(".", 3)[3]: value
+                for name, value in w.items()
+                if name.startswith(f"model.layers.{number}.")
+            }
+            h = self._norm(x, layer["input_layernorm.weight"])
+            q, k, v = (
+                (h @ layer[f"self_attn.{one}_proj.weight"].T).reshape(count, -1, size).swapaxes(0, 1)
+                for one in "qkv"
+            )
+            q = self._rotate(self._norm(q, layer["self_attn.q_norm.weight"]))
+            k = self._rotate(self._norm(k, layer["self_attn.k_norm.weight"]))
+            k, v = (np.repeat(one, heads // groups, axis=0) for one in (k, v))
+            scores = q @ k.swapaxes(1, 2) / np.sqrt(size) + mask
+            attended = (_softmax(scores) @ v).swapaxes(0, 1).reshape(count, heads * size)
+            x = x + attended @ layer["self_attn.o_proj.weight"].T
+            h = self._norm(x, layer["post_attention_layernorm.weight"])
+            gate, up = (h @ layer[f"mlp.{one}_proj.weight"].T for one in ("gate", "up"))
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
+        found: np.ndarray[Any, Any] = self._norm(x[-1], np.ones_like(self.gain))
+        return found
+
+    def chances(self, hidden: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The probability of every token."""
+        return _softmax(self.weights["model.embed_tokens.weight"] @ (self.gain * hidden))
+
+    def step(
+        self, samples: list[tuple[np.ndarray[Any, Any], int]], rewards: np.ndarray[Any, Any], rate: float
+    ) -> None:
+        """Ascend the mean over samples of (reward - mean reward) * d log p(token) / d gain."""
+        table, gradient = self.weights["model.embed_tokens.weight"], np.zeros_like(self.gain)
+        for (hidden, token), advantage in zip(samples, rewards - rewards.mean(), strict=True):
+            expected = self.chances(hidden) @ table
+            gradient += advantage * (table[token] - expected) * hidden / len(samples)
+        self.gain += rate * gradient
+
+    def _norm(self, x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any]) -> Any:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * weight
+
+    def _rotate(self, x: np.ndarray[Any, Any]) -> Any:
+        half = x.shape[-1] // 2
+        turns = np.outer(np.arange(x.shape[1]), self.config["rope_theta"] ** (-np.arange(half) / half))
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = np.cos(turns), np.sin(turns)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _softmax(x: np.ndarray[Any, Any]) -> Any:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def test_a_policy_gradient_loop_between_a_trainer_and_the_engine(engine: Engine, tmp_path: Path) -> None:
+    """The engine samples, the trainer learns from its tokens, and the engine takes the trainer's weights."""
+    trainer, rng = Trainer(TINY), np.random.default_rng(0)
+    prompts = [PROMPT[: 4 + n] for n in range(4)]
+    states = [trainer.hidden(prompt) for prompt in prompts]
+    means = []
+    for update in range(8):
+        asked = [
+            (state, request(prompt, temperature=1.0, seed=int(rng.integers(1 << 30)), max_tokens=1))
+            for prompt, state in zip(prompts, states, strict=True)
+            for _ in range(16)
+        ]
+        sampled = generate(engine, [one for _, one in asked])
+        samples = [(state, tokens[0]) for (state, _), (tokens, _) in zip(asked, sampled, strict=True)]
+        for (state, token), (_, (logprob,)) in zip(samples, sampled, strict=True):
+            # The log-probability that the engine sampled with is the one that the trainer differentiates.
+            assert np.log(trainer.chances(state)[token]) == pytest.approx(logprob, abs=2e-3)
+        rewards = np.array([float(token % 2 == 0) for _, token in samples])  # even tokens are good
+        means.append(rewards.mean())
+        trainer.step(samples, rewards, rate=4.0)
+        folder = changed(tmp_path / f"update{update}", TINY, **{"model.norm.weight": trainer.gain})
+        engine.control(UpdateWeights(str(folder), f"update {update}"))
+        assert engine.stats().weights_version == f"update {update}"
+    print([round(float(one), 2) for one in means])
+    assert np.mean(means[-2:]) > means[0] + 0.2
+
+
+# -- over HTTP --
+
+
+def ask(server: Any, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """Status and answer; a POST where there is a body."""
+    data = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_answers_name_the_weights_and_a_server_sleeps(start: Any, tmp_path: Path) -> None:
+    server = start(TINY, "--device", "cpu", "--kv-cache-memory-bytes", "30000000", "--enable-sleep-mode")
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    _, before = ask(server, "/v1/completions", body)
+    assert before["system_fingerprint"].count("-") == 1
+    other = changed(tmp_path, TINY, **{"model.norm.weight": -weights_of(TINY)["model.norm.weight"]})
+    assert ask(server, "/update_weights", {"path": str(other), "version": "v7"}) == (200, {"version": "v7"})
+    _, after = ask(server, "/v1/completions", body)
+    assert after["system_fingerprint"] == before["system_fingerprint"] + "-v7"
+    assert after["choices"][0]["logprobs"] != before["choices"][0]["logprobs"]
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    assert ask(server, "/v1/chat/completions", chat)[1]["system_fingerprint"].endswith("-v7")
+    assert ask(server, "/update_weights", {"path": "/nowhere", "version": "v8"})[0] == 409
+    assert ask(server, "/update_weights", {"path": str(other), "version": ""})[0] == 400
+    assert ask(server, "/sleep?level=2", {})[0] == 409
+    assert ask(server, "/sleep?level=1", {}) == (200, {"is_sleeping": True})
+    assert ask(server, "/is_sleeping") == (200, {"is_sleeping": True})
+    status, refused = ask(server, "/v1/completions", body)
+    assert (status, refused["error"]["code"]) == (503, "sleeping")
+    assert ask(server, "/health")[0] == 200
+    assert ask(server, "/wake_up", {}) == (200, {"is_sleeping": False})
+    assert ask(server, "/v1/completions", body)[1]["choices"] == after["choices"]
