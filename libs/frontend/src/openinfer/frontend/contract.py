@@ -264,6 +264,8 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     weights_version: str = ""
     """The name that UpdateWeights gave; "" for the weights of the start."""
     asleep: bool = False
+    slow_findings: int = 0
+    """Traces of what was slow, as SlowTraces gives the last of."""
     drafts: int = 0
     """Rows of steps that verified drafts (speculative decoding)."""
     draft_tokens: int = 0

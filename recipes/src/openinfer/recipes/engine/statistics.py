@@ -50,6 +50,7 @@ def snapshot(
         stats.allocations_after_ready = max(0, now.allocations - at_ready.allocations - slabs)
         stats.host_waits_after_ready = now.waits - at_ready.waits - runner.readback.waits
     stats.outlier_steps = pace.num_outliers
+    stats.slow_findings = runner.watch.num_findings if runner.watch is not None else 0
     stats.step_times = [
         StepTimes(name, t.steps, t.predicted_s, t.measured_s)
         for name, t in pace.account(whole=not loop.running)

@@ -274,6 +274,11 @@ class Metrics:
                 "Steps that took more than twice their prediction.",
                 stats.outlier_steps,
             ),
+            (
+                "openinfer:slow_findings",
+                "Steps, runs of steps and first tokens out of line; /debug/traces has the last.",
+                stats.slow_findings,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(labels, float(value))
