@@ -190,6 +190,24 @@ def test_compress_chunks(check: Check, interpreted: Run, rng: np.random.Generato
     )
 
 
+@pytest.mark.parametrize("window", [4, 128])
+def test_compress_keeps_the_states_of_drafts(
+    check: Check, interpreted: Run, rng: np.random.Generator, window: int
+) -> None:
+    """Rows of up to four tokens that begin and end around edges of pages and windows, and chunks beside them."""
+    starts, lengths = [0, 1, 3, 125, 126, 127, 128, 129, 254, 256], [4, 3, 1, 4, 2, 3, 4, 1, 4, 0]
+    rows = [*zip(starts, lengths, strict=True), (130, 3), (3, 40), (120, 20), (127, 140)]
+    args = compress_args(rng, rows, window=window, dead=(10,), padding=3)
+    state = args["state"]
+    recent = np.full((len(rows) + 2, LAYERS, 8, *state.shape[1:]), np.nan, float32)[:, 1]
+    for slot, (start, length) in zip(args["slots"], rows, strict=True):
+        if start % PAGE and length <= 4:  # such a row must not read its page
+            page = args["state_tables"][slot, (start - 1) // PAGE]
+            recent[slot, (start - 1) % 8] = state[page]
+            state[page] = np.nan
+    check(interpreted, compress, {**args, "recent": recent}, {**COMPRESSED, "recent": 1e-5})
+
+
 @pytest.mark.parametrize("rounding", ["q8", "hadamard_q4"])
 def test_entries_are_rounded(
     interpreted: Run, reference: Run, rng: np.random.Generator, rounding: str

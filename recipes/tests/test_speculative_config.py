@@ -2,7 +2,6 @@
 
 import pytest
 
-from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.qwen3 import RECIPE as QWEN3
@@ -46,8 +45,3 @@ def test_n_grams_are_as_long_as_the_config_says():
 def test_another_value_is_refused_with_the_reason(text, complaint):
     with pytest.raises(SetupError, match="--speculative-config.*" + complaint):
         QWEN3.options(speculative_config=text).check("qwen3")
-
-
-def test_a_model_whose_states_cannot_go_back_refuses_the_flag():
-    with pytest.raises(SetupError, match=r"--speculative-config is not possible with .* cannot go back"):
-        DEEPSEEK_V4.options(speculative_config=NGRAM).check("deepseek_v4")

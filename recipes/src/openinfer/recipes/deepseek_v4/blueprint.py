@@ -15,7 +15,7 @@ from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated
 from openinfer.kvpool import Eviction, Group
 from openinfer.recipes.deepseek_v4.buffers import Buffers
-from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, eviction, groups
+from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
 from openinfer.recipes.deepseek_v4.config import Config, rope_table
 from openinfer.recipes.deepseek_v4.layers import layers_alone
@@ -106,13 +106,17 @@ class DeepseekV4(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field(name, (limits.max_rows + 1, limits.max_blocks)) for name in TABLES],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hc_mult * c.hidden_size, dtype=limits.dtype,
+            width=c.hc_mult * c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts,
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits, batch.logits, self.quantized)
         cache = Cache.allocate(c, arena, limits.dtype, windows, entries)
         if arena.device.kind == "cuda":
             cache.zero_(stream)
-        return Model(c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
+        recent = None
+        if limits.max_drafts:
+            recent = Recent.allocate(c, arena, limits.max_rows + 1, limits.max_drafts)
+        model = Model(c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
+        return dataclasses.replace(model, recent=recent)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return model.cache.by_group()
@@ -136,6 +140,11 @@ class DeepseekV4(Blueprint[Model]):
             "weights": weights.used,
             "activations": sum(tensor.nbytes for tensor in buffers if tensor is not model.batch.logits),
             "rotary tables": model.cos_sin.nbytes + model.compress_cos_sin.nbytes,
+            "states of drafts": sum(
+                x.nbytes for x in (model.recent.csa, model.recent.index, model.recent.hca)
+            )
+            if model.recent is not None
+            else 0,
         }
 
     def controls(self, model: Model) -> Iterator[Control]:

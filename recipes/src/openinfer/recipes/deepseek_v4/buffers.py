@@ -75,6 +75,6 @@ class Buffers:
             expert_weights=by_token(c.experts_per_token, kind=float32),
             hidden=by_token(c.local_shared),
             shared=by_token(hidden),
-            collapsed=arena.alloc((limits.max_rows, hidden), limits.dtype),
-            local_logits=logits if c.ranks == 1 else arena.alloc((limits.max_rows, c.local_vocab), float32),
+            collapsed=arena.alloc((limits.max_logits, hidden), limits.dtype),
+            local_logits=logits if c.ranks == 1 else arena.alloc((limits.max_logits, c.local_vocab), float32),
         )

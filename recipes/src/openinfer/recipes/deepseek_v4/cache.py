@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.authoring import power_of_two
 from openinfer.kvpool import Eviction, Group, Lru, S3Fifo
 from openinfer.recipes.deepseek_v4.config import CSA, HCA, Config
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
@@ -71,6 +72,26 @@ class Cache:
         """
         for tensor in chain(*self.by_group()):
             tensor[:pages].zero_(stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The states of compressors after the last tokens of each slot, some of which may be drafts (ops.compress)."""
+
+    csa: Tensor  # float32 [slots, CSA layers, tokens, 3, 3, d]
+    index: Tensor  # float32 [slots, CSA layers, tokens, 3, 3, di]
+    hca: Tensor  # float32 [slots, HCA layers, tokens, 1, 3, d]
+
+    @classmethod
+    def allocate(cls, config: Config, arena: Arena, slots: int, max_drafts: int) -> Recent:
+        """Uninitialised. max_drafts: of a row."""
+        c, ring = config, power_of_two(2 * max_drafts + 2)
+        csa, hca = (slots, c.count(CSA), ring), (slots, c.count(HCA), ring)
+        return cls(
+            csa=arena.alloc((*csa, 3, 3, c.head_dim), float32, "CSA states of drafts"),
+            index=arena.alloc((*csa, 3, 3, c.index_dim), float32, "indexer states of drafts"),
+            hca=arena.alloc((*hca, 1, 3, c.head_dim), float32, "HCA states of drafts"),
+        )
 
 
 def groups(config: Config, itemsize: int, window_pages: int, entry_pages: int) -> list[Group]:

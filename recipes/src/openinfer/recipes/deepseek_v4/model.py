@@ -21,7 +21,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.weights import Linear
 from openinfer.recipes.deepseek_v4.buffers import Buffers
-from openinfer.recipes.deepseek_v4.cache import TABLES, Cache
+from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
@@ -56,6 +56,7 @@ class Model:
     buffers: Buffers
     quantized: bool
     states: States | None = None
+    recent: Recent | None = None
     tables: Sequence[str | None] = TABLES
 
     @property
@@ -136,7 +137,8 @@ class Model:
             entries, heavy = self.cache.hca_entries[:, place], attention.entries
             az = _flat(b.compressing, t, heavy.into.shape[0])
             self._project(pack, az, b.normed[:t], Linear(heavy.into, None))
-            self._compress(pack, entries, self.cache.hca_state[:, place], az, heavy.compressor, "q8", step)
+            state, recent = self.cache.hca_state[:, place], self.recent.hca[:, place] if self.recent else None
+            self._compress(pack, entries, state, recent, az, heavy.compressor, "q8", step)
         sparse_attend(
             pack,
             out=b.heads[:t],
@@ -175,9 +177,11 @@ class Model:
         main, index = 4 * c.head_dim, 4 * (c.head_dim + c.index_dim)
         self._project(pack, wide, b.normed[:t], Linear(sparse.into, None))
         state, index_state = cache.csa_state[:, place], cache.index_state[:, place]
-        self._compress(pack, entries, state, wide[:, :main], sparse.compressor, "q8", step)
+        recent = self.recent.csa[:, place] if self.recent else None
+        self._compress(pack, entries, state, recent, wide[:, :main], sparse.compressor, "q8", step)
         own = sparse.index_compressor
-        self._compress(pack, keys, index_state, wide[:, main:index], own, "hadamard_q4", step)
+        recent = self.recent.index[:, place] if self.recent else None
+        self._compress(pack, keys, index_state, recent, wide[:, main:index], own, "hadamard_q4", step)
         self._project(pack, b.index_q[:t].reshape(t, -1), b.qr[:t], sparse.index_q)
         index_topk(
             pack,
@@ -199,6 +203,7 @@ class Model:
         pack: Pack,
         entries: Tensor,
         state: Tensor,
+        recent: Tensor | None,
         az: Tensor,
         own: Compressor,
         rounding: str,
@@ -222,6 +227,7 @@ class Model:
             eps=self.config.rms_norm_eps,
             rounding=rounding if self.quantized else "none",
             max_q_len=step.longest,
+            recent=recent,
         )
 
     def _mixture(self, pack: Pack, layer: Layer, t: int) -> None:

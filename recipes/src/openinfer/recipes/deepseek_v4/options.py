@@ -16,7 +16,6 @@ class DeepseekOptions(Options):
         "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",
         "enable_lora": "no op adds an adapter to its grouped and packed projections yet",
         "batch_invariant": "its kernels split their sums by the number of tokens",
-        "speculative_config": "open windows cannot go back behind a rejected draft yet",
     }
 
     activation_quantization: str = option(

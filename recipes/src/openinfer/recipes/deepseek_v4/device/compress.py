@@ -78,9 +78,9 @@ def _taken_if(mask, top, s, v, a, z):
 @triton.jit
 def compress_windows(
     entries, state, az, ape, norm_weight, cos_sin, slots, q_starts, seq_lens, alive, state_tables, entry_tables,
-    az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
+    recent, recent_stride, az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, ROUNDING: tl.constexpr,
-    WINDOWS: tl.constexpr,
+    RING: tl.constexpr, WINDOWS: tl.constexpr,
 ):  # fmt: skip
     """The entries of overlapping windows that end in the step, side by side; the state is left to `compress`. A program
     takes WINDOWS of a row. Grid T // (WINDOWS * WINDOW) + 2 rows."""
@@ -101,6 +101,9 @@ def compress_windows(
     column = tl.arange(0, D)[None, :]
     before = tl.maximum(start - 1, 0) // PAGE
     old = state + tl.load(state_tables + slot * state_width + before).to(tl.int64) * state_stride
+    if RING > 0:  # noqa: SIM102
+        if (end - start <= RING // 2) & (start % PAGE != 0):
+            old = recent + slot * recent_stride + (start - 1) % RING * 9 * D
     # A row's first window goes on where the state is; the A half of the window before is A once that one is complete.
     part, ordinal = start % WINDOW > 0, window - start // WINDOW
     has_a = (start > 0) & done & ((ordinal == 0) | ((ordinal == 1) & part))
@@ -133,11 +136,28 @@ def compress_windows(
 
 
 @triton.jit
+def _leave(new, p_top, p_s, p_v, a_top, a_s, a_v, b_top, b_s, b_v, D: tl.constexpr, OVERLAP: tl.constexpr):
+    """The accumulations of a state to `new` and the places after it."""
+    if OVERLAP:
+        tl.store(new, p_top)
+        tl.store(new + D, p_s)
+        tl.store(new + 2 * D, p_v)
+        new += 3 * D
+        tl.store(new, a_top)
+        tl.store(new + D, a_s)
+        tl.store(new + 2 * D, a_v)
+        new += 3 * D
+    tl.store(new, b_top)
+    tl.store(new + D, b_s)
+    tl.store(new + 2 * D, b_v)
+
+
+@triton.jit
 def compress(
     entries, state, az, ape, norm_weight, cos_sin, slots, q_starts, seq_lens, alive, state_tables, entry_tables,
-    az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
+    recent, recent_stride, az_stride, state_stride, entry_stride, state_width, entry_width, rows, eps,
     D: tl.constexpr, ROTARY: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr, PAGE: tl.constexpr,
-    ROUNDING: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr, ENTRIES: tl.constexpr,
+    ROUNDING: tl.constexpr, RING: tl.constexpr, SINGLE: tl.constexpr, STAGES: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """A program takes a page's tokens of a row in order; the entries only if ENTRIES. Grid: SINGLE (no row has more
     than one token) rows, else T // PAGE + 2 rows.
@@ -147,6 +167,7 @@ def compress(
     whole in the step, the first program takes the second page too.
     """
     COLUMNS: tl.constexpr = 2 * D if OVERLAP else D
+    STATE: tl.constexpr = 9 * D if OVERLAP else 3 * D
     LOOK: tl.constexpr = WINDOW if OVERLAP else 0
     row, tile = tl.program_id(0), 0
     if not SINGLE:
@@ -167,8 +188,11 @@ def compress(
         return
     if (tile > 0) & (page * PAGE - LOOK < start):
         return
+    few = end - start <= RING // 2  # whether the state after each token is kept
     if OVERLAP and not ENTRIES:  # a state is of two windows
         early = (stop - 1) // WINDOW * WINDOW - WINDOW
+        if RING > 0:
+            early = tl.where(few, begin, early)
         begin = tl.maximum(begin, tl.where(stop <= (page + 1) * PAGE, early, begin))
     column = tl.arange(0, D)
     empty, zero = tl.full((D,), EMPTY, tl.float32), tl.zeros((D,), tl.float32)
@@ -181,6 +205,9 @@ def compress(
             + state
             + column
         )
+        if RING > 0:  # noqa: SIM102
+            if few & (start % PAGE != 0):
+                old = recent + slot * recent_stride + (start - 1) % RING * STATE + column
         if OVERLAP:
             p_top, p_s, p_v = tl.load(old), tl.load(old + D), tl.load(old + 2 * D)
             old += 3 * D
@@ -227,15 +254,8 @@ def compress(
                 + state
                 + column
             )
-            if OVERLAP:
-                tl.store(new, p_top)
-                tl.store(new + D, p_s)
-                tl.store(new + 2 * D, p_v)
-                new += 3 * D
-                tl.store(new, a_top)
-                tl.store(new + D, a_s)
-                tl.store(new + 2 * D, a_v)
-                new += 3 * D
-            tl.store(new, b_top)
-            tl.store(new + D, b_s)
-            tl.store(new + 2 * D, b_v)
+            _leave(new, p_top, p_s, p_v, a_top, a_s, a_v, b_top, b_s, b_v, D, OVERLAP)
+        if RING > 0:  # noqa: SIM102
+            if (position + 1 == end) | (few & (position >= page * PAGE)):
+                new = recent + slot * recent_stride + position % RING * STATE + column
+                _leave(new, p_top, p_s, p_v, a_top, a_s, a_v, b_top, b_s, b_v, D, OVERLAP)

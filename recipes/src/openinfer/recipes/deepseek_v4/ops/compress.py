@@ -65,6 +65,7 @@ def _contract(
     eps: float,
     rounding: str,
     max_q_len: int,
+    recent: Tensor | None = None,
 ) -> None:
     """Take the step's tokens into the open windows of their rows; write the entries of the windows that end.
 
@@ -93,6 +94,11 @@ def _contract(
     state_tables[slot, (n - 1) // 128] with n = seq_lens[slot], and nothing if n is 0. For every page of which the row
     has tokens, it writes the accumulations after the last of these tokens into that page, state_tables[slot, p // 128].
     These are the pages it fills, and the page of its last token. Both tables int32 [S, B].
+
+    With recent, tokens at the end of a row may be drafts that do not count in its next step. recent is float32 [S, L,
+    accumulations, 3, d], L a power of two. A row of at most L / 2 tokens writes the accumulations after its token at
+    position p to recent[slot, p % L], for each token; a longer row for its last token. A row of at most L / 2 tokens
+    reads recent[slot, (n - 1) % L] in place of the page, unless n is a multiple of 128.
 
     Dead rows and tokens past q_starts[R] change nothing but page 0 of entries and state, which no row reads.
     max_q_len: no row has more tokens than this (1 in a decode step).
@@ -125,6 +131,10 @@ def _contract(
         rounding != "hadamard_q4" or (dim & (dim - 1) == 0 and dim >= 32),
         f"entries of {dim}; a Hadamard transform takes powers of two from 32",
     )
+    if recent is not None:
+        expect("recent", recent, (size, -1, *state.shape[1:]), float32, dense=False)
+        ring = recent.shape[1]
+        require(ring == power_of_two(ring), f"recent has room for {ring} tokens; it must be a power of two")
     require(1 <= max_q_len <= az.shape[0], f"max_q_len is {max_q_len}; it must be in [1, {az.shape[0]}]")
 
 
@@ -201,6 +211,7 @@ def _reference(
     eps: float,
     rounding: str,
     max_q_len: int,
+    recent: Array | None = None,
 ) -> None:
     (_, kinds, _, dim), (window, columns) = state.shape, ape.shape
     dtype, per_page = entries.dtype, entries.shape[1]
@@ -208,9 +219,17 @@ def _reference(
         end = row.start + row.last - row.first
         tokens = az[row.first : row.last]
         z = tokens[:, columns:] + ape[np.arange(row.start, end) % window]
+        a = np.ascontiguousarray(tokens[:, :columns])
+        short = recent is not None and len(tokens) <= recent.shape[1] // 2
         old = state[state_tables[row.slot, (row.start - 1) // PAGE]] if row.start else None
-        sums = _windows(row, np.ascontiguousarray(tokens[:, :columns]), z, old, window, kinds, dim)
+        if recent is not None and short and row.start % PAGE:
+            old = recent[row.slot, (row.start - 1) % recent.shape[1]].copy()
+        sums = _windows(row, a, z, old, window, kinds, dim)
         low = row.start // window
+        if recent is not None:
+            for count in range(1 if short else len(tokens), len(tokens) + 1):
+                part = _windows(row._replace(last=row.first + count), a, z, old, window, kinds, dim)
+                recent[row.slot, (row.start + count - 1) % recent.shape[1]] = part[-1]
         for page in range(row.start // PAGE, -(-end // PAGE)):
             last = min(end, (page + 1) * PAGE) - 1
             state[state_tables[row.slot, page]] = sums[last // window - low]
@@ -246,6 +265,7 @@ def _launches(
     eps: float,
     rounding: str,
     max_q_len: int,
+    recent: Tensor | None = None,
 ) -> Iterator[Command]:
     dim, rows, single = state.shape[3], slots.shape[0], max_q_len == 1
     require(
@@ -266,6 +286,8 @@ def _launches(
         "alive": alive,
         "state_tables": state_tables,
         "entry_tables": entry_tables,
+        "recent": state if recent is None else recent,
+        "recent_stride": Aligned(0 if recent is None else recent.strides[0]),
         "az_stride": aligned(az.strides[0]),
         "state_stride": Aligned(state.strides[0]),
         "entry_stride": Aligned(entries.strides[0]),
@@ -281,6 +303,7 @@ def _launches(
         "WINDOW": window,
         "PAGE": PAGE,
         "ROUNDING": rounding,
+        "RING": 0 if recent is None else recent.shape[1],
     }
     if overlap and not single:
         windows = 16 if rounding == "hadamard_q4" else min(16, max(1, 2048 // dim))
