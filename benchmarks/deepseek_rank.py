@@ -24,6 +24,7 @@ import numpy as np
 
 from openinfer.cli.bench_ledger import Machine
 from openinfer.cli.bench_ops import measured as entries_of
+from openinfer.cli.segments import step_segments
 from openinfer.graph import Readback, Shape, StepGraphs
 from openinfer.graph.runner import Runner, readback_bytes, segments
 from openinfer.kernels import Store, Target, cublas_available
@@ -34,7 +35,6 @@ from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import decide
-from openinfer.recipes.engine.segments import step_segments
 from openinfer.recipes.engine.startup import buckets_for, make_pack, make_plan
 from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.cli import bench_recipe, tune_speed
+from openinfer.cli.segments import Outline
 from openinfer.kernels import GPUS, H200, Parts, Speed
 from openinfer.kernels.speed_fit import errors, fit_speed
-from openinfer.recipes.engine.segments import Outline
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "benchmarks" / "predicted_steps.json"

@@ -12,13 +12,13 @@ import argparse
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from openinfer.cli.segments import Outline
 from openinfer.kernels import GPUS, H200, Cost, NullPack
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import OUTSIDE_BYTES
-from openinfer.recipes.engine.segments import Outline
 
 FIGURES = GPUS[H200.gpu]
 COLLECTIVE_S, LINK = 12e-6, 300e9

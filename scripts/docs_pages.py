@@ -15,9 +15,9 @@ from typing import Any
 
 from flag_reference import ours
 
+from openinfer.cli.segments import Outline
 from openinfer.kernels import H200
 from openinfer.recipes.engine import Recipe, SetupError, Source
-from openinfer.recipes.engine.segments import Outline
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

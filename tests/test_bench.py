@@ -31,9 +31,9 @@ from openinfer.cli.bench_client import Answer, Client, Run, arrivals, run_load
 from openinfer.cli.bench_ledger import Machine, Recorder, grouped, key
 from openinfer.cli.bench_record import percentile
 from openinfer.cli.bench_serve import Load, summary
+from openinfer.cli.segments import Outline
 from openinfer.kernels import H200, Cost, NullPack, Workload
 from openinfer.recipes.engine import Source
-from openinfer.recipes.engine.segments import Outline
 from openinfer.recipes.qwen3 import RECIPE
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -580,7 +580,7 @@ def test_the_documents_have_the_tables_of_the_results(table: Any) -> None:
 
 
 def test_targets_name_points_that_the_yardsticks_measure() -> None:
-    from openinfer.recipes.engine.steps import POINTS
+    from openinfer.cli.steps import POINTS
 
     targets = json.loads((BENCHMARKS / "targets.json").read_text())
     assert {t["point"] for t in targets if t["bench"] == "step"} == set(POINTS)

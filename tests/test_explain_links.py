@@ -6,10 +6,10 @@ from pathlib import Path
 
 from openinfer.cli import explain
 from openinfer.cli.explain import Line, table
+from openinfer.cli.segments import Outline
 from openinfer.cli.tune import shapes_of
 from openinfer.kernels import H200
 from openinfer.recipes.engine import Source
-from openinfer.recipes.engine.segments import Outline
 from openinfer.recipes.qwen3 import RECIPE
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import bench_gaps, bench_idle, bench_serve, bench_step
+from openinfer.cli import bench_gaps, bench_idle, bench_serve, bench_step, invariance
 from openinfer.cli.bench_server import free_port, running
 from openinfer.graph import Readback, StepTrace
-from openinfer.recipes.engine import invariance
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE
@@ -134,7 +133,9 @@ def test_bench_step_traces_the_steps_it_runs(tmp_path: Path) -> None:
     assert data["otherData"]["device"].startswith("events around each step")
     bars = [e for e in data["traceEvents"] if e["ph"] == "X"]
     host = {e["name"] for e in bars if e["pid"] == 0}
-    assert host == {"plan", "write rows", "upload", "launch", "read back", "reconcile", "outputs"}
+    phases = {"plan", "write rows", "upload", "launch", "read back", "reconcile", "outputs"}
+    assert host > phases  # and on a CPU the ops, which run within the launch
+    assert {"gate_up_silu", "sample"} < host - phases
     steps = [e for e in bars if e["pid"] == 1]
     assert {e["args"]["rows"] for e in steps} == {2}
     device = [e for e in bars if e["pid"] == 2]

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from openinfer.cli import steps
 from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import percentile, progress, record, write
 from openinfer.frontend.errors import FlagError
-from openinfer.recipes.engine import steps
 from openinfer.tensor import Activity, ActivityRecorder
 
 LIMIT_US = 5.0

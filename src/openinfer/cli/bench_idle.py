@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from openinfer.cli import recipes
+from openinfer.cli.idle import idle_engine
 from openinfer.frontend.contract import Request
 from openinfer.graph import StepGraphs
 from openinfer.kernels import Op
 from openinfer.recipes.engine import Recipe
-from openinfer.recipes.engine.idle import idle_engine
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus
 from openinfer.tensor import Device, Stream

@@ -17,9 +17,9 @@ from openinfer.cli import bench_against, bench_ledger, bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall, Recorder, figures, grouped
 from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import add_arguments, percentile, progress, record, write
+from openinfer.cli.segments import Segment, engine_segments
 from openinfer.graph import StepGraphs
 from openinfer.kernels import Pack, Workload
-from openinfer.recipes.engine.segments import Segment, engine_segments
 from openinfer.tensor import Event, Stream
 
 CALLS = 32

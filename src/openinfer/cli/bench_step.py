@@ -11,11 +11,10 @@ import json
 import logging
 from pathlib import Path
 
-from openinfer.cli import bench_gaps, bench_recipe
+from openinfer.cli import bench_gaps, bench_recipe, steps
 from openinfer.cli.bench_recipe import Asked, without_prefix_cache
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.frontend.errors import FlagError
-from openinfer.recipes.engine import steps
 
 
 def main(argv: list[str]) -> int:

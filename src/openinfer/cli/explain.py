@@ -16,9 +16,9 @@ from openinfer.cli import bench_ledger, bench_recipe
 from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
+from openinfer.cli.segments import Outline, Steps
 from openinfer.kernels import GPUS, H200, NullPack, Target
 from openinfer.recipes.engine import SetupError
-from openinfer.recipes.engine.segments import Outline, Steps
 from openinfer.tensor import format_bytes
 
 

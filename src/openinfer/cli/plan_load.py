@@ -13,8 +13,8 @@ from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.bench_record import percentile
 from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_cost import ARRIVAL_S, StepCost
+from openinfer.cli.segments import Outline
 from openinfer.kernels import Figures, Target
-from openinfer.recipes.engine.segments import Outline
 from openinfer.scheduler import Policy, make_policy
 from openinfer.scheduler.sim import Record, Request, simulate
 

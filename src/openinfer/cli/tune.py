@@ -16,9 +16,9 @@ from openinfer.cli import bench_recipe, tune_speed
 from openinfer.cli.bench_ledger import Recorder
 from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.bench_record import add_arguments, progress, record, write
+from openinfer.cli.segments import Outline
 from openinfer.kernels import H200, tuner, tuning
 from openinfer.kernels.tuner import DeviceMeter, Measured, Shape, entry
-from openinfer.recipes.engine.segments import Outline
 from openinfer.tensor import ProgressBar, float32
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)

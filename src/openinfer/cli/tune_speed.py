@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from openinfer.cli import steps as points
 from openinfer.cli.bench_record import percentile
+from openinfer.cli.segments import Outline
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, Call, Figures, Speed, Target, Workload
 from openinfer.kernels.speed_fit import MeasuredStep, errors, fit_speed
-from openinfer.recipes.engine import steps as points
-from openinfer.recipes.engine.segments import Outline
 
 FEWEST = 4
 """Fewer steps than this do not fix three speeds."""

@@ -9,7 +9,7 @@ pass). From these the modules here make the rest:
     blueprint   Blueprint: what a recipe makes of one checkpoint
     startup     build: checkpoint -> engine that is ready; plan: the same on the null device
     engine      Engine: frontend.contract over scheduler, pool and runner
-    instruments Forced, gate, segments, steps, idle, invariance: how an engine is checked and measured
+    instruments Forced, gate, verdict: how an engine is checked; what measures one is in openinfer.cli
     testing     EngineConformance: the test suite that every recipe passes
 """
 

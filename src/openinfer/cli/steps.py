@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.cli.segments import Placed
 from openinfer.frontend.contract import TERMINALS, Finished, Request
 from openinfer.recipes.engine.engine import Engine
-from openinfer.recipes.engine.segments import Placed
 from openinfer.sampler import SamplingParams
 from openinfer.tensor import Activity, ActivityRecorder, Event
 
