@@ -14,16 +14,21 @@ from typing import Any
 
 import pytest
 
-from openinfer.kernels import RankLost
-from openinfer.recipes.engine import Options, SetupError, UnsupportedModel
+from openinfer.kernels import CpuPack, RankLost
+from openinfer.recipes.engine import Options, SetupError, UnsupportedModel, startup
 from openinfer.recipes.engine.devices import devices_of
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.published import config_json
+from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
+from openinfer.recipes.qwen3_5.config import Config as HybridConfig
+from openinfer.recipes.qwen3_5.published import config_json as hybrid_json
+from openinfer.tensor import Tensor
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+MIXTURES = [(QWEN3_5, "qwen3_5-moe-tiny", HybridConfig, {})]
 SMALL: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20}
 
 
@@ -71,19 +76,59 @@ def test_a_rank_that_is_killed_ends_the_engine(busy):
     assert gone([pid])
 
 
-def test_four_ranks_give_the_golden_tokens_and_leave_no_process(tiny):
-    """Two of them have the same key-value head. All prompts at once; the suite of test_recipes has two ranks."""
-    engine = build(RECIPE, TINY, tensor_parallel_size=4, **SMALL).engine
+def golden_tokens(engine, golden, prompts: int) -> bool:
+    """Whether the engine gives the golden tokens of the first prompts, all at once."""
+    session = Session(engine)
+    asked = {
+        session.submit(golden.prompt(n), len(golden.greedy(n)), ignore_eos=True): n for n in range(prompts)
+    }
+    session.finish()
+    return all(session.outcomes[one].tokens == golden.greedy(n) for one, n in asked.items())
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(RECIPE, "qwen3-tiny"), (QWEN3_5, "qwen3_5-tiny")])
+def test_four_ranks_give_the_golden_tokens_and_leave_no_process(recipe, name, golden_of):
+    """Two of them have the same key-value head, and the same key head of the delta rule. The suites of test_recipes
+    have two ranks."""
+    golden = golden_of(name)
+    engine = build(recipe, golden.path, tensor_parallel_size=4, **SMALL).engine
     pids = followers()
     assert len(pids) == 3
-    session = Session(engine)
-    for index in range(tiny.num_prompts):
-        session.submit(tiny.prompt(index), len(tiny.greedy(index)), ignore_eos=True)
-    session.finish()
-    for index, outcome in session.outcomes.items():
-        assert outcome.tokens == tiny.greedy(index)
+    assert golden_tokens(engine, golden, 2)
     engine.close()
     assert gone(pids)
+
+
+class Faulty:
+    """The pack of rank 0 with a fault; it comes to all exchanges, so that no rank waits."""
+
+    def __init__(self, inner: Any, fault: str) -> None:
+        self.inner, self.fault = inner, fault
+
+    def run(self, op: Any, args: dict[str, Any]) -> None:
+        if self.fault == "experts off by one" and op.name in ("route", "route_topk"):
+            args = args | {"first_expert": args["first_expert"] + 1}
+        if self.fault == "no sum" and args.get("ranks", 1) > 1 and op.name != "gather_columns":
+            copies = {
+                k: Tensor.from_numpy(v.numpy().copy()) if isinstance(v, Tensor) else v
+                for k, v in args.items()
+            }
+            self.inner.run(op, copies)
+            args = args | {"ranks": 1}
+        self.inner.run(op, args)
+
+
+@pytest.mark.parametrize("fault", ["none", "another rank's part", "experts off by one", "no sum"])
+@pytest.mark.parametrize(("recipe", "name", "config", "flags"), MIXTURES, ids=[m[1] for m in MIXTURES])
+def test_a_fault_of_one_rank_changes_tokens(recipe, name, config, flags, fault, golden_of, monkeypatch):
+    """Negative controls of the comparison with goldens."""
+    golden, own = golden_of(name), config.of_rank
+    if fault == "another rank's part":
+        monkeypatch.setattr(config, "of_rank", lambda self, rank, ranks: own(self, ranks - 1 - rank, ranks))
+    monkeypatch.setattr(startup, "CpuPack", lambda communicator: Faulty(CpuPack(communicator), fault))
+    engine = build(recipe, golden.path, tensor_parallel_size=2, **SMALL, **flags).engine
+    assert golden_tokens(engine, golden, 2) == (fault == "none")
+    engine.close()
 
 
 def test_a_rank_that_cannot_start_is_named(monkeypatch):
@@ -105,6 +150,44 @@ def test_a_rank_that_cannot_start_is_named(monkeypatch):
 def test_a_model_that_ranks_cannot_share_is_refused(changes, ranks, why):
     with pytest.raises(UnsupportedModel, match=re.escape(why)):
         Config.parse({**config_json("4B"), **changes}).of_rank(0, ranks)
+
+
+@pytest.mark.parametrize(
+    ("size", "fp8", "changes", "ranks", "why"),
+    [
+        ("4B", False, {"linear_num_value_heads": 30, "linear_num_key_heads": 15}, 4, "linear_num_value_heads is 30"),
+        ("4B", False, {"linear_num_key_heads": 8, "linear_num_value_heads": 48}, 3, "num_attention_heads is 16"),
+        ("4B", False, {"linear_num_key_heads": 6, "linear_num_value_heads": 12}, 4,
+         "linear_num_key_heads is 6; 4 ranks cannot share or repeat"),
+        ("0.8B", True, {}, 8, "intermediate_size is 3584; 8 ranks cannot share it in multiples of 128"),
+        ("35B-A3B", True, {"shared_expert_intermediate_size": 192}, 2, "shared_expert_intermediate_size is 192"),
+        ("35B-A3B", False, {"num_experts": 250}, 4, "num_experts is 250; 4 ranks cannot share it"),
+    ],
+)  # fmt: skip
+def test_a_hybrid_that_ranks_cannot_share_is_refused(size, fp8, changes, ranks, why):
+    raw = hybrid_json(size, fp8=fp8)
+    raw["text_config"] |= changes
+    with pytest.raises(UnsupportedModel, match=re.escape(why)):
+        HybridConfig.parse(raw).of_rank(0, ranks)
+
+
+def test_ranks_share_every_part_of_a_hybrid():
+    """A part of an FP8 weight may lie within one block of 128, as the shared expert's on 8 ranks."""
+    for size in ("0.8B", "4B", "27B", "35B-A3B", "397B-A17B"):
+        for ranks in (2, 4, 8):
+            whole = HybridConfig.parse(hybrid_json(size, fp8=size == "35B-A3B"))
+            parts = [whole.of_rank(rank, ranks) for rank in range(ranks)]
+            for rows in zip(*(part.conv_parts for part in parts), strict=True):
+                taken = [row for count, first in rows for row in range(first, first + count)]
+                assert taken == sorted(taken)
+                assert len(set(taken)) == len(taken)
+            assert sum(part.conv_size for part in parts) == whole.conv_size
+            assert sum(part.intermediate_size for part in parts) == whole.intermediate_size
+            assert sum(part.num_kv_heads for part in parts) == max(ranks, whole.num_kv_heads)
+            if whole.experts:
+                assert [part.experts.first for part in parts] == list(
+                    range(0, whole.experts.count, whole.experts.count // ranks)
+                )
 
 
 def test_ranks_share_every_part():

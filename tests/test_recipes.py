@@ -59,6 +59,19 @@ class TestQwen35Mixture(Suite):
     chunks = (1, 17, 352)
 
 
+@pytest.mark.slow
+class TestQwen35TwoRanks(Suite):
+    recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-tiny"
+    flags = {"snapshot_interval": 64, "tensor_parallel_size": 2}  # noqa: RUF012
+    chunks = (17, 352)
+
+
+class TestQwen35MixtureTwoRanks(Suite):
+    recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-moe-tiny"
+    flags = {"snapshot_interval": 64, "tensor_parallel_size": 2}  # noqa: RUF012
+    chunks = (1, 352)
+
+
 class TestDeepSeekV4(Suite):
     recipe, checkpoint = DEEPSEEK_V4, FOLDER / "deepseek_v4-tiny"
     flags = {"activation_quantization": "off"}  # noqa: RUF012

@@ -83,6 +83,16 @@ def test_no_expert_at_all_leaves_the_tokens_alone(check_op, rng, normal):
     np.testing.assert_array_equal(got["x"], args["x"])
 
 
+def test_the_sum_alone_goes_elsewhere(check_op, rng, normal):
+    args = mixture(rng, normal, 6, 3, 2, 64, 48)
+    added = check_op(experts_add, {"x": BF16}, **args)["x"].astype(float32)
+    got = check_op(experts_add, {"out": BF16}, **args, out=np.full_like(args["x"], np.nan))
+    np.testing.assert_array_equal(got["x"], args["x"])
+    np.testing.assert_allclose(
+        args["x"].astype(float32) + got["out"].astype(float32), added, atol=0.02, rtol=0.01
+    )
+
+
 def test_a_wrong_expert_shows(check_op, rng, normal):
     """Negative control: one expert's down projection 5 % larger is out of bounds."""
     args = mixture(rng, normal, 6, 3, 2, 64, 48)

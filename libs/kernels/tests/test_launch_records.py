@@ -119,7 +119,7 @@ def calls():
             })  # fmt: skip
         yield f"route_topk {size}", lambda n, e=count, c=chosen: (route_topk, {
             "expert_ids": t(n, c, dtype=int32), "expert_weights": t(n, c), "logits": t(n, e + 16)[:, :e],
-            "token_slots": t(n, dtype=int32),
+            "token_slots": t(n, dtype=int32), "first_expert": 0, "num_experts": e,
         })  # fmt: skip
 
 

@@ -133,21 +133,25 @@ def test_route_topk(run_both: Both, rng: np.random.Generator, experts: int, chos
         "logits": logits,
         "token_slots": np.array([1, 2, 3, 0, 5, 1], np.int32),
     }
-    got, want = run_both(route_topk, args)
-    np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
-    assert error(got["expert_weights"], want["expert_weights"]) < 1e-3
+    for first, count in ((0, experts), (experts // 2, experts // 4)):  # of one rank, and of one of several
+        got, want = run_both(route_topk, args | {"first_expert": first, "num_experts": count})
+        np.testing.assert_array_equal(got["expert_ids"], want["expert_ids"])
+        assert error(got["expert_weights"], want["expert_weights"]) < 1e-3
 
 
 def test_route_topk_by_hand() -> None:
     logits = np.array([[1, 5, 5, 0], [9, -9, 2, 3], [0, 0, 0, 0]], np.float32)
-    ids, weights = np.full((3, 2), 7, np.int32), np.full((3, 2), 7, np.float32)
-    run(
-        route_topk,
-        expert_ids=ids,
-        expert_weights=weights,
-        logits=logits,
-        token_slots=np.array([4, 1, 0], np.int32),
-    )
-    assert ids.tolist() == [[1, 2], [0, 3], [-1, -1]]
-    second = np.exp(-6) / (1 + np.exp(-6))
-    np.testing.assert_allclose(weights, [[0.5, 0.5], [1 - second, second], [0, 0]], rtol=1e-6)
+    for first, count, want in ((0, 4, [[1, 2], [0, 3], [-1, -1]]), (2, 2, [[-1, 0], [-1, 1], [-1, -1]])):
+        ids, weights = np.full((3, 2), 7, np.int32), np.full((3, 2), 7, np.float32)
+        run(
+            route_topk,
+            expert_ids=ids,
+            expert_weights=weights,
+            logits=logits,
+            token_slots=np.array([4, 1, 0], np.int32),
+            first_expert=first,
+            num_experts=count,
+        )
+        assert ids.tolist() == want
+        second = np.exp(-6) / (1 + np.exp(-6))
+        np.testing.assert_allclose(weights, [[0.5, 0.5], [1 - second, second], [0, 0]], rtol=1e-6)

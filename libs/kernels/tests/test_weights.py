@@ -6,8 +6,9 @@ import struct
 import numpy as np
 import pytest
 
+from openinfer.kernels import ContractError
 from openinfer.kernels.formats import dequantized
-from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, LinearPlaces
+from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, LinearPlaces, Projection
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -122,6 +123,36 @@ def test_packed_projections_are_stacked(checkpoint, places, rng, packing, expand
     assert not weight[first + second :].view(np.uint8).any()
 
 
+@pytest.mark.parametrize("expand", [False, True])
+@pytest.mark.parametrize(
+    "packing", [FP8_FLOAT32, FP8_E8M0, FP4_E8M0, None], ids=["float32", "e8m0", "fp4", "plain"]
+)
+@pytest.mark.parametrize(
+    ("row", "rows", "column", "columns"), [(256, 128, 128, 256), (320, 64, 0, 384), (64, 32, 64, 64)]
+)
+def test_a_part_of_a_projection(checkpoint, places, rng, packing, expand, row, rows, column, columns):
+    """Whole blocks, or a part within one."""
+    if packing is None:
+        tensors = {"a.weight": rng.standard_normal((384, 384)).astype(bfloat16)}
+        whole = tensors["a.weight"].astype(float32)
+    else:
+        tensors = of(packing, rng, "a", 384, 384)
+        whole = meant(tensors, "a", packing)
+    p = places(float32 if expand else bfloat16, expand=expand)
+    linear = p.linear(Projection("a", rows, row, column), columns=columns, packing=packing)
+    p.load(checkpoint(tensors), Stream(Device("cpu")))
+    scales = None if linear.scales is None else linear.scales.numpy()
+    want = whole[row : row + rows, column : column + columns]
+    np.testing.assert_array_equal(dequantized(linear.weight.numpy(), scales), want)
+
+
+def test_a_part_that_blocks_do_not_fit_is_refused(places):
+    with pytest.raises(
+        ContractError, match="a: 192 rows or columns from 192 on do not begin at an FP8 block"
+    ):
+        places().linear(Projection("a", 192, 192), columns=128, packing=FP8_E8M0)
+
+
 def test_experts_are_filled_one_by_one(checkpoint, places, rng):
     tensors = {}
     for expert in range(3):
@@ -131,7 +162,7 @@ def test_experts_are_filled_one_by_one(checkpoint, places, rng):
     p = places()
     linear = p.empty((3,), [128, 128], 256, FP8_FLOAT32, "experts")
     for expert in range(3):
-        p.fill(linear[expert], [f"{expert}.gate", f"{expert}.up"], [128, 128], FP8_FLOAT32)
+        p.fill(linear[expert], [(f"{expert}.gate", 128), (f"{expert}.up", 128)], FP8_FLOAT32)
     p.load(checkpoint(tensors), Stream(Device("cpu")))
     assert sorted(p.names()) == sorted(tensors)
     got = dequantized(linear.weight.numpy(), linear.scales.numpy(), parts=2)
@@ -151,6 +182,7 @@ def test_plain_weights_and_vectors(checkpoint, places, rng):
         p.linear(("a", 5), ("b", 6), columns=32, pad=5),
         p.converted("norm", 32, convert=lambda w: 1 + w),
     )
+    half = p.converted("norm", 16, convert=lambda w: 1 + w, source=(slice(16, 32),))
     p.load(checkpoint(tensors), Stream(Device("cpu")))
     assert stacked.scales is None
     np.testing.assert_array_equal(
@@ -158,6 +190,7 @@ def test_plain_weights_and_vectors(checkpoint, places, rng):
     )
     assert not stacked.weight.numpy()[11:].any()
     np.testing.assert_array_equal(gain.numpy(), (1 + tensors["norm"]).astype(float32))
+    np.testing.assert_array_equal(half.numpy(), gain.numpy()[16:])
 
 
 def test_values_that_a_conversion_refuses_are_an_error_of_the_checkpoint(checkpoint, places):

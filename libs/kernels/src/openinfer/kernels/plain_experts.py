@@ -52,7 +52,8 @@ def tile(target: Target, pairs: int, experts: int, n: int, k: int, *, first: boo
 
 @dataclass(frozen=True, slots=True)
 class PlainExperts:
-    """The arguments of one experts_add after the norm, and its tiles. `hidden` [T, H] is the normed x."""
+    """The arguments of one experts_add after the norm, and its tiles. `hidden` [T, H] is the normed x. `adds`: whether
+    the sums are added onto `x`, or become its values."""
 
     x: Tensor
     hidden: Scratch
@@ -62,6 +63,7 @@ class PlainExperts:
     down: Tensor
     gate_up_scales: Tensor | None
     down_scales: Tensor | None
+    adds: bool
     first: Tile
     second: Tile
     results: Scratch  # [pairs, H]
@@ -88,7 +90,7 @@ class PlainExperts:
         yield self._product(pairs, self.second, self.results, mlp, self.down, self.down_scales)
 
     def add(self, pairs: Pairs) -> Launch:
-        """The weighted results of a token, added to x."""
+        """The weighted results of a token, added up."""
         width = self.x.shape[1]
         block = min(1024, power_of_two(width))
         return launch(
@@ -102,7 +104,7 @@ class PlainExperts:
                 "expert_weights": self.expert_weights,
                 "width": Aligned(width),
             },
-            {"CHOSEN": pairs.chosen, "BLOCK": block},
+            {"CHOSEN": pairs.chosen, "BLOCK": block, "ADDS": self.adds},
         )
 
     def _product(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, dequantized
 from openinfer.tensor import (
     Conversion,
@@ -21,7 +22,17 @@ from openinfer.tensor import (
     uint8,
 )
 
-__all__ = ["FP4_E8M0", "FP8_E8M0", "FP8_FLOAT32", "Linear", "LinearPlaces", "Packing", "blocks", "padded"]
+__all__ = [
+    "FP4_E8M0",
+    "FP8_E8M0",
+    "FP8_FLOAT32",
+    "Linear",
+    "LinearPlaces",
+    "Packing",
+    "Projection",
+    "blocks",
+    "padded",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -34,6 +45,18 @@ class Packing(NamedTuple):
     dtype: np.dtype[Any]
     fp4: bool = False
 
+
+class Projection(NamedTuple):
+    """`rows` rows of a module's weight from row `row` on, in the columns from `column` on: all, or a rank's part."""
+
+    module: str
+    rows: int
+    row: int = 0
+    column: int = 0
+
+
+AnyProjection = Projection | tuple[str, int]
+"""A module and its rows are enough where the weight is taken whole, or from its first row and column on."""
 
 FP8_FLOAT32 = Packing(".weight_scale_inv", float32)
 FP8_E8M0 = Packing(".scale", float8_e8m0fnu)
@@ -71,13 +94,13 @@ class LinearPlaces(Places):
     expand: bool = False
 
     def linear(
-        self, *parts: tuple[str, int], columns: int, packing: Packing | None = None, pad: int = 0
+        self, *parts: AnyProjection, columns: int, packing: Packing | None = None, pad: int = 0
     ) -> Linear:
-        """Projections (module, rows) stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew
-        at each projection, so the rows of all but the last are whole blocks, or all have as many rows."""
-        modules, rows = [module for module, _ in parts], [size for _, size in parts]
-        linear = self.empty((), rows, columns, packing, ", ".join(modules), pad)
-        self.fill(linear, modules, rows, packing)
+        """Projections stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew at each
+        projection, so the rows of all but the last are whole blocks, or all have as many rows."""
+        rows = [part[1] for part in parts]
+        linear = self.empty((), rows, columns, packing, ", ".join(part[0] for part in parts), pad)
+        self.fill(linear, parts, packing)
         if pad:
             self.pads.append(linear.weight[sum(rows) :])
         return linear
@@ -103,27 +126,50 @@ class LinearPlaces(Places):
             scales = alloc((*count, sum(map(blocks, rows)), blocks(columns)), packing.dtype, name)
         return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
 
-    def fill(
-        self, linear: Linear, modules: Sequence[str], rows: Sequence[int], packing: Packing | None
-    ) -> None:
-        """Modules one below the other in a weight [N, K]."""
+    def fill(self, linear: Linear, parts: Sequence[AnyProjection], packing: Packing | None) -> None:
+        """Projections one below the other in a weight [N, K]. Raises ContractError where a part of an FP8 weight begins
+        within a block and ends in another."""
         start = block = 0
-        for module, size in zip(modules, rows, strict=True):
-            weight, part = module + ".weight", linear.weight[start : start + size]
-            start += size
+        for part in parts:
+            module, rows, row, column = Projection(*part)
+            dst, weight = linear.weight[start : start + rows], module + ".weight"
+            start += rows
+            pairs = 2 if packing is not None and packing.fp4 else 1  # columns of a byte
+            columns = dst.shape[1] * (pairs if linear.scales is not None else 1)
+            source = _range(row, rows), _range(column // pairs, columns // pairs)
             if packing is None:
-                self.loads.append(Load(weight, part))
-            elif linear.scales is None:
-                self.conversions.append(Conversion((weight, module + packing.scales), part, _expanded))
+                self.loads.append(Load(weight, dst, source))
+                continue
+            if packing.fp4:
+                of_scales = _range(row, rows), _range(column // FP4_BLOCK, columns // FP4_BLOCK)
             else:
-                height = size if packing.fp4 else blocks(size)
-                scales = linear.scales[block : block + height]
-                block += height
-                self.loads.append(Load(weight, part.view_as(int8) if packing.fp4 else part))
-                if packing.dtype == float32:  # checkpoints may hold them in bfloat16
-                    self.conversions.append(Conversion((module + packing.scales,), scales, _wide))
-                else:
-                    self.loads.append(Load(module + packing.scales, scales.view_as(packing.dtype)))
+                of_scales = _blocks_of(module, row, rows), _blocks_of(module, column, columns)
+            name = module + packing.scales
+            if linear.scales is None:
+                whole = Conversion((weight, name), dst, _expanded, (source, of_scales))
+                self.conversions.append(whole)
+                continue
+            height = of_scales[0].stop - of_scales[0].start
+            scales = linear.scales[block : block + height]
+            block += height
+            self.loads.append(Load(weight, dst.view_as(int8) if packing.fp4 else dst, source))
+            if packing.dtype == float32:  # checkpoints may hold them in bfloat16
+                self.conversions.append(Conversion((name,), scales, _wide, (of_scales,)))
+            else:
+                self.loads.append(Load(name, scales.view_as(packing.dtype), of_scales))
+
+
+def _range(start: int, size: int) -> slice:
+    return slice(start, start + size)
+
+
+def _blocks_of(module: str, start: int, size: int) -> slice:
+    """The FP8 blocks of rows or columns, which are whole blocks, or lie in one."""
+    if start % SCALE_BLOCK and start % SCALE_BLOCK + size > SCALE_BLOCK:
+        raise ContractError(
+            f"{module}: {size} rows or columns from {start} on do not begin at an FP8 block of {SCALE_BLOCK}"
+        )
+    return _range(start // SCALE_BLOCK, blocks(size))
 
 
 def _wide(scales: Array) -> Array:

@@ -18,11 +18,20 @@ from openinfer.tensor.tensor import Tensor
 
 
 class Conversion(NamedTuple):
-    """The tensors `names` of a checkpoint become `dst` on the host: `convert` gets their arrays, in that order."""
+    """The tensors `names` of a checkpoint become `dst` on the host: `convert` gets their arrays, in that order.
+
+    sources: the part of each that `convert` gets, as Load.source; () is the whole tensors. Only touched parts are read.
+    """
 
     names: tuple[str, ...]
     dst: Tensor
     convert: Callable[..., np.ndarray[Any, Any]]
+    sources: tuple[tuple[slice, ...], ...] = ()
+
+    def arrays(self, checkpoint: Checkpoint) -> list[np.ndarray[Any, Any]]:
+        """The arguments of `convert`."""
+        parts = self.sources or ((),) * len(self.names)
+        return [checkpoint.array(name)[part] for name, part in zip(self.names, parts, strict=True)]
 
 
 @dataclass(slots=True)
@@ -36,10 +45,12 @@ class Places:
     conversions: list[Conversion] = field(default_factory=list)
     pads: list[Tensor] = field(default_factory=list)
 
-    def plain(self, name: str, *shape: int, dtype: np.dtype[Any] | None = None) -> Tensor:
-        """A tensor that takes the values of the checkpoint's tensor of this name."""
+    def plain(
+        self, name: str, *shape: int, dtype: np.dtype[Any] | None = None, source: tuple[slice, ...] = ()
+    ) -> Tensor:
+        """A tensor that takes the values of the checkpoint's tensor of this name, or of its part `source`."""
         tensor = self.arena.alloc(shape, self.dtype if dtype is None else dtype, name)
-        self.loads.append(Load(name, tensor))
+        self.loads.append(Load(name, tensor, source))
         return tensor
 
     def converted(
@@ -48,10 +59,12 @@ class Places:
         *shape: int,
         convert: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
         dtype: np.dtype[Any] = float32,
+        source: tuple[slice, ...] = (),
     ) -> Tensor:
-        """A tensor made of one of the checkpoint's. `convert` may raise ValueError for values that make none."""
+        """A tensor made of one of the checkpoint's, or of its part `source`. `convert` may raise ValueError for values
+        that make none."""
         tensor = self.arena.alloc(shape, dtype, name)
-        self.conversions.append(Conversion((name,), tensor, convert))
+        self.conversions.append(Conversion((name,), tensor, convert, (source,)))
         return tensor
 
     def names(self) -> Iterator[str]:
@@ -72,11 +85,12 @@ class Places:
         """
         report = load_tensors(checkpoint, self.loads, stream, progress)
         converted = []  # uploads read these arrays until the stream is idle
-        for names, dst, convert in self.conversions:
+        for conversion in self.conversions:
+            dst = conversion.dst
             try:
-                array = np.ascontiguousarray(convert(*map(checkpoint.array, names)), dst.dtype)
+                array = np.ascontiguousarray(conversion.convert(*conversion.arrays(checkpoint)), dst.dtype)
             except ValueError as e:
-                raise CheckpointError(checkpoint.directory, names[0], str(e)) from e
+                raise CheckpointError(checkpoint.directory, conversion.names[0], str(e)) from e
             dst.copy_from(array, stream)
             converted.append(array)
         for pad in self.pads:

@@ -9,9 +9,11 @@ from typing import Any
 
 from openinfer.recipes.engine.errors import UnsupportedModel
 
-__all__ = ["Fields", "eos_ids", "load_config", "read_json", "shown"]
+__all__ = ["Fields", "eos_ids", "load_config", "read_json", "share_evenly", "share_or_repeat", "shown"]
 
 MAX_JSON_BYTES = 64 << 20
+FP8_BLOCK = 128
+"""Rows and columns of an FP8 weight that share a scale."""
 LARGEST: Mapping[str, int] = {
     "head_dim": 1024,
     "max_position_embeddings": 1 << 24,
@@ -142,3 +144,24 @@ def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
             f"eos_token_id is {shown(value)}; ids must be in [0, {vocab_size}), 64 at most"
         )
     return tuple(found)
+
+
+def share_evenly(ranks: int, sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Raise UnsupportedModel unless ranks can share what these keys of config.json count, each with its unit: a rank's
+    part is whole units. Units of FP8_BLOCK are blocks of a scale, and a part may also lie within one."""
+    for key, (size, unit) in sizes.items():
+        part, rest = divmod(size, ranks)
+        within = unit == FP8_BLOCK and part and part % 16 == 0 and FP8_BLOCK % part == 0
+        if rest or (part % unit and not within):
+            raise UnsupportedModel(
+                f"config.json: {key} is {size}; {ranks} ranks cannot share it in multiples of {unit}"
+            )
+
+
+def share_or_repeat(ranks: int, heads: Mapping[str, int]) -> None:
+    """Raise UnsupportedModel unless ranks have the same number of these heads, or groups of ranks the same head."""
+    for key, count in heads.items():
+        if max(ranks, count) % min(ranks, count):
+            raise UnsupportedModel(
+                f"config.json: {key} is {count}; {ranks} ranks cannot share or repeat them"
+            )

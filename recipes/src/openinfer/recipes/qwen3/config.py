@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
+from openinfer.recipes.engine.config_fields import Fields, eos_ids, share_evenly, share_or_repeat, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 
@@ -41,19 +41,13 @@ class Config:
         """The part of one of several ranks: its query heads, its columns of the MLP, its rows of the vocabulary. Where
         ranks are more than key-value heads, some ranks have the same of these. Raises UnsupportedModel where the model
         cannot be shared evenly."""
-        for key, size, unit in (
-            ("num_attention_heads", self.num_heads, 1),
-            ("intermediate_size", self.intermediate_size, 16),
-            ("vocab_size", self.vocab_size, 16),
-        ):
-            if size % (ranks * unit):
-                raise UnsupportedModel(
-                    f"config.json: {key} is {size}; {ranks} ranks cannot share it in multiples of {unit}"
-                )
-        if max(ranks, self.num_kv_heads) % min(ranks, self.num_kv_heads):
-            raise UnsupportedModel(
-                f"config.json: num_key_value_heads is {self.num_kv_heads}; {ranks} ranks cannot share or repeat them"
-            )
+        sizes = {
+            "num_attention_heads": (self.num_heads, 1),
+            "intermediate_size": (self.intermediate_size, 16),
+            "vocab_size": (self.vocab_size, 16),
+        }
+        share_evenly(ranks, sizes)
+        share_or_repeat(ranks, {"num_key_value_heads": self.num_kv_heads})
         return dataclasses.replace(
             self,
             rank=rank,

@@ -47,7 +47,8 @@ class Qwen35(Blueprint[Model]):
         return (1, 2, 4, 8, 16, *range(32, max_rows, 32))
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        weights = Weights.allocate(self.config, Arena(Device("null"), None), limits.dtype, self.form)
+        whole = self.config.whole or self.config
+        weights = Weights.allocate(whole, Arena(Device("null"), None), limits.dtype, self.form)
         validate(checkpoint, weights)
 
     def _block_bytes(self, limits: Limits) -> tuple[int, int]:
@@ -97,7 +98,7 @@ class Qwen35(Blueprint[Model]):
             width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts,
             adapters=adapters_of(arena, limits, weights.adapted(), weights.places.weights(), NOT_RUN),
         )  # fmt: skip
-        buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens)
+        buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens, batch.logits)
         page = (c.num_full, 2, c.num_kv_heads, self.page_size, c.head_dim)
         kv = arena.alloc((pages, *page), dtype, "kv cache")
         recurrent = (c.num_linear, c.value_heads, c.key_dim, c.value_dim)
@@ -130,9 +131,8 @@ class Qwen35(Blueprint[Model]):
     def memory(self, model: Model) -> Mapping[str, int]:
         weights, dtype = Arena(Device("null"), None), model.kv.dtype
         Weights.allocate(self.config, weights, dtype, self.form)
-        buffers = sum(
-            getattr(model.buffers, field.name).nbytes for field in dataclasses.fields(model.buffers)
-        )
+        tensors = [getattr(model.buffers, field.name) for field in dataclasses.fields(model.buffers)]
+        buffers = sum(tensor.nbytes for tensor in tensors if tensor is not model.batch.logits)
         return {
             "weights": weights.used,
             "activations": buffers,

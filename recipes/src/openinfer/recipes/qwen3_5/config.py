@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
+from openinfer.recipes.engine.config_fields import (
+    FP8_BLOCK,
+    Fields,
+    eos_ids,
+    share_evenly,
+    share_or_repeat,
+    shown,
+)
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
@@ -20,12 +28,15 @@ class Experts:
     """Sizes of a mixture of experts: `count` experts, `chosen` of them a token.
 
     intermediate_size: hidden width of a routed expert. shared_size: that of the shared expert.
+    local, first: the experts that one of several ranks has, and the first of them.
     """
 
     count: int
     chosen: int
     intermediate_size: int
     shared_size: int
+    local: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +50,7 @@ class Config:
     mtp: the checkpoint has an MTP head, which predicts one more token.
     fp8: weights are block-scaled FP8.
     text_only: there is no vision tower, and tensors have other names.
+    whole: the model of which this is the part of a rank; None: there is one rank.
     """
 
     hidden_size: int
@@ -62,6 +74,68 @@ class Config:
     fp8: bool
     text_only: bool
     eos_token_ids: tuple[int, ...]
+    rank: int = 0
+    ranks: int = 1
+    whole: Config | None = None
+
+    def of_rank(self, rank: int, ranks: int) -> Config:
+        """The part of one of several ranks: its query and value heads, columns of MLPs, experts, and rows of the
+        vocabulary. Where ranks are more than key-value or key heads, some ranks have the same of these. Raises
+        UnsupportedModel where the model cannot be shared evenly."""
+        if ranks == 1:
+            return self
+        block, experts = FP8_BLOCK if self.fp8 else 16, self.experts
+        sizes = {
+            "num_attention_heads": (self.num_heads, 1),
+            "linear_num_value_heads": (self.value_heads, 1),
+            "vocab_size": (self.vocab_size, 16),
+        }
+        if experts:
+            sizes |= {
+                "num_experts": (experts.count, 1),
+                "shared_expert_intermediate_size": (experts.shared_size, block),
+            }
+            local = experts.count // ranks
+            experts = dataclasses.replace(
+                experts, shared_size=experts.shared_size // ranks, local=local, first=rank * local
+            )
+        else:
+            sizes["intermediate_size"] = (self.intermediate_size, block)
+        share_evenly(ranks, sizes)
+        share_or_repeat(
+            ranks, {"num_key_value_heads": self.num_kv_heads, "linear_num_key_heads": self.key_heads}
+        )
+        return dataclasses.replace(
+            self,
+            rank=rank,
+            ranks=ranks,
+            whole=self,
+            num_heads=self.num_heads // ranks,
+            num_kv_heads=max(1, self.num_kv_heads // ranks),
+            key_heads=max(1, self.key_heads // ranks),
+            value_heads=self.value_heads // ranks,
+            intermediate_size=self.intermediate_size // ranks,
+            experts=experts,
+        )
+
+    @property
+    def local_vocab(self) -> int:
+        """Rows of the vocabulary whose logits this rank computes."""
+        return self.vocab_size // self.ranks
+
+    @property
+    def first_kv_row(self) -> int:
+        """The first row of k_proj and v_proj that this rank has."""
+        return self.rank * (self.whole or self).num_kv_heads // self.ranks * self.head_dim
+
+    @property
+    def conv_parts(self) -> list[tuple[int, int]]:
+        """This rank's queries, keys and values among the rows of in_proj_qkv: how many, and the first."""
+        if self.whole is None:
+            return [(self.conv_size, 0)]
+        every, keys = self.whole.key_heads * self.key_dim, self.key_heads * self.key_dim
+        first = self.rank * self.whole.key_heads // self.ranks * self.key_dim
+        return [(keys, first), (keys, every + first), (self.z_size, 2 * every + self.rank * self.z_size)]
 
     @property
     def num_layers(self) -> int:
@@ -176,7 +250,7 @@ def _tied(whole: Fields, text: Fields) -> bool | None:
     return None if len(said) == 2 else said == {True}
 
 
-def _heads(text: Fields) -> dict[str, int]:
+def _heads(text: Fields) -> dict[str, Any]:
     heads, kv_heads = text.size("num_attention_heads"), text.size("num_key_value_heads")
     key_heads, value_heads = text.size("linear_num_key_heads"), text.size("linear_num_value_heads")
     if heads % kv_heads:
@@ -194,9 +268,8 @@ def _experts(text: Fields) -> Experts:
     count, chosen = text.size("num_experts"), text.size("num_experts_per_tok")
     if chosen > count:
         raise UnsupportedModel(f"config.json: num_experts_per_tok is {chosen}; there are {count} experts")
-    return Experts(
-        count, chosen, text.size("moe_intermediate_size"), text.size("shared_expert_intermediate_size")
-    )
+    width, shared = text.size("moe_intermediate_size"), text.size("shared_expert_intermediate_size")
+    return Experts(count, chosen, width, shared, local=count)
 
 
 def _full(text: Fields) -> tuple[bool, ...]:

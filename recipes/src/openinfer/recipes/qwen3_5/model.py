@@ -16,8 +16,10 @@ from openinfer.kernels import (
     embed,
     experts_add,
     gate_up_silu,
+    gather_columns,
     linear_add,
     norm_linear,
+    reduce_add,
     route_topk,
 )
 from openinfer.kernels.weights import Linear
@@ -33,7 +35,8 @@ from openinfer.tensor import Arena, Stream, Tensor, int32
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """Activations, allocated once for the largest step; a smaller step uses their first rows. `ba`, `router` and the
-    experts' are one element wide where the model has no use for them."""
+    experts' are one element wide where the model has no use for them, and so is `y`: a rank's part of a mixture's sum.
+    `local_logits` [R, V of the rank]: the batch's logits if there is one rank."""
 
     x: Tensor
     qkv: Tensor
@@ -45,6 +48,8 @@ class Buffers:
     router: Tensor
     expert_ids: Tensor
     expert_weights: Tensor
+    y: Tensor
+    local_logits: Tensor
 
     @classmethod
     def allocate(
@@ -54,13 +59,17 @@ class Buffers:
         arena: Arena,
         dtype: np.dtype[Any],
         max_tokens: int,
+        logits: Tensor,
     ) -> Buffers:
-        """For steps of at most max_tokens tokens."""
+        """For steps of at most max_tokens tokens. logits [R, V]: the batch's."""
         mixers = [layer.mixer for layer in weights.layers]
         delta = next(mixer for mixer in mixers if isinstance(mixer, DeltaNet))
         mlp, experts = weights.layers[0].mlp, config.experts
         router = mlp.router.weight.shape[0] if isinstance(mlp, Mixture) else 1
         chosen = experts.chosen if experts else 1
+        local = logits
+        if config.ranks > 1:
+            local = arena.alloc((logits.shape[0], config.local_vocab), logits.dtype)
 
         def by_token(width: int, kind: np.dtype[Any] = dtype) -> Tensor:
             return arena.alloc((max_tokens, width), kind)
@@ -76,6 +85,8 @@ class Buffers:
             router=by_token(router),
             expert_ids=by_token(chosen, int32),
             expert_weights=by_token(chosen),
+            y=by_token(config.hidden_size if experts and config.ranks > 1 else 1),
+            local_logits=local,
         )
 
 
@@ -131,15 +142,17 @@ class Model:
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
-        w, r = self.weights, num_rows
+        w, r, local, ranks = self.weights, num_rows, self.buffers.local_logits, self.config.ranks
         norm_linear(
             pack,
-            out=self.batch.logits[:r],
+            out=local[:r],
             x=self.batch.last[:r],
             norm_weight=w.norm,
             weight=w.lm_head,
             eps=self.config.rms_norm_eps,
         )
+        if ranks > 1:
+            gather_columns(pack, out=self.batch.logits[:r], x=local[:r], ranks=ranks)
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page and the padding block of state."""
@@ -176,7 +189,7 @@ class Model:
             scale=c.head_dim**-0.5,
             max_q_len=max_q_len,
         )
-        linear_add(pack, x=x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales)
+        linear_add(pack, x=x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales, ranks=c.ranks)
         batch.adapt(pack, mixer.o.weight, out=x, x=heads)
 
     def _delta_net(
@@ -226,19 +239,22 @@ class Model:
             accepted=None if self.recent is None else rows["accepted"],
             num_drafts=None if self.recent is None else rows["num_drafts"][:r],
         )
-        linear_add(pack, x=x, h=b.values[:t], weight=mixer.out.weight, scales=mixer.out.scales)
-        adapt(pack, mixer.out.weight, out=x, x=b.values[:t])
+        out, values = mixer.out, b.values[:t]
+        linear_add(pack, x=x, h=values, weight=out.weight, scales=out.scales, ranks=c.ranks)
+        adapt(pack, out.weight, out=x, x=values)
 
     def _mlp(self, pack: Pack, layer: Layer, t: int) -> None:
         """x += the MLP of its norm, or the mixture's."""
-        b, eps, mlp, norm = self.buffers, self.config.rms_norm_eps, layer.mlp, layer.post_norm
+        c, b, mlp, norm = self.config, self.buffers, layer.mlp, layer.post_norm
+        eps, experts, ranks = c.rms_norm_eps, c.experts, c.ranks
         x, hidden = b.x[:t], b.mlp[:t]
         if not isinstance(mlp, Mixture):
             self._gate_up(pack, mlp.gate_up, norm, t)
-            self._down(pack, mlp.down, t)
+            self._down(pack, mlp.down, x, t, ranks)
             return
-        router = b.router[:t]
-        count, ids, weights = mlp.down.weight.shape[0], b.expert_ids[:t], b.expert_weights[:t]
+        assert experts is not None
+        router, y = b.router[:t], x if ranks == 1 else b.y[:t]
+        count, ids, weights = experts.count, b.expert_ids[:t], b.expert_weights[:t]
         norm_linear(pack, out=router, x=x, norm_weight=norm, weight=mlp.router.weight, scales=None, eps=eps)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
         self._gate_up(pack, mlp.shared.gate_up, norm, t)
@@ -249,6 +265,8 @@ class Model:
             expert_weights=weights,
             logits=router[:, :count],
             token_slots=self.batch.token_slots[:t],
+            first_expert=experts.first,
+            num_experts=experts.local,
         )
         experts_add(
             pack,
@@ -261,8 +279,11 @@ class Model:
             gate_up_scales=mlp.gate_up.scales,
             down_scales=mlp.down.scales,
             eps=eps,
+            out=None if ranks == 1 else y,
         )
-        self._down(pack, mlp.shared.down, t)
+        self._down(pack, mlp.shared.down, y, t)
+        if ranks > 1:
+            reduce_add(pack, x=x, y=y, ranks=ranks)
 
     def _gate_up(self, pack: Pack, up: Linear, norm: Tensor, t: int) -> None:
         """The hidden layer of a gated MLP."""
@@ -272,10 +293,10 @@ class Model:
             added=self.batch.adapted(pack, up.weight, x=x, norm_weight=norm, eps=eps),
         )  # fmt: skip
 
-    def _down(self, pack: Pack, down: Linear, t: int) -> None:
+    def _down(self, pack: Pack, down: Linear, x: Tensor, t: int, ranks: int = 1) -> None:
         """x += the hidden layer times `down`."""
-        x, hidden = self.buffers.x[:t], self.buffers.mlp[:t]
-        linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales)
+        hidden = self.buffers.mlp[:t]
+        linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales, ranks=ranks)
         self.batch.adapt(pack, down.weight, out=x, x=hidden)
 
 

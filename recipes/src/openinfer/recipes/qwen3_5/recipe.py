@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from openinfer.recipes.engine import Recipe, SetupError, Source
+from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.published import SIZES, config_json
 
@@ -37,11 +37,9 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         from openinfer.recipes.qwen3_5.config import Config
         from openinfer.recipes.qwen3_5.weights import Format
 
-        if ranks != 1:
-            raise SetupError(f"{ranks} ranks: qwen3_5 runs on one GPU")
         config = Config.parse(source.config, source.eos)
         form = Format.of(source.checkpoint, config) if source.checkpoint else Format.published(config)
-        return Qwen35(config, form, options)
+        return Qwen35(config.of_rank(rank, ranks), form, options)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in BF16 and FP8."""

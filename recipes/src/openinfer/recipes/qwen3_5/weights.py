@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import SCALE_BLOCK
-from openinfer.kernels.weights import FP8_FLOAT32, Linear, LinearPlaces, Packing, padded
+from openinfer.kernels.weights import FP8_FLOAT32, Linear, LinearPlaces, Packing, Projection, padded
 from openinfer.recipes.engine import UnsupportedModel
-from openinfer.recipes.qwen3_5.config import Config, Experts
+from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -136,25 +136,29 @@ class Mtp:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights, and where each comes from. With tied embeddings `lm_head` is `embed`."""
+    """A rank's weights, and where each comes from. `embed` is whole on every rank. With tied embeddings `lm_head` is
+    `embed`, or a rank's rows of it."""
 
     embed: Tensor  # [V, H]
     layers: tuple[Layer, ...]
     norm: Tensor
-    lm_head: Tensor  # [V, H]
+    lm_head: Tensor  # [V of the rank, H]
     mtp: Mtp | None
     places: Places
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
-        p = _Places(arena, dtype, form=form)
+        p, rows = _Places(arena, dtype, form=form), _part(config, config.local_vocab)
         embed = p.plain(form.prefix + "embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = tuple(
             _layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)
         )
         norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
-        head = embed if form.tied else p.plain("lm_head.weight", config.vocab_size, config.hidden_size)
+        if form.tied:
+            head = embed if config.whole is None else embed[rows]
+        else:
+            head = p.plain("lm_head.weight", config.local_vocab, config.hidden_size, source=(rows,))
         mtp = _mtp(p, config) if form.mtp else None
         return cls(embed, layers, norm, head, mtp, p)
 
@@ -182,7 +186,7 @@ def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     for load in weights.places.loads:
         packed = load.dst.dtype == float8_e4m3fn
         expected[load.name] = (load.dst.shape, (float8_e4m3fn,) if packed else dtypes.WEIGHTS)
-    for (name,), dst, _ in weights.places.conversions:
+    for (name,), dst, *_ in weights.places.conversions:
         expected[name] = (dst.shape, dtypes.WEIGHTS)
     ignored = ["model.visual.*", *([] if weights.mtp else ["mtp.*"])]
     if weights.lm_head is weights.embed:
@@ -196,9 +200,11 @@ class _Places(LinearPlaces):
 
     form: Format
 
-    def wide(self, name: str, size: int, convert: Callable[[Array], Array]) -> Tensor:
+    def wide(
+        self, name: str, size: int, convert: Callable[[Array], Array], source: tuple[slice, ...] = ()
+    ) -> Tensor:
         """A float32 vector; `convert` gets float32 values."""
-        return self.converted(name, size, convert=lambda w: convert(w.astype(np.float32)))
+        return self.converted(name, size, convert=lambda w: convert(w.astype(np.float32)), source=source)
 
     def gain(self, name: str, size: int) -> Tensor:
         """The weight of a norm that multiplies by 1 + w: in float32, where the sum is exact."""
@@ -208,10 +214,10 @@ class _Places(LinearPlaces):
         """FP8 or, of a module that is not packed, None."""
         return FP8_FLOAT32 if self.form.is_fp8(module) else None
 
-    def stack(self, *parts: tuple[str, int], columns: int, pad: int = 0) -> Linear:
-        """Projections (module, rows) in one weight, with `pad` rows of zeros after them."""
-        kinds = {self.packing(module) for module, _ in parts}
-        names, rows = ", ".join(module for module, _ in parts), [rows for _, rows in parts]
+    def stack(self, *parts: Projection, columns: int, pad: int = 0) -> Linear:
+        """Projections in one weight, with `pad` rows of zeros after them."""
+        kinds = {self.packing(part.module) for part in parts}
+        names, rows = ", ".join(part.module for part in parts), [part.rows for part in parts]
         if len(kinds) == 2:
             raise UnsupportedModel(f"{names}: some are FP8 and some are not; they are run as one product")
         (packing,) = kinds
@@ -222,6 +228,11 @@ class _Places(LinearPlaces):
         return self.linear(*parts, columns=columns, packing=packing, pad=pad)
 
 
+def _part(config: Config, size: int) -> slice:
+    """A rank's part, where each rank has `size`."""
+    return slice(config.rank * size, (config.rank + 1) * size)
+
+
 def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
     hidden = config.hidden_size
     return Layer(
@@ -230,78 +241,101 @@ def _layer(p: _Places, config: Config, at: str, full: bool) -> Layer:
         if full
         else _delta_net(p, config, at + "linear_attn."),
         post_norm=p.gain(at + "post_attention_layernorm.weight", hidden),
-        mlp=_mixture(p, config.experts, hidden, at + "mlp.")
+        mlp=_mixture(p, config, at + "mlp.")
         if config.experts
-        else _mlp(p, config.intermediate_size, hidden, at + "mlp."),
+        else _mlp(p, config, config.intermediate_size, at + "mlp."),
     )
 
 
 def _attention(p: _Places, config: Config, at: str) -> Attention:
-    q, kv = 2 * config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = ((at + "q_proj", q), (at + "k_proj", kv), (at + "v_proj", kv))
+    q, kv, first = (
+        2 * config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+        config.first_kv_row,
+    )
+    parts = (
+        Projection(at + "q_proj", q, config.rank * q),
+        Projection(at + "k_proj", kv, first),
+        Projection(at + "v_proj", kv, first),
+    )
     return Attention(
         qkv=p.stack(*parts, columns=config.hidden_size),
         q_norm=p.gain(at + "q_norm.weight", config.head_dim),
         k_norm=p.gain(at + "k_norm.weight", config.head_dim),
-        o=p.stack((at + "o_proj", config.hidden_size), columns=q // 2),
+        o=_columns(p, config, at + "o_proj", q // 2),
     )
 
 
+def _columns(p: _Places, config: Config, module: str, columns: int) -> Linear:
+    """A projection back to the hidden size, of which each rank has as many columns."""
+    return p.stack(Projection(module, config.hidden_size, column=config.rank * columns), columns=columns)
+
+
 def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
-    hidden, heads = config.hidden_size, config.value_heads
-    qkvz = [(at + "in_proj_qkv", config.conv_size), (at + "in_proj_z", config.z_size)]
-    ba, pad = [(at + "in_proj_b", heads), (at + "in_proj_a", heads)], padded(2 * heads) - 2 * heads
+    c, hidden, heads = config, config.hidden_size, config.value_heads
+    qkvz = [Projection(at + "in_proj_qkv", rows, first) for rows, first in c.conv_parts]
+    qkvz.append(Projection(at + "in_proj_z", c.z_size, c.rank * c.z_size))
+    ba = [Projection(at + name, heads, c.rank * heads) for name in ("in_proj_b", "in_proj_a")]
+    pad = padded(2 * heads) - 2 * heads
     ba_too = p.form.is_fp8(at + "in_proj_qkv") == p.form.is_fp8(at + "in_proj_b")
     if ba_too:
         qkvz += ba
-    conv = p.arena.alloc((config.conv_size, config.conv_kernel), p.dtype, at + "conv1d")
-    p.loads.append(Load(at + "conv1d.weight", conv.reshape(config.conv_size, 1, config.conv_kernel)))
+    conv, start = p.arena.alloc((c.conv_size, c.conv_kernel), p.dtype, at + "conv1d"), 0
+    for rows, first in c.conv_parts:
+        channels = conv[start : start + rows].reshape(rows, 1, c.conv_kernel)
+        p.loads.append(Load(at + "conv1d.weight", channels, (slice(first, first + rows),)))
+        start += rows
+    own = (_part(c, heads),)
     return DeltaNet(
         in_proj=p.stack(*qkvz, columns=hidden, pad=pad if ba_too else 0),
         ba=None if ba_too else p.stack(*ba, columns=hidden, pad=pad),
         conv=conv,
-        decay=p.wide(at + "A_log", heads, lambda a_log: -np.exp(a_log)),
-        dt_bias=p.wide(at + "dt_bias", heads, lambda bias: bias),
-        norm=p.wide(at + "norm.weight", config.value_dim, lambda w: w),
-        out=p.stack((at + "out_proj", hidden), columns=config.z_size),
+        decay=p.wide(at + "A_log", heads, lambda a_log: -np.exp(a_log), own),
+        dt_bias=p.wide(at + "dt_bias", heads, lambda bias: bias, own),
+        norm=p.wide(at + "norm.weight", c.value_dim, lambda w: w),
+        out=_columns(p, c, at + "out_proj", c.z_size),
     )
 
 
-def _mlp(p: _Places, width: int, hidden: int, at: str) -> Mlp:
+def _mlp(p: _Places, config: Config, width: int, at: str) -> Mlp:
+    parts = (Projection(at + name, width, config.rank * width) for name in ("gate_proj", "up_proj"))
     return Mlp(
-        gate_up=p.stack((at + "gate_proj", width), (at + "up_proj", width), columns=hidden),
-        down=p.stack((at + "down_proj", hidden), columns=width),
+        gate_up=p.stack(*parts, columns=config.hidden_size),
+        down=_columns(p, config, at + "down_proj", width),
     )
 
 
-def _mixture(p: _Places, experts: Experts, hidden: int, at: str) -> Mixture:
-    count, width = experts.count, experts.intermediate_size
-    router = ((at + "gate", count), (at + "shared_expert_gate", 1))
+def _mixture(p: _Places, config: Config, at: str) -> Mixture:
+    experts, hidden = config.experts, config.hidden_size
+    assert experts is not None
+    count, width, local = experts.count, experts.intermediate_size, experts.local
+    router = (Projection(at + "gate", count), Projection(at + "shared_expert_gate", 1))
     packing = p.packing(at + "experts.0.gate_proj")
-    gate_up = p.empty((count,), [width, width], hidden, packing, at + "experts")
-    down = p.empty((count,), [hidden], width, packing, at + "experts")
+    gate_up = p.empty((local,), [width, width], hidden, packing, at + "experts")
+    down = p.empty((local,), [hidden], width, packing, at + "experts")
     if p.form.unfused_experts:
-        for expert in range(count):
-            name = f"{at}experts.{expert}."
-            p.fill(gate_up[expert], [name + "gate_proj", name + "up_proj"], [width, width], packing)
-            p.fill(down[expert], [name + "down_proj"], [hidden], packing)
+        for expert in range(local):
+            name = f"{at}experts.{experts.first + expert}."
+            p.fill(gate_up[expert], [(name + "gate_proj", width), (name + "up_proj", width)], packing)
+            p.fill(down[expert], [(name + "down_proj", hidden)], packing)
     else:
+        own = (slice(experts.first, experts.first + local),)
         p.loads += [
-            Load(at + "experts.gate_up_proj", gate_up.weight),
-            Load(at + "experts.down_proj", down.weight),
+            Load(at + "experts.gate_up_proj", gate_up.weight, own),
+            Load(at + "experts.down_proj", down.weight, own),
         ]
     return Mixture(
         router=p.stack(*router, columns=hidden, pad=padded(count + 1) - count - 1),
         gate_up=gate_up,
         down=down,
-        shared=_mlp(p, experts.shared_size, hidden, at + "shared_expert."),
+        shared=_mlp(p, config, experts.shared_size, at + "shared_expert."),
     )
 
 
 def _mtp(p: _Places, config: Config) -> Mtp:
     hidden = config.hidden_size
     return Mtp(
-        fc=p.stack(("mtp.fc", hidden), columns=2 * hidden),
+        fc=p.stack(Projection("mtp.fc", hidden), columns=2 * hidden),
         embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),

@@ -134,9 +134,11 @@ def add_product_t(acc, x, weight, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def add_chosen(x, results, expert_ids, expert_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    """x[t] += the sum of a token's results [pairs, width], weighted, in the order of its choices; results of no expert
-    are not read. Grid (T, cdiv(width, BLOCK))."""
+def add_chosen(
+    x, results, expert_ids, expert_weights, width, CHOSEN: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """x[t] += (ADDS; else =) the sum of a token's results [pairs, width], weighted, in the order of its choices;
+    results of no expert are not read. Grid (T, cdiv(width, BLOCK))."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -149,5 +151,7 @@ def add_chosen(x, results, expert_ids, expert_weights, width, CHOSEN: tl.constex
         total += tl.where(chosen, share, 0.0) * result
     place = x + token * width + column
     dtype = x.dtype.element_ty
-    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) + total.to(dtype).to(tl.float32)
-    tl.store(place, value.to(dtype), mask=inside)
+    value = total.to(dtype)
+    if ADDS:
+        value = (tl.load(place, mask=inside, other=0.0).to(tl.float32) + value.to(tl.float32)).to(dtype)
+    tl.store(place, value, mask=inside)

@@ -56,7 +56,7 @@ def route(
 
 @triton.jit
 def route_topk(
-    expert_ids, expert_weights, logits, token_slots, logits_stride, experts,
+    expert_ids, expert_weights, logits, token_slots, logits_stride, experts, first_expert, num_experts,
     K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The K largest of a token's logits, in their order and of equals the lowest index first, and their softmax.
@@ -81,5 +81,7 @@ def route_topk(
     share = tl.exp(best - tl.max(best, 0))
     weight = tl.where(live, share / tl.sum(share, 0), 0.0)
     to = token * K + choice
-    tl.store(expert_ids + to, tl.where(live, ids, -1), mask=choice < K)
+    mine = ids - first_expert
+    mine = tl.where(live & (mine >= 0) & (mine < num_experts), mine, -1)
+    tl.store(expert_ids + to, mine, mask=choice < K)
     tl.store(expert_weights + to, weight.to(expert_weights.dtype.element_ty), mask=choice < K)

@@ -31,6 +31,7 @@ def _contract(
     eps: float,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> None:
     """x[t] += sum over j of expert_weights[t, j] * MLP_e(rms_norm(x[t]; norm_weight, eps)), in place, where e is
     expert_ids[t, j] and MLP_e(h) = (silu(h Wg_e^T) * (h Wu_e^T)) Wd_e^T.
@@ -41,6 +42,9 @@ def _contract(
     gate_up has parts=2). The outputs of both projections are rounded, so are silu(g) and its product with u; the
     weighted sum over the experts is in float32 and rounded, and added. H and I are multiples of 16. How many rows an
     expert gets is data: an implementation sorts them on the device.
+
+    With `out` (as x, apart from it) the sum over the experts goes there alone, and x stays as it is: the sum of one of
+    several ranks.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -53,6 +57,8 @@ def _contract(
     expect_weight("down", down, down_scales, (experts, hidden, inter), x.dtype)
     require(hidden % 16 == 0 and inter % 16 == 0, f"down is {down.shape}; its sizes must be multiples of 16")
     require(eps > 0, f"eps is {eps}; it must be positive")
+    if out is not None:
+        expect("out", out, x.shape, x.dtype)
 
 
 def _reference(
@@ -66,6 +72,7 @@ def _reference(
     eps: float,
     gate_up_scales: Array | None = None,
     down_scales: Array | None = None,
+    out: Array | None = None,
 ) -> None:
     normed = rms_norm(x, norm_weight, eps)
 
@@ -83,7 +90,10 @@ def _reference(
     total = np.zeros(x.shape, np.float32)
     for j in range(expert_ids.shape[1]):
         total += f32(expert_weights[:, j])[:, None] * results[:, j]
-    x[:] = f32(x) + rounded(total, x.dtype)
+    if out is None:
+        x[:] = f32(x) + rounded(total, x.dtype)
+    else:
+        out[:] = total
 
 
 def _launches(
@@ -98,6 +108,7 @@ def _launches(
     eps: float,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Iterator[Command]:
     require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     expect_float8(target, gate_up_scales or down_scales)
@@ -106,8 +117,8 @@ def _launches(
     experts, width, inter = down.shape
     pairs = Pairs.of(expert_ids, experts)
     kernels = PlainExperts(
-        x, hidden, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales,
-        first=tile(target, pairs.count, experts, inter, width, first=True),
+        x if out is None else out, hidden, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales,
+        adds=out is None, first=tile(target, pairs.count, experts, inter, width, first=True),
         second=tile(target, pairs.count, experts, width, inter, first=False),
         results=Scratch((pairs.count, width), x.dtype),
     )  # fmt: skip
@@ -126,6 +137,7 @@ def _cost(
     eps: float,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Cost:
     experts, hidden, inter = down.shape
     tokens, chosen = workload.tokens, expert_ids.shape[1]

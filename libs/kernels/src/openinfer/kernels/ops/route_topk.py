@@ -14,12 +14,23 @@ from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, int32
 
 
-def _contract(*, expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, token_slots: Tensor) -> None:
+def _contract(
+    *,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    logits: Tensor,
+    token_slots: Tensor,
+    first_expert: int,
+    num_experts: int,
+) -> None:
     """The K experts with the largest softmax(logits[t]), and those probabilities divided by their sum.
 
     logits [T, E], rows at any stride, and expert_weights [T, K] of one float dtype; expert_ids int32 [T, K]; K <= E.
     Softmax and quotient in float32, the weights rounded. Of equal logits the lower index comes first. A token of slot 0
     (token_slots int32 [T]) is padding: its ids are -1, and its weights 0.
+
+    This rank has the experts first_expert .. first_expert + num_experts - 1 of E: expert_ids are counted from
+    first_expert, and -1 for experts of other ranks, whose weights stay in the sum.
     """
     expect("logits", logits, (-1, -1), *FLOATS, dense=False)
     tokens, experts = logits.shape
@@ -29,19 +40,39 @@ def _contract(*, expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, tok
     expect("token_slots", token_slots, (tokens,), int32)
     chosen = expert_ids.shape[1]
     require(1 <= chosen <= experts, f"{chosen} experts a token are asked for; there are {experts}")
+    require(
+        first_expert >= 0 and 1 <= num_experts <= experts - first_expert,
+        f"this rank has {num_experts} experts from {first_expert} on; there are {experts}",
+    )
 
 
-def _reference(*, expert_ids: Array, expert_weights: Array, logits: Array, token_slots: Array) -> None:
+def _reference(
+    *,
+    expert_ids: Array,
+    expert_weights: Array,
+    logits: Array,
+    token_slots: Array,
+    first_expert: int,
+    num_experts: int,
+) -> None:
     wide, live = f32(logits), token_slots[:, None] != 0
     chosen = np.argsort(-wide, axis=1, kind="stable")[:, : expert_ids.shape[1]]
     # The softmax's denominator cancels in the quotient.
     best = np.exp(np.take_along_axis(wide, chosen, 1) - wide.max(axis=1, keepdims=True))
-    expert_ids[:] = np.where(live, chosen, -1)
+    mine = chosen - first_expert
+    expert_ids[:] = np.where(live & (mine >= 0) & (mine < num_experts), mine, -1)
     expert_weights[:] = np.where(live, best / best.sum(axis=1, keepdims=True), 0)
 
 
 def _launches(
-    target: Target, *, expert_ids: Tensor, expert_weights: Tensor, logits: Tensor, token_slots: Tensor
+    target: Target,
+    *,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    logits: Tensor,
+    token_slots: Tensor,
+    first_expert: int,
+    num_experts: int,
 ) -> Iterator[Command]:
     (tokens, experts), chosen = logits.shape, expert_ids.shape[1]
     yield launch(
@@ -55,6 +86,8 @@ def _launches(
             "token_slots": token_slots,
             "logits_stride": aligned(logits.strides[0]),
             "experts": experts,
+            "first_expert": first_expert,
+            "num_experts": num_experts,
         },
         {"K": chosen, "K_BLOCK": power_of_two(chosen), "BLOCK": power_of_two(experts)},
         num_warps=1,
