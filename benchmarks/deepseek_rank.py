@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from openinfer.cli.bench_ops import measured as entries_of
 from openinfer.cli.segments import step_segments
 from openinfer.graph import Readback, Shape, StepGraphs
 from openinfer.graph.runner import Runner, readback_bytes, segments
-from openinfer.kernels import Store, Target, cublas_available
+from openinfer.kernels import Op, Pack, Store, Target, cublas_available
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model
@@ -35,6 +35,7 @@ from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import decide
+from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.startup import buckets_for, make_pack, make_plan
 from openinfer.tensor import Arena, Device, Event, Stream, Tensor, float32, int32
 
@@ -87,6 +88,17 @@ def fill(model: Model, num_experts: int, stream: Stream, rng: np.random.Generato
     stream.synchronize()
 
 
+class Alone:
+    """A pack of one rank without the others: it leaves out the collectives."""
+
+    def __init__(self, inner: Pack) -> None:
+        self._inner = inner
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        if not op.collective:
+            self._inner.run(op, args)
+
+
 def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int, context: int) -> Runner:
     """The runner that an engine's start would make of a checkpoint, with random weights. Its steps are not recorded."""
     options = RECIPE.options(
@@ -102,7 +114,8 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
     arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
     model = blueprint.lay_out(arena, stream, limits, (pages, pages))
     fill(model, blueprint.config.num_experts, stream, np.random.default_rng(0))
-    pack = make_pack(device, target, stream, Store(target.arch) if target else None, arena, plan)
+    store = Store(target.arch) if target else None
+    pack = Alone(make_pack(device, target, stream, store, arena, plan, Ranks()))
     readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), 2)
     return Runner(model, pack, stream, StepGraphs(device, stream, capture=True), buckets, readback)
 
@@ -163,7 +176,8 @@ def ledger(runner: Runner, path: Path, gpu: str) -> None:
         runner.model.forward(runner.pack, *bucket)  # buffers hold what they do in such a step
         place(runner, rows, context, prompt, rng)
         for segment in step_segments(runner.model, runner.buckets, rows, context, prompt):
-            results += entries_of(segment, runner.pack, runner.stream, 10, Machine(), seen)
+            entries = entries_of(segment, runner.pack, runner.stream, 10, Machine(), seen)
+            results += [entry for entry in entries if entry["op"] not in ("all_reduce", "gather_columns")]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"bench": "ops", "gpu": gpu, "results": results}, indent=1) + "\n")
 

@@ -40,7 +40,6 @@ TYPED_SCRIPTS = (
     "clients/run",
     "clients/speaker",
     "compile_kernels",
-    "deepseek_v4_parallel",
     "docs_pages",
     "flag_reference",
     "release",

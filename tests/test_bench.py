@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import random
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -33,8 +34,11 @@ from openinfer.cli.bench_record import percentile
 from openinfer.cli.bench_serve import Load, summary
 from openinfer.cli.segments import Outline
 from openinfer.kernels import H200, Cost, NullPack, Workload
+from openinfer.recipes.deepseek_v4 import published as deepseek_v4
 from openinfer.recipes.engine import Source
 from openinfer.recipes.qwen3 import RECIPE
+from openinfer.recipes.qwen3 import published as qwen3
+from openinfer.recipes.qwen3_5 import published as qwen3_5
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
@@ -371,6 +375,33 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     )  # layers, heads, head size; norms and rotation are little
     assert "weights" in text
     assert "blocks of 16 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("published", "collectives"),
+    [
+        (qwen3.config_json("8B"), {"linear_add", "gather_columns"}),
+        (qwen3_5.config_json("9B"), {"linear_add", "gather_columns"}),
+        (qwen3_5.config_json("35B-A3B", fp8=True), {"linear_add", "reduce_add", "gather_columns"}),
+        (deepseek_v4.config_json("Flash", layers=3), {"all_reduce", "gather_columns"}),
+    ],
+    ids=["qwen3", "qwen3_5", "mixture", "deepseek_v4"],
+)
+def test_explain_knows_ranks(
+    published: dict[str, Any], collectives: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights of a rank are less, and bytes travel between ranks in the ops that say so alone."""
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    weights = []
+    for ranks in (1, 4):
+        small = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "256"]
+        assert explain.main([str(tmp_path), *small, "--decode", "8,200", "--ranks", str(ranks)]) == 0
+        text = capsys.readouterr().out
+        weights += [float(gb) for gb in re.findall(r"weights +([0-9.]+) GB", text)]
+        assert ("link MB" in text) == (ranks > 1)
+    links = re.findall(r"^(\w+) .* (\d+\.\d{3})$", text, re.M)
+    assert {name for name, link in links if float(link) and name != "sum"} == collectives
+    assert weights[1] < 0.5 * weights[0]
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,10 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
         ),
         (["serve", str(TINY), "--snapshot-interval", "64"], 2, "unrecognized arguments: --snapshot-interval"),
         (
-            ["serve", "-tp", "2", str(TINY)],
+            ["serve", "-pp", "2", str(TINY)],
             2,
-            "-tp is a flag of vLLM that openinfer does not have: this version runs on one GPU; leave it out",
+            "-pp is a flag of vLLM that openinfer does not have: GPUs share a model by --tensor-parallel-size; "
+            "leave it out",
         ),
         (["serve", "--no-enable-chunked-prefill", str(TINY)], 2, "it is always on; leave it out"),
         (["serve", "--config", "/nowhere.toml"], 2, "--config /nowhere.toml: [Errno 2]"),

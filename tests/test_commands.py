@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from packaging.requirements import Requirement
 
@@ -138,7 +139,6 @@ LONG = "|".join(
             "openinfer bench host",
             "openinfer bench eval demo/qwen3",
             "openinfer compile MODEL_DIR --arch 90",
-            "python scripts/deepseek_v4_parallel.py",
             "python benchmarks/bench_host.py",
             "python benchmarks/bench_launch.py",
             "python benchmarks/bench_rows.py",
@@ -358,6 +358,15 @@ def test_the_question_of_the_readme_is_answered(start: Any) -> None:
     server = start(ROOT / "demo" / "qwen3")
     done = run(asked, ROOT, **{"http://127.0.0.1:8000": server.url})
     assert "Paris" in json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+def test_the_ranks_of_the_readme_serve(start: Any) -> None:
+    (command,) = (c for c in of_class("parsed") if "-tp" in c.words and "demo/deepseek_v4" in c.words)
+    folder, *flags = command.words[2:]
+    server = start(ROOT / folder, *flags)
+    body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert "Paris" in answer["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("command", of_class("contained"), ids=str)

@@ -1,53 +1,45 @@
-"""The page on several GPUs says what its script prints, and the parts of the ranks make up the model."""
+"""The page on several GPUs has the bytes that engines plan, and the parts of the ranks make up the model."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from openinfer.cli.segments import Outline
+from openinfer.kernels import GPUS, H200
+from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.inventory import inventory
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.published import config_json
 from openinfer.recipes.deepseek_v4.weights import Weights
-from openinfer.recipes.engine import UnsupportedModel
+from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.tensor import Arena, Device, bfloat16
 
-ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).parents[1] / "docs" / "deepseek_v4_parallel.md"
+MEMORY = GPUS[H200.gpu].memory_bytes * 0.9
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    path = ROOT / "scripts" / "deepseek_v4_parallel.py"
-    spec = importlib.util.spec_from_file_location("deepseek_v4_parallel", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_page_is_what_the_script_prints(
-    script: ModuleType, every: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for the numbers of kernels, which change as kernels do, and what is expected by them."""
-
-    def firm(line: str) -> str:
-        return "|".join(line.split("|")[:5])
-
-    if not every:
-        monkeypatch.setattr(script, "RANKS", script.RANKS[:2])
-        monkeypatch.setattr(script, "STEPS", (script.STEPS[1], script.STEPS[-1]))
-    page = {firm(line) for line in (ROOT / "docs" / "deepseek_v4_parallel.md").read_text().splitlines()}
-    lines = list(script.figures("Flash"))
-    assert len(lines) == 5 + len(script.RANKS) * (1 + len(script.STEPS))
-    for line in lines:
-        assert firm(line) in page, line
+@pytest.mark.parametrize(
+    ("size", "ranks"),
+    [
+        ("Flash", (2, 4)),
+        *(pytest.param(size, (2, 4, 8), marks=pytest.mark.slow) for size in ("Flash", "Pro")),
+    ],
+)
+def test_the_page_has_the_bytes_of_a_plan(size: str, ranks: tuple[int, ...]) -> None:
+    options = RECIPE.options(max_num_seqs=128, max_num_batched_tokens=4096, max_model_len=131072)
+    source, page = Source(config_json(size)), PAGE.read_text()
+    plans = {n: Outline(RECIPE, source, options, H200, ranks=n).memory for n in ranks}
+    same = (4 * plans[4]["weights"] - 2 * plans[2]["weights"]) / 2  # a rank of n has same + shared / n
+    entry = Config.parse(source.config).entry_page_bytes(2) / 128
+    for n, plan in plans.items():
+        left = MEMORY - sum(plan.values())
+        tokens = f"{left / 2 / entry / 1e6:.1f} million" if left > 0 else "it does not fit"
+        cells = " | ".join(f"{nbytes / 1e9:.1f} GB" for nbytes in (plan["weights"], same, max(left, 0)))
+        assert f"| {n} | {cells} | {tokens} |" in page
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from openinfer.kernels import CpuPack, RankLost
+from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
+from openinfer.recipes.deepseek_v4.config import Config as DeepseekConfig
 from openinfer.recipes.engine import Options, SetupError, UnsupportedModel, startup
 from openinfer.recipes.engine.devices import devices_of
 from openinfer.recipes.engine.startup import build
@@ -28,7 +30,10 @@ from openinfer.recipes.qwen3_5.published import config_json as hybrid_json
 from openinfer.tensor import Tensor
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
-MIXTURES = [(QWEN3_5, "qwen3_5-moe-tiny", HybridConfig, {})]
+MIXTURES = [
+    (QWEN3_5, "qwen3_5-moe-tiny", HybridConfig, {}),
+    (DEEPSEEK_V4, "deepseek_v4-tiny", DeepseekConfig, {"activation_quantization": "off"}),
+]
 SMALL: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 32 << 20}
 
 
@@ -129,6 +134,30 @@ def test_a_fault_of_one_rank_changes_tokens(recipe, name, config, flags, fault, 
     engine = build(recipe, golden.path, tensor_parallel_size=2, **SMALL, **flags).engine
     assert golden_tokens(engine, golden, 2) == (fault == "none")
     engine.close()
+
+
+def test_rounded_activations_of_two_ranks_are_near_those_of_one(golden_of):
+    """At the likeliest tokens of both halves of the vocabulary, of which each rank has one. Control: not rounded."""
+    golden, found = golden_of("deepseek_v4-tiny"), []
+    for ranks, rounding in ((1, "on"), (2, "on"), (1, "off")):
+        flags = {"tensor_parallel_size": ranks, "activation_quantization": rounding}
+        engine = build(DEEPSEEK_V4, golden.path, **SMALL, **flags).engine
+        session = Session(engine)
+        one = session.submit(golden.prompt(2), 1, ignore_eos=True, prompt_logprobs=5)
+        session.finish()
+        entries = session.outcomes[one].prompt_logprobs
+        found.append(
+            {
+                (n, t): p
+                for n, e in enumerate(entries)
+                for t, p in zip(e.top_token_ids, e.top_logprobs, strict=True)
+            }
+        )
+        engine.close()
+    alone, shared, unrounded = found
+    assert {token // (640 // 2) for _, token in alone} == {0, 1}
+    assert shared == pytest.approx(alone, abs=1e-3)
+    assert max(abs(unrounded[key] - alone[key]) for key in alone.keys() & unrounded.keys()) > 0.01
 
 
 def test_a_rank_that_cannot_start_is_named(monkeypatch):

@@ -84,6 +84,19 @@ class TestDeepSeekV4Rounded(Suite):
     compared = False
 
 
+class TestDeepSeekV4TwoRanks(Suite):
+    recipe, checkpoint = DEEPSEEK_V4, FOLDER / "deepseek_v4-tiny"
+    flags = {"activation_quantization": "off", "tensor_parallel_size": 2}  # noqa: RUF012
+    chunks = (352,)
+
+
+@pytest.mark.slow
+class TestDeepSeekV4RoundedTwoRanks(Suite):
+    recipe, checkpoint = DEEPSEEK_V4, FOLDER / "deepseek_v4-tiny"
+    flags = {"tensor_parallel_size": 2}  # noqa: RUF012
+    compared = False
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _goldens(golden_of: Callable[[str], Any]) -> None:
     for suite in filter(lambda suite: suite.compared, Suite.__subclasses__()):

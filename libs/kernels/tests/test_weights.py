@@ -8,7 +8,7 @@ import pytest
 
 from openinfer.kernels import ContractError
 from openinfer.kernels.formats import dequantized
-from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, LinearPlaces, Projection
+from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, LinearPlaces, WeightPart
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -139,7 +139,7 @@ def test_a_part_of_a_projection(checkpoint, places, rng, packing, expand, row, r
         tensors = of(packing, rng, "a", 384, 384)
         whole = meant(tensors, "a", packing)
     p = places(float32 if expand else bfloat16, expand=expand)
-    linear = p.linear(Projection("a", rows, row, column), columns=columns, packing=packing)
+    linear = p.linear(WeightPart("a", rows, row, column), columns=columns, packing=packing)
     p.load(checkpoint(tensors), Stream(Device("cpu")))
     scales = None if linear.scales is None else linear.scales.numpy()
     want = whole[row : row + rows, column : column + columns]
@@ -150,7 +150,7 @@ def test_a_part_that_blocks_do_not_fit_is_refused(places):
     with pytest.raises(
         ContractError, match="a: 192 rows or columns from 192 on do not begin at an FP8 block"
     ):
-        places().linear(Projection("a", 192, 192), columns=128, packing=FP8_E8M0)
+        places().linear(WeightPart("a", 192, 192), columns=128, packing=FP8_E8M0)
 
 
 def test_experts_are_filled_one_by_one(checkpoint, places, rng):

@@ -153,7 +153,8 @@ def test_an_index_that_lies(tmp_path: Path, change: dict[str, Any], tensor: str 
 
 def test_a_single_file_of_another_name(tmp_path: Path) -> None:
     _save(tmp_path / "adapter_model.safetensors", a=np.zeros(2, np.float32))
-    assert Checkpoint(tmp_path, "adapter_model.safetensors").names == ["a"]
+    with Checkpoint(tmp_path, "adapter_model.safetensors") as checkpoint:
+        assert checkpoint.names == ["a"]
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors"):
         Checkpoint(tmp_path)
     _index(tmp_path, _shards(tmp_path))

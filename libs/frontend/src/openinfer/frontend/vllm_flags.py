@@ -2,7 +2,7 @@
 
 __all__ = ["VLLM_FLAGS"]
 
-_ONE_GPU = "this version runs on one GPU; leave it out"
+_BY_TENSOR = "GPUs share a model by --tensor-parallel-size; leave it out"
 _CHECKPOINT = "the checkpoint's files decide; leave it out"
 _ALWAYS = "it is always on; leave it out"
 _MEDIA = "models of text only are served; leave it out"
@@ -24,11 +24,11 @@ VLLM_FLAGS: dict[str, str] = {
     "--disable-frontend-multiprocessing": "use --driver thread",
     "--disable-log-requests": "requests are logged with --log-requests only; leave it out",
     "--disable-log-stats": "figures are at /metrics only; leave it out",
-    "--distributed-executor-backend": _ONE_GPU,
+    "--distributed-executor-backend": _BY_TENSOR,
     "--download-dir": "set HF_HOME in the environment",
     "--enable-chunked-prefill": _ALWAYS,
-    "--enable-eplb": _ONE_GPU,
-    "--enable-expert-parallel": _ONE_GPU,
+    "--enable-eplb": _BY_TENSOR,
+    "--enable-expert-parallel": _BY_TENSOR,
     "--enable-force-include-usage": 'ask for it by "stream_options": {"include_usage": true}',
     "--enable-log-requests": "use --log-requests",
     "--enable-prompt-embeds": "a prompt is text or token ids; leave it out",
@@ -59,7 +59,7 @@ VLLM_FLAGS: dict[str, str] = {
     "--num-speculative-tokens": _SPECULATION,
     "--otlp-traces-headers": "set OTEL_EXPORTER_OTLP_HEADERS in the environment",
     "--override-generation-config": "use --generation-config none, and fields of the request",
-    "--pipeline-parallel-size": _ONE_GPU,
+    "--pipeline-parallel-size": _BY_TENSOR,
     "--quantization": "the checkpoint's own format is taken; leave it out",
     "--response-role": "answers have the role assistant; leave it out",
     "--return-tokens-as-token-ids": "ask for return_token_ids in the request",
@@ -73,7 +73,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--structured-outputs-config": "grammars are always llguidance's; leave it out",
     "--swap-space": "preempted requests are computed again; leave it out",
     "--task": "models generate; leave it out",
-    "--tensor-parallel-size": _ONE_GPU,
     "--tokenizer": "put the tokenizer's files into the checkpoint's folder",
     "--tokenizer-mode": _CHECKPOINT,
     "--tool-parser-plugin": "use --tool-call-parser",
@@ -82,8 +81,7 @@ VLLM_FLAGS: dict[str, str] = {
     "--uvicorn-log-level": "use --log-level",
     "-O": _KERNELS,
     "-dp": "start one server a GPU behind a load balancer",
-    "-pp": _ONE_GPU,
+    "-pp": _BY_TENSOR,
     "-q": "the checkpoint's own format is taken; leave it out",
-    "-tp": _ONE_GPU,
 }
 """Advice about flags of vLLM, by the flag's name without `--no-`."""

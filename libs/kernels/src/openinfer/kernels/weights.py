@@ -29,7 +29,7 @@ __all__ = [
     "Linear",
     "LinearPlaces",
     "Packing",
-    "Projection",
+    "WeightPart",
     "blocks",
     "padded",
 ]
@@ -46,7 +46,7 @@ class Packing(NamedTuple):
     fp4: bool = False
 
 
-class Projection(NamedTuple):
+class WeightPart(NamedTuple):
     """`rows` rows of a module's weight from row `row` on, in the columns from `column` on: all, or a rank's part."""
 
     module: str
@@ -55,7 +55,7 @@ class Projection(NamedTuple):
     column: int = 0
 
 
-AnyProjection = Projection | tuple[str, int]
+AnyPart = WeightPart | tuple[str, int]
 """A module and its rows are enough where the weight is taken whole, or from its first row and column on."""
 
 FP8_FLOAT32 = Packing(".weight_scale_inv", float32)
@@ -93,9 +93,7 @@ class LinearPlaces(Places):
 
     expand: bool = False
 
-    def linear(
-        self, *parts: AnyProjection, columns: int, packing: Packing | None = None, pad: int = 0
-    ) -> Linear:
+    def linear(self, *parts: AnyPart, columns: int, packing: Packing | None = None, pad: int = 0) -> Linear:
         """Projections stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew at each
         projection, so the rows of all but the last are whole blocks, or all have as many rows."""
         rows = [part[1] for part in parts]
@@ -126,12 +124,12 @@ class LinearPlaces(Places):
             scales = alloc((*count, sum(map(blocks, rows)), blocks(columns)), packing.dtype, name)
         return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
 
-    def fill(self, linear: Linear, parts: Sequence[AnyProjection], packing: Packing | None) -> None:
+    def fill(self, linear: Linear, parts: Sequence[AnyPart], packing: Packing | None) -> None:
         """Projections one below the other in a weight [N, K]. Raises ContractError where a part of an FP8 weight begins
         within a block and ends in another."""
         start = block = 0
         for part in parts:
-            module, rows, row, column = Projection(*part)
+            module, rows, row, column = WeightPart(*part)
             dst, weight = linear.weight[start : start + rows], module + ".weight"
             start += rows
             pairs = 2 if packing is not None and packing.fp4 else 1  # columns of a byte

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, shown
+from openinfer.recipes.engine.config_fields import FP8_BLOCK, Fields, eos_ids, share_evenly, shown
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 CSA, HCA = 4, 128
@@ -86,18 +86,19 @@ class Config:
 
     def of_rank(self, rank: int, ranks: int) -> Config:
         """The part of one GPU of several. Raises UnsupportedModel where the model cannot be shared evenly."""
-        shared = {
+        sizes = {
             "o_groups": (self.o_groups, 1),
+            "o_groups * o_lora_rank": (self.o_groups * self.o_lora_rank, FP8_BLOCK),
             "n_routed_experts": (self.num_experts, 1),
-            "moe_intermediate_size": (self.moe_intermediate_size, 128),
+            "moe_intermediate_size": (self.moe_intermediate_size, FP8_BLOCK),
             "vocab_size": (self.vocab_size, 16),
         }
-        for key, (size, unit) in shared.items():
-            if size % (ranks * unit):
-                raise UnsupportedModel(
-                    f"config.json: {key} is {size}; {ranks} ranks cannot share it in multiples of {unit}"
-                )
+        share_evenly(ranks, sizes)
         return dataclasses.replace(self, ranks=ranks, rank=rank)
+
+    def part(self, size: int) -> slice:
+        """This rank's part, where each rank has `size`."""
+        return slice(self.rank * size, (self.rank + 1) * size)
 
     @property
     def local_heads(self) -> int:

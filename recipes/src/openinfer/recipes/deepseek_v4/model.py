@@ -12,9 +12,11 @@ from typing import NamedTuple
 from openinfer.graph.runner import Batch, States
 from openinfer.kernels import (
     Pack,
+    all_reduce,
     embed,
     experts,
     gate_up_clamped,
+    gather_columns,
     norm_linear,
     project,
     route,
@@ -168,6 +170,7 @@ class Model:
             quantized=self.quantized,
         )
         self._project(pack, b.y[:t], groups, out_b)
+        self._sum_of_ranks(pack, t)
 
     def _select(self, pack: Pack, sparse: Sparse, place: int, step: Step) -> Tensor:
         """The entries of a CSA layer; `selected` = those that each token attends to."""
@@ -272,6 +275,13 @@ class Model:
             limit=c.swiglu_limit,
             quantized=self.quantized,
         )
+        self._sum_of_ranks(pack, t)
+
+    def _sum_of_ranks(self, pack: Pack, t: int) -> None:
+        """y = the sum of the y of all ranks."""
+        y, ranks = self.buffers.y[:t], self.config.ranks
+        if ranks > 1:
+            all_reduce(pack, out=y, x=y, ranks=ranks)
 
     def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear) -> None:
         """Packed weights are for inputs that are rounded where the model rounds."""
@@ -282,7 +292,7 @@ class Model:
         )
 
     def logits_of(self, pack: Pack, mixing: Mixing, norm: Tensor, r: int) -> None:
-        """local_logits = of the streams in `batch.last`."""
+        """Logits of the streams in `batch.last`."""
         c, b, last = self.config, self.buffers, self.batch.last
         hc_head(
             pack,
@@ -302,6 +312,8 @@ class Model:
             weight=self.weights.lm_head,
             eps=c.rms_norm_eps,
         )
+        if c.ranks > 1:
+            gather_columns(pack, out=self.batch.logits[:r], x=b.local_logits[:r], ranks=c.ranks)
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the streams in `batch.last`."""

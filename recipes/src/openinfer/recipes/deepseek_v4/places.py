@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, Linear, LinearPlaces, Packing, padded
+from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, Linear, LinearPlaces, Packing, WeightPart, padded
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.tensor import Checkpoint, CheckpointError, Tensor, float32, int8
 
@@ -68,6 +68,16 @@ class ModelPlaces(LinearPlaces):
     def packed(self, *parts: tuple[str, int], columns: int) -> Linear:
         """FP8 modules (name, rows) in one weight; the rows of all but the last are whole blocks."""
         return self.linear(*parts, columns=columns, packing=FP8_E8M0)
+
+    def of_rank(self, c: Config, *parts: tuple[str, int], columns: int) -> Linear:
+        """The rank's rows of FP8 modules in one weight; (name, rows of a rank)."""
+        own = [WeightPart(name, rows, c.rank * rows) for name, rows in parts]
+        return self.linear(*own, columns=columns, packing=FP8_E8M0)
+
+    def back(self, c: Config, module: str, columns: int) -> Linear:
+        """The rank's columns of an FP8 module whose output has the hidden size."""
+        part = WeightPart(module, c.hidden_size, column=c.rank * columns)
+        return self.linear(part, columns=columns, packing=FP8_E8M0)
 
     @property
     def experts(self) -> Packing:

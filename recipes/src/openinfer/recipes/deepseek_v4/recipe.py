@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from openinfer.recipes.deepseek_v4.options import DeepseekOptions
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.engine import Recipe, SetupError, Source
+from openinfer.recipes.engine import Recipe, Source
 
 if TYPE_CHECKING:
     from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
@@ -39,10 +39,6 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
         from openinfer.recipes.deepseek_v4.config import Config
         from openinfer.recipes.deepseek_v4.places import Format
 
-        if ranks > 1 and source.checkpoint is not None:
-            raise SetupError(
-                f"--tensor-parallel-size {ranks}: a DeepSeek-V4 is planned for several GPUs, not loaded yet"
-            )
         config = Config.parse(source.config, source.eos).of_rank(rank, ranks)
         form = Format.of(source.checkpoint) if source.checkpoint else Format(fp4_experts=True)
         return DeepseekV4(config, form, options)

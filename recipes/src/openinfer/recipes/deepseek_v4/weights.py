@@ -112,13 +112,13 @@ class Mtp:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights, and where each comes from."""
+    """A rank's weights, and where each comes from."""
 
     embed: Tensor  # [V, D]
     layers: tuple[Layer, ...]
     head: Mixing
     norm: Tensor
-    lm_head: Tensor  # [V, D]
+    lm_head: Tensor  # [V of the rank, D]
     mtp: Mtp | None
     places: Places
 
@@ -132,7 +132,8 @@ class Weights:
             for n, ratio in enumerate(c.ratios)
         )
         head, norm = p.mixing("hc_head", c, c.hc_mult, 1), p.gain("norm", c.hidden_size)
-        lm_head = p.plain("head.weight", c.local_vocab, c.hidden_size)
+        rows = (c.part(c.local_vocab),)
+        lm_head = p.plain("head.weight", c.local_vocab, c.hidden_size, source=rows)
         mtp = _mtp(p, c) if form.mtp else None
         return cls(embed, layers, head, norm, lm_head, mtp, p)
 
@@ -173,10 +174,10 @@ def _attention(p: ModelPlaces, c: Config, at: str, ratio: int) -> Attention:
         into=p.packed((at + "wq_a", c.q_lora_rank), (at + "wkv", c.head_dim), columns=c.hidden_size),
         q_norm=p.gain(at + "q_norm", c.q_lora_rank),
         kv_norm=p.gain(at + "kv_norm", c.head_dim),
-        q=p.packed((at + "wq_b", width), columns=c.q_lora_rank),
-        sinks=p.plain(at + "attn_sink", c.local_heads, dtype=float32),
-        out_a=p.packed((at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
-        out_b=p.packed((at + "wo_b", c.hidden_size), columns=groups * c.o_lora_rank),
+        q=p.of_rank(c, (at + "wq_b", width), columns=c.q_lora_rank),
+        sinks=p.plain(at + "attn_sink", c.local_heads, dtype=float32, source=(c.part(c.local_heads),)),
+        out_a=p.of_rank(c, (at + "wo_a", groups * c.o_lora_rank), columns=width // groups),
+        out_b=p.back(c, at + "wo_b", groups * c.o_lora_rank),
         entries=_entries(p, c, at, ratio),
     )
 
@@ -223,8 +224,8 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
     down = p.empty((count,), [hidden], inter, p.experts, at + "experts")
     for expert in range(count):
         module = f"{at}experts.{c.first_expert + expert}."
-        p.fill(gate_up[expert], [module + "w1", module + "w3"], [inter, inter], p.experts)
-        p.fill(down[expert], [module + "w2"], [hidden], p.experts)
+        p.fill(gate_up[expert], [(module + "w1", inter), (module + "w3", inter)], p.experts)
+        p.fill(down[expert], [(module + "w2", hidden)], p.experts)
     shared = at + "shared_experts."
     return Mixture(
         router=p.stack((at + "gate", c.num_experts), columns=hidden),
@@ -232,10 +233,10 @@ def _mixture(p: ModelPlaces, c: Config, at: str, hashed: bool) -> Mixture:
         table=table,
         gate_up=gate_up,
         down=down,
-        shared_gate_up=p.packed(
-            (shared + "w1", c.local_shared), (shared + "w3", c.local_shared), columns=hidden
+        shared_gate_up=p.of_rank(
+            c, (shared + "w1", c.local_shared), (shared + "w3", c.local_shared), columns=hidden
         ),
-        shared_down=p.packed((shared + "w2", hidden), columns=c.local_shared),
+        shared_down=p.back(c, shared + "w2", c.local_shared),
     )
 
 

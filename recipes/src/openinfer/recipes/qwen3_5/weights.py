@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import SCALE_BLOCK
-from openinfer.kernels.weights import FP8_FLOAT32, Linear, LinearPlaces, Packing, Projection, padded
+from openinfer.kernels.weights import FP8_FLOAT32, Linear, LinearPlaces, Packing, WeightPart, padded
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import (
@@ -214,7 +214,7 @@ class _Places(LinearPlaces):
         """FP8 or, of a module that is not packed, None."""
         return FP8_FLOAT32 if self.form.is_fp8(module) else None
 
-    def stack(self, *parts: Projection, columns: int, pad: int = 0) -> Linear:
+    def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear:
         """Projections in one weight, with `pad` rows of zeros after them."""
         kinds = {self.packing(part.module) for part in parts}
         names, rows = ", ".join(part.module for part in parts), [part.rows for part in parts]
@@ -254,9 +254,9 @@ def _attention(p: _Places, config: Config, at: str) -> Attention:
         config.first_kv_row,
     )
     parts = (
-        Projection(at + "q_proj", q, config.rank * q),
-        Projection(at + "k_proj", kv, first),
-        Projection(at + "v_proj", kv, first),
+        WeightPart(at + "q_proj", q, config.rank * q),
+        WeightPart(at + "k_proj", kv, first),
+        WeightPart(at + "v_proj", kv, first),
     )
     return Attention(
         qkv=p.stack(*parts, columns=config.hidden_size),
@@ -268,14 +268,14 @@ def _attention(p: _Places, config: Config, at: str) -> Attention:
 
 def _columns(p: _Places, config: Config, module: str, columns: int) -> Linear:
     """A projection back to the hidden size, of which each rank has as many columns."""
-    return p.stack(Projection(module, config.hidden_size, column=config.rank * columns), columns=columns)
+    return p.stack(WeightPart(module, config.hidden_size, column=config.rank * columns), columns=columns)
 
 
 def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
     c, hidden, heads = config, config.hidden_size, config.value_heads
-    qkvz = [Projection(at + "in_proj_qkv", rows, first) for rows, first in c.conv_parts]
-    qkvz.append(Projection(at + "in_proj_z", c.z_size, c.rank * c.z_size))
-    ba = [Projection(at + name, heads, c.rank * heads) for name in ("in_proj_b", "in_proj_a")]
+    qkvz = [WeightPart(at + "in_proj_qkv", rows, first) for rows, first in c.conv_parts]
+    qkvz.append(WeightPart(at + "in_proj_z", c.z_size, c.rank * c.z_size))
+    ba = [WeightPart(at + name, heads, c.rank * heads) for name in ("in_proj_b", "in_proj_a")]
     pad = padded(2 * heads) - 2 * heads
     ba_too = p.form.is_fp8(at + "in_proj_qkv") == p.form.is_fp8(at + "in_proj_b")
     if ba_too:
@@ -298,7 +298,7 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
 
 
 def _mlp(p: _Places, config: Config, width: int, at: str) -> Mlp:
-    parts = (Projection(at + name, width, config.rank * width) for name in ("gate_proj", "up_proj"))
+    parts = (WeightPart(at + name, width, config.rank * width) for name in ("gate_proj", "up_proj"))
     return Mlp(
         gate_up=p.stack(*parts, columns=config.hidden_size),
         down=_columns(p, config, at + "down_proj", width),
@@ -309,7 +309,7 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
     count, width, local = experts.count, experts.intermediate_size, experts.local
-    router = (Projection(at + "gate", count), Projection(at + "shared_expert_gate", 1))
+    router = (WeightPart(at + "gate", count), WeightPart(at + "shared_expert_gate", 1))
     packing = p.packing(at + "experts.0.gate_proj")
     gate_up = p.empty((local,), [width, width], hidden, packing, at + "experts")
     down = p.empty((local,), [hidden], width, packing, at + "experts")
@@ -335,7 +335,7 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
 def _mtp(p: _Places, config: Config) -> Mtp:
     hidden = config.hidden_size
     return Mtp(
-        fc=p.stack(Projection("mtp.fc", hidden), columns=2 * hidden),
+        fc=p.stack(WeightPart("mtp.fc", hidden), columns=2 * hidden),
         embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),

@@ -43,7 +43,7 @@ def _contract(
     weighted sum over the experts is in float32 and rounded, and added. H and I are multiples of 16. How many rows an
     expert gets is data: an implementation sorts them on the device.
 
-    With `out` (as x, apart from it) the sum over the experts goes there alone, and x stays as it is: the sum of one of
+    With `out` (as x, apart from it) the sum over the experts goes there alone, and x does not change: the sum of one of
     several ranks.
     """
     expect("x", x, (-1, -1), *FLOATS)

@@ -33,8 +33,9 @@ def _project_contract(
     x [T, G K], rows at any stride; weight [N, K] of x's dtype, or packed float8 with scales (contract.expect_packed);
     out [T, N] of x's dtype, or float32 (not rounded): rows g N / G .. of weight times columns g K .. of x. Accumulated
     in float32 and rounded once; with `quantized` the rounded values go through q8 in blocks of 128 columns of out
-    (formats.q8; N is then a multiple of 128). N / G and K are multiples of 16. `rounded_x`: the
-    caller has put x through q8, in blocks of 128 of its columns; products with float8 weights may then be of codes.
+    (formats.q8; N is then a multiple of 128, or N divides 128 and is one block). N / G and K are multiples of 16.
+    `rounded_x`: the caller has put x through q8, in blocks of 128 of its columns; products with float8 weights may then
+    be of codes.
     """
     expect_columns("x", x, (-1, -1), *FLOATS)
     tokens, width = x.shape
@@ -46,10 +47,12 @@ def _project_contract(
         rows % (16 * groups) == 0 and width // groups % 16 == 0,
         f"weight is {weight.shape} in {groups} groups; rows of a group and columns must be multiples of 16",
     )
-    require(
-        not quantized or rows % SCALE_BLOCK == 0,
-        f"out has {rows} columns; q8 takes multiples of {SCALE_BLOCK}",
-    )
+    require(not quantized or _in_blocks(rows), f"out has {rows} columns; q8 takes multiples of {SCALE_BLOCK}")
+
+
+def _in_blocks(size: int) -> bool:
+    """Whether these are whole blocks, or the even part of one block that one of several ranks has."""
+    return size % SCALE_BLOCK == 0 or SCALE_BLOCK % size == 0
 
 
 def _project_reference(
@@ -69,7 +72,7 @@ def _project_reference(
         part = slice(g * each, (g + 1) * each)
         y[:, part] = matmul_nt(x[:, g * k : (g + 1) * k], wide[part])
     y = rounded(y, out.dtype)
-    out[:] = q8(y, SCALE_BLOCK) if quantized else y
+    out[:] = q8(y, min(n, SCALE_BLOCK)) if quantized else y
 
 
 def _project_launches(
@@ -120,14 +123,15 @@ def _gate_contract(
     x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or packed float8 with parts=2
     (contract.expect_packed). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The product is
     in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (formats.q8), as x has
-    (`rounded_x` of project). K is a multiple of 16, I of 128.
+    (`rounded_x` of project). K is a multiple of 16. I is a multiple of 128, or 16, 32 or 64; the latter not on a GPU
+    with a packed weight.
     """
     expect("x", x, (-1, -1), *FLOATS)
     expect("out", out, (x.shape[0], -1), x.dtype)
     expect_packed("weight", weight, scales, (2 * out.shape[1], x.shape[1]), x.dtype, parts=2)
     require(x.shape[1] % 16 == 0, f"x has {x.shape[1]} columns; it must be a multiple of 16")
     require(
-        out.shape[1] % SCALE_BLOCK == 0,
+        out.shape[1] % 16 == 0 and _in_blocks(out.shape[1]),
         f"out has {out.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}",
     )
     require(limit > 0, f"limit is {limit}; it must be positive")
@@ -139,7 +143,7 @@ def _gate_reference(
     wide, inter = dequantized(weight, scales, parts=2), out.shape[1]
     gate, up = (rounded(matmul_nt(x, half), x.dtype) for half in (wide[:inter], wide[inter:]))
     y = rounded(clamped_product(gate, up, limit), x.dtype)
-    out[:] = q8(y, SCALE_BLOCK) if quantized else y
+    out[:] = q8(y, min(inter, SCALE_BLOCK)) if quantized else y
 
 
 def _gate_launches(
@@ -153,6 +157,10 @@ def _gate_launches(
     quantized: bool,
 ) -> Iterator[Command]:
     linear.expect_q8(target, quantized)
+    require(
+        scales is None or out.shape[1] % SCALE_BLOCK == 0,
+        f"out has {out.shape[1]} columns; on a GPU it must be a multiple of {SCALE_BLOCK} where weights are packed",
+    )
     both = Scratch((x.shape[0], weight.shape[0]), bfloat16)
     yield from linear.projection(target, both, x, weight, scales, rounded=quantized)
     yield linear.clamped_gate(out, both, limit, quantized)
