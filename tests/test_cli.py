@@ -113,8 +113,10 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
         (
             ["serve", "-pp", "2", str(TINY)],
             2,
-            "-pp is a flag of vLLM that openinfer does not have: GPUs share a model by --tensor-parallel-size; "
-            "leave it out",
+            (
+                "-pp is a flag of vLLM that openinfer does not have: GPUs share a model by --tensor-parallel-size; "
+                "leave it out"
+            ),
         ),
         (["serve", "--no-enable-chunked-prefill", str(TINY)], 2, "it is always on; leave it out"),
         (["serve", "--config", "/nowhere.toml"], 2, "--config /nowhere.toml: [Errno 2]"),
