@@ -271,7 +271,8 @@ def test_experts_in_fp8_are_the_same_model(load_model, deepseek, session, tmp_pa
     assert packed.weights.layers[1].mixture.down.weight.dtype == float8_e4m3fn
     fp4 = load_model(deepseek.path, dtype=bfloat16)
     np.testing.assert_array_equal(last_logits(packed, prompt), last_logits(fp4, prompt))
-    run = session(tmp_path / "base", activation_quantization="off")
-    run.submit(deepseek.prompt(1), 32, ignore_eos=True)
-    run.finish()
-    assert run.outcomes[0].tokens == deepseek.greedy(1)
+    for ranks in (1, 2):
+        run = session(tmp_path / "base", activation_quantization="off", tensor_parallel_size=ranks)
+        run.submit(deepseek.prompt(1), 32, ignore_eos=True)
+        run.finish()
+        assert run.outcomes[0].tokens == deepseek.greedy(1)

@@ -148,11 +148,13 @@ def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
 
 def share_evenly(ranks: int, sizes: Mapping[str, tuple[int, int]]) -> None:
     """Raise UnsupportedModel unless ranks can share what these keys of config.json count, each with its unit: a rank's
-    part is whole units. Units of FP8_BLOCK are blocks of a scale, and a part may also lie within one."""
+    part is whole units. Units of FP8_BLOCK are blocks of a scale: a part begins with a block, or lies within one."""
     for key, (size, unit) in sizes.items():
         part, rest = divmod(size, ranks)
-        within = unit == FP8_BLOCK and part and part % 16 == 0 and FP8_BLOCK % part == 0
-        if rest or (part % unit and not within):
+        starts, fits = [rank * part % unit for rank in range(ranks)], part % unit == 0
+        if unit == FP8_BLOCK:
+            fits = part % 16 == 0 and all(start == 0 or start + part <= unit for start in starts)
+        if rest or not part or not fits:
             raise UnsupportedModel(
                 f"config.json: {key} is {size}; {ranks} ranks cannot share it in multiples of {unit}"
             )
