@@ -12,13 +12,13 @@ from openinfer.recipes.engine.startup import Plan, buckets_for, kernel_specs, ma
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.tensor import Device, Tensor
 
-SOURCE = Source(RECIPE.published()["4B"])
+SOURCES = {name: Source(RECIPE.published()[name]) for name in ("4B", "4B-FP8")}
 FLAGS = {"device": "cuda", "batch_invariant": True}
 
 
-def plan(target: Target, **flags: Any) -> Plan:
+def plan(target: Target, size: str = "4B", **flags: Any) -> Plan:
     options = Options(**flags)
-    blueprint = RECIPE.blueprint(SOURCE, options)
+    blueprint = RECIPE.blueprint(SOURCES[size], options)
     limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
     return make_plan(blueprint, limits, buckets_for(blueprint, limits), options_target(options, target))
 
@@ -37,8 +37,8 @@ def kernels_by_use(found: Plan) -> dict[tuple[str, int], set[tuple[KernelSpec | 
 
 
 def test_every_bucket_runs_the_same_kernels() -> None:
-    for target in (H200, Target(80, 108), Target(120, 170)):
-        found = kernels_by_use(plan(target, **FLAGS))
+    for target, size in ((H200, "4B"), (H200, "4B-FP8"), (Target(80, 108), "4B"), (Target(120, 170), "4B")):
+        found = kernels_by_use(plan(target, size, **FLAGS))
         assert len(found) >= 8
         for use, kernels in found.items():
             assert len(kernels) == 1, use
@@ -62,7 +62,7 @@ def test_nothing_is_split_over_programs() -> None:
 
 
 def test_a_wheel_can_carry_its_kernels_and_its_steps_are_not_held_to_the_usual_times() -> None:
-    specs = kernel_specs(RECIPE, SOURCE, Options(**FLAGS), H200)
+    specs = kernel_specs(RECIPE, SOURCES["4B"], Options(**FLAGS), H200)
     assert {spec.function for spec in specs} >= {"attend_long", "gemm_tma"}
     target = options_target(Options(**FLAGS), H200)
     assert not predictions(plan(H200, **FLAGS).steps, target)

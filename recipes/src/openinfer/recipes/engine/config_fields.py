@@ -136,6 +136,21 @@ def load_config(model_dir: Path) -> tuple[dict[str, Any], Any]:
     return raw, read_json(generation).get("eos_token_id") if generation.exists() else None
 
 
+def fp8_blocks(fields: Fields) -> bool:
+    """Whether weights are FP8 in blocks of 128 x 128, as published. Raises UnsupportedModel for
+    any other quantization_config."""
+    if "quantization_config" not in fields:
+        return False
+    found = fields.fields("quantization_config")
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method != "fp8" or block not in ([128, 128], (128, 128)):
+        raise UnsupportedModel(
+            f"config.json: quantization_config has quant_method {shown(method)} and weight_block_size "
+            f"{repr(block)[:80]}; this recipe runs BF16 checkpoints and those of 'fp8' in blocks of [128, 128]"
+        )
+    return True
+
+
 def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:
     """The ids of an eos_token_id: one, a list, or none. Raises UnsupportedModel."""
     found = value if isinstance(value, list) else [] if value is None else [value]

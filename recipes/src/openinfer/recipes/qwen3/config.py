@@ -10,14 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.recipes.engine.config_fields import Fields, eos_ids, share_evenly, share_or_repeat, shown
+from openinfer.recipes.engine.config_fields import (
+    FP8_BLOCK,
+    Fields,
+    eos_ids,
+    fp8_blocks,
+    share_evenly,
+    share_or_repeat,
+    shown,
+)
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A dense Qwen3. `windows[l]` is layer l's sliding window in tokens, 0 for full attention; `rope_scale` multiplies
-    cosines and sines (YaRN), and `inv_freq` float32 [head_dim / 2] are the rotation's frequencies."""
+    """A dense Qwen3. fp8: its projections are FP8 in blocks of 128 x 128. `windows[l]` is layer l's sliding window in
+    tokens, 0 for full attention; `rope_scale` multiplies cosines and sines (YaRN), and `inv_freq` float32
+    [head_dim / 2] are the rotation's frequencies."""
 
     hidden_size: int
     num_layers: int
@@ -33,6 +42,7 @@ class Config:
     inv_freq: np.ndarray[Any, np.dtype[np.float32]]
     rope_scale: float
     eos_token_ids: tuple[int, ...]
+    fp8: bool = False
     rank: int = 0
     ranks: int = 1
     first_kv_head: int = 0
@@ -48,7 +58,7 @@ class Config:
         }
         share_evenly(ranks, sizes)
         share_or_repeat(ranks, {"num_key_value_heads": self.num_kv_heads})
-        return dataclasses.replace(
+        made = dataclasses.replace(
             self,
             rank=rank,
             ranks=ranks,
@@ -57,6 +67,13 @@ class Config:
             first_kv_head=rank * self.num_kv_heads // ranks,
             intermediate_size=self.intermediate_size // ranks,
         )
+        parts = {"queries": made.num_heads * made.head_dim, "keys": made.num_kv_heads * made.head_dim}
+        for what, size in {**parts, "intermediate_size": made.intermediate_size}.items():
+            if made.fp8 and size % FP8_BLOCK:
+                raise UnsupportedModel(
+                    f"config.json: {what} of each of {ranks} ranks: {size}; FP8 weights take multiples of {FP8_BLOCK}"
+                )
+        return made
 
     @property
     def local_vocab(self) -> int:
@@ -100,6 +117,7 @@ class Config:
             inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
+            fp8=fp8_blocks(fields),
         )
 
     def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -111,11 +129,6 @@ class Config:
 def _refuse(fields: Fields) -> None:
     """Refuse by name each setting that this recipe does not support."""
     fields.is_all({"model_type": "qwen3"}, "this recipe runs")
-    if "quantization_config" in fields:
-        method = shown(fields.fields("quantization_config").get("quant_method"))
-        raise UnsupportedModel(
-            f"config.json: quantization_config ({method}) is not supported yet; use the BF16 checkpoint"
-        )
     fields.is_all({"attention_bias": False, "hidden_act": "silu"}, "every published Qwen3 has")
 
 

@@ -88,8 +88,8 @@ class Model:
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         for n, layer in enumerate(w.layers):
-            norm, eps = layer.input_norm, c.rms_norm_eps
-            norm_linear(pack, out=qkv, x=x, norm_weight=norm, weight=layer.qkv, eps=eps)
+            norm, eps, s = layer.input_norm, c.rms_norm_eps, layer.scales
+            norm_linear(pack, out=qkv, x=x, norm_weight=norm, weight=layer.qkv, eps=eps, scales=s.qkv)
             batch.adapt(pack, layer.qkv, out=qkv, x=x, norm_weight=norm, eps=eps)
             norm_rope_attend(
                 pack,
@@ -106,12 +106,14 @@ class Model:
                 window=c.windows[n],
                 max_q_len=max_q_len,
             )
-            linear_add(pack, x=x, h=heads, weight=layer.o, ranks=c.ranks)
+            linear_add(pack, x=x, h=heads, weight=layer.o, scales=s.o, ranks=c.ranks)
             batch.adapt(pack, layer.o, out=x, x=heads)
             norm, up = layer.post_norm, layer.gate_up
             added = batch.adapted(pack, up, x=x, norm_weight=norm, eps=eps)
-            gate_up_silu(pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, added=added)
-            linear_add(pack, x=x, h=mlp, weight=layer.down, ranks=c.ranks)
+            gate_up_silu(
+                pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, scales=s.gate_up, added=added
+            )
+            linear_add(pack, x=x, h=mlp, weight=layer.down, scales=s.down, ranks=c.ranks)
             batch.adapt(pack, layer.down, out=x, x=mlp)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 

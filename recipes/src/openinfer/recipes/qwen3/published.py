@@ -14,10 +14,12 @@ SIZES = {  # hidden, layers, query heads, intermediate, tied embeddings
 }
 
 
-def config_json(size: str) -> dict[str, Any]:
-    """The keys of config.json that matter, for a size of SIZES."""
+def config_json(size: str, *, fp8: bool = False) -> dict[str, Any]:
+    """The keys of config.json that matter, for a size of SIZES; `fp8`: of the block-scaled checkpoint."""
     hidden, layers, heads, intermediate, tied = SIZES[size]
+    packed = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     return {
+        **(packed if fp8 else {}),
         "model_type": "qwen3",
         "vocab_size": 151936,
         "hidden_size": hidden,

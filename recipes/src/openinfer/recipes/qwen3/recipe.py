@@ -36,8 +36,9 @@ class Qwen3Recipe(Recipe[Options]):
         return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
-        """The published sizes."""
-        return {size: config_json(size) for size in SIZES}
+        """The published sizes, in BF16 and FP8."""
+        plain = {size: config_json(size) for size in SIZES}
+        return plain | {f"{size}-FP8": config_json(size, fp8=True) for size in SIZES}
 
 
 RECIPE = Qwen3Recipe()

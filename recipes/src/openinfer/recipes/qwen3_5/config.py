@@ -13,6 +13,7 @@ from openinfer.recipes.engine.config_fields import (
     FP8_BLOCK,
     Fields,
     eos_ids,
+    fp8_blocks,
     share_evenly,
     share_or_repeat,
     shown,
@@ -184,7 +185,7 @@ class Config:
         if model_type not in MODEL_TYPES:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
         text = whole.fields("text_config") if "text_config" in whole else whole
-        _refuse(whole, text)
+        _refuse(text)
         vocab = text.size("vocab_size")
         eos = text.get("eos_token_id", whole.get("eos_token_id")) if eos is None else eos
         experts = _experts(text) if "_moe" in model_type else None
@@ -205,7 +206,7 @@ class Config:
             tie_word_embeddings=_tied(whole, text),
             inv_freq=_rope(text, head_dim),
             mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
-            fp8="quantization_config" in whole,
+            fp8=fp8_blocks(whole),
             text_only=text is whole,
             eos_token_ids=eos_ids(eos, vocab),
         )
@@ -216,16 +217,8 @@ class Config:
         return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
-def _refuse(whole: Fields, text: Fields) -> None:
+def _refuse(text: Fields) -> None:
     """Refuse by name each setting that this recipe does not support."""
-    if "quantization_config" in whole:
-        quantization = whole.fields("quantization_config")
-        method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-        if method != "fp8" or block not in ([128, 128], (128, 128)):
-            raise UnsupportedModel(
-                f"config.json: quantization_config has quant_method {shown(method)} and weight_block_size "
-                f"{repr(block)[:80]}; this recipe runs BF16 checkpoints and those of 'fp8' in blocks of [128, 128]"
-            )
     wanted = {
         "hidden_act": "silu",
         "attention_bias": False,

@@ -1,0 +1,164 @@
+"""Qwen3 in FP8, blocks of 128 x 128 as published: the codes stay codes, and mean what their scales say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import H200
+from openinfer.kernels.authoring import dequantized
+from openinfer.recipes.engine import Source, UnsupportedModel
+from openinfer.recipes.engine.segments import Outline
+from openinfer.recipes.engine.startup import build
+from openinfer.recipes.engine.testing import Session, write_random_checkpoint
+from openinfer.recipes.qwen3 import RECIPE
+from openinfer.recipes.qwen3.config import Config
+from openinfer.tensor import Checkpoint, bfloat16, float8_e4m3fn
+
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 16, "head_dim": 16, "intermediate_size": 512, "vocab_size": 512,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FLAGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 3, "kv_cache_memory_bytes": 16 << 20}
+
+
+def neighbour(name: str) -> Any:
+    """A module beside this one: test folders are no packages."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+write, write_adapter = neighbour("test_weight_dtypes").write, neighbour("test_lora").write_adapter
+
+
+def quantized(weight: Any) -> tuple[Any, Any]:
+    """Codes, and the scale of each block in bfloat16, as published."""
+    rows, columns = (-(-n // 128) for n in weight.shape)
+    scales = np.zeros((rows, columns), np.float32)
+    codes = np.zeros(weight.shape, float8_e4m3fn)
+    for i in range(rows):
+        for j in range(columns):
+            part = np.s_[i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128]
+            scales[i, j] = np.float32(np.abs(weight[part]).max() / 448).astype(bfloat16)
+            codes[part] = (weight[part] / scales[i, j]).astype(float8_e4m3fn)
+    return codes, scales.astype(bfloat16)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: Any) -> tuple[Path, Path]:
+    """A checkpoint in FP8, and one in float32 with the same values."""
+    folder = tmp_path_factory.mktemp("fp8")
+    source = write_random_checkpoint(RECIPE, folder / "source", CONFIG)
+    with Checkpoint(source) as checkpoint:
+        weights = {name: checkpoint.array(name).astype(np.float32) for name in checkpoint.names}
+    packed, same = {}, {}
+    for name, weight in weights.items():
+        packed[name], same[name] = weight.astype(bfloat16), weight
+        if name.endswith("_proj.weight"):
+            codes, scales = quantized(weight)
+            packed[name], packed[name + "_scale_inv"] = codes, scales
+            same[name] = dequantized(codes, scales.astype(np.float32))
+    for name, tensors, config in (
+        ("fp8", packed, CONFIG | {"quantization_config": QUANTIZED}),
+        ("same", same, CONFIG),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        write(folder / name / "model.safetensors", tensors)
+    return folder / "fp8", folder / "same"
+
+
+def answers(folder: Path, **flags: Any) -> list[Any]:
+    """Tokens and log-probabilities of three prompts."""
+    session = Session(build(RECIPE, folder, **{**FLAGS, **flags}).engine)
+    rng = np.random.default_rng(1)
+    ids = [
+        session.submit(rng.integers(0, 512, size).tolist(), 16, ignore_eos=True, logprobs=0)
+        for size in (5, 40, 17)
+    ]
+    session.finish()
+    session.engine.close()
+    found = [session.outcomes[one] for one in ids]
+    return [(one.tokens, [entry.logprob for entry in one.logprobs if entry]) for one in found]
+
+
+def test_answers_are_those_of_the_dequantised_weights(folders: tuple[Path, Path]) -> None:
+    """Bit for bit, because the sums are the same."""
+    fp8, same = folders
+    assert answers(fp8) == answers(same)
+    engine = build(RECIPE, fp8, **FLAGS).engine
+    layer = engine.runner.model.weights.layers[1]
+    assert layer.qkv.dtype == layer.down.dtype == float8_e4m3fn
+    engine.close()
+
+
+def test_ranks_share_codes_and_scales(folders: tuple[Path, Path]) -> None:
+    fp8, same = folders
+    got, want = answers(fp8, tensor_parallel_size=2), answers(same)
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
+
+
+def test_adapters_go_with_codes(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    fp8, same = folders
+    with Checkpoint(same) as checkpoint:
+        weights = {name: checkpoint.array(name) for name in checkpoint.names}
+    write_adapter(weights, tmp_path / "one", 8, 16, ("q_proj", "o_proj", "up_proj", "down_proj"), 0)
+    found = []
+    for folder in (fp8, same):
+        lora = {"enable_lora": True, "lora_modules": [f"one={tmp_path / 'one'}"]}
+        session = Session(build(RECIPE, folder, **FLAGS, **lora).engine)
+        ids = [session.submit(range(9, 40), 16, ignore_eos=True, adapter=name) for name in ("", "one")]
+        session.finish()
+        session.engine.close()
+        found.append([session.outcomes[one].tokens for one in ids])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+
+
+def test_scales_in_another_order_would_be_noticed(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    fp8, same = folders
+    with Checkpoint(fp8) as checkpoint:
+        tensors = {name: checkpoint.array(name) for name in checkpoint.names}
+    name = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    tensors[name] = tensors[name][:, ::-1]
+    (tmp_path / "config.json").write_text((fp8 / "config.json").read_text())
+    write(tmp_path / "model.safetensors", tensors)
+    assert answers(tmp_path) != answers(same)
+
+
+def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """A checkpoint without scales; parts of a rank that are no whole blocks; another way to quantise."""
+    fp8, same = folders
+    (tmp_path / "config.json").write_text((fp8 / "config.json").read_text())
+    (tmp_path / "model.safetensors").symlink_to(same / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: .*weight_scale_inv"):
+        build(RECIPE, tmp_path, **FLAGS)
+    whole = Config.parse(CONFIG | {"quantization_config": QUANTIZED})
+    with pytest.raises(
+        UnsupportedModel, match="queries of each of 4 ranks: 64; FP8 weights take multiples of 128"
+    ):
+        whole.of_rank(0, 4)
+    for other in ({"quant_method": "gptq"}, {**QUANTIZED, "weight_block_size": [64, 64]}):
+        with pytest.raises(UnsupportedModel, match="'fp8' in blocks of"):
+            Config.parse(CONFIG | {"quantization_config": other})
+
+
+def test_fp8_takes_about_half_the_memory() -> None:
+    """A plan for a GPU, with kernels that read the codes."""
+    sizes = {}
+    for name in ("8B", "8B-FP8"):
+        source = Source(RECIPE.published()[name])
+        sizes[name] = Outline(RECIPE, source, RECIPE.options(), H200).memory["weights"]
+    assert 0.5 < sizes["8B-FP8"] / sizes["8B"] < 0.6
