@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openinfer.cli.segments import Outline
 from openinfer.kernels import H200
 from openinfer.kernels.authoring import dequantized
 from openinfer.recipes.engine import Source, UnsupportedModel
-from openinfer.recipes.engine.segments import Outline
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session, write_random_checkpoint
 from openinfer.recipes.qwen3 import RECIPE
