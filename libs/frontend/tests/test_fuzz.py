@@ -89,6 +89,9 @@ BASES: dict[str, dict[str, Any]] = {
     "DetokenizeBody": {},
     "LoadBody": {"lora_name": "one", "lora_path": "/bad"},
     "UnloadBody": {"lora_name": "one"},
+    "UpdateBody": {"path": "/nowhere", "version": "1"},
+    "SleepBody": {},
+    "WakeBody": {},
 }
 
 
