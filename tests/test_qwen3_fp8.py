@@ -1,4 +1,5 @@
-"""Qwen3 in FP8, blocks of 128 x 128 as published: the codes stay codes, and mean what their scales say."""
+"""Qwen3 in FP8, with scales of blocks as published or of rows as compressed-tensors has them: the codes stay codes, and
+mean what their scales say."""
 
 from __future__ import annotations
 
@@ -27,6 +28,15 @@ CONFIG = {
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
 QUANTIZED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+BY_ROW = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"], "kv_cache_scheme": None,
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {**FLOAT8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**FLOAT8, "strategy": "token", "dynamic": True},
+    }},
+}  # fmt: skip
 FLAGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 3, "kv_cache_memory_bytes": 16 << 20}
 
 
@@ -56,10 +66,16 @@ def quantized(weight: Any) -> tuple[Any, Any]:
     return codes, scales.astype(bfloat16)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> tuple[Path, Path]:
+def quantized_by_row(weight: Any) -> tuple[Any, Any]:
+    """Codes, and the scale of each row in bfloat16, [N, 1]."""
+    scales = (np.abs(weight).max(axis=1, keepdims=True) / np.float32(448)).astype(bfloat16)
+    return (weight / scales.astype(np.float32)).astype(float8_e4m3fn), scales
+
+
+@pytest.fixture(scope="module", params=["blocks", "rows"])
+def folders(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
     """A checkpoint in FP8, and one in float32 with the same values."""
-    folder = tmp_path_factory.mktemp("fp8")
+    folder, rows = tmp_path_factory.mktemp("fp8"), request.param == "rows"
     source = write_random_checkpoint(RECIPE, folder / "source", CONFIG)
     with Checkpoint(source) as checkpoint:
         weights = {name: checkpoint.array(name).astype(np.float32) for name in checkpoint.names}
@@ -67,11 +83,11 @@ def folders(tmp_path_factory: Any) -> tuple[Path, Path]:
     for name, weight in weights.items():
         packed[name], same[name] = weight.astype(bfloat16), weight
         if name.endswith("_proj.weight"):
-            codes, scales = quantized(weight)
-            packed[name], packed[name + "_scale_inv"] = codes, scales
+            codes, scales = (quantized_by_row if rows else quantized)(weight)
+            packed[name], packed[name + ("_scale" if rows else "_scale_inv")] = codes, scales
             same[name] = dequantized(codes, scales.astype(np.float32))
     for name, tensors, config in (
-        ("fp8", packed, CONFIG | {"quantization_config": QUANTIZED}),
+        ("fp8", packed, CONFIG | {"quantization_config": BY_ROW if rows else QUANTIZED}),
         ("same", same, CONFIG),
     ):
         (folder / name).mkdir()
@@ -131,8 +147,8 @@ def test_scales_in_another_order_would_be_noticed(folders: tuple[Path, Path], tm
     fp8, same = folders
     with Checkpoint(fp8) as checkpoint:
         tensors = {name: checkpoint.array(name) for name in checkpoint.names}
-    name = "model.layers.1.mlp.down_proj.weight_scale_inv"
-    tensors[name] = tensors[name][:, ::-1]
+    (name,) = (name for name in tensors if "layers.1.mlp.down_proj.weight_scale" in name)
+    tensors[name] = tensors[name][::-1, ::-1]
     (tmp_path / "config.json").write_text((fp8 / "config.json").read_text())
     write(tmp_path / "model.safetensors", tensors)
     assert answers(tmp_path) != answers(same)
@@ -143,7 +159,7 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     fp8, same = folders
     (tmp_path / "config.json").write_text((fp8 / "config.json").read_text())
     (tmp_path / "model.safetensors").symlink_to(same / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing: .*weight_scale_inv"):
+    with pytest.raises(ValueError, match=r"missing: .*weight_scale"):
         build(RECIPE, tmp_path, **FLAGS)
     whole = Config.parse(CONFIG | {"quantization_config": QUANTIZED})
     with pytest.raises(
@@ -153,6 +169,29 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for other in ({"quant_method": "gptq"}, {**QUANTIZED, "weight_block_size": [64, 64]}):
         with pytest.raises(UnsupportedModel, match="'fp8' in blocks of"):
             Config.parse(CONFIG | {"quantization_config": other})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"weights": {**FLOAT8, "strategy": "tensor", "dynamic": False}}, "strategy is 'tensor'"),
+        ({"weights": {**FLOAT8, "num_bits": 4, "strategy": "channel"}}, "num_bits is 4"),
+        ({"weights": None}, "num_bits is None"),
+        ({"input_activations": {**FLOAT8, "strategy": "tensor", "dynamic": False}}, "dynamic is False"),
+        ({"input_activations": "all"}, "num_bits is None"),
+    ],
+)
+def test_what_of_compressed_tensors_is_refused(change: Any, why: str) -> None:
+    groups = BY_ROW["config_groups"]
+    assert isinstance(groups, dict)
+    group = {**groups["group_0"], **change}
+    with pytest.raises(UnsupportedModel, match=why):
+        Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": {"group_0": group}}})
+    for odd in (None, [], {}, {"a": 1}, {"a": group, "b": group}):
+        with pytest.raises(UnsupportedModel, match="num_bits is None"):
+            Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": odd}})
+    with pytest.raises(UnsupportedModel, match="kv_cache_scheme"):
+        Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "kv_cache_scheme": FLOAT8}})
 
 
 def test_fp8_takes_about_half_the_memory() -> None:

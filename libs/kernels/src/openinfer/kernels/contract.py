@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK
+from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, of_rows
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, uint8
 
 FLOATS = (bfloat16, float32)
@@ -46,19 +46,23 @@ def expect_weight(
     dtype: np.dtype[Any],
     *,
     parts: int = 1,
+    rows: bool = False,
 ) -> None:
     """Raise ContractError unless `weight` [..., N, K] has this shape (-1 = any) and either `dtype` and no scales, or
     float8_e4m3fn and scales.
 
     Scales are float32 [..., parts * ceil(N / parts / 128), ceil(K / 128)]: the value of a weight is its e4m3 number
     times the scale of the block of 128 x 128 that it is in. `parts`: projections that are stacked in N; blocks begin
-    anew at each.
+    anew at each. `rows`: scales may also be float32 [..., N, 1], one for each row.
     """
     if scales is None:
         expect(name, weight, shape, dtype)
         return
     expect(name, weight, shape, float8_e4m3fn)
     n, k = weight.shape[-2:]
+    if rows and of_rows(weight, scales):
+        expect(f"scales of {name}", scales, scales.shape, float32)
+        return
     blocks = (parts * -(-n // parts // SCALE_BLOCK), -(-k // SCALE_BLOCK))
     expect(f"scales of {name}", scales, (*weight.shape[:-2], *blocks), float32)
 

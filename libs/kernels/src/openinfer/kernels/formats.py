@@ -39,6 +39,11 @@ def unpack_fp4(packed: Array) -> Array:
     return np.asarray(FP4_VALUES[both.reshape(*packed.shape[:-1], -1)])
 
 
+def of_rows(weight: Any, scales: Any) -> bool:
+    """Whether scales of a float8 weight [..., N, K] are of its rows, [..., N, 1], and not of blocks."""
+    return bool(scales.shape[-2:] == (weight.shape[-2], 1) and weight.shape[-2] > 1)
+
+
 def dequantized(weight: Array, scales: Array | None, *, parts: int = 1) -> Array:
     """A weight [..., N, K] (FP4: [..., N, K / 2]) as float32, exactly: contract.expect_weight where scales are float32,
     contract.expect_packed where they are bytes. `parts`: projections stacked in N."""
@@ -48,6 +53,8 @@ def dequantized(weight: Array, scales: Array | None, *, parts: int = 1) -> Array
     if weight.dtype == np.uint8:
         values = unpack_fp4(weight)
         return np.asarray(values * np.repeat(wide, values.shape[-1] // scales.shape[-1], axis=-1))
+    if of_rows(weight, scales):
+        return np.asarray(weight.astype(np.float32) * wide)
     n, k = weight.shape[-2:]
     columns = np.repeat(wide, SCALE_BLOCK, axis=-1)[..., :k]
     each, rows = scales.shape[-2] // parts, n // parts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats import SCALE_BLOCK
+from openinfer.kernels.formats import SCALE_BLOCK, of_rows
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose, scaled_rule
@@ -187,6 +187,10 @@ def norm(out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
 def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, part: int) -> Command:
     """A float8 weight made bf16; every `part` rows its blocks begin anew."""
     (n, k), block = weight.shape, 32
+    grid = (-(-n // block), -(-k // 128))
+    if of_rows(weight, scales):
+        rows: dict[str, Arg] = {"out": out, "weight": weight, "scales": scales, "N": n, "K": Aligned(k)}
+        return launch(_LINEAR, "dequantize_rows", grid, rows, {"BN": block})
     args: dict[str, Arg] = {
         "out": out,
         "weight": weight,
@@ -195,7 +199,12 @@ def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, part: int) -> Comm
         "N": n,
         "K": Aligned(k),
     }
-    return launch(_LINEAR, "dequantize", (-(-n // block), -(-k // 128)), args, {"BN": block})
+    return launch(_LINEAR, "dequantize", grid, args, {"BN": block})
+
+
+def _scaled(weight: Tensor | Scratch, scales: Tensor | None) -> bool | int:
+    """The kernels' constant SCALED: 2 for scales of rows."""
+    return 2 if scales is not None and of_rows(weight, scales) else scales is not None
 
 
 def _gemv(
@@ -229,10 +238,10 @@ def _gemv(
         "ADD": add,
         "GATED": gated,
     }
-    if scales is not None and c.bk % SCALE_BLOCK == 0:
+    if scales is not None and c.bk % SCALE_BLOCK == 0 and not of_rows(weight, scales):
         constants |= {"BLOCKS": c.bk // SCALE_BLOCK}
         return launch(_LINEAR, "gemv_scaled", (programs,), args, constants, num_warps=c.warps)
-    constants |= {"BK": c.bk, "SCALED": scales is not None}
+    constants |= {"BK": c.bk, "SCALED": _scaled(weight, scales)}
     return launch(_LINEAR, "gemv", (programs,), args, constants, num_warps=c.warps)
 
 
@@ -259,7 +268,7 @@ def _gemm_small(
         "K": Aligned(k),
     }
     constants = {"BM": c.bm, "BN": c.bn, "BK": c.bk, "SPLIT": c.split}
-    constants |= {"ADD": add, "GATED": gated, "SCALED": scales is not None}
+    constants |= {"ADD": add, "GATED": gated, "SCALED": _scaled(weight, scales)}
     grid = (tiles, c.split)
     return launch(_LINEAR, "gemm_small", grid, args, constants, num_warps=c.warps, num_stages=c.stages)
 

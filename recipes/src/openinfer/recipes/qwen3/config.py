@@ -13,8 +13,9 @@ import numpy as np
 from openinfer.recipes.engine.config_fields import (
     FP8_BLOCK,
     Fields,
+    Fp8,
     eos_ids,
-    fp8_blocks,
+    fp8_scales,
     share_evenly,
     share_or_repeat,
     shown,
@@ -24,7 +25,7 @@ from openinfer.recipes.engine.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A dense Qwen3. fp8: its projections are FP8 in blocks of 128 x 128. `windows[l]` is layer l's sliding window in
+    """A dense Qwen3. fp8: the scales of its projections. `windows[l]` is layer l's sliding window in
     tokens, 0 for full attention; `rope_scale` multiplies cosines and sines (YaRN), and `inv_freq` float32
     [head_dim / 2] are the rotation's frequencies."""
 
@@ -42,7 +43,7 @@ class Config:
     inv_freq: np.ndarray[Any, np.dtype[np.float32]]
     rope_scale: float
     eos_token_ids: tuple[int, ...]
-    fp8: bool = False
+    fp8: Fp8 = ""
     rank: int = 0
     ranks: int = 1
     first_kv_head: int = 0
@@ -69,7 +70,7 @@ class Config:
         )
         parts = {"queries": made.num_heads * made.head_dim, "keys": made.num_kv_heads * made.head_dim}
         for what, size in {**parts, "intermediate_size": made.intermediate_size}.items():
-            if made.fp8 and size % FP8_BLOCK:
+            if made.fp8 == "blocks" and size % FP8_BLOCK:
                 raise UnsupportedModel(
                     f"config.json: {what} of each of {ranks} ranks: {size}; FP8 weights take multiples of {FP8_BLOCK}"
                 )
@@ -117,7 +118,7 @@ class Config:
             inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
-            fp8=fp8_blocks(fields),
+            fp8=fp8_scales(fields),
         )
 
     def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -16,7 +16,7 @@ from openinfer.tensor import Arena, Checkpoint, Load, Tensor, dtypes, float8_e4m
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of FP8 projections: float32, one for each block of 128 x 128 (contract.expect_weight of kernels)."""
+    """The scales of FP8 projections, float32, of blocks of 128 x 128 or of rows (contract.expect_weight)."""
 
     qkv: Tensor | None = None
     o: Tensor | None = None
@@ -60,7 +60,8 @@ class Weights:
             return arena.alloc(shape, float8_e4m3fn if config.fp8 else dtype, name)
 
         def scales(name: str, rows: int, columns: int) -> Tensor | None:
-            return arena.alloc((blocks(rows), blocks(columns)), float32, name) if config.fp8 else None
+            shape = (rows, 1) if config.fp8 == "rows" else (blocks(rows), blocks(columns))
+            return arena.alloc(shape, float32, name) if config.fp8 else None
 
         heads = config.num_heads * dim
         embed = new("embed", config.vocab_size, hidden)
@@ -120,7 +121,10 @@ class Weights:
                 ("mlp.down_proj", layer.down, s.down, 0, (every, part(inter))),
             ):
                 yield Load(f"{at}{name}.weight", weight, source)
-                if scales is not None:
+                if scales is not None and config.fp8 == "rows":
+                    rows = slice(first, first + weight.shape[0])
+                    yield Load(f"{at}{name}.weight_scale", scales[rows], source[:1])
+                elif scales is not None:
                     rows = slice(first // SCALE_BLOCK, first // SCALE_BLOCK + blocks(weight.shape[0]))
                     yield Load(f"{at}{name}.weight_scale_inv", scales[rows], tuple(map(_of_blocks, source)))
         yield Load("model.norm.weight", self.norm)

@@ -4,8 +4,9 @@ ADD: out += the product (a residual stream). GATED: weight is [2 N, K], a gate's
 out = silu(gate) * up. K is a multiple of BK; M and N are anything: rows past the end are clamped when read (which costs
 nothing) and masked when written.
 
-SCALED: weight is float8 with a float32 scale for each block of 128 x 128, scales [cdiv(N, 128), cdiv(K, 128)] or twice
-that (GATED). BN divides 128; the products of a block's numbers are scaled in float32.
+SCALED: weight is float8. 1: with a float32 scale for each block of 128 x 128, scales [cdiv(N, 128), cdiv(K, 128)] or
+twice that (GATED). BN divides 128; the products of a block's numbers are scaled in float32. 2: with a scale for each
+row, scales [N] or [2 N] (GATED), which multiplies the row's sum.
 """
 
 # mypy: ignore-errors
@@ -34,20 +35,41 @@ def _unit(x, gain, scale, NORM: tl.constexpr):
 
 @triton.jit
 def _scaled(value, scale, SCALED: tl.constexpr):
-    """`value` times the scales at `scale` if SCALED."""
-    if SCALED:
+    """`value` times the scales at `scale`, if they are of blocks."""
+    if SCALED == 1:
         value *= tl.load(scale)
     return value
 
 
 @triton.jit
 def add_product(acc, weight, x, scale, SCALED: tl.constexpr):
-    """acc + weight @ x; if SCALED, of float8 weights of one block, whose scale is at `scale`."""
-    if SCALED:
+    """acc + weight @ x; if SCALED is 1, of float8 weights of one block, whose scale is at `scale`."""
+    if SCALED == 1:
         acc += tl.dot(weight.to(x.dtype), x) * tl.load(scale)
     else:
-        acc = tl.dot(weight, x, acc)
+        acc = tl.dot(weight.to(x.dtype), x, acc)
     return acc
+
+
+@triton.jit
+def _of_rows(total, scales, row, N, SCALED: tl.constexpr):
+    """Sums [.., BN] of rows of the weight, times their scales if SCALED is 2."""
+    if SCALED == 2:
+        total *= tl.load(scales + row, mask=row < N, other=0.0)
+    return total
+
+
+@triton.jit
+def dequantize_rows(out, weight, scales, N, K, BN: tl.constexpr):
+    """out [N, K] = the values of a float8 weight with a scale for each row, rounded. Grid (cdiv(N, BN),
+    cdiv(K, 128))."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    column = tl.program_id(1) * 128 + tl.arange(0, 128)
+    scale = tl.load(scales + row, mask=row < N, other=0.0)
+    inside = (row < N)[:, None] & (column < K)[None, :]
+    place = row.to(tl.int64)[:, None] * K + column[None, :]
+    value = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -101,9 +123,9 @@ def gemv(
         if GATED:
             up_value = _scaled(value, of_up_blocks + (k + rk) // 128, SCALED)
             up += tl.load(up_row + k).to(tl.float32) * up_value[None, :]
-    total = tl.sum(acc, 1)
+    total = _of_rows(tl.sum(acc, 1), scales, rn, N, SCALED)
     if GATED:
-        total = gated(total, tl.sum(up, 1), out.dtype.element_ty)
+        total = gated(total, _of_rows(tl.sum(up, 1), scales + N, rn, N, SCALED), out.dtype.element_ty)
     _finish(out + rn, total, rn < N, ADD)
 
 
@@ -186,6 +208,9 @@ def gemm_small(
             up = add_product(up, tl.load(up_row + k), value, of_up_blocks + k // 128, SCALED)
     acc = tl.trans(acc)
     up = tl.trans(up)
+    if SCALED == 2:
+        acc *= tl.load(scales + rn, mask=rn < N, other=0.0)[None, :]
+        up *= tl.load(scales + N * (1 if GATED else 0) + rn, mask=rn < N, other=0.0)[None, :]
     if SPLIT == 1:
         _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
     else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
-from openinfer.kernels.formats import SCALE_BLOCK, halves
+from openinfer.kernels.formats import SCALE_BLOCK, halves, of_rows
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import norm, normed_product, product, silu_mul
@@ -40,7 +40,7 @@ def _contract(
     tokens, hidden = x.shape
     expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
     expect("out", out, (tokens, -1), x.dtype)
-    expect_weight("weight", weight, scales, (2 * out.shape[1], hidden), x.dtype, parts=2)
+    expect_weight("weight", weight, scales, (2 * out.shape[1], hidden), x.dtype, parts=2, rows=True)
     require(
         hidden % 16 == 0 and out.shape[1] % 16 == 0,
         f"weight is {weight.shape}; sizes must be multiples of 16",
@@ -49,7 +49,7 @@ def _contract(
     if added is not None:
         expect("added", added, (tokens, weight.shape[0]), x.dtype)
         require(
-            scales is None or out.shape[1] % SCALE_BLOCK == 0,
+            scales is None or out.shape[1] % SCALE_BLOCK == 0 or of_rows(weight, scales),
             f"weight is {weight.shape} in float8; something can be added where each half is of whole blocks",
         )
 

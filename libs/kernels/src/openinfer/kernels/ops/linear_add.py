@@ -27,7 +27,7 @@ def _contract(*, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = N
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
     expect("h", h, (tokens, -1), x.dtype)
-    expect_weight("weight", weight, scales, (hidden, h.shape[1]), x.dtype)
+    expect_weight("weight", weight, scales, (hidden, h.shape[1]), x.dtype, rows=True)
     require(
         hidden % 16 == 0 and h.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16"
     )

@@ -27,7 +27,7 @@ def _contract(
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
     expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
-    expect_weight("weight", weight, scales, (-1, hidden), x.dtype)
+    expect_weight("weight", weight, scales, (-1, hidden), x.dtype, rows=True)
     expect("out", out, (tokens, weight.shape[0]), x.dtype, float32)
     require(
         hidden % 16 == 0 and weight.shape[0] % 16 == 0,
