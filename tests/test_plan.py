@@ -63,6 +63,18 @@ def test_a_published_name_needs_no_folder(tmp_path: Path) -> None:
     assert "recurrent states" in other["memory"]
 
 
+def test_gpus_that_share_a_model_are_named_either_way(tmp_path: Path) -> None:
+    flags = ["--rate", "8", "--compare", "--tensor-parallel-size 2"]
+    one, two = served(tmp_path, "qwen3-4B", *flags)["results"]
+    (again,) = served(tmp_path, "qwen3-4B", "--gpus", "2", "--rate", "8", "--compare", "--gpus 2")["results"][
+        1:
+    ]
+    assert two["memory"] == again["memory"]
+    assert two["memory"]["weights"] < 0.6 * one["memory"]["weights"]
+    assert again["points"] == two["points"]
+    assert "links" in two["points"][0]["binds"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -71,6 +83,8 @@ def test_a_published_name_needs_no_folder(tmp_path: Path) -> None:
         ([str(TINY), "--rate", "0"], "above 0"),
         ([str(TINY), "--gpu", "H999"], "the speed is known of NVIDIA H200"),
         ([str(TINY), "--gpus", "0"], "at least one GPU"),
+        ([str(TINY), "--gpus", "2", "--tensor-parallel-size", "4"], "--tensor-parallel-size is 4"),
+        ([str(TINY), "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "drafts"),
         ([str(TINY), "--input", "99999999"], "together at most"),
         ([str(TINY), "--output", "1"], "at least 1 and 2"),
         ([str(TINY), "--scheduling-policy", "best"], "best"),

@@ -39,7 +39,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpu", default="H200", metavar="NAME",
         help=f"one of {', '.join(name.removeprefix('NVIDIA ') for name in TARGETS)}; default: %(default)s")  # fmt: skip
-    add("--gpus", type=int, default=1, metavar="N", help="GPUs that share the model; default: %(default)s")
+    add("--gpus", type=int, metavar="N", help="GPUs that share the model; default: --tensor-parallel-size")
     add("--input", type=int, default=1024, metavar="N", help="tokens of a prompt; default: %(default)s")
     add("--output", type=int, default=128, metavar="N", help="tokens of an answer; default: %(default)s")
     add("--rate", default="4:64", metavar="LOW:HIGH",
@@ -62,7 +62,7 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     begun = time.perf_counter()
     objectives = Objectives(args.ttft_ms, args.tpot_ms)
     server = _server(args, asked)
-    print(f"{plan_text.title(server, args.gpus)}\n{plan_text.memory(server)}\n{plan_text.HEAD}", flush=True)
+    print(f"{plan_text.title(server)}\n{plan_text.memory(server)}\n{plan_text.HEAD}", flush=True)
     points: list[Point] = []
     for load in _loads(args, asked.options.max_num_seqs):
         points.append(server.serve(load))
@@ -81,7 +81,11 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
         plan_text.plot(variants, args.plot)
     if args.json:
         results = [one.as_dict(objectives) for one in variants]
-        facts = {"planned_gpu": first.server.outline.target.gpu, "gpus": args.gpus, "chosen": best.flags}
+        facts = {
+            "planned_gpu": first.server.outline.target.gpu,
+            "gpus": first.server.gpus,
+            "chosen": best.flags,
+        }
         write(args.json, record("plan", args, results, knee=knee.load.request_rate, **facts))
     progress(f"{sum(len(one.points) for one in variants)} loads in {time.perf_counter() - begun:.1f} s")
     return 0
@@ -92,13 +96,22 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     gpu = next((name for name in TARGETS if args.gpu in (name, name.removeprefix("NVIDIA "))), None)
     if gpu is None:
         raise BadFlags(f"--gpu {args.gpu}: the speed is known of {', '.join(TARGETS)}")
-    if args.gpus < 1:
-        raise BadFlags(f"--gpus {args.gpus}: a model is on at least one GPU")
+    named = asked.options.tensor_parallel_size
+    gpus = named if args.gpus is None else args.gpus
+    if gpus < 1 or named not in (1, gpus):
+        raise BadFlags(
+            f"--gpus {gpus}: a model is on at least one GPU, and --tensor-parallel-size is {named}"
+        )
+    if asked.options.speculative_config is not None:
+        raise BadFlags(
+            "--speculative-config: a plan does not know how many drafts a text accepts; leave it out, and measure with "
+            "`openinfer bench serve`"
+        )
     progress(f"the steps of {asked.model_dir.name}")
     target, figures = TARGETS[gpu], GPUS[gpu]
     if args.speeds:
         figures = tune_speed.load(args.speeds, target, figures)
-    server = Server.of(asked, target, figures, args.gpus)
+    server = Server.of(asked, target, figures, gpus)
     if args.input < 1 or args.output < 2 or args.input + args.output > server.max_model_len:
         raise BadFlags(
             f"--input {args.input} --output {args.output}: at least 1 and 2, and together at most "

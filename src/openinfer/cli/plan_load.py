@@ -61,12 +61,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An engine with these options on a GPU that need not be here. cache_bytes: what memory leaves for the cache."""
+    """An engine with these options on GPUs that need not be here. cache_bytes: the memory of each that is left for the
+    cache."""
 
     asked: Asked
     outline: Outline
     figures: Figures
     cache_bytes: int
+    gpus: int
 
     @classmethod
     def of(cls, asked: Asked, target: Target, figures: Figures, gpus: int) -> Server:
@@ -76,7 +78,7 @@ class Server:
         outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)
         room = int(figures.memory_bytes * options.gpu_memory_utilization) - sum(outline.memory.values())
         wanted = options.kv_cache_memory_bytes
-        server = cls(asked, outline, figures, room if wanted is None else wanted)
+        server = cls(asked, outline, figures, room if wanted is None else wanted, gpus)
         outline.cache(server.cache_bytes)  # too little room is said before the work
         return server
 

@@ -13,11 +13,11 @@ from openinfer.cli.plan_load import FULL, Point, Server
 from openinfer.tensor import format_bytes
 
 
-def title(server: Server, gpus: int) -> str:
+def title(server: Server) -> str:
     """The model, the GPU and the sizes of the engine."""
     options, outline = server.asked.options, server.outline
     return (
-        f"{server.asked.model_dir.name} on {gpus} x {outline.target.gpu}, {options.scheduling_policy}, "
+        f"{server.asked.model_dir.name} on {server.gpus} x {outline.target.gpu}, {options.scheduling_policy}, "
         f"{outline.buckets.max_tokens} tokens a step, {options.max_num_seqs} rows"
     )
 
