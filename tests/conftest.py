@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from openinfer.cli import recipes
+from openinfer.kernels import AdapterSizes
 from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import build
@@ -98,13 +99,16 @@ def place() -> Place:
         length: int = 1024,
         dtype: Any = float32,
         nbytes: int = 256 << 20,
+        adapters: AdapterSizes | None = None,
         **flags: Any,
     ) -> Any:
         stream = Stream(Device("cpu"))
         with Checkpoint(path) as checkpoint:
             source = replace(Source.read(path), checkpoint=checkpoint)
             blueprint = recipe.blueprint(source, recipe.options(**flags))
-            limits = Limits(length, max_rows, max_tokens, blueprint.page_size, np.dtype(dtype))
+            limits = Limits(
+                length, max_rows, max_tokens, blueprint.page_size, np.dtype(dtype), adapters=adapters
+            )
             model = blueprint.lay_out(Arena(Device("cpu"), nbytes), stream, limits, blocks)
             blueprint.load(model, checkpoint, stream, lambda done, total: None)
         return model

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from openinfer.graph import Buckets
-from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
+from openinfer.kernels import (
+    Adapter,
+    AdapterSizes,
+    CpuPack,
+    InterpDriver,
+    LaunchPack,
+    Pack,
+    Target,
+    apply_writes,
+)
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import make_plan
@@ -26,8 +35,13 @@ LAYERS = 2
 """Of the model's four: the first, and one whose input another layer made."""
 
 
-def bf16_model(place: Any, golden: Any) -> Model:
-    model: Model = place(RECIPE, golden.path, [9], max_tokens=64, length=64, dtype=bfloat16)
+ADAPTERS = AdapterSizes(places=2, max_rank=16)
+
+
+def bf16_model(place: Any, golden: Any, adapters: AdapterSizes | None) -> Model:
+    model: Model = place(
+        RECIPE, golden.path, [9], max_tokens=64, length=64, dtype=bfloat16, adapters=adapters
+    )
     model.kv.numpy()[:] = np.nan  # what was never written must never be read
     model.kv.numpy()[0] = 0
     few = dataclasses.replace(model.weights, layers=model.weights.layers[:LAYERS])
@@ -40,12 +54,19 @@ def write(model: Model, pack: Pack) -> None:
 
 
 def two_steps(
-    place: Any, golden: Any, pack: Pack
+    place: Any, golden: Any, pack: Pack, adapters: AdapterSizes | None = None
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[int]]:
     """A mixed step with two prompts (a dead row between them, padding rows and tokens behind), then a decode step.
     Returns both steps' logits and the tokens of the second."""
-    model = bf16_model(place, golden)
+    model = bf16_model(place, golden, adapters)
     rows, rng = model.batch.rows, np.random.default_rng(3)
+    if model.batch.adapters is not None:  # slot 1 has the second adapter, slot 3 the first
+        own = np.random.default_rng(4)
+        for at in (1, 2):
+            values = (own.standard_normal(model.batch.adapters.place_bytes // 2) * 0.07).astype(bfloat16)
+            model.batch.adapters.put(at, Adapter("", "", values, b""), Stream(CPU))
+        rows.set("adapters", 1, 2)
+        rows.set("adapters", 3, 1)
     for slot, pages in {1: [4, 2], 3: [7]}.items():
         rows.set("alive", slot, 1)
         rows.set("limits", slot, 100)
@@ -70,9 +91,9 @@ def two_steps(
     return first[[0, 2]], second[[0, 2]], model.batch.sampled.result[:4].numpy()[[0, 2], 0].tolist()
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_a_whole_forward(place, tiny, arch):
-    limits = Limits(64, 4, 64, 16, np.dtype(bfloat16))
+@pytest.mark.parametrize(("arch", "adapters"), [(80, None), (90, None), (90, ADAPTERS)])
+def test_a_whole_forward(place, tiny, arch, adapters):
+    limits = Limits(64, 4, 64, 16, np.dtype(bfloat16), adapters=adapters)
     target = Target(arch=arch, num_sms=4, interpreted=True)
     plan = make_plan(
         RECIPE.blueprint(Source.read(tiny.path), RECIPE.options()), limits, Buckets((4,), (64,), (4,)), target
@@ -83,11 +104,19 @@ def test_a_whole_forward(place, tiny, arch):
 
     driver = InterpDriver()
     pack = LaunchPack(target, driver, region(plan.scratch_bytes), region(plan.zeroed_bytes))
-    ours, expected = two_steps(place, tiny, pack), two_steps(place, tiny, CpuPack())
+    ours, expected = (two_steps(place, tiny, one, adapters) for one in (pack, CpuPack()))
     assert set(driver.launched) <= {str(spec) for spec in plan.specs}, "nothing runs that was not planned"
     assert {"gemm_small", "attend_short", "attend_long", "qk_norm_rope_write", "advance"} <= {
         name.partition(".")[2].partition("[")[0] for name in driver.launched
     }
+    if adapters is not None:
+        plain = two_steps(place, tiny, CpuPack())
+        assert all(
+            np.linalg.norm(a - b) > 0.2 * np.linalg.norm(b) for a, b in zip(ours[:2], plain, strict=False)
+        )
+        assert {"lora_shrink", "lora_expand"} <= {
+            str(name).split(".")[1].split("[")[0] for name in driver.launched
+        }
     for a, b in zip(ours[:2], expected[:2], strict=True):
         assert np.isfinite(a).all()
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
