@@ -15,8 +15,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from openinfer.cli import recipes
+from openinfer.cli.segments import Outline
 from openinfer.frontend.contract import LoadAdapter, Rejected, UnloadAdapter
 from openinfer.frontend.errors import Unsupported
+from openinfer.kernels import H200
+from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.tensor import Checkpoint
@@ -287,6 +290,22 @@ def test_flags_that_are_refused(small: Made, flags: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why) as caught:
         small.engine(small.model, **flags)
     assert getattr(caught.value, "user_can_mend", False)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_a_plan_for_a_gpu_counts_the_places(name: str) -> None:
+    """Two adapters of rank 32 of a published size, and the kernels for them."""
+    (recipe,) = (one for one in recipes.installed() if one.name == name)
+    source, sizes = Source(recipe.published()["4B"]), {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    plain = Outline(recipe, source, recipe.options(**sizes), H200)
+    served = Outline(
+        recipe, source, recipe.options(**sizes, enable_lora=True, max_loras=2, max_lora_rank=32), H200
+    )
+    assert served.memory["adapters"] > 2 * (40 << 20)
+    assert served.memory["weights"] == plain.memory["weights"]
+    assert "adapters" not in plain.memory
+    used = {call.op.name for calls in served.steps.values() for call in calls}
+    assert used - {call.op.name for calls in plain.steps.values() for call in calls} == {"add_lora"}
 
 
 def test_models_without_adapters_refuse_the_flag(small: Made) -> None:

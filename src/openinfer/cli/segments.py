@@ -88,6 +88,8 @@ class Outline:
         self.model: Model = blueprint.lay_out(Arena(null, None), Stream(null), limits, one_each)
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))
         own["activations"] += self.model.batch.nbytes
+        if self.model.batch.adapters is not None:
+            own["adapters"] = self.model.batch.adapters.nbytes
         self.memory = {
             **own,
             "batch state": rows.words.nbytes + rows.writes.nbytes,
