@@ -98,6 +98,19 @@ def test_the_op_or_the_phase_that_took_the_time_is_named(clock: Clock) -> None:
     assert ": host phase plan " in found.line
 
 
+def test_turns_that_wait_for_something_to_run_are_no_work(clock: Clock) -> None:
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    for _ in range(100):  # a grammar is compiled, or blocks are on their way
+        watch.trace.mark("plan")
+        clock.pass_s(0.01)
+        watch.trace.mark("outputs")
+        watch.trace.mark("")
+        clock.pass_s(0.01)
+    run(watch, clock, 100)
+    assert watch.num_findings == 0
+
+
 def test_a_run_of_steps_that_are_all_a_little_slower_is_found_once(clock: Clock) -> None:
     watch = Watch(StepTrace())
     calm(watch, clock, 1000)

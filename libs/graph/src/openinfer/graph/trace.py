@@ -37,6 +37,8 @@ class TracedStep:
     index: int
     facts: dict[str, Any]
     launched_ns: int
+    begun_ns: int = 0
+    """When the host began to work for it, where no other step was under way."""
     read_ns: int = 0
     seconds: float = 0.0
     """Device time."""
@@ -44,6 +46,10 @@ class TracedStep:
     """Phases of the host since the step before was read; so they may be the work for the next step."""
     ops: list[Bar] = field(default_factory=list)
     """Ops that ran on the host in that time."""
+
+    def work(self) -> list[Bar]:
+        """The phases in which the host worked for this step or the next, rather than waited."""
+        return [phase for phase in self.phases if phase[0] != WAITING and phase[1] >= self.begun_ns]
 
     def overlaps(self, start_ns: int, end_ns: int) -> bool:
         """Whether something happened while this step was under way."""
@@ -76,7 +82,7 @@ class StepTrace:
         self._activities: deque[Activity] = deque(maxlen=steps * 1024)
         self._phases: deque[Bar] = deque(maxlen=PHASES_KEPT)  # since the last result, as are the ops
         self._ops: deque[Bar] = deque(maxlen=OPS_KEPT)
-        self._phase, self._since = "", 0
+        self._phase, self._since, self._turn = "", 0, 0
         self._recorder: ActivityRecorder | None = None
         self.source = "events around each step"
         if path is None:
@@ -97,6 +103,8 @@ class StepTrace:
         if name:
             self._phases.append((name, self._since, now))
         self._phase, self._since = phase, now
+        if not phase:
+            self._turn = now
 
     def op(self, name: str, start_ns: int, end_ns: int) -> None:
         """An op ran on the host."""
@@ -104,7 +112,9 @@ class StepTrace:
 
     def launch(self, index: int, **facts: Any) -> None:
         """Step `index` goes to the device now. `facts` are shown with it."""
-        self._under_way.append(TracedStep(index, facts, time.perf_counter_ns()))
+        # With no step under way, turns before this one waited for something to run, and are no work for it.
+        begun = 0 if self._under_way else self._turn
+        self._under_way.append(TracedStep(index, facts, time.perf_counter_ns(), begun))
 
     def result(self, seconds: float, **facts: Any) -> None:
         """The oldest step that is under way was read back; the device took `seconds`."""
@@ -119,17 +129,16 @@ class StepTrace:
     def host_s(self) -> float:
         """Seconds of the host's own work between the last two results: without its ops and its waiting."""
         step = self.steps[-1]
-        phases = sum(end - start for name, start, end in step.phases if name != WAITING)
+        phases = sum(end - start for _, start, end in step.work())
         return (phases - sum(end - start for _, start, end in step.ops)) / 1e9
 
     def times(self, step: TracedStep) -> dict[str, float]:
         """Seconds by name of what happened between the result before and this step's: ops and kernels, and phases of
         the host. The phase in which ops ran counts without them."""
         found: dict[str, float] = {}
-        for prefix, bars in (("op", step.ops), ("host phase", step.phases)):
+        for prefix, bars in (("op", step.ops), ("host phase", step.work())):
             for name, start, end in bars:
-                if name != WAITING:
-                    found[f"{prefix} {name}"] = found.get(f"{prefix} {name}", 0.0) + (end - start) / 1e9
+                found[f"{prefix} {name}"] = found.get(f"{prefix} {name}", 0.0) + (end - start) / 1e9
         if step.ops and "host phase launch" in found:
             found["host phase launch"] -= sum(end - start for _, start, end in step.ops) / 1e9
         for activity in self._activities:
