@@ -390,18 +390,20 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_knows_ranks(
     published: dict[str, Any], collectives: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weights of a rank are less, and bytes travel between ranks in the ops that say so alone."""
+    """A rank has and reads less, and bytes travel between ranks in the ops that say so alone."""
     (tmp_path / "config.json").write_text(json.dumps(published))
-    weights = []
+    weights, experts = [], []
     for ranks in (1, 4):
         small = ["--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "256"]
         assert explain.main([str(tmp_path), *small, "--decode", "8,200", "--ranks", str(ranks)]) == 0
         text = capsys.readouterr().out
         weights += [float(gb) for gb in re.findall(r"weights +([0-9.]+) GB", text)]
+        experts += [float(mb) for mb in re.findall(r"^experts\S* +\d+ +\d+ +([0-9.]+)", text, re.M)]
         assert ("link MB" in text) == (ranks > 1)
     links = re.findall(r"^(\w+) .* (\d+\.\d{3})$", text, re.M)
     assert {name for name, link in links if float(link) and name != "sum"} == collectives
     assert weights[1] < 0.5 * weights[0]
+    assert not experts or experts[1] == pytest.approx(experts[0] / 4, rel=0.1)  # those that a step reads
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ class TestDeepSeekV4Rounded(Suite):
     compared = False
 
 
+@pytest.mark.slow
 class TestDeepSeekV4TwoRanks(Suite):
     recipe, checkpoint = DEEPSEEK_V4, FOLDER / "deepseek_v4-tiny"
     flags = {"activation_quantization": "off", "tensor_parallel_size": 2}  # noqa: RUF012

@@ -181,6 +181,9 @@ def test_experts_cost_what_is_hit(numbers: Any, rng: np.random.Generator) -> Non
     assert whole / 4 < one.bytes < whole / 3.5  # two of eight
     assert many.bytes > whole
     assert many.flops == 64 * one.flops
+    shared = experts_add.cost(Workload.decode(1, 10), **tensors, all_experts=32)  # a rank of four
+    assert shared.flops == one.flops / 4
+    assert whole / 17 < shared.bytes < whole / 14
 
 
 def test_one_kernel_for_any_number_of_tokens_if_batch_invariant() -> None:

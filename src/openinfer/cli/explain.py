@@ -84,8 +84,6 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
-    if ranks > 1:
-        print("(bytes, FLOPs and floors of experts as if all that tokens are sent to were on this GPU)")
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
     if args.plot:
         plot(lines, title, args.plot)

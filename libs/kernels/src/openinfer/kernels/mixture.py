@@ -82,7 +82,8 @@ def results(expert_ids: Array, width: int, mlp: Callable[[int, Array, Array], Ar
     return out
 
 
-def weight_bytes(tokens: int, chosen: int, experts: int, *tensors: Tensor | None) -> int:
-    """The bytes of the experts' weights that a call reads, as many experts as evenly random routing hits."""
-    hit = experts * (1 - (1 - min(1, chosen / experts)) ** tokens)
-    return int(sum(tensor.nbytes for tensor in tensors if tensor is not None) * hit / experts)
+def weight_bytes(tokens: int, chosen: int, all_experts: int, *tensors: Tensor | None) -> int:
+    """The bytes of these experts' weights that a call reads, as many experts as evenly random routing hits; tokens
+    choose among `all_experts`, some of which other ranks may have."""
+    hit = 1 - (1 - min(1, chosen / all_experts)) ** tokens
+    return int(sum(tensor.nbytes for tensor in tensors if tensor is not None) * hit)

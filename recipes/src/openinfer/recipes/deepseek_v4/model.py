@@ -274,6 +274,7 @@ class Model:
             down_scales=m.down.scales,
             limit=c.swiglu_limit,
             quantized=self.quantized,
+            all_experts=c.num_experts,
         )
         self._sum_of_ranks(pack, t)
 

@@ -280,6 +280,7 @@ class Model:
             down_scales=mlp.down.scales,
             eps=eps,
             out=None if ranks == 1 else y,
+            all_experts=count,
         )
         self._down(pack, mlp.shared.down, y, t)
         if ranks > 1:

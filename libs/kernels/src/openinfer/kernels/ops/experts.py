@@ -35,6 +35,7 @@ def _contract(
     down_scales: Tensor | None,
     limit: float,
     quantized: bool,
+    all_experts: int | None = None,
 ) -> None:
     """out[t] = shared[t] + sum over j of MLP_e(x[t]), with e = expert_ids[t, j] and w = expert_weights[t, j].
 
@@ -49,7 +50,8 @@ def _contract(
     `quantized` it then goes through q8 in blocks of 128 (formats.q8); the caller must have done the same to x. Each
     expert's output is rounded. Their sum and shared are added in float32 and rounded once.
 
-    The number of tokens of an expert is data: an implementation sorts them on the device.
+    The number of tokens of an expert is data: an implementation sorts them on the device. `all_experts`: how many all
+    ranks have, where these are one rank's; the cost takes an even part of the choices to be for these.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, width = x.shape
@@ -85,6 +87,7 @@ def _reference(
     down_scales: Array | None,
     limit: float,
     quantized: bool,
+    all_experts: int | None = None,
 ) -> None:
     def mlp(expert: int, token: Array, choice: Array) -> Array:
         scales = None if gate_up_scales is None else gate_up_scales[expert]
@@ -105,7 +108,14 @@ def _reference(
 
 
 def _launches(
-    target: Target, *, x: Tensor, gate_up: Tensor, expert_ids: Tensor, quantized: bool, **rest: Any
+    target: Target,
+    *,
+    x: Tensor,
+    gate_up: Tensor,
+    expert_ids: Tensor,
+    quantized: bool,
+    all_experts: int | None = None,
+    **rest: Any,
 ) -> Iterator[Command]:
     require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     pairs = expert_ids.shape[0] * expert_ids.shape[1]
@@ -130,13 +140,15 @@ def _cost(
     gate_up_scales: Tensor | None,
     down: Tensor,
     down_scales: Tensor | None,
+    all_experts: int | None = None,
     **_: object,
 ) -> Cost:
     count, width = gate_up.shape[0], x.shape[1]
     inter, tokens, chosen = gate_up.shape[1] // 2, workload.tokens, expert_ids.shape[1]
-    weights = mixture.weight_bytes(tokens, chosen, count, gate_up, gate_up_scales, down, down_scales)
+    every = all_experts or count
+    weights = mixture.weight_bytes(tokens, chosen, every, gate_up, gate_up_scales, down, down_scales)
     activations = tokens * (3 * width * x.itemsize + chosen * 8)
-    return Cost(weights + activations, 6 * tokens * chosen * width * inter)
+    return Cost(weights + activations, 6 * tokens * chosen * width * inter * count // every)
 
 
 experts = Op("experts", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -32,6 +32,7 @@ def _contract(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     out: Tensor | None = None,
+    all_experts: int | None = None,
 ) -> None:
     """x[t] += sum over j of expert_weights[t, j] * MLP_e(rms_norm(x[t]; norm_weight, eps)), in place, where e is
     expert_ids[t, j] and MLP_e(h) = (silu(h Wg_e^T) * (h Wu_e^T)) Wd_e^T.
@@ -44,7 +45,7 @@ def _contract(
     expert gets is data: an implementation sorts them on the device.
 
     With `out` (as x, apart from it) the sum over the experts goes there alone, and x does not change: the sum of one of
-    several ranks.
+    several ranks. `all_experts`: how many all ranks have; the cost takes an even part of the choices to be for these.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -73,6 +74,7 @@ def _reference(
     gate_up_scales: Array | None = None,
     down_scales: Array | None = None,
     out: Array | None = None,
+    all_experts: int | None = None,
 ) -> None:
     normed = rms_norm(x, norm_weight, eps)
 
@@ -109,6 +111,7 @@ def _launches(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     out: Tensor | None = None,
+    all_experts: int | None = None,
 ) -> Iterator[Command]:
     require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     expect_float8(target, gate_up_scales or down_scales)
@@ -138,12 +141,16 @@ def _cost(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     out: Tensor | None = None,
+    all_experts: int | None = None,
 ) -> Cost:
     experts, hidden, inter = down.shape
     tokens, chosen = workload.tokens, expert_ids.shape[1]
-    weights = mixture.weight_bytes(tokens, chosen, experts, gate_up, down, gate_up_scales, down_scales)
+    every = all_experts or experts
+    weights = mixture.weight_bytes(tokens, chosen, every, gate_up, down, gate_up_scales, down_scales)
     activations = tokens * (2 * hidden * x.itemsize + chosen * (x.itemsize + 4))
-    return Cost(weights + norm_weight.nbytes + activations, 6 * tokens * chosen * hidden * inter)
+    return Cost(
+        weights + norm_weight.nbytes + activations, 6 * tokens * chosen * hidden * inter * experts // every
+    )
 
 
 experts_add = Op("experts_add", _contract, reference=_reference, launches=_launches, cost=_cost)
