@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 
+from openinfer.frontend.http import Tokenizer
+from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.testing import Planted
 
-GOLDENS = Path(__file__).parent / "goldens"
+ROOT = Path(__file__).parents[1]
+GOLDENS, DEMO = ROOT / "tests" / "goldens", ROOT / "demo"
+RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
+MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -40,3 +45,58 @@ def test_a_prefix_that_drafts_have_written_is_as_good_as_another(
     stats = drafted.engine.stats()
     assert stats.prefix_hit_tokens > 0
     assert stats.accepted_draft_tokens > 20
+
+
+ASKED = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "seed": 4, "top_p": 0.9, "logprobs": 0, "prompt_logprobs": 1},
+    {"temperature": 1.2, "seed": 5, "top_k": 20, "min_tokens": 20, "presence_penalty": 0.5},
+]
+TEXTS = ["What is the capital of France?", "Sort 5 3 9 1", "Extract JSON: Anna is 31", "How much is 12 + 30?"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])
+def test_drafts_of_the_models_own_layers_change_no_token(session: Callable[..., Any], name: str) -> None:
+    """Greedy and sampled requests, in chunks, with preemption, cached prefixes and prompts that are scored."""
+    path = DEMO / name
+    tokenizer = Tokenizer.load(path)
+    asked = [
+        (tokenizer.encode_short(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"), 30, one)
+        for text in TEXTS
+        for one in ASKED
+    ]
+    flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+    plain = session(path, max_num_seqs=1, enable_prefix_caching=False, **flags)
+    small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS}
+    drafted = session(path, speculative_config=MTP, **small, **flags)
+    wanted, found = plain.outcomes_of(asked), drafted.outcomes_of(asked)
+    for (_, _, options), want, got in zip(asked, wanted, found, strict=True):
+        assert got.tokens == want.tokens, options
+        for mine, theirs in zip(want.logprobs, got.logprobs, strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or abs(mine.logprob - theirs.logprob) < 1e-4
+        assert len(got.prompt_logprobs) == len(want.prompt_logprobs)
+    stats = drafted.engine.stats()
+    assert stats.preemptions > 0
+    assert stats.accepted_draft_tokens > 0.5 * stats.draft_tokens > 50
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "complaint"),
+    [
+        ("tests/goldens/qwen3-tiny", {}, "method 'mtp' is not possible with this model; possible: ngram"),
+        ("tests/goldens/qwen3_5-moe-tiny", {}, "has no MTP head; use method ngram"),
+        ("demo/qwen3_5", {"enable_lora": True}, "--enable-lora is not possible with method mtp"),
+        (
+            "demo/qwen3_5",
+            {"tensor_parallel_size": 2},
+            "--tensor-parallel-size is not possible with method mtp",
+        ),
+    ],
+)
+def test_layers_that_cannot_draft_are_refused_with_the_reason(
+    session: Callable[..., Any], name: str, flags: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(SetupError, match=complaint):
+        session(ROOT / name, speculative_config=MTP, **flags)

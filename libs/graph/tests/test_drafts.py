@@ -115,3 +115,16 @@ def test_drafts_leave_room_for_a_prompt():
     found = drafting.num_drafts(view_of(*seqs))
     assert list(found.values()) == [3, 3, 1]
     assert sum(found.values()) + len(seqs) == 11
+
+
+def test_drafts_that_are_seldom_accepted_are_left_out_but_tried_now_and_then():
+    drafting, seq = Drafting(3, 64, None), seq_of([1, 2, 3])
+    assert drafting.num_drafts(view_of(seq)) == {seq: 3}
+    for _ in range(100):
+        drafting.saw(3, 1)
+    found = [drafting.num_drafts(view_of(seq))[seq] for _ in range(64)]
+    assert sorted(found) == [1] * 62 + [3, 3]
+    for _ in range(100):
+        drafting.saw(1, 0)
+    found = [drafting.num_drafts(view_of(seq)).get(seq, 0) for _ in range(64)]
+    assert sorted(found) == [0] * 62 + [3, 3]

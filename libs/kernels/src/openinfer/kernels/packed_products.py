@@ -243,8 +243,8 @@ def norm_rows(out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized
         "out": out,
         "x": x,
         "norm_weight": norm_weight,
-        "width": Aligned(width),
+        "width": aligned(width),
         "eps": eps,
     }
-    constants = {"BLOCKS": power_of_two(width // 128), "QUANTIZED": quantized}
+    constants = {"BLOCKS": power_of_two(-(-width // 128)), "QUANTIZED": quantized}
     return launch(_DEVICE, "norm_rows", (rows,), args, constants, num_warps=8 if width > 2048 else 4)

@@ -23,7 +23,8 @@ CPU_CACHE_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes of an engine. page_size: tokens of an entry of a block table. max_drafts: of a row in a step."""
+    """The sizes of an engine. page_size: tokens of an entry of a block table. max_drafts: of a row in a step. proposes:
+    layers of the model make the drafts."""
 
     max_model_len: int
     max_rows: int
@@ -32,6 +33,7 @@ class Limits:
     dtype: np.dtype[Any]
     adapters: AdapterSizes | None = None
     max_drafts: int = 0
+    proposes: bool = False
 
     @property
     def max_logits(self) -> int:
@@ -96,7 +98,7 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
     adapters = AdapterSizes(options.max_loras, options.max_lora_rank) if options.enable_lora else None
     speculation = options.speculation()
     drafts = speculation.num_speculative_tokens if speculation else 0
-    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts)
+    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts, options.proposes)
 
 
 def fit(limits: Limits, options: Options, capacity: int) -> Limits:

@@ -165,7 +165,12 @@ class Options:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
-        self.speculation()
+        if self.proposes and (self.enable_lora or self.tensor_parallel_size > 1):
+            flag = "--enable-lora" if self.enable_lora else "--tensor-parallel-size"
+            raise SetupError(
+                f"{flag} is not possible with method mtp of --speculative-config: the layers that draft have no part "
+                "for it yet; use method ngram, or leave one of the flags out"
+            )
 
     def speculation(self) -> SpeculativeConfig | None:
         """The value of --speculative-config. Raises SetupError."""
@@ -174,6 +179,12 @@ class Options:
         from openinfer.recipes.engine.speculation import SpeculativeConfig
 
         return SpeculativeConfig.parse(self.speculative_config, self.draft_methods)
+
+    @property
+    def proposes(self) -> bool:
+        """Whether layers of the model draft. Raises SetupError."""
+        speculation = self.speculation()
+        return speculation is not None and speculation.proposes
 
     def drafting(self, max_tokens: int) -> Drafting | None:
         """The choice of drafts, for steps of at most `max_tokens` tokens. Raises SetupError."""

@@ -45,7 +45,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         return config
 
+    @property
+    def proposes(self) -> bool:
+        """Whether layers of the model draft."""
+        return self.method == "mtp"
+
     def drafting(self, max_tokens: int) -> Drafting:
         """The choice of drafts, for steps of at most `max_tokens` tokens."""
+        if self.proposes:
+            return Drafting(self.num_speculative_tokens, max_tokens, None)
         make = partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
         return Drafting(self.num_speculative_tokens, max_tokens, make)

@@ -275,7 +275,8 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     pack = NullPack(target)
     traced = blueprint.traced(model, pack)
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
-    steps = {s: calls["forward", s] + calls["sample", s.rows, s.drafts] for s in buckets.segments()}
+    sampled = {s: calls["sample", s.rows, s.drafts] + calls.get(("draft", s), []) for s in buckets.segments()}
+    steps = {s: calls["forward", s] + rest for s, rest in sampled.items()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     workspace = scratch + zeroed + 1024
     return Plan(fixed + workspace, pack.specs(), scratch, zeroed, steps, pack.peer_widths())

@@ -52,8 +52,9 @@ class Qwen35(Blueprint[Model]):
         validate(checkpoint, weights)
 
     def _block_bytes(self, limits: Limits) -> tuple[int, int]:
-        itemsize = limits.dtype.itemsize
-        return self.config.kv_bytes_per_token(itemsize) * self.page_size, self.config.state_bytes(itemsize)
+        c, itemsize = self.config, limits.dtype.itemsize
+        layer = c.kv_bytes_per_token(itemsize) // c.num_full * self.page_size
+        return layer * (c.num_full + self.form.mtp), c.state_bytes(itemsize)
 
     def _states_wanted(self) -> int:
         """The most blocks of states: one a row, as many again for snapshots, and the padding block."""
@@ -95,11 +96,11 @@ class Qwen35(Blueprint[Model]):
                 Field("snapshot_blocks", (snapshots,)),
             ],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts,
+            width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(arena, limits, weights.adapted(), weights.places.weights(), NOT_RUN),
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens, batch.logits)
-        page = (c.num_full, 2, c.num_kv_heads, self.page_size, c.head_dim)
+        page = (c.num_full + self.form.mtp, 2, c.num_kv_heads, self.page_size, c.head_dim)
         kv = arena.alloc((pages, *page), dtype, "kv cache")
         recurrent = (c.num_linear, c.value_heads, c.key_dim, c.value_dim)
         state = arena.alloc((num_states, *recurrent), float32, "recurrent states")
@@ -131,7 +132,8 @@ class Qwen35(Blueprint[Model]):
     def memory(self, model: Model) -> Mapping[str, int]:
         weights, dtype = Arena(Device("null"), None), model.kv.dtype
         Weights.allocate(self.config, weights, dtype, self.form)
-        tensors = [getattr(model.buffers, field.name) for field in dataclasses.fields(model.buffers)]
+        names = [field.name for field in dataclasses.fields(model.buffers) if field.name != "drafting"]
+        tensors = [*(getattr(model.buffers, name) for name in names), *model.buffers.drafting]
         buffers = sum(tensor.nbytes for tensor in tensors if tensor is not model.batch.logits)
         return {
             "weights": weights.used,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph.runner import Batch
+from openinfer.graph.runner import Batch, StepRows
 from openinfer.kernels import (
     Pack,
     embed,
@@ -19,6 +19,7 @@ from openinfer.kernels import (
     gather_columns,
     linear_add,
     norm_linear,
+    norm_rows,
     reduce_add,
     route_topk,
 )
@@ -28,7 +29,7 @@ from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.recipes.qwen3_5.states import States
-from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Weights
+from openinfer.recipes.qwen3_5.weights import Attention, DeltaNet, Layer, Mixture, Mtp, Weights
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
 
@@ -50,6 +51,7 @@ class Buffers:
     expert_weights: Tensor
     y: Tensor
     local_logits: Tensor
+    drafting: tuple[Tensor, ...]
 
     @classmethod
     def allocate(
@@ -87,6 +89,7 @@ class Buffers:
             expert_weights=by_token(chosen),
             y=by_token(config.hidden_size if experts and config.ranks > 1 else 1),
             local_logits=local,
+            drafting=tuple(by_token(config.hidden_size) for _ in range(2 if weights.mtp else 0)),
         )
 
 
@@ -132,7 +135,8 @@ class Model:
         full = linear = 0
         for layer in w.layers:
             if isinstance(layer.mixer, Attention):
-                self._attention(pack, layer.input_norm, layer.mixer, self.kv[:, full], t, r, max_q_len)
+                step = batch.step(t, r)
+                self._attention(pack, layer.input_norm, layer.mixer, self.kv[:, full], step, max_q_len)
                 full += 1
             else:
                 self._delta_net(pack, layer.input_norm, layer.mixer, linear, t, r, max_q_len)
@@ -142,17 +146,45 @@ class Model:
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
-        w, r, local, ranks = self.weights, num_rows, self.buffers.local_logits, self.config.ranks
-        norm_linear(
-            pack,
-            out=local[:r],
-            x=self.batch.last[:r],
-            norm_weight=w.norm,
-            weight=w.lm_head,
-            eps=self.config.rms_norm_eps,
+        self._logits(pack, num_rows, self.weights.norm)
+
+    def _logits(self, pack: Pack, r: int, norm: Tensor) -> None:
+        local, ranks, head, eps = (
+            self.buffers.local_logits[:r],
+            self.config.ranks,
+            self.weights.lm_head,
+            self.config.rms_norm_eps,
         )
+        norm_linear(pack, out=local, x=self.batch.last[:r], norm_weight=norm, weight=head, eps=eps)
         if ranks > 1:
-            gather_columns(pack, out=self.batch.logits[:r], x=local[:r], ranks=ranks)
+            gather_columns(pack, out=self.batch.logits[:r], x=local, ranks=ranks)
+
+    def further(self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, first: bool) -> None:
+        """graph.runner.Proposer: the MTP head's hidden states, from the normed states before it and the embedding of
+        the tokens that follow. Its keys and values have the last layer of the pages."""
+        b, eps, mtp, t = self.buffers, self.config.rms_norm_eps, self._mtp, token_ids.shape[0]
+        x, states, other = b.x[:t], b.drafting[0][:t], b.drafting[1][:t]
+        norm = self.weights.norm if first else mtp.norm
+        norm_rows(pack, out=other, x=x, norm_weight=norm, eps=eps, quantized=False)
+        norm_rows(pack, out=states, x=other, norm_weight=mtp.hidden_norm, eps=eps, quantized=False)
+        embed(pack, out=other, token_ids=token_ids, table=self.weights.embed)
+        norm_linear(pack, out=x, x=other, norm_weight=mtp.embed_norm, weight=mtp.of_embedding, eps=eps)
+        linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
+        if not isinstance(mtp.layer.mixer, Attention):
+            raise TypeError("the MTP head's layer has no attention")
+        kv = self.kv[:, self.config.num_full]
+        self._attention(pack, mtp.layer.input_norm, mtp.layer.mixer, kv, step, max_q_len)
+        self._mlp(pack, mtp.layer, t)
+
+    def draft_head(self, pack: Pack, num_rows: int) -> None:
+        """graph.runner.Proposer: logits of the MTP head's states in `batch.last`."""
+        self._logits(pack, num_rows, self._mtp.norm)
+
+    @property
+    def _mtp(self) -> Mtp:
+        if self.weights.mtp is None:
+            raise TypeError("the MTP head is not loaded")
+        return self.weights.mtp
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page and the padding block of state."""
@@ -160,10 +192,10 @@ class Model:
             memory[0].zero_(stream)
 
     def _attention(
-        self, pack: Pack, norm: Tensor, mixer: Attention, kv: Tensor, t: int, r: int, max_q_len: int
+        self, pack: Pack, norm: Tensor, mixer: Attention, kv: Tensor, step: StepRows, max_q_len: int
     ) -> None:
         """x += the gated full attention of its norm."""
-        c, b, batch = self.config, self.buffers, self.batch
+        c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
         norm_linear(
             pack,
@@ -184,7 +216,7 @@ class Model:
             k_norm=mixer.k_norm,
             cos_sin=self.cos_sin,
             block_tables=batch.rows["block_tables"],
-            **batch.step(t, r),
+            **step,
             eps=c.rms_norm_eps,
             scale=c.head_dim**-0.5,
             max_q_len=max_q_len,

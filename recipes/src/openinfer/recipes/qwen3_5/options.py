@@ -19,6 +19,8 @@ class HybridOptions(Options):
         "batch_invariant": "how a prompt is cut into steps changes what the delta rule's kernels round",
     }
 
+    draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "mtp")
+
     snapshot_interval: int = option(
         512,
         "tokens between snapshots of a prompt's recurrent state, where a cached prefix can end (besides the prompt's "

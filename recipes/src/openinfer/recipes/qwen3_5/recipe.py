@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from openinfer.recipes.engine import Recipe, Source
+from openinfer.recipes.engine import Recipe, SetupError, Source
 from openinfer.recipes.qwen3_5.options import HybridOptions
 from openinfer.recipes.qwen3_5.published import SIZES, config_json
 
@@ -39,6 +40,10 @@ class Qwen35Recipe(Recipe[HybridOptions]):
 
         config = Config.parse(source.config, source.eos)
         form = Format.of(source.checkpoint, config) if source.checkpoint else Format.published(config)
+        if options.proposes:
+            if not config.mtp:
+                raise SetupError("--speculative-config: this checkpoint has no MTP head; use method ngram")
+            form = dataclasses.replace(form, mtp=True)
         return Qwen35(config.of_rank(rank, ranks), form, options)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:

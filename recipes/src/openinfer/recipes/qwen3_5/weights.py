@@ -27,6 +27,7 @@ from openinfer.tensor import (
 Array = np.ndarray[Any, Any]
 NEVER_FP8 = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
 """Modules that block-scaled checkpoints keep in BF16, by the ends of their names."""
+MTP_FC = "mtp.fc.weight"
 NOT_RUN = ("mtp.", "model.visual.")
 """The beginnings of modules that no engine runs, or only for drafts, which change no token."""
 
@@ -125,9 +126,11 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The MTP head, which predicts the token after next. Engines do not load it."""
+    """The MTP head, which predicts the token after next. Engines load it where it drafts. The columns of its first
+    projection are for the embedding, then for the hidden states."""
 
-    fc: Linear  # [H, 2 H]
+    of_embedding: Tensor  # [H, H]
+    of_hidden: Tensor  # [H, H]
     embed_norm: Tensor
     hidden_norm: Tensor
     layer: Layer
@@ -186,6 +189,9 @@ def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     for load in weights.places.loads:
         packed = load.dst.dtype == float8_e4m3fn
         expected[load.name] = (load.dst.shape, (float8_e4m3fn,) if packed else dtypes.WEIGHTS)
+    if weights.mtp is not None:  # two loads have its halves
+        size = weights.mtp.of_hidden.shape[0]
+        expected[MTP_FC] = ((size, 2 * size), dtypes.WEIGHTS)
     for (name,), dst, *_ in weights.places.conversions:
         expected[name] = (dst.shape, dtypes.WEIGHTS)
     ignored = ["model.visual.*", *([] if weights.mtp else ["mtp.*"])]
@@ -334,8 +340,14 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
 
 def _mtp(p: _Places, config: Config) -> Mtp:
     hidden = config.hidden_size
+    of_embedding, of_hidden = (p.arena.alloc((hidden, hidden), p.dtype, MTP_FC) for _ in range(2))
+    p.loads += [
+        Load(MTP_FC, of_embedding, (slice(None), slice(0, hidden))),
+        Load(MTP_FC, of_hidden, (slice(None), slice(hidden, 2 * hidden))),
+    ]
     return Mtp(
-        fc=p.stack(WeightPart("mtp.fc", hidden), columns=2 * hidden),
+        of_embedding,
+        of_hidden,
         embed_norm=p.gain("mtp.pre_fc_norm_embedding.weight", hidden),
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),

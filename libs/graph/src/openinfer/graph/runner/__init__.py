@@ -6,6 +6,7 @@ try:
     from openinfer.graph.runner.drafting import Drafting, Proposal
     from openinfer.graph.runner.follower import Leader, follow
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
+    from openinfer.graph.runner.proposing import Proposer
     from openinfer.graph.runner.requests import FirstTokens
     from openinfer.graph.runner.ring import Reader, Ring, Writer
     from openinfer.graph.runner.runner import Payload, Runner, Sampling
@@ -34,6 +35,7 @@ __all__ = [
     "Payload",
     "PromptScore",
     "Proposal",
+    "Proposer",
     "Reader",
     "Ring",
     "Runner",

@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.runner.scoring import padded, score_fields
-from openinfer.graph.runner.verifying import draft_fields
+from openinfer.graph.runner.verifying import Proposals, draft_fields, proposal_fields
 from openinfer.kernels import Adapters, Pack, expand_rows, select_rows
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.tensor import Arena, Stream, Tensor, int32
@@ -49,6 +49,7 @@ class Batch:
     sampled: SampleBuffers
     adapters: Adapters | None = None  # the row field "adapters" has the place of each slot's, 0 for none
     max_drafts: int = 0
+    proposals: Proposals | None = None  # None: no layer drafts
 
     @classmethod
     def allocate(
@@ -64,13 +65,14 @@ class Batch:
         dtype: np.dtype[Any],
         adapters: Adapters | None = None,
         max_drafts: int = 0,
+        proposes: bool = False,
     ) -> Batch:
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
-        max_drafts: of a row; 0: the fields of drafts do not exist."""
+        max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts."""
         logits = max_rows * (1 + max_drafts)
         shared = [*row_fields(max_rows, max_tokens, vocab_size, logits), *draft_fields(max_rows, max_drafts)]
         own_fields = [*own_fields, *([Field("adapters", (max_rows + 1,))] if adapters else [])]
-        rows = Rows(arena, [*shared, *own_fields], stream)
+        rows = Rows(arena, [*shared, *own_fields, *(proposal_fields(max_rows) if proposes else [])], stream)
         return cls(
             rows,
             token_ids=arena.alloc((max_tokens,), int32),
@@ -82,6 +84,7 @@ class Batch:
             ),
             adapters=adapters,
             max_drafts=max_drafts,
+            proposals=Proposals.allocate(arena, stream, max_rows, max_tokens) if proposes else None,
         )
 
     @property

@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from openinfer.graph.runner.runner import Sampling
 
 
+WORTH = 0.4
+"""A draft that is accepted less often is left out: its tokens cost about what it brings."""
+REMEMBERED = 16
+"""Rows over which the chance of a draft is averaged."""
+PROBED = 32
+"""In one of this many steps rows have all drafts, whatever their chances."""
+
+
 @dataclass(slots=True)
 class Proposal:
     """A sequence's drafter, and the tokens that it proposed last for the positions from `position` on."""
@@ -30,9 +38,10 @@ class Proposal:
 
 @dataclass(slots=True)
 class Drafting:
-    """scheduler.Speculation of an engine whose drafts come from the host.
+    """scheduler.Speculation of an engine.
 
-    max_drafts: of a row. max_tokens: of a step. make_drafter: a drafter for a sequence that starts.
+    max_drafts: of a row. max_tokens: of a step. make_drafter: a drafter for a sequence that starts; None: layers of the
+    model draft, for every row.
 
     A proposal covers every position that the next step can reach, because the step before is still under way: up to
     max_drafts + 1 tokens from that one, and max_drafts from the next.
@@ -40,21 +49,43 @@ class Drafting:
 
     max_drafts: int
     max_tokens: int
-    make_drafter: Callable[[], Drafter]
+    make_drafter: Callable[[], Drafter] | None
     counts: DraftCounts = field(default_factory=DraftCounts)
+    _chances: list[float] = field(init=False)  # that the first, second, ... draft of a row is accepted
+    _asked: int = 0
+
+    def __post_init__(self) -> None:
+        self._chances = [1.0] * self.max_drafts
+
+    def saw(self, num_drafts: int, accepted: int) -> None:
+        """A row with drafts has been read."""
+        self.counts.add(num_drafts, accepted)
+        for place in range(num_drafts):
+            self._chances[place] += ((place < accepted) - self._chances[place]) / REMEMBERED
+
+    def _most(self) -> int:
+        """Drafts of a row in this step: those that are accepted often enough. All of them now and then, to see more."""
+        self._asked += 1
+        if self._asked % PROBED == 0:
+            return self.max_drafts
+        return next((n for n, chance in enumerate(self._chances) if chance < WORTH), self.max_drafts)
 
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation. A row with a grammar has no drafts: its mask depends on the token before."""
-        room = self.max_tokens - 1 - len(view.decoding)
+        room, most = self.max_tokens - 1 - len(view.decoding), self._most()
+        if not most:
+            return {}
         wanted: dict[Seq[Sampling], int] = {}
         for seq in view.decoding:
             sampling: Sampling = seq.owner
             if sampling.constraint is not None:
                 continue
-            if sampling.proposal is None:
-                sampling.proposal = Proposal(self.make_drafter())
-            sampling.proposal.renew(seq.tokens, 2 * self.max_drafts + 1)
-            count = min(self.max_drafts, len(sampling.proposal.tokens), room)
+            count = min(most, room)
+            if self.make_drafter is not None:
+                if sampling.proposal is None:
+                    sampling.proposal = Proposal(self.make_drafter())
+                sampling.proposal.renew(seq.tokens, 2 * self.max_drafts + 1)
+                count = min(count, len(sampling.proposal.tokens))
             if count > 0:
                 wanted[seq] = count
                 room -= count

@@ -16,7 +16,7 @@ from openinfer.graph.runner.follower import Leader
 from openinfer.graph.runner.model import Constraint, Masks, Model
 from openinfer.graph.runner.scoring import PromptScore, Scores, Share, read_scores, write_scores
 from openinfer.graph.runner.segments import segments
-from openinfer.graph.runner.verifying import read_verified, write_verified
+from openinfer.graph.runner.verifying import read_verified, write_following, write_verified
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
 from openinfer.graph.watch import Watch
@@ -133,8 +133,10 @@ class Runner:
                 ("forward", Shape(1, 1, 1)),
                 ("sample", 1, 0),
                 ("score", 0),
+                ("draft", Shape(tokens, 1, tokens)),
             ):
-                work[key]()
+                if key in work:
+                    work[key]()
             self.model.clear(self.stream)
             self.stream.synchronize()
 
@@ -163,6 +165,8 @@ class Runner:
         if self.model.states is not None:
             self.model.states.join(rows, step.joined)
         for write in step.blocks:
+            if self.model.batch.proposals is not None and write.seq.lease is not None:
+                rows.set("reserved", write.seq.slot, write.seq.lease.num_tokens)
             table = self.model.tables[write.group]
             if table is not None:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
@@ -221,6 +225,8 @@ class Runner:
             scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
             results += [tensor[:scored] for tensor in scores]
         self.readback.enqueue(self.stream, results)
+        if self.model.batch.proposals is not None:
+            self.replay(("draft", shape))
 
     def _write_masks(self, constrained: Constrained) -> None:
         if not constrained:
@@ -281,7 +287,7 @@ class Runner:
         advanced = {}
         for slot, num_drafts, num_tokens in read_verified(step, result):
             if self.drafting is not None:
-                self.drafting.counts.add(num_drafts, num_tokens - 1)
+                self.drafting.saw(num_drafts, num_tokens - 1)
             if num_tokens <= num_drafts:
                 advanced[slot] = num_tokens
                 self.pace.fall_short(slot, 1 + num_drafts - num_tokens)
@@ -365,6 +371,8 @@ class Runner:
             drafts = np.zeros(num_rows, np.int32)
             drafts[:decoding] = lengths[:decoding] - 1
             write_verified(rows, q_starts, drafts, self._shape.drafts)
+        if self.model.batch.proposals is not None:
+            write_following(rows, num_rows, step)
         rows.write("prompt", 0, _prompt_ids(placed, self._shape.tokens))
 
     def _constrained_rows(self, step: Step[Sampling], slots: Array, emits: Array) -> Constrained:

@@ -7,6 +7,7 @@ from functools import partial
 
 from openinfer.graph.buckets import Buckets
 from openinfer.graph.runner.model import Model
+from openinfer.graph.runner.proposing import draft
 from openinfer.graph.runner.scoring import padded
 from openinfer.kernels import Pack, apply_writes, select_rows
 from openinfer.sampler import MAX_LOGPROBS
@@ -15,13 +16,16 @@ from openinfer.sampler.gpu import sample_rows, score_tokens, verify_rows
 
 def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, ...], Callable[[], None]]:
     """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
-    ("forward", shape), ("sample", rows, drafts), ("score", first token)."""
+    ("forward", shape), ("sample", rows, drafts), ("score", first token), and where
+    layers of the model draft, ("draft", shape)."""
     batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
     work: dict[tuple[object, ...], Callable[[], None]] = {
         ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
     }
     for shape in buckets.segments():
         work["forward", shape] = partial(model.forward, pack, *shape)
+        if batch.proposals is not None:
+            work["draft", shape] = partial(draft, model, pack, shape)
     for rows in buckets.sample_rows():
         if not buckets.max_drafts:
             work["sample", rows, 0] = partial(sample_rows, pack, batch.rows, batch.sampled, rows)

@@ -15,8 +15,36 @@ import numpy as np
 from openinfer.graph.rows import Field, Rows
 from openinfer.sampler.gpu import RowStatus
 from openinfer.scheduler import Step
+from openinfer.tensor import Arena, Stream, Tensor, int32
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Buffers of layers that draft, for T tokens, R rows, S slots; see sampler.gpu.follow and propose."""
+
+    next_ids: Tensor  # int32 [T]
+    lens: Tensor  # int32 [S]
+    ends: Tensor  # int32 [R + 1]
+    spans: Tensor  # int32 [R + 1]
+    alone: Tensor  # int32 [R + 1]: 0, 1, 2, ..., the q_starts of rows of one token
+
+    @classmethod
+    def allocate(cls, arena: Arena, stream: Stream, max_rows: int, max_tokens: int) -> Proposals:
+        """The arena owns the memory."""
+        sizes = (max_tokens, max_rows + 1, max_rows + 1, max_rows + 1, max_rows + 1)
+        made = cls(*(arena.alloc((size,), int32) for size in sizes))
+        made.lens.zero_(stream)
+        if arena.device.kind != "null":
+            made.alone.copy_from(np.arange(max_rows + 1, dtype=np.int32), stream)
+        return made
+
+
+def proposal_fields(max_rows: int) -> list[Field]:
+    """The fields of layers that draft. following, by row: the token after a chunk that does not emit. reserved, by
+    slot: the tokens that the sequence has blocks for."""
+    return [Field("following", (max_rows,)), Field("reserved", (max_rows + 1,))]
 
 
 def draft_fields(max_rows: int, max_drafts: int) -> list[Field]:
@@ -46,6 +74,15 @@ def write_verified(rows: Rows, q_starts: Array, drafts: Array, max_drafts: int) 
         place = np.arange(1 + max_drafts, dtype=np.int32)[:, None]
         ends = np.where(place <= drafts, q_starts[1:] - drafts + place, 0)
         rows.write("sampled_ends", 1, ends.reshape(-1).astype(np.int32))
+
+
+def write_following(rows: Rows, num_rows: int, step: Step[Any]) -> None:
+    """Write the prompt's next token behind each chunk of a step that does not emit."""
+    following = np.zeros(num_rows, np.int32)
+    for at, row in enumerate(step.rows[step.num_decode :], start=step.num_decode):
+        if row.start is not None and row.start + row.num_tokens < len(row.seq.tokens):
+            following[at] = row.seq.tokens[row.start + row.num_tokens]
+    rows.write("following", 0, following)
 
 
 def write_drafts(rows: Rows, slot: int, position: int, tokens: Sequence[int]) -> None:

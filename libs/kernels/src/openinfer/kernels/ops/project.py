@@ -182,13 +182,14 @@ gate_up_clamped = Op(
 def _norm_contract(*, out: Tensor, x: Tensor, norm_weight: Tensor, eps: float, quantized: bool) -> None:
     """out = norm_weight * x / rms(x), rounded once, then q8 in blocks of 128 with `quantized` (formats.q8).
 
-    x and out [T, D] of one float dtype, norm_weight float32 [D]; D is a multiple of 128.
+    x and out [T, D] of one float dtype, norm_weight float32 [D]; with `quantized` D is a multiple of 128.
     """
     expect("x", x, (-1, -1), *FLOATS)
     expect("out", out, x.shape, x.dtype)
     expect("norm_weight", norm_weight, (x.shape[1],), float32)
     require(
-        x.shape[1] % SCALE_BLOCK == 0, f"x has {x.shape[1]} columns; it must be a multiple of {SCALE_BLOCK}"
+        not quantized or x.shape[1] % SCALE_BLOCK == 0,
+        f"x has {x.shape[1]} columns; q8 takes multiples of {SCALE_BLOCK}",
     )
     require(eps > 0, f"eps is {eps}; it must be positive")
 

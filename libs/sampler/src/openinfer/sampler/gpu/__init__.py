@@ -4,12 +4,19 @@ try:
     from openinfer.sampler.gpu.ops.accept import accept
     from openinfer.sampler.gpu.ops.adjustments import SlotField, mask_words
     from openinfer.sampler.gpu.ops.advance import advance
+    from openinfer.sampler.gpu.ops.propose import follow, propose
     from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
     from openinfer.sampler.gpu.ops.sample import sample
     from openinfer.sampler.gpu.ops.score import score
     from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, MAX_STOP_IDS, SAMPLE_FIELDS, fields, values
     from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
-    from openinfer.sampler.gpu.segment import SampleBuffers, sample_rows, score_tokens, verify_rows
+    from openinfer.sampler.gpu.segment import (
+        SampleBuffers,
+        draw_drafts,
+        sample_rows,
+        score_tokens,
+        verify_rows,
+    )
 except ModuleNotFoundError as error:
     if error.name not in ("openinfer.kernels", "openinfer.tensor"):
         raise
@@ -27,8 +34,11 @@ __all__ = [
     "SlotField",
     "accept",
     "advance",
+    "draw_drafts",
     "fields",
+    "follow",
     "mask_words",
+    "propose",
     "sample",
     "sample_rows",
     "score",

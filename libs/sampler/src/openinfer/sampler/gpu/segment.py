@@ -108,6 +108,18 @@ def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int,
             _sample(pack, rows, b, slice(place * r, (place + 1) * r), emits, starts)
 
 
+def draw_drafts(pack: Pack, rows: Fields, buffers: SampleBuffers, spans: Tensor) -> Tensor:
+    """Draw a draft for each row that sampled in a step which is over, from the logits of a layer that drafts. Returns
+    the tokens, int32 [R], -1 = none. They come with the noise, filters and penalties that the row's own token will have
+    at that position. spans int32 [R + 1]: 0, n, 2 n, ... for draft number n."""
+    b, r = buffers, spans.shape[0] - 1
+    step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
+    state = {name: rows[name] for name in SAMPLE_FIELDS}
+    drawn = {"tokens": b.tokens[:r], "logprobs": b.logprobs[:r], "logits": b.logits[:r]}
+    sample(pack, **drawn, **step, q_starts=spans, seq_lens=rows["seq_lens"], **state)
+    return b.tokens[:r]
+
+
 def _sample(
     pack: Pack, rows: Fields, buffers: SampleBuffers, part: slice, emits: Tensor, starts: Tensor
 ) -> None:
