@@ -133,6 +133,7 @@ SERVER = {
     "several HTTP processes": Flag("`--frontends 2`"),
     "an engine that comes back": Flag("`--restart-engine`"),
     "the engine in a thread": Flag("`--driver thread`"),
+    "replicas": Flag("`--data-parallel-size 2`"),
 }
 REFUSED = {
     ("several ranks", "host memory"): "--kv-offload is not possible with --tensor-parallel-size",
@@ -147,6 +148,10 @@ REFUSED = {
     ("a disk", "sleep"): "--enable-sleep-mode is not possible with --tensor-parallel-size or --kv-offload",
     ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",
     ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",
+    ("several HTTP processes", "replicas"): "--data-parallel-size is not possible with --frontends",
+    ("the engine in a thread", "replicas"): "--data-parallel-size needs --driver process",
+    ("sleep", "replicas"): "--enable-sleep-mode is not possible with --data-parallel-size",
+    ("KV events", "replicas"): "--kv-events-config is not possible with --data-parallel-size",
 }
 """A pair, in the order of the lists, and what is said to it."""
 

@@ -369,24 +369,25 @@ def test_an_adapter_changes_tokens() -> None:
 @pytest.mark.parametrize("model", F.MODELS)
 @pytest.mark.parametrize(
     "features",
-    [("several HTTP processes", "an engine that comes back"), ("the engine in a thread",)],
-    ids=["processes", "thread"],
+    [("several HTTP processes", "an engine that comes back"), ("the engine in a thread",), ("replicas",)],
+    ids=["processes", "thread", "replicas"],
 )
 @pytest.mark.parametrize("without", [{*TIERS, "adapters"}, {"several ranks"}], ids=["ranks", "tiers"])
 def test_a_server_with_every_flag_changes_no_token(
-    model: str, features: tuple[str, ...], without: set[str], start: Callable[..., Any], tmp_path: Path
+    model: str, features: tuple[str, ...], without: set[str], server: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Ranks refuse tiers and adapters, so each side has a server."""
     found = alone(model)
     flags = ["--max-num-seqs", "8", *server_flags(features)]
-    names = [name for name in flags_that(model) if name not in without]
+    alien = {name for pair in F.REFUSED for name in pair if set(features) & set(pair)}
+    names = [name for name in flags_that(model) if name not in without | alien]
     own = {"scheduling_policy": RESTLESS}
     if not TIERS & without:
         own["kv_offload_dir"] = str(tmp_path)  # the servers of other tests still run
     if "adapters" in names:
         own["lora_modules"] = f"{ADAPTER}={tuned(model).adapter}"
     flags += engine_flags({**flags_of(names), **own})
-    server = start(F.MODELS[model].path, *flags)
+    one = server(F.MODELS[model].path, *flags)
     mine = range(len(features), len(PAIRS), 3)
     bodies = [{**body_of(model, n, found.asked(PAIRS[n], n)), "priority": n % 2} for n in mine]
     wanted = [found.pairs[n] for n in mine]
@@ -395,17 +396,18 @@ def test_a_server_with_every_flag_changes_no_token(
         wanted += [merged(model)[n] for n in mine]
 
     async def main() -> list[Any]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=one.url, timeout=60) as http:
             return await ask_all(http, bodies, 40)
 
     for body, answer, right in zip(bodies, asyncio.run(main()), wanted, strict=True):
         assert same(answer, right), (body, answer, right)
-    assert set(server.settled().values()) == {0.0}
+    assert set(one.settled().values()) == {0.0}
     preempted = re.search(
-        r"^vllm:num_preemptions_total\{.*\} (\S+)", httpx.get(f"{server.url}/metrics").text, re.M
+        r"^vllm:num_preemptions_total\{.*\} (\S+)", httpx.get(f"{one.url}/metrics").text, re.M
     )
     assert preempted is not None
     assert float(preempted[1]) > 0
+    assert one.stop() == 0
 
 
 def engine_flags(kwargs: Body) -> list[str]:
@@ -436,10 +438,10 @@ def test_what_cannot_be_together_is_refused_by_name(one: str, other: str) -> Non
     if one in F.REQUEST:
         body = body_of("qwen3", 0, alone("qwen3").asked((one, other), 0))
         (message,), _ = run("qwen3", 1, (), [body], 1)
-    elif one in F.ENGINE:
-        message = refusal("qwen3", [*engine_flags(flags_of((one, other)))])
     else:
-        message = refusal("qwen3", server_flags((one, other)))
+        flags = flags_of([name for name in (one, other) if name in F.ENGINE])
+        servers = server_flags([name for name in (one, other) if name in F.SERVER])
+        message = refusal("qwen3", [*engine_flags(flags), *servers])
     assert F.REFUSED[one, other] in message
 
 

@@ -44,6 +44,9 @@ class FakeRecipe:
         }
         return EngineSpec("openinfer.frontend.testing:FakeEngine", kwargs)
 
+    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> list[EngineSpec]:
+        return [self.engine_spec(model_dir, args)] * count
+
 
 if __name__ == "__main__":
     sys.exit(serve(FakeRecipe(), sys.argv[1:], "fake_recipe"))

@@ -398,6 +398,9 @@ class NoFlags:
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
         raise NotImplementedError
 
+    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> list[EngineSpec]:
+        raise NotImplementedError
+
 
 @pytest.mark.parametrize("fails", ["_make_engine", "_start_engine", "_spawn"])
 def test_a_restart_that_fails_in_an_unforeseen_way_ends_the_server(

@@ -1,7 +1,7 @@
 """The protocol between a recipe and the command line: its checkpoints, its flags, and how to build its engine."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +12,7 @@ __all__ = ["Recipe"]
 
 
 class Recipe(Protocol):
-    """Registered under the entry-point group `openinfer.recipes`: an object with these four names.
+    """Registered under the entry-point group `openinfer.recipes`: an object with these names.
 
     Importing it must stay light (no driver, no GPU): `--help` imports it. The engine is built from the
     EngineSpec, usually in another process.
@@ -33,3 +33,6 @@ class Recipe(Protocol):
 
         Raises ValueError or OSError with a one-line message for the user's mistakes.
         """
+
+    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> "Sequence[EngineSpec]":
+        """The engines of --data-parallel-size, each on devices of its own. Raises as engine_spec does."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,8 +53,7 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
         _check_tls(args.ssl_certfile, args.ssl_keyfile)
         model_type = _check_checkpoint(recipe, args.model_dir)
         _choose_parsers(args, model_type)
-        spec = recipe.engine_spec(args.model_dir, args)
-        return run_loop(_serve(args, spec, signals))
+        return run_loop(_serve(args, _specs(recipe, args), signals))
     except Exception as error:
         if not is_users_error(error):
             raise
@@ -66,7 +66,21 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
         return 128 + signal.SIGINT
 
 
-async def _serve(args: argparse.Namespace, spec: "EngineSpec", signals: list[int]) -> int:
+def _specs(recipe: Recipe, args: argparse.Namespace) -> "Sequence[EngineSpec]":
+    """One engine, or the replicas."""
+    count = args.data_parallel_size
+    if count == 1:
+        return [recipe.engine_spec(args.model_dir, args)]
+    if args.driver != "process":
+        raise FlagError("--data-parallel-size needs --driver process: engines in one process share its GIL")
+    if args.frontends > 1:
+        raise FlagError(
+            "--data-parallel-size is not possible with --frontends: one HTTP process knows the load"
+        )
+    return recipe.replica_specs(args.model_dir, args, count)
+
+
+async def _serve(args: argparse.Namespace, specs: "Sequence[EngineSpec]", signals: list[int]) -> int:
     """signals: gets the number of the signal by which this was cancelled."""
     import asyncio
 
@@ -106,8 +120,8 @@ async def _serve(args: argparse.Namespace, spec: "EngineSpec", signals: list[int
             say(f"stopped after {datetime.timedelta(seconds=round(time.monotonic() - began))}: {served}")
 
         if args.frontends > 1:
-            return await _frontends(args, spec, listeners).run(on_engine, on_ready, on_stop)
-        client = _client(args, spec)
+            return await _frontends(args, specs[0], listeners).run(on_engine, on_ready, on_stop)
+        client = _client(args, specs)
         return await serve_web(
             _web_options(args), client, listeners[0], on_engine=on_engine, on_ready=on_ready, on_stop=on_stop
         )
@@ -138,23 +152,25 @@ def _web_options(args: argparse.Namespace) -> "WebOptions":
     return msgspec.convert(plain, WebOptions)
 
 
-def _client(args: argparse.Namespace, spec: "EngineSpec") -> "EngineClient":
+def _client(args: argparse.Namespace, specs: "Sequence[EngineSpec]") -> "EngineClient":
     if args.driver == "thread":
         from openinfer.frontend.thread_driver import ThreadDriver
 
         if args.restart_engine:
             raise FlagError("--restart-engine needs --driver process: a thread cannot be ended from outside")
-        return ThreadDriver(spec.build, hang_timeout_s=args.engine_hang_timeout)
+        return ThreadDriver(specs[0].build, hang_timeout_s=args.engine_hang_timeout)
     from openinfer.frontend.process_driver import ProcessDriver
 
-    def make() -> ProcessDriver:
+    def make(spec: "EngineSpec") -> ProcessDriver:
         return ProcessDriver(spec, hang_timeout_s=args.engine_hang_timeout)
 
-    if not args.restart_engine:
-        return make()
+    if len(specs) == 1 and not args.restart_engine:
+        return make(specs[0])
+    from openinfer.frontend.replicas import ReplicatedClient
     from openinfer.frontend.restart import RestartingClient
 
-    return RestartingClient(make)
+    clients = [RestartingClient(partial(make, spec)) for spec in specs]
+    return clients[0] if len(clients) == 1 else ReplicatedClient(clients)
 
 
 def _choose_parsers(args: argparse.Namespace, model_type: str) -> None:

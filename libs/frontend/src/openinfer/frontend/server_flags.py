@@ -101,6 +101,15 @@ def server_parser(prog: str, description: str) -> FlagParser:
         help="HTTP processes on the one port, over the one engine",
     )
     server.add_argument(
+        "--data-parallel-size",
+        "-dp",
+        type=flag_types.count,
+        default=1,
+        metavar="N",
+        help="engines behind the one address, a GPU each, or --tensor-parallel-size GPUs; requests that begin alike "
+        "go to one engine, and an engine that died is restarted",
+    )
+    server.add_argument(
         "--engine-hang-timeout",
         type=flag_types.seconds,
         default=None,

@@ -18,7 +18,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--config-format": _CHECKPOINT,
     "--cpu-offload-gb": "weights stay on the GPU; leave it out",
     "--cuda-graph-sizes": _KERNELS,
-    "--data-parallel-size": "start one server a GPU behind a load balancer",
     "--disable-access-log-for-endpoints": "use --no-access-log, and --log-requests for what was generated",
     "--disable-fastapi-docs": "the document is at /openapi.json only; leave it out",
     "--disable-frontend-multiprocessing": "use --driver thread",

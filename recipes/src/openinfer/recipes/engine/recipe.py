@@ -80,6 +80,15 @@ class Recipe(ABC, Generic[O]):
 
     def engine_spec(self, model_dir: Path, args: argparse.Namespace) -> EngineSpec:
         """The engine for a checkpoint. Raises SetupError."""
+        return self._spec(model_dir, self.parsed(args))
+
+    def replica_specs(self, model_dir: Path, args: argparse.Namespace, count: int) -> list[EngineSpec]:
+        """The engines of --data-parallel-size, each on devices of its own. Raises SetupError."""
+        from openinfer.recipes.engine.replicas import split
+
+        return [self._spec(model_dir, options) for options in split(self.parsed(args), count)]
+
+    def _spec(self, model_dir: Path, options: O) -> EngineSpec:
         from openinfer.frontend.contract import EngineSpec
 
-        return EngineSpec(self.target, {"model_dir": str(model_dir), **dataclasses.asdict(self.parsed(args))})
+        return EngineSpec(self.target, {"model_dir": str(model_dir), **dataclasses.asdict(options)})

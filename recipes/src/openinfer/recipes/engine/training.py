@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Training:
 
     def __init__(self, desk: WeightsDesk | None) -> None:
         self.desk = desk
+        self._unique = os.urandom(8)  # a disk outlives the engine, and a version may name other weights then
 
     def carry_out(self, command: UpdateWeights | Sleep | WakeUp, pool: Pool, requests: int) -> None:
         """Raises Unsupported while requests run or wait, and for what the desk cannot do."""
@@ -56,7 +58,7 @@ class Training:
     def salt(self, salt: bytes) -> bytes:
         """The salt of prefixes that these weights made: blocks outside the pool must not match others."""
         version = self.desk.version if self.desk is not None else ""
-        return salt + b"\0weights " + version.encode() if version else salt
+        return salt + b"\0weights " + version.encode() + self._unique if version else salt
 
     def refusal(self, request_id: int) -> Rejected | None:
         """The refusal of a request while the engine sleeps."""

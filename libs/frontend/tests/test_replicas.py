@@ -1,0 +1,259 @@
+"""Several engines behind one client: who gets a request, what a dead one costs, and the sums."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from openinfer.frontend import (
+    EngineDeadError,
+    EngineSpec,
+    EngineStats,
+    Failed,
+    Finished,
+    Request,
+    Unsupported,
+)
+from openinfer.frontend.client import Delta, Health
+from openinfer.frontend.contract import (
+    AdapterState,
+    EngineInfo,
+    ResetPrefixCache,
+    SlowTraces,
+    StepTimes,
+    UpdateWeights,
+)
+from openinfer.frontend.process_driver import ProcessDriver
+from openinfer.frontend.replicas import SLACK, Prefixes, ReplicatedClient, summed
+from openinfer.frontend.restart import RestartingClient
+from openinfer.sampler import SamplingParams
+
+INFO = EngineInfo(
+    model="m", max_model_len=9, vocab_size=9, eos_token_ids=[], kv_capacity_tokens=100, block_size=16
+)
+
+
+class Replica:
+    """A client that keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.info, self.up, self.sinks, self.aborted = INFO, True, {}, []  # type: ignore[var-annotated]
+        self.answer: str | None = None
+
+    def submit(self, request: Request, sink: Any) -> None:
+        self.sinks[request.id] = sink
+
+    def abort(self, request_id: int) -> None:
+        self.aborted.append(request_id)
+
+    def end(self) -> None:
+        for number, sink in self.sinks.items():
+            sink(Delta([], terminal=Finished(number, "length")))
+        self.sinks = {}
+
+    def health(self) -> Health:
+        return Health(self.up, "ok" if self.up else "gone")
+
+    async def control(self, command: object) -> str | None:
+        return self.answer
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self.sinks))
+
+
+def request(number: int, tokens: Sequence[int], **more: Any) -> Request:
+    return Request(
+        id=number, prompt_token_ids=list(tokens), sampling=SamplingParams(), max_tokens=1, arrival=0.0, **more
+    )
+
+
+class Group:
+    def __init__(self, count: int) -> None:
+        self.replicas = [Replica() for _ in range(count)]
+        self.client = ReplicatedClient(self.replicas)  # type: ignore[arg-type]
+        self.ended: list[int] = []
+
+    def ask(self, tokens: Sequence[int], **more: Any) -> int:
+        """The replica that got the request."""
+        number = self.client.new_id()
+        self.client.submit(request(number, tokens, **more), lambda delta: self.ended.append(number))
+        return next(i for i, replica in enumerate(self.replicas) if number in replica.sinks)
+
+
+def test_requests_that_begin_alike_go_to_one_replica_and_others_elsewhere() -> None:
+    group = Group(3)
+    first = [group.ask([topic] * 300) for topic in range(3)]
+    assert sorted(first) == [0, 1, 2]
+    for replica in group.replicas:
+        replica.end()
+    assert [group.ask([topic] * 290 + [7, 8, 9]) for topic in range(3)] == first
+    assert [group.ask([topic] * 150) for topic in range(3)] == first
+
+
+def test_a_salt_or_an_adapter_makes_another_prefix() -> None:
+    names = [
+        Prefixes().names(request(1, [1] * 128, **more))
+        for more in ({}, {"cache_salt": "s"}, {"adapter": "a"}, {"cache_salt": "s", "adapter": "a"})
+    ]
+    assert len({name for (name,) in names}) == 4
+    assert Prefixes().names(request(1, [1] * 127)) == []
+
+
+def test_a_replica_that_is_much_busier_gives_its_prefix_away() -> None:
+    group = Group(2)
+    taken = [group.ask([1] * 200) for _ in range(SLACK + 1)]
+    assert set(taken) == {taken[0]}
+    moved = [group.ask([1] * 200) for _ in range(20)]
+    assert set(moved) == {0, 1}
+    loads = [len(replica.sinks) for replica in group.replicas]
+    assert abs(loads[0] - loads[1]) <= SLACK + 1
+
+
+def test_short_prompts_are_spread() -> None:
+    group = Group(4)
+    assert sorted(group.ask([1, 2]) for _ in range(8)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    for replica in group.replicas:
+        replica.end()
+    found = []
+    for _ in range(8):  # one at a time
+        found.append(group.ask([1, 2]))
+        group.replicas[found[-1]].end()
+    assert sorted(found) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_replica_that_is_down_gets_nothing_and_has_lost_its_prefixes() -> None:
+    group = Group(2)
+    home = group.ask([1] * 200)
+    group.replicas[home].up = False
+    assert group.ask([1] * 200) == 1 - home
+    assert group.client.health() == Health(True, f"replica {home}: gone")
+    group.replicas[home].up = True
+    for replica in group.replicas:
+        replica.end()
+    assert group.ask([1] * 200) == 1 - home
+    for replica in group.replicas:
+        replica.up = False
+    assert not group.client.health().ok
+    with pytest.raises(EngineDeadError, match="replica 0: gone; replica 1: gone"):
+        group.client.submit(request(99, [1]), lambda delta: None)
+
+
+def test_an_abort_goes_where_its_request_is() -> None:
+    group = Group(2)
+    home = group.ask([1] * 200)
+    group.client.abort(1)
+    group.client.abort(77)
+    assert [replica.aborted for replica in group.replicas] == [[1] if i == home else [] for i in range(2)]
+    group.replicas[home].end()
+    assert group.ended == [1]
+    group.client.abort(1)
+    assert group.replicas[home].aborted == [1]
+
+
+def test_commands_go_to_all_or_none() -> None:
+    group = Group(2)
+    for index, replica in enumerate(group.replicas):
+        replica.answer = f'{{"found": {index + 1}, "traces": [{index}]}}'
+    answer = asyncio.run(group.client.control(SlowTraces()))
+    assert msgspec.json.decode(answer or "") == {"found": 3, "traces": [0, 1]}
+    with pytest.raises(Unsupported, match="a replica that is restarted would be unlike the others"):
+        asyncio.run(group.client.control(UpdateWeights("p", "v")))
+    group.replicas[1].up = False
+    with pytest.raises(EngineDeadError, match="a replica is down, so none does this: gone; try again"):
+        asyncio.run(group.client.control(ResetPrefixCache()))
+
+
+def test_sums() -> None:
+    one = EngineStats(
+        running=1, prefix_hit_tokens=2, offload_bytes={"host": 5}, accepted_by_position=[3],
+        step_times=[StepTimes("a", 1, 1.0, 2.0)], adapters=[AdapterState("x", "p", 1, 0)],
+    )  # fmt: skip
+    other = EngineStats(
+        running=4, prefix_hit_tokens=5, offload_bytes={"host": 1, "disk": 2}, accepted_by_position=[1, 1],
+        step_times=[StepTimes("a", 1, 1.0, 2.0), StepTimes("b", 1, 1.0, 1.0)],
+        adapters=[AdapterState("x", "p", 1, 2), AdapterState("y", "p", 0, 0)],
+    )  # fmt: skip
+    total = summed([one, other])
+    assert (total.running, total.prefix_hit_tokens) == (5, 7)
+    assert total.offload_bytes == {"host": 6, "disk": 2}
+    assert total.accepted_by_position == [4, 1]
+    assert total.step_times == [StepTimes("a", 2, 2.0, 4.0), StepTimes("b", 1, 1.0, 1.0)]
+    assert total.adapters == [AdapterState("x", "p", 2, 2), AdapterState("y", "p", 0, 0)]
+    every = EngineStats.__struct_fields__
+    untouched = {"step_times", "adapters", "accepted_by_position", "weights_version"}
+    kinds = {name: type(getattr(one, name)) for name in every if name not in untouched}
+    assert set(kinds.values()) == {int, dict, bool}, "summed() knows no other kind"
+
+
+def run(use: Callable[[ReplicatedClient, list[ProcessDriver]], Awaitable[None]], count: int = 2) -> None:
+    drivers: list[ProcessDriver] = []
+
+    def make(index: int) -> ProcessDriver:
+        spec = EngineSpec("openinfer.frontend.testing:FakeEngine", {"step_delay_s": 0.002})
+        drivers.append(ProcessDriver(spec, close_timeout_s=0.2))
+        return drivers[-1]
+
+    async def main() -> None:
+        client = ReplicatedClient([RestartingClient(partial(make, index)) for index in range(count)])
+        await client.start()
+        try:
+            await use(client, drivers)
+        finally:
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+async def generate(client: ReplicatedClient, prompt: list[int], max_tokens: int) -> Any:
+    """The terminal."""
+    ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def sink(delta: Delta) -> None:
+        if delta.terminal is not None:
+            ended.set_result(delta.terminal)
+
+    client.submit(
+        Request(
+            id=client.new_id(), prompt_token_ids=prompt, sampling=SamplingParams(ignore_eos=True),
+            max_tokens=max_tokens, arrival=time.monotonic(),
+        ),
+        sink,
+    )  # fmt: skip
+    return await ended
+
+
+def test_a_killed_replica_costs_its_own_requests_and_comes_back() -> None:
+    async def use(client: ReplicatedClient, drivers: list[ProcessDriver]) -> None:
+        assert client.info.kv_capacity_tokens == 2 * drivers[0].info.kv_capacity_tokens
+        long = [asyncio.create_task(generate(client, [n + 1], 1500)) for n in range(6)]
+        while client.stats().running < 6:
+            await asyncio.sleep(0.01)
+        os.kill(drivers[0].pid, signal.SIGKILL)
+        ends = await asyncio.gather(*long)
+        assert sorted(type(end).__name__ for end in ends) == ["Failed"] * 3 + ["Finished"] * 3
+        assert all("SIGKILL" in end.message for end in ends if isinstance(end, Failed))
+        while len(drivers) < 3 or client.health().detail != "ok":
+            assert isinstance(await generate(client, [5], 2), Finished)
+        spread = await asyncio.gather(*(generate(client, [n + 1], 3) for n in range(4)))
+        assert all(isinstance(end, Finished) for end in spread)
+
+    run(use)
+
+
+def test_a_replica_that_does_not_start_ends_the_start(tmp_path: Path) -> None:
+    def make(error: str | None) -> ProcessDriver:
+        return ProcessDriver(EngineSpec("openinfer.frontend.testing:FakeEngine", {"start_error": error}))
+
+    async def main() -> None:
+        client = ReplicatedClient([RestartingClient(partial(make, error)) for error in (None, "no GPU 1")])
+        with pytest.raises(Exception, match="no GPU 1"):
+            await client.start()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
