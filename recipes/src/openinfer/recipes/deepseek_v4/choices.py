@@ -17,6 +17,7 @@ from openinfer.kernels.authoring import Op, Pack, f32, hadamard, q4, rounded
 from openinfer.recipes.deepseek_v4.ops.common import PAGE, rope
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced
+from openinfer.recipes.engine.routing import chosen
 from openinfer.recipes.engine.verdict import Reference
 from openinfer.tensor import Stream, Tensor
 
@@ -93,6 +94,7 @@ class Witness:
         self.experts = Choices("choices of the router", NEAR)
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        routed = chosen(self._inner, self._stream, op, args) if op.name == "route" else None
         self._inner.run(op, args)
         if op.name not in ("index_topk", "route"):
             return
@@ -101,8 +103,8 @@ class Witness:
         if op.name == "index_topk":
             for scores, got in _of_indexer(args, live):
                 self.entries.take(scores, got, min(len(scores), args["selected"].shape[1]))
-        elif args["bias"] is not None:
-            for scores, got in _of_router(args, live):
+        elif args["bias"] is not None and routed is not None:
+            for scores, got in _of_router(args, live, routed):
                 self.experts.take(scores, got, args["expert_ids"].shape[1])
 
 
@@ -132,8 +134,8 @@ def _of_indexer(args: Mapping[str, Any], tokens: Array) -> Iterator[tuple[Array,
         yield scores, got[got >= 0]
 
 
-def _of_router(args: Mapping[str, Any], tokens: Array) -> Iterator[tuple[Array, Array]]:
+def _of_router(args: Mapping[str, Any], tokens: Array, routed: Array) -> Iterator[tuple[Array, Array]]:
     """Scores of all experts, and those that each token got."""
     logits = _rows(args["logits"], tokens).astype(np.float64)
     scores = np.sqrt(np.logaddexp(0, logits)) + args["bias"].numpy()
-    yield from zip(scores, _rows(args["expert_ids"], tokens), strict=True)
+    yield from zip(scores, routed[tokens], strict=True)

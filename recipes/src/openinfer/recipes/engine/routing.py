@@ -23,6 +23,13 @@ ROUTERS = ("route", "route_topk")
 """Ops that choose experts; both write `expert_ids`."""
 
 
+def chosen(pack: Pack, stream: Stream, op: Op[Any], args: Mapping[str, Any]) -> Array:
+    """The experts of a router's call, those of other ranks too. The caller runs the call itself afterwards."""
+    pack.run(op, {**args, "first_expert": 0, "num_experts": args["logits"].shape[1]})
+    stream.synchronize()
+    return np.array(args["expert_ids"].numpy())
+
+
 class Recorder:
     """A pack that runs another and keeps the experts of every router's call."""
 
@@ -31,10 +38,9 @@ class Recorder:
         self.calls: list[Array] = []
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self._inner.run(op, args)
         if op.name in ROUTERS:
-            self._stream.synchronize()
-            self.calls.append(np.array(args["expert_ids"].numpy()))
+            self.calls.append(chosen(self._inner, self._stream, op, args))
+        self._inner.run(op, args)
 
     def experts(self, sequences: Sequence[Reference]) -> list[Array]:
         """The experts [P, mixtures, chosen], ascending, at the compared positions of each sequence. The steps before
