@@ -56,8 +56,10 @@ ASKED = [
 TEXTS = ["What is the capital of France?", "Sort 5 3 9 1", "Extract JSON: Anna is 31", "How much is 12 + 30?"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_5"])
-def test_drafts_of_the_models_own_layers_change_no_token(session: Callable[..., Any], name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3_5", 1), ("qwen3_5", 2)])
+def test_drafts_of_the_models_own_layers_change_no_token(
+    session: Callable[..., Any], name: str, ranks: int
+) -> None:
     """Greedy and sampled requests, in chunks, with preemption, cached prefixes and prompts that are scored."""
     path = DEMO / name
     tokenizer = Tokenizer.load(path)
@@ -68,7 +70,7 @@ def test_drafts_of_the_models_own_layers_change_no_token(session: Callable[..., 
     ]
     flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
     plain = session(path, max_num_seqs=1, enable_prefix_caching=False, **flags)
-    small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS}
+    small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS, "tensor_parallel_size": ranks}
     drafted = session(path, speculative_config=MTP, **small, **flags)
     wanted, found = plain.outcomes_of(asked), drafted.outcomes_of(asked)
     for (_, _, options), want, got in zip(asked, wanted, found, strict=True):
@@ -88,11 +90,6 @@ def test_drafts_of_the_models_own_layers_change_no_token(session: Callable[..., 
         ("tests/goldens/qwen3-tiny", {}, "method 'mtp' is not possible with this model; possible: ngram"),
         ("tests/goldens/qwen3_5-moe-tiny", {}, "has no MTP head; use method ngram"),
         ("demo/qwen3_5", {"enable_lora": True}, "--enable-lora is not possible with method mtp"),
-        (
-            "demo/qwen3_5",
-            {"tensor_parallel_size": 2},
-            "--tensor-parallel-size is not possible with method mtp",
-        ),
     ],
 )
 def test_layers_that_cannot_draft_are_refused_with_the_reason(

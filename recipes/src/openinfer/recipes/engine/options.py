@@ -165,11 +165,10 @@ class Options:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
-        if self.proposes and (self.enable_lora or self.tensor_parallel_size > 1):
-            flag = "--enable-lora" if self.enable_lora else "--tensor-parallel-size"
+        if self.proposes and self.enable_lora:
             raise SetupError(
-                f"{flag} is not possible with method mtp of --speculative-config: the layers that draft have no part "
-                "for it yet; use method ngram, or leave one of the flags out"
+                "--enable-lora is not possible with method mtp of --speculative-config: the layers that draft have no "
+                "part for it yet; use method ngram, or leave one of the flags out"
             )
 
     def speculation(self) -> SpeculativeConfig | None:
