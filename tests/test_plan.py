@@ -144,6 +144,17 @@ def test_the_largest_load_within_the_objectives_wins() -> None:
     assert "--scheduling-policy x" in text
 
 
+def test_the_largest_load_within_the_objectives_is_looked_for(tmp_path: Path) -> None:
+    flags = ["--rate", "16:64", "--tpot-ms", "12", "--compare", "--max-num-batched-tokens 1024"]
+    for one in served(tmp_path, "qwen3-4B", *flags)["results"]:
+        rated = [point for point in one["points"] if point["request_rate"] != "inf"]
+        assert [point["request_rate"] for point in rated[:3]] == [16, 32, 64]
+        assert len(rated) == 6
+        assert all(32 < point["request_rate"] < 64 for point in rated[3:])
+        kept = [point for point in rated if point["tpot_ms"]["p99"] <= 12]
+        assert one["score"] == max(point["requests_per_s"] for point in kept) > 30
+
+
 def test_a_picture_has_a_curve_for_each(tmp_path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         assert plan.main([str(TINY), *FLAGS, "--plot", str(tmp_path / "plan.png")]) == 1

@@ -11,6 +11,7 @@ import functools
 import math
 import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from openinfer.cli import bench_recipe, plan_text, recipes, tune_speed
@@ -27,6 +28,8 @@ TARGETS = {H200.gpu: H200}
 SECONDS = 15.0
 """Seconds of arrivals at each load, with at least FEWEST requests and at most MOST."""
 FEWEST, MOST = 100, 1000
+HALVINGS = 3
+"""Rates tried between the largest load that keeps the objectives and the next."""
 
 
 def main(argv: list[str]) -> int:
@@ -64,9 +67,9 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     server = _server(args, asked)
     print(f"{plan_text.title(server)}\n{plan_text.memory(server)}\n{plan_text.HEAD}", flush=True)
     points: list[Point] = []
-    for load in _loads(args, asked.options.max_num_seqs):
-        points.append(server.serve(load))
-        print(plan_text.row(points[-1], points[0].requests_per_s), flush=True)
+    for point in _points(server, args, objectives):
+        points.append(point)
+        print(plan_text.row(point, points[0].requests_per_s), flush=True)
     first = Variant("as asked", server, points)
     variants = [first, *(_reparsed(argv, flags) for flags in args.compare or candidates(first, args))]
     knee, best = first.knee, choice(variants, objectives)
@@ -129,20 +132,33 @@ def _reparsed(argv: list[str], flags: str) -> Variant:
     args, asked = bench_recipe.parse([model, *rest, *words], "plan", __doc__, _flags, named=True)
     progress(flags)
     server = _server(args, asked)
-    return Variant(flags, server, [server.serve(load) for load in _loads(args, asked.options.max_num_seqs)])
+    return Variant(flags, server, list(_points(server, args, Objectives(args.ttft_ms, args.tpot_ms))))
 
 
-def _loads(args: argparse.Namespace, max_rows: int) -> list[Load]:
-    """All at once, one request at a time, and the rates."""
-    size = args.input, args.output
-    loads = [
-        Load(math.inf, min(MOST, 5 * max_rows // 2), 0, *size, args.seed),
-        Load(math.inf, 5, 1, *size, args.seed),
-    ]
-    for number, rate in enumerate(rates(args.rate), start=1):
+def _points(server: Server, args: argparse.Namespace, objectives: Objectives) -> Iterator[Point]:
+    """All at once, one request at a time, and the rates. With objectives, also rates between the largest that keeps
+    them and the next, to find the largest."""
+    size, rows = (args.input, args.output), server.asked.options.max_num_seqs
+    yield server.serve(Load(math.inf, min(MOST, 5 * rows // 2), 0, *size, args.seed))
+    yield server.serve(Load(math.inf, 5, 1, *size, args.seed))
+
+    def at(rate: float) -> Point:
         count = min(MOST, max(FEWEST, round(rate * SECONDS)))
-        loads.append(Load(rate, count, 0, *size, args.seed + number))
-    return loads
+        return server.serve(Load(rate, count, 0, *size, args.seed + 1))
+
+    kept, broken = 0.0, math.inf
+    for rate in rates(args.rate):
+        yield (point := at(rate))
+        if broken == math.inf and objectives.met(point):
+            kept = rate
+        else:
+            broken = min(broken, rate)
+    if not objectives or not kept or broken == math.inf:
+        return
+    for _ in range(HALVINGS):
+        middle = (kept + broken) / 2
+        yield (point := at(middle))
+        kept, broken = (middle, broken) if objectives.met(point) else (kept, middle)
 
 
 def rates(text: str) -> list[float]:

@@ -66,9 +66,7 @@ def verdict(variant: Variant, objectives: Objectives) -> str:
         limits = (("TTFT", objectives.ttft_ms), ("TPOT", objectives.tpot_ms))
         text = " and ".join(f"{name} p99 <= {limit:g} ms" for name, limit in limits if limit is not None)
         within = variant.score(objectives)
-        lines.append(
-            f"{text}: " + (f"up to {within:.1f} req/s of these loads" if within else "at none of these loads")
-        )
+        lines.append(f"{text}: " + (f"up to {within:.1f} req/s" if within else "at none of these loads"))
     return "\n".join(lines)
 
 
@@ -111,8 +109,9 @@ def plot(variants: list[Variant], path: Path) -> None:
     figure = figure_class()(figsize=(11, 7), layout="constrained")
     for axis, (label, value) in zip(figure.subplots(2, 2).flat, _CURVES, strict=True):
         for one in variants:
-            loads = [point.load.request_rate for point in one.rated]
-            axis.plot(loads, [value(point) for point in one.rated], marker="o", label=one.flags)
+            rated = sorted(one.rated, key=lambda point: point.load.request_rate)
+            loads = [point.load.request_rate for point in rated]
+            axis.plot(loads, [value(point) for point in rated], marker="o", label=one.flags)
         axis.set_xlabel("offered requests/s")
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
