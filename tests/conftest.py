@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from openinfer.cli import recipes
-from openinfer.kernels import AdapterSizes
+from openinfer.kernels.adapters import AdapterSizes
 from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import build

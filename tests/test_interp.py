@@ -10,16 +10,8 @@ import numpy as np
 import pytest
 
 from openinfer.graph import Buckets
-from openinfer.kernels import (
-    Adapter,
-    AdapterSizes,
-    CpuPack,
-    InterpDriver,
-    LaunchPack,
-    Pack,
-    Target,
-    apply_writes,
-)
+from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
+from openinfer.kernels.adapters import Adapter, AdapterSizes
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import make_plan

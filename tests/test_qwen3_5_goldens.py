@@ -207,8 +207,17 @@ def quantized(weight: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
     return values, scales.astype(bfloat16), meant.astype(bfloat16)
 
 
-def write_fp8(source: Path, fp8: Path, bf16: Path) -> None:
-    """A golden's checkpoint quantised as published ones are, and one in BF16 that means the same."""
+def quantized_by_row(weight: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
+    """As `quantized`, with a scale for each row, [N, 1]."""
+    wide = weight.astype(np.float32)
+    scales = 2.0 ** np.ceil(np.log2(np.abs(wide).max(axis=1, keepdims=True) / 448))
+    values = (wide / scales).astype(float8_e4m3fn)
+    return values, scales.astype(bfloat16), (values.astype(np.float32) * scales).astype(bfloat16)
+
+
+def write_fp8(source: Path, fp8: Path, bf16: Path, by_row: bool = False) -> None:
+    """A golden's checkpoint quantised as published ones are, or as compressed-tensors does by channel; and one in BF16
+    that means the same."""
     kept = (
         "embed",
         "norm",
@@ -233,8 +242,9 @@ def write_fp8(source: Path, fp8: Path, bf16: Path) -> None:
                 modules = dict(experts_apart(name, array))
             meant = []
             for module, weight in modules.items():
-                values, scales, means = quantized(weight)
-                small[module + ".weight"], small[module + ".weight_scale_inv"] = values, scales
+                values, scales, means = (quantized_by_row if by_row else quantized)(weight)
+                ending = ".weight_scale" if by_row else ".weight_scale_inv"
+                small[module + ".weight"], small[module + ending] = values, scales
                 meant.append(means)
             same[name] = np.stack(meant).reshape(array.shape)
     raw = json.loads((source / "config.json").read_text())
@@ -244,6 +254,9 @@ def write_fp8(source: Path, fp8: Path, bf16: Path) -> None:
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
     }
+    if by_row:
+        float8 = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "channel"}
+        scheme = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": float8}}}
     for folder, tensors, config in ((fp8, small, {**raw, "quantization_config": scheme}), (bf16, same, raw)):
         shutil.copytree(source, folder)
         write_safetensors(folder / "model.safetensors", tensors)
@@ -261,8 +274,13 @@ def experts_apart(name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[str,
             )
 
 
-def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid, session, tmp_path):
-    write_fp8(hybrid.path, tmp_path / "fp8", tmp_path / "bf16")
+@pytest.mark.parametrize("by_row", [False, True])
+def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid, session, tmp_path, by_row):
+    write_fp8(hybrid.path, tmp_path / "fp8", tmp_path / "bf16", by_row)
+    if by_row and "moe" in hybrid.path.name:
+        with pytest.raises(UnsupportedModel, match="experts take blocks of 128 x 128"):
+            load_model(tmp_path / "fp8")
+        return
     small, same = load_model(tmp_path / "fp8"), load_model(tmp_path / "bf16")
     scaled = [load.dst for load in small.weights.places.loads if load.dst.dtype == float8_e4m3fn]
     assert len(scaled) > 20
@@ -278,7 +296,7 @@ def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid,
     small.weights.layers[3].mixer.qkv.scales.numpy()[-1] *= 2  # negative control
     assert np.abs(last_logits(small, prompt) - want).max() > 1e-2
     runs = [session(tmp_path / name, max_num_batched_tokens=50) for name in ("fp8", "bf16")]
-    if small.config.experts:
+    if small.config.experts or by_row:
         runs.append(session(tmp_path / "fp8", tensor_parallel_size=2))
     else:
         with pytest.raises(UnsupportedModel, match="intermediate_size is 192; 2 ranks cannot share it"):

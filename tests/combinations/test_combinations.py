@@ -372,11 +372,15 @@ def test_an_adapter_changes_tokens() -> None:
     [("several HTTP processes", "an engine that comes back"), ("the engine in a thread",), ("replicas",)],
     ids=["processes", "thread", "replicas"],
 )
-@pytest.mark.parametrize("without", [{*TIERS, "adapters"}, {"several ranks"}], ids=["ranks", "tiers"])
+@pytest.mark.parametrize(
+    "without",
+    [{*TIERS, "adapters", "sleep"}, {"several ranks", "sleep"}, {"several ranks", *TIERS}],
+    ids=["ranks", "tiers", "sleep"],
+)
 def test_a_server_with_every_flag_changes_no_token(
     model: str, features: tuple[str, ...], without: set[str], server: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Ranks refuse tiers and adapters, so each side has a server."""
+    """Ranks refuse tiers and adapters, and sleep refuses ranks and tiers, so each has a server."""
     found = alone(model)
     flags = ["--max-num-seqs", "8", *server_flags(features)]
     alien = {name for pair in F.REFUSED for name in pair if set(features) & set(pair)}

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import Adapters, AdapterSizes, CpuPack, InvalidAdapter, Projection
+from openinfer.kernels import CpuPack, InvalidAdapter
+from openinfer.kernels.adapters import Adapters, AdapterSizes, Projection
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, dtypes, float16, float32
 
 CPU = Device("cpu")

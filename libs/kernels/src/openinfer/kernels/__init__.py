@@ -2,7 +2,6 @@
 
 An op runs in four ways, which are the packs."""
 
-from openinfer.kernels.adapters import Adapter, Adapters, AdapterSizes, Projection
 from openinfer.kernels.communicator import Communicator, SharedMemory
 from openinfer.kernels.cublas import CublasLt, cublas_available
 from openinfer.kernels.errors import (
@@ -66,9 +65,6 @@ from openinfer.kernels.target import GPUS, H200, Figures, Speed, Target
 __all__ = [
     "GPUS",
     "H200",
-    "Adapter",
-    "AdapterSizes",
-    "Adapters",
     "Aligned",
     "Call",
     "Collective",
@@ -100,7 +96,6 @@ __all__ = [
     "Parts",
     "Prediction",
     "Prepared",
-    "Projection",
     "RankLost",
     "Repeated",
     "Scratch",

@@ -26,6 +26,7 @@ __all__ = [
     "FP4_E8M0",
     "FP8_E8M0",
     "FP8_FLOAT32",
+    "FP8_ROWS",
     "Linear",
     "LinearPlaces",
     "Packing",
@@ -39,11 +40,12 @@ Array = np.ndarray[Any, Any]
 
 class Packing(NamedTuple):
     """How a checkpoint stores a packed weight: the ending of its scales' name (the weight's is ".weight"), their dtype,
-    and whether values are FP4 pairs (int8) or float8_e4m3fn."""
+    and whether values are FP4 pairs (int8) or float8_e4m3fn. by_row: float8 has scales of rows, not of blocks."""
 
     scales: str
     dtype: np.dtype[Any]
     fp4: bool = False
+    by_row: bool = False
 
 
 class WeightPart(NamedTuple):
@@ -59,6 +61,7 @@ AnyPart = WeightPart | tuple[str, int]
 """A module and its rows are enough where the weight is taken whole, or from its first row and column on."""
 
 FP8_FLOAT32 = Packing(".weight_scale_inv", float32)
+FP8_ROWS = Packing(".weight_scale", float32, by_row=True)
 FP8_E8M0 = Packing(".scale", float8_e8m0fnu)
 FP4_E8M0 = Packing(".scale", float8_e8m0fnu, fp4=True)
 
@@ -101,6 +104,8 @@ class LinearPlaces(Places):
         self.fill(linear, parts, packing)
         if pad:
             self.pads.append(linear.weight[sum(rows) :])
+            if packing is not None and packing.by_row and linear.scales is not None:
+                self.pads.append(linear.scales[sum(rows) :])
         return linear
 
     def empty(
@@ -121,6 +126,8 @@ class LinearPlaces(Places):
             scales = alloc((*count, total, columns // FP4_BLOCK), packing.dtype, name)
         else:
             weight = alloc((*count, total, columns), float8_e4m3fn, name)
+            if packing.by_row:
+                return Linear(weight, alloc((*count, total, 1), packing.dtype, name))
             scales = alloc((*count, sum(map(blocks, rows)), blocks(columns)), packing.dtype, name)
         return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
 
@@ -138,7 +145,10 @@ class LinearPlaces(Places):
             if packing is None:
                 self.loads.append(Load(weight, dst, source))
                 continue
-            if packing.fp4:
+            of_scales: tuple[slice, ...]
+            if packing.by_row:
+                of_scales = (_range(row, rows),)
+            elif packing.fp4:
                 of_scales = _range(row, rows), _range(column // FP4_BLOCK, columns // FP4_BLOCK)
             else:
                 of_scales = _blocks_of(module, row, rows), _blocks_of(module, column, columns)

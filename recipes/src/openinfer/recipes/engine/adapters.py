@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from openinfer.frontend.contract import AdapterState, LoadAdapter, Rejected, Request, UnloadAdapter
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import AdapterQueue, Sampling
-from openinfer.kernels import Adapter, Adapters, InvalidAdapter, Projection
+from openinfer.kernels import InvalidAdapter
+from openinfer.kernels.adapters import Adapter, Adapters, Projection
 from openinfer.kvpool import adapter_salt
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits

@@ -33,7 +33,8 @@ from openinfer.frontend.contract import (
 )
 from openinfer.frontend.errors import Unsupported
 from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling, WeightsDesk
-from openinfer.kernels import Adapter, Store
+from openinfer.kernels import Store
+from openinfer.kernels.adapters import Adapter
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.adapters import AdapterDesk
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting, put_drafted, put_logprobs
@@ -46,14 +47,7 @@ from openinfer.sampler.grammar import Compiler
 from openinfer.scheduler import (
     Finished as SeqFinished,
 )
-from openinfer.scheduler import (
-    FinishReason,
-    Policy,
-    RejectReason,
-    Seq,
-    StepLoop,
-    Tokens,
-)
+from openinfer.scheduler import FinishReason, Policy, RejectReason, Seq, StepLoop, Tokens
 from openinfer.scheduler import (
     Rejected as SeqRejected,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import AdapterSizes
+from openinfer.kernels.adapters import AdapterSizes
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
 from openinfer.tensor import Device, bfloat16, dtypes, float32, format_bytes

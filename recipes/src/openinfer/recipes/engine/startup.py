@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
 from openinfer.graph.runner import Runner, TimedPack, WeightsDesk, readback_bytes, segments
 from openinfer.kernels import (
-    Adapter,
     Call,
     CpuPack,
     CublasLt,
@@ -31,6 +30,7 @@ from openinfer.kernels import (
     cublas_available,
     predictions,
 )
+from openinfer.kernels.adapters import Adapter
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.adapters import read_modules

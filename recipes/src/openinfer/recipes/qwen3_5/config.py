@@ -12,8 +12,9 @@ import numpy as np
 from openinfer.recipes.engine.config_fields import (
     FP8_BLOCK,
     Fields,
+    Fp8,
     eos_ids,
-    fp8_blocks,
+    fp8_scales,
     share_evenly,
     share_or_repeat,
     shown,
@@ -49,7 +50,7 @@ class Config:
     tie_word_embeddings: None where the file contradicts itself.
     inv_freq: float32 [rotary_dim / 2].
     mtp: the checkpoint has an MTP head, which predicts one more token.
-    fp8: weights are block-scaled FP8.
+    fp8: the scales of FP8 weights.
     text_only: there is no vision tower, and tensors have other names.
     whole: the model of which this is the part of a rank; None: there is one rank.
     """
@@ -72,7 +73,7 @@ class Config:
     tie_word_embeddings: bool | None
     inv_freq: np.ndarray[Any, np.dtype[np.float32]]
     mtp: bool
-    fp8: bool
+    fp8: Fp8
     text_only: bool
     eos_token_ids: tuple[int, ...]
     rank: int = 0
@@ -85,7 +86,7 @@ class Config:
         UnsupportedModel where the model cannot be shared evenly."""
         if ranks == 1:
             return self
-        block, experts = FP8_BLOCK if self.fp8 else 16, self.experts
+        block, experts = FP8_BLOCK if self.fp8 == "blocks" else 16, self.experts
         sizes = {
             "num_attention_heads": (self.num_heads, 1),
             "linear_num_value_heads": (self.value_heads, 1),
@@ -206,7 +207,7 @@ class Config:
             tie_word_embeddings=_tied(whole, text),
             inv_freq=_rope(text, head_dim),
             mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
-            fp8=fp8_blocks(whole),
+            fp8=fp8_scales(whole),
             text_only=text is whole,
             eos_token_ids=eos_ids(eos, vocab),
         )

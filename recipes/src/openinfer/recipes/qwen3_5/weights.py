@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.authoring import SCALE_BLOCK
-from openinfer.kernels.weights import FP8_FLOAT32, Linear, LinearPlaces, Packing, WeightPart, padded
+from openinfer.kernels.weights import FP8_FLOAT32, FP8_ROWS, Linear, LinearPlaces, Packing, WeightPart, padded
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import (
@@ -37,25 +37,30 @@ class Format:
     """How a checkpoint spells the weights.
 
     prefix: the prefix of the text model's names. scaled: the modules with scales (None: as published for config.fp8).
-    unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded."""
+    unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded.
+    by_row: FP8 has a scale for each row, not for blocks."""
 
     prefix: str
     scaled: frozenset[str] | None
     unfused_experts: bool
     tied: bool
     mtp: bool = False
+    by_row: bool = False
 
     @classmethod
     def published(cls, config: Config) -> Format:
         """The format of the publisher's checkpoints with this config."""
         prefix = "model." if config.text_only else "model.language_model."
         scaled = None if config.fp8 else frozenset[str]()
-        return cls(prefix, scaled, config.fp8, bool(config.tie_word_embeddings))
+        return cls(
+            prefix, scaled, bool(config.fp8), bool(config.tie_word_embeddings), by_row=config.fp8 == "rows"
+        )
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
         """The format of this checkpoint, found from the names of its tensors."""
-        suffix = ".weight_scale_inv"
+        by_row = config.fp8 == "rows"
+        suffix = (FP8_ROWS if by_row else FP8_FLOAT32).scales
         nested = "model.language_model.embed_tokens.weight" in checkpoint
         tied = config.tie_word_embeddings
         return cls(
@@ -63,10 +68,11 @@ class Format:
             scaled=frozenset(n.removesuffix(suffix) for n in checkpoint if n.endswith(suffix)),
             unfused_experts=any(".mlp.experts.0." in name for name in checkpoint),
             tied="lm_head.weight" not in checkpoint if tied is None else tied,
+            by_row=by_row,
         )
 
     def is_fp8(self, module: str) -> bool:
-        """Whether this module's weight is block-scaled FP8."""
+        """Whether this module's weight is FP8."""
         if self.scaled is None:
             return not module.endswith(NEVER_FP8)
         return module in self.scaled
@@ -218,7 +224,9 @@ class _Places(LinearPlaces):
 
     def packing(self, module: str) -> Packing | None:
         """FP8 or, of a module that is not packed, None."""
-        return FP8_FLOAT32 if self.form.is_fp8(module) else None
+        if not self.form.is_fp8(module):
+            return None
+        return FP8_ROWS if self.form.by_row else FP8_FLOAT32
 
     def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear:
         """Projections in one weight, with `pad` rows of zeros after them."""
@@ -227,7 +235,8 @@ class _Places(LinearPlaces):
         if len(kinds) == 2:
             raise UnsupportedModel(f"{names}: some are FP8 and some are not; they are run as one product")
         (packing,) = kinds
-        if packing and any(size % SCALE_BLOCK for size in rows[:-1]) and rows[0] * len(rows) != sum(rows):
+        fits = not any(size % SCALE_BLOCK for size in rows[:-1]) or rows[0] * len(rows) == sum(rows)
+        if packing == FP8_FLOAT32 and not fits:
             raise UnsupportedModel(
                 f"{names}: FP8 blocks of {SCALE_BLOCK} rows do not fit projections of {rows} rows"
             )
@@ -317,6 +326,10 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     count, width, local = experts.count, experts.intermediate_size, experts.local
     router = (WeightPart(at + "gate", count), WeightPart(at + "shared_expert_gate", 1))
     packing = p.packing(at + "experts.0.gate_proj")
+    if packing == FP8_ROWS:
+        raise UnsupportedModel(
+            f"{at}experts: FP8 by channel is for dense models; experts take blocks of 128 x 128"
+        )
     gate_up = p.empty((local,), [width, width], hidden, packing, at + "experts")
     down = p.empty((local,), [hidden], width, packing, at + "experts")
     if p.form.unfused_experts:

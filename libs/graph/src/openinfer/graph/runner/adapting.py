@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
 from openinfer.graph.runner.runner import Sampling
-from openinfer.kernels import Adapter, Adapters
+from openinfer.kernels.adapters import Adapter, Adapters
 from openinfer.scheduler import Seq
 from openinfer.tensor import Stream
 

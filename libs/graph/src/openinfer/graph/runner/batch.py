@@ -11,7 +11,8 @@ import numpy as np
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.runner.scoring import padded, score_fields
 from openinfer.graph.runner.verifying import Proposals, draft_fields, proposal_fields
-from openinfer.kernels import Adapters, Pack, expand_rows, select_rows
+from openinfer.kernels import Pack, expand_rows, select_rows
+from openinfer.kernels.adapters import Adapters
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.tensor import Arena, Stream, Tensor, int32
 

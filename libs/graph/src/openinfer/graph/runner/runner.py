@@ -20,7 +20,8 @@ from openinfer.graph.runner.verifying import read_verified, write_following, wri
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
 from openinfer.graph.watch import Watch
-from openinfer.kernels import Adapter, Pack
+from openinfer.kernels import Pack
+from openinfer.kernels.adapters import Adapter
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus, values
 from openinfer.scheduler import FinishReason, Row, Seq, Step, StepResult
@@ -46,8 +47,7 @@ class Sampling:
     constraint: Constraint | None = None
     score: PromptScore | None = None
     adapter: Adapter | None = None
-    place: int = 0
-    """The place of its adapter in the batch's Adapters, from 1 on; 0: none."""
+    place: int = 0  # of the adapter in the batch's Adapters, from 1 on; 0: none
     proposal: Proposal | None = None
 
 
