@@ -157,6 +157,34 @@ def test_gate_up_clamped(
     assert error(reference(gate_up_clamped, args | {"limit": 1.2 * LIMIT})["out"], want["out"]) > 1e-2
 
 
+@pytest.mark.parametrize("columns", [64, 32])
+@pytest.mark.parametrize("tokens", [3, 140])
+def test_a_part_of_a_block_has_scales_of_its_own(
+    run_both: Both, rng: np.random.Generator, tokens: int, columns: int
+) -> None:
+    """Of a rank's shared expert: the gate's rows have one block's scales, the up projection's another's; and a
+    projection back takes as few columns."""
+    weight, scales = packed(rng, (256, 128), mixture.FLOAT8)
+    scales[1] += 3
+    x = q8(rng.standard_normal((tokens, 128), np.float32), 128).astype(bfloat16)
+    args = {
+        "out": np.full((tokens, columns), np.nan, bfloat16),
+        "x": x,
+        "weight": np.concatenate([weight[:columns], weight[128 : 128 + columns]]),
+        "scales": scales,
+        "limit": LIMIT,
+        "quantized": True,
+    }
+    got, want = run_both(gate_up_clamped, args)
+    assert error(got["out"], want["out"]) < 6e-3
+    if columns == 64:
+        down, of_down = packed(rng, (64, 64), mixture.FLOAT8)
+        args = {"out": args["out"], "x": x[:, :64], "weight": down, "scales": of_down}
+        args |= {"groups": 1, "rounded_x": True, "quantized": True}
+        got, want = run_both(project, args)
+        assert error(got["out"], want["out"]) < 6e-3
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_norm_rows(reference: Run, run_both: Both, rng: np.random.Generator, quantized: bool) -> None:
     gain = rng.uniform(0.5, 1.5, 384).astype(float32)

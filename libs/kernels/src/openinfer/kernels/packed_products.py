@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats import SCALE_BLOCK
 from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.products import matmul
 from openinfer.kernels.target import Target
@@ -76,8 +77,10 @@ def projection(
     *,
     groups: int = 1,
     rounded: bool = False,
+    scale_rows: int = SCALE_BLOCK,
 ) -> Iterator[Command]:
-    """out [T, N] = x @ weight^T in `groups` (ops.project.project); with groups `out` is a tensor."""
+    """out [T, N] = x @ weight^T in `groups` (ops.project.project); with groups `out` is a tensor. scale_rows: rows of a
+    float8 weight that share scales; fewer than 128 where a rank has a part of a block of each stacked projection."""
     expect_bf16(x)
     tokens, (n, k) = x.shape[0], weight.shape
     if (
@@ -87,6 +90,7 @@ def projection(
         and tokens <= FEW_CODED
         and takes_codes(target)
         and k % 128 == 0
+        and scale_rows == SCALE_BLOCK
     ):
         yield from _coded(target, out, x, weight, scales, tile(target, tokens, n, k))
         return
@@ -94,14 +98,14 @@ def projection(
     if tokens <= few or target.arch < 90 or target.batch_invariant:
         if scales is not None and k % 64:
             raise ContractError(f"a float8 weight has {k} columns; on a GPU they are a multiple of 64")
-        yield _few(target, out, x, weight, scales, groups)
+        yield _few(target, out, x, weight, scales, groups, scale_rows)
         return
     for g in range(groups):
         rows = n // groups
         ours: Tensor | Scratch = weight[g * rows : (g + 1) * rows]
         if scales is not None:
             ours = Scratch((rows, k), bfloat16)
-            yield _dequantize(ours, weight, scales, g * rows)
+            yield _dequantize(ours, weight, scales, g * rows, scale_rows)
         if isinstance(out, Scratch):
             yield _many(target, out, x, ours)
         else:
@@ -122,7 +126,13 @@ def _many(target: Target, out: Tensor | Scratch, x: Tensor, weight: Tensor | Scr
 
 
 def _few(
-    target: Target, out: Tensor | Scratch, x: Tensor, weight: Tensor, scales: Tensor | None, groups: int
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    groups: int,
+    scale_rows: int,
 ) -> Launch:
     (tokens, n), (_, k), float8 = out.shape, weight.shape, scales is not None
     rows, bm = n // groups, min(FEW, max(16, power_of_two(tokens)))
@@ -157,6 +167,7 @@ def _few(
         "SPLIT": split,
         "WARPS": WARPS,
         "FLOAT8": float8,
+        "SCALE_ROWS": scale_rows,
         "PAIRS": target.arch >= 90 and not target.interpreted,
     }
     turn = bk * (ROWS * weight.itemsize + 2 * bm)  # bytes of one stage
@@ -204,7 +215,7 @@ def _coded(
     )
 
 
-def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, first: int) -> Launch:
+def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, first: int, scale_rows: int) -> Launch:
     """Some rows of a float8 weight made bf16."""
     n, k = out.shape
     args: dict[str, Arg] = {
@@ -216,7 +227,9 @@ def _dequantize(out: Scratch, weight: Tensor, scales: Tensor, first: int) -> Lau
         "K": Aligned(k),
         "scale_blocks": scales.shape[1],
     }
-    return launch(_DEVICE, "dequantize", (-(-n // 32), -(-k // 128)), args, {"BN": 32})
+    return launch(
+        _DEVICE, "dequantize", (-(-n // 32), -(-k // 128)), args, {"BN": 32, "SCALE_ROWS": scale_rows}
+    )
 
 
 def q8_rows(out: Tensor) -> Launch:

@@ -27,13 +27,13 @@ def _finish(out, value, row, token, n, M, N, GROUP_ROWS):
 def project_few(
     out, x, weight, scales, partial, counter, M, N, K, K_WORDS, GROUP_ROWS, x_stride, scale_blocks,
     BM: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr,
-    FLOAT8: tl.constexpr, PAIRS: tl.constexpr,
+    FLOAT8: tl.constexpr, SCALE_ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """out [M, N]: rows g GROUP_ROWS .. of weight [N, K] times columns g K .. of x [M, ...], whose rows are x_stride
     apart. The weights are the left operand; K is split over SPLIT programs, and the last one to finish sums their parts
     in a fixed order.
 
-    FLOAT8: weight is int32 [N, K_WORDS], K_WORDS = K / 4 and a multiple of 16, scales uint8 [cdiv(N, 128),
+    FLOAT8: weight is int32 [N, K_WORDS], K_WORDS = K / 4 and a multiple of 16, scales uint8 [cdiv(N, SCALE_ROWS),
     scale_blocks] (E8M0); BK is 64. Else bf16, and BK divides K. BM tokens and ROWS rows at a time; WARPS: the launch's.
     partial: float32 [SPLIT, M, N]; counter: int32 [programs / SPLIT], zero before and after.
     Grid (cdiv(GROUP_ROWS, ROWS), SPLIT, groups * cdiv(M, BM)).
@@ -56,7 +56,7 @@ def project_few(
         of_x += column[:, None]
         row = n + tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), GROUP_ROWS - 1)
         of_words = weight + row.to(tl.int64)[:, None] * K_WORDS + tl.arange(0, 16)[None, :]
-        of_blocks = scales + row // 128 * scale_blocks
+        of_blocks = scales + row // SCALE_ROWS * scale_blocks
         for k in range(first, last):
             words = tl.load(of_words + k * 16)
             exponents = tl.load(of_blocks + k // 2).to(tl.int32)[:, None] + tl.zeros_like(words)
@@ -143,13 +143,15 @@ def code_rows(codes, scales, x, width, x_stride, TOKENS, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def dequantize(out, weight, scales, first, N, K, scale_blocks, BN: tl.constexpr):
-    """out [N, K] = rows `first` and up of a float8 weight as bf16, exactly; scales uint8, scale_blocks for each 128
-    rows. Grid (cdiv(N, BN), cdiv(K, 128))."""
+def dequantize(out, weight, scales, first, N, K, scale_blocks, BN: tl.constexpr, SCALE_ROWS: tl.constexpr):
+    """out [N, K] = rows `first` and up of a float8 weight as bf16, exactly; scales uint8, scale_blocks for each
+    SCALE_ROWS rows. Grid (cdiv(N, BN), cdiv(K, 128))."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.program_id(1) * 128 + tl.arange(0, 128)
     whole = first + row
-    scale = e8m0(tl.load(scales + whole // 128 * scale_blocks + tl.program_id(1), mask=row < N, other=0))
+    scale = e8m0(
+        tl.load(scales + whole // SCALE_ROWS * scale_blocks + tl.program_id(1), mask=row < N, other=0)
+    )
     inside = (row < N)[:, None] & (column < K)[None, :]
     source = whole.to(tl.int64)[:, None] * K + column[None, :]
     value = tl.load(weight + source, mask=inside, other=0.0).to(tl.float32) * scale[:, None]

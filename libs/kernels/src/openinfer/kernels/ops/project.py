@@ -123,8 +123,7 @@ def _gate_contract(
     x [T, K]. weight [2 I, K]: the gate's rows, then the up projection's; of x's dtype, or packed float8 with parts=2
     (contract.expect_packed). out [T, I] of x's dtype. g and u are rounded as outputs of a linear layer. The product is
     in float32 and rounded. With `quantized` it then goes through q8 in blocks of 128 (formats.q8), as x has
-    (`rounded_x` of project). K is a multiple of 16. I is a multiple of 128, or 16, 32 or 64; the latter not on a GPU
-    with a packed weight.
+    (`rounded_x` of project). K is a multiple of 16. I is a multiple of 128, or 16, 32 or 64.
     """
     expect("x", x, (-1, -1), *FLOATS)
     expect("out", out, (x.shape[0], -1), x.dtype)
@@ -157,12 +156,8 @@ def _gate_launches(
     quantized: bool,
 ) -> Iterator[Command]:
     linear.expect_q8(target, quantized)
-    require(
-        scales is None or out.shape[1] % SCALE_BLOCK == 0,
-        f"out has {out.shape[1]} columns; on a GPU it must be a multiple of {SCALE_BLOCK} where weights are packed",
-    )
-    both = Scratch((x.shape[0], weight.shape[0]), bfloat16)
-    yield from linear.projection(target, both, x, weight, scales, rounded=quantized)
+    both, rows = Scratch((x.shape[0], weight.shape[0]), bfloat16), min(out.shape[1], SCALE_BLOCK)
+    yield from linear.projection(target, both, x, weight, scales, rounded=quantized, scale_rows=rows)
     yield linear.clamped_gate(out, both, limit, quantized)
 
 
