@@ -12,14 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, Op, apply_writes
+from openinfer.kernels import CpuPack, Op, apply_writes, select_rows
 from openinfer.kernels.formats import dequantized
 from openinfer.recipes.deepseek_v4 import RECIPE
-from openinfer.recipes.deepseek_v4.model import Model, Step
-from openinfer.recipes.deepseek_v4.mtp import Further
+from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.tensor import (
-    Arena,
     Checkpoint,
     Device,
     Stream,
@@ -209,22 +207,29 @@ def test_packed_weights_in_bf16_are_as_close_as_the_reference_in_bf16(load_model
     assert 0 < np.median(ours) < 1.5 * np.median(theirs)
 
 
+def model_head(model, pack, ends):
+    """The MTP layer's logits after the tokens ends[1:] - 1."""
+    rows = len(ends) - 1
+    last, ends = model.batch.last[:rows], Tensor.from_numpy(ends)
+    select_rows(pack, out=last, x=model.hidden[: model.batch.token_ids.shape[0]], q_starts=ends)
+    model.draft_head(pack, rows)
+
+
 def test_the_mtp_layer_predicts_the_token_after_next(load_model, deepseek):
     facts = deepseek.facts["mtp"]
     prompt, positions = deepseek.prompt(facts["prompt"]), facts["positions"]
     model, pack = load_model(deepseek.path, mtp=True), CpuPack()
-    further = Further.allocate(model, Arena(CPU, 16 << 20))
     count = len(prompt) - 1
     start_row(model, prompt[:-1])
     model.forward(pack, count, 1, count)
-    further.next_ids.numpy()[:count] = prompt[1:]
-    further.forward(pack, Step(count, 1, count))
+    following = Tensor.from_numpy(np.array(prompt[1:], np.int32))
+    model.further(pack, following, model.batch.step(count, 1), count, first=True)
     ends = np.array([0, *(position + 1 for position in positions)], np.int32)
-    further.head(pack, Tensor.from_numpy(ends))
+    model_head(model, pack, ends)
     logits = model.batch.logits.numpy()[: len(positions)].copy()
     np.testing.assert_allclose(logits, deepseek.numbers["mtp.logits_fp32"], atol=TOLERANCE, rtol=0)
     ends[1:] -= 1  # negative control: of the tokens before
-    further.head(pack, Tensor.from_numpy(ends))
+    model_head(model, pack, ends)
     again = model.batch.logits.numpy()[: len(positions)]
     assert np.abs(again - deepseek.numbers["mtp.logits_fp32"]).max() > 0.1
 

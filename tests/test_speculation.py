@@ -56,18 +56,22 @@ ASKED = [
 TEXTS = ["What is the capital of France?", "Sort 5 3 9 1", "Extract JSON: Anna is 31", "How much is 12 + 30?"]
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("qwen3_5", 1), ("qwen3_5", 2)])
+TURN = {
+    "qwen3_5": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+    "deepseek_v4": "<｜begin▁of▁sentence｜><｜User｜>{}<｜Assistant｜></think>",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("qwen3_5", 1), ("qwen3_5", 2), ("deepseek_v4", 1), ("deepseek_v4", 2)]
+)
 def test_drafts_of_the_models_own_layers_change_no_token(
     session: Callable[..., Any], name: str, ranks: int
 ) -> None:
     """Greedy and sampled requests, in chunks, with preemption, cached prefixes and prompts that are scored."""
     path = DEMO / name
     tokenizer = Tokenizer.load(path)
-    asked = [
-        (tokenizer.encode_short(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"), 30, one)
-        for text in TEXTS
-        for one in ASKED
-    ]
+    asked = [(tokenizer.encode_short(TURN[name].format(text)), 30, one) for text in TEXTS for one in ASKED]
     flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
     plain = session(path, max_num_seqs=1, enable_prefix_caching=False, **flags)
     small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS, "tensor_parallel_size": ranks}

@@ -80,7 +80,7 @@ def _scale(x: Array, least: float, most: float) -> Array:
 
 def q8(x: Array, block: int) -> Array:
     """Float32 x with every `block` consecutive elements of the last axis rounded to e4m3 with a power-of-two scale."""
-    blocks = x.reshape(*x.shape[:-1], -1, block)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
     scale = _scale(blocks, Q8_LEAST, E4M3_MAX)
     codes = np.clip(blocks / scale, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
     return np.asarray((codes.astype(np.float32) * scale).reshape(x.shape))
@@ -89,7 +89,7 @@ def q8(x: Array, block: int) -> Array:
 def q4(x: Array) -> Array:
     """Float32 x with every 32 consecutive elements of the last axis rounded to E2M1 (ties to the even code) with a
     power-of-two scale."""
-    blocks = x.reshape(*x.shape[:-1], -1, 32)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // 32, 32)
     scale = _scale(blocks, Q4_LEAST, E2M1_MAX)
     codes = np.clip(blocks / scale, -E2M1_MAX, E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
     return np.asarray((codes.astype(np.float32) * scale).reshape(x.shape))

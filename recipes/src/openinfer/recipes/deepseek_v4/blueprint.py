@@ -20,6 +20,7 @@ from openinfer.recipes.deepseek_v4.choices import choices
 from openinfer.recipes.deepseek_v4.config import Config, rope_table
 from openinfer.recipes.deepseek_v4.layers import layers_alone
 from openinfer.recipes.deepseek_v4.model import Model
+from openinfer.recipes.deepseek_v4.mtp import DraftingModel
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
 from openinfer.recipes.deepseek_v4.options import DeepseekOptions
 from openinfer.recipes.deepseek_v4.places import Format
@@ -89,7 +90,8 @@ class DeepseekV4(Blueprint[Model]):
 
     def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
         windows, entries = blocks or (2, 2)
-        return groups(self.config, limits.dtype.itemsize, windows, entries)
+        drafting = self.form.mtp
+        return groups(self.config, limits.dtype.itemsize, windows, entries, drafting=drafting)
 
     def eviction(self, group: Group) -> Eviction:
         return eviction(group)
@@ -106,17 +108,20 @@ class DeepseekV4(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field(name, (limits.max_rows + 1, limits.max_blocks)) for name in TABLES],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hc_mult * c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts,
+            width=c.hc_mult * c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits, batch.logits, self.quantized)
-        cache = Cache.allocate(c, arena, limits.dtype, windows, entries)
+        cache = Cache.allocate(c, arena, limits.dtype, windows, entries, drafting=self.form.mtp)
         if arena.device.kind == "cuda":
             cache.zero_(stream)
         recent = None
         if limits.max_drafts:
             recent = Recent.allocate(c, arena, limits.max_rows + 1, limits.max_drafts)
-        model = Model(c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
-        return dataclasses.replace(model, recent=recent)
+        parts = (c, weights, cache, tables[0], tables[1], batch, buffers, self.quantized)
+        if not self.form.mtp:
+            return Model(*parts, recent=recent)
+        work = arena.alloc(buffers.streams.shape, limits.dtype, "MTP streams")
+        return DraftingModel(*parts, recent=recent, work=work)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return model.cache.by_group()

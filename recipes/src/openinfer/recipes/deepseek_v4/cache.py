@@ -34,7 +34,7 @@ TABLES = ("window_tables", "entry_tables")
 class Cache:
     """The tensors of both groups, page-first; layers of a kind in their order. States are float32 (ops.compress)."""
 
-    window: Tensor  # [pages, layers, 128, d]
+    window: Tensor  # [pages, layers, 128, d]; the MTP layer's last, where it drafts
     csa_state: Tensor  # [pages, CSA layers, 3, 3, d]
     index_state: Tensor  # [pages, CSA layers, 3, 3, di]
     hca_state: Tensor  # [pages, HCA layers, 1, 3, d]
@@ -44,12 +44,20 @@ class Cache:
 
     @classmethod
     def allocate(
-        cls, config: Config, arena: Arena, dtype: np.dtype[Any], window_pages: int, entry_pages: int
+        cls,
+        config: Config,
+        arena: Arena,
+        dtype: np.dtype[Any],
+        window_pages: int,
+        entry_pages: int,
+        *,
+        drafting: bool = False,
     ) -> Cache:
-        """Uninitialised."""
+        """Uninitialised. drafting: the MTP layer has a window."""
         c, csa, hca = config, config.count(CSA), config.count(HCA)
+        layers = c.num_layers + drafting
         return cls(
-            window=arena.alloc((window_pages, c.num_layers, PAGE, c.head_dim), dtype, "window"),
+            window=arena.alloc((window_pages, layers, PAGE, c.head_dim), dtype, "window"),
             csa_state=arena.alloc((window_pages, csa, 3, 3, c.head_dim), float32, "CSA states"),
             index_state=arena.alloc((window_pages, csa, 3, 3, c.index_dim), float32, "indexer states"),
             hca_state=arena.alloc((window_pages, hca, 1, 3, c.head_dim), float32, "HCA states"),
@@ -94,14 +102,16 @@ class Recent:
         )
 
 
-def groups(config: Config, itemsize: int, window_pages: int, entry_pages: int) -> list[Group]:
+def groups(
+    config: Config, itemsize: int, window_pages: int, entry_pages: int, *, drafting: bool = False
+) -> list[Group]:
     """The pool's groups."""
     return [
         Group(
             "window",
             PAGE,
             window_pages,
-            config.window_page_bytes(itemsize),
+            config.window_page_bytes(itemsize, drafting=drafting),
             window=max(1, config.sliding_window - 1),
         ),
         Group("entries", PAGE, entry_pages, config.entry_page_bytes(itemsize)),

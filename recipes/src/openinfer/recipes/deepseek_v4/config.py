@@ -130,10 +130,10 @@ class Config:
         """Rows of lm_head that this rank has."""
         return self.vocab_size // self.ranks
 
-    def window_page_bytes(self, itemsize: int) -> int:
+    def window_page_bytes(self, itemsize: int, *, drafting: bool = False) -> int:
         """Bytes of a page of the window group: 128 raw vectors a layer, and the states of the compressors after the
-        last of them."""
-        raw = self.num_layers * PAGE * self.head_dim * itemsize
+        last of them. drafting: the MTP layer has vectors there too."""
+        raw = (self.num_layers + drafting) * PAGE * self.head_dim * itemsize
         csa, hca = 9 * (self.head_dim + self.index_dim), 3 * self.head_dim
         return raw + 4 * (self.count(CSA) * csa + self.count(HCA) * hca)
 

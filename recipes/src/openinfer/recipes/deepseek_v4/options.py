@@ -18,6 +18,8 @@ class DeepseekOptions(Options):
         "batch_invariant": "its kernels split their sums by the number of tokens",
     }
 
+    draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "mtp")
+
     activation_quantization: str = option(
         "on",
         "on: round activations, cached vectors and the indexer to FP8 and FP4 where the published code does, for which "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from openinfer.recipes.deepseek_v4.options import DeepseekOptions
 from openinfer.recipes.deepseek_v4.published import SIZES, config_json
-from openinfer.recipes.engine import Recipe, Source
+from openinfer.recipes.engine import Recipe, SetupError, Source
 
 if TYPE_CHECKING:
     from openinfer.recipes.deepseek_v4.blueprint import DeepseekV4
@@ -41,6 +42,10 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
 
         config = Config.parse(source.config, source.eos).of_rank(rank, ranks)
         form = Format.of(source.checkpoint) if source.checkpoint else Format(fp4_experts=True)
+        if options.proposes:
+            if not config.mtp:
+                raise SetupError("--speculative-config: this checkpoint has no MTP layer; use method ngram")
+            form = dataclasses.replace(form, mtp=True)
         return DeepseekV4(config, form, options)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
