@@ -213,6 +213,9 @@ def test_ranks_share_every_part_of_a_hybrid():
             assert sum(part.conv_size for part in parts) == whole.conv_size
             assert sum(part.intermediate_size for part in parts) == whole.intermediate_size
             assert sum(part.num_kv_heads for part in parts) == max(ranks, whole.num_kv_heads)
+            assert sum(part.state_bytes(2) for part in parts) == whole.state_bytes(2)
+            shared = min(ranks, whole.num_kv_heads)  # among ranks with different heads
+            assert {part.kv_bytes_per_token(2) * shared for part in parts} == {whole.kv_bytes_per_token(2)}
             if whole.experts:
                 assert [part.experts.first for part in parts] == list(
                     range(0, whole.experts.count, whole.experts.count // ranks)
