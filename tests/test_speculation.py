@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from openinfer.frontend.http import Tokenizer
 from openinfer.recipes.engine.errors import SetupError
@@ -86,6 +90,27 @@ def test_drafts_of_the_models_own_layers_change_no_token(
     stats = drafted.engine.stats()
     assert stats.preemptions > 0
     assert stats.accepted_draft_tokens > 0.5 * stats.draft_tokens > 50
+
+
+def test_the_head_of_a_mixture_drafts(session: Callable[..., Any], tmp_path: Path) -> None:
+    """A checkpoint whose MTP head has the weights of a layer of its own: the tokens without drafts."""
+    source, folder = GOLDENS / "qwen3_5-moe-tiny", tmp_path / "moe"
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    layer, rng = "model.language_model.layers.3.", np.random.default_rng(1)
+    tensors = load_file(source / "model.safetensors")
+    own = {n.replace(layer, "mtp.layers.0."): x for n, x in tensors.items() if n.startswith(layer)}
+    norm = tensors["model.language_model.norm.weight"]
+    own |= {f"mtp.{name}.weight": norm for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    fc = rng.standard_normal((len(norm), 2 * len(norm))) / len(norm) ** 0.5
+    save_file({**tensors, **own, "mtp.fc.weight": fc.astype(norm.dtype)}, folder / "model.safetensors")
+    asked = [([rng.integers(3, 500) for _ in range(40 + n)], 20, {"ignore_eos": True}) for n in range(3)]
+    plain, drafted = session(source), session(folder, speculative_config=MTP, max_num_batched_tokens=24)
+    for want, got in zip(plain.outcomes_of(asked), drafted.outcomes_of(asked), strict=True):
+        assert got.tokens == want.tokens
+    assert drafted.engine.stats().draft_tokens > 0
 
 
 @pytest.mark.parametrize(
