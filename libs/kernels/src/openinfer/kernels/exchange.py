@@ -8,10 +8,10 @@ from openinfer.kernels.launch import Arg, Collective, Command, Peers, Scratch, a
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16
 
-MOST_ROWS = 128
-"""Rows that ranks push to each other at once."""
+PROGRAMS = 128
+"""Rows that ranks push to each other at once; a slot holds as many. More rows take turns."""
 MOST_BYTES = 1 << 20
-"""Bytes that a rank pushes to each other one. NCCL, which sends each byte twice and no more, is faster above."""
+"""Bytes that a rank pushes, to all others together. NCCL takes larger sums: it sends each byte twice and no more."""
 
 _BLOCK = 1024
 
@@ -22,7 +22,7 @@ def sum_of_ranks(
     """x += the sum of the y of all ranks, or x = with add=False. y may be overwritten."""
     rows, width = x.shape
     pushes = not target.interpreted and x.dtype == bfloat16 and width % 8 == 0
-    few = rows <= MOST_ROWS and x.nbytes * (ranks - 1) <= MOST_BYTES
+    few = rows <= PROGRAMS and x.nbytes * (ranks - 1) <= MOST_BYTES
     if pushes and (few or target.batch_invariant):
         yield _push(target, x, y, ranks, add)
         return
@@ -48,11 +48,11 @@ def _push(target: Target, x: Tensor, y: Tensor | Scratch, ranks: int, add: bool)
     constants = {
         "WIDTH": width,
         "RANKS": ranks,
-        "SLOT": MOST_ROWS * 2 * width,
+        "SLOT": PROGRAMS * 2 * width,
         "LANES": lanes,
         "ADD": add,
     }
-    grid = (min(rows, MOST_ROWS),)
+    grid = (min(rows, PROGRAMS),)
     warps = min(16, max(1, lanes // 32))
     return launch("openinfer.kernels.device.push_sum", "push_sum", grid, args, constants, num_warps=warps)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from openinfer.kernels.errors import LaunchError, RankLost
-from openinfer.kernels.exchange import MOST_ROWS
+from openinfer.kernels.exchange import PROGRAMS
 from openinfer.kernels.launch import Collective, Peers
 from openinfer.tensor import Arena, Device, NcclRanks, PeerMemory, PinnedBuffer, Stream, int32, int64
 
@@ -28,10 +28,10 @@ class GpuRanks:
     def __init__(self, device: Device, nccl: NcclRanks, width: int) -> None:
         self.rank, self.size, self._width = nccl.rank, nccl.size, width
         self._nccl, self._device = nccl, device
-        self._memory = PeerMemory(device, _SETS * self.size * MOST_ROWS * width)
+        self._memory = PeerMemory(device, _SETS * self.size * PROGRAMS * width)
         self._lost = PinnedBuffer(device, 64)
         self._lost.array[:] = 0
-        self._table = Arena(device, 8 * (self.size + 2) + 4 * MOST_ROWS + 1024)
+        self._table = Arena(device, 8 * (self.size + 2) + 4 * PROGRAMS + 1024)
 
     def connect(self, links: Sequence[socket.socket], stream: Stream) -> None:
         """Map the segments of the other ranks. links: of rank 0, a Unix socket to each other rank; of another one, the
@@ -39,7 +39,7 @@ class GpuRanks:
         own = self._memory.export()
         self._memory.connect(self.rank, self._everyones(own, links))
         os.close(own)
-        counts = self._table.alloc((MOST_ROWS,), int32, "calls by row")
+        counts = self._table.alloc((PROGRAMS,), int32, "calls by row")
         counts.zero_(stream)
         self._peers = self._table.alloc((self.size + 2,), int64, "peers")
         words = np.array([*self._memory.addresses, counts.ptr, self._lost.ptr], np.int64)

@@ -59,6 +59,14 @@ def missing(a, b, c, d):
 
 
 @triton.jit
+def fence(lanes):
+    """The stores of the threads of these lanes come before their later ones, for every GPU."""
+    tl.inline_asm_elementwise(
+        "fence.acq_rel.sys; mov.u32 $0, $1;", "=r,r", [lanes], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def push_sum(
     x, y, peers, rank, rows,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, LANES: tl.constexpr, ADD: tl.constexpr,
@@ -121,4 +129,8 @@ def push_sum(
         tl.debug_barrier()  # lanes that do the same have all read x
         store16(x.to(tl.int64) + at, packed(s0, s1), packed(s2, s3), packed(s4, s5), packed(s6, s7))
         call += 1
+        if row + tl.num_programs(0) < rows:
+            fence(
+                none
+            )  # slots are clear before the next row tells peers so; after the last row the kernel's end does it
     tl.store(count, call)
