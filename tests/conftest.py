@@ -105,9 +105,17 @@ def place() -> Place:
         stream = Stream(Device("cpu"))
         with Checkpoint(path) as checkpoint:
             source = replace(Source.read(path), checkpoint=checkpoint)
-            blueprint = recipe.blueprint(source, recipe.options(**flags))
+            options = recipe.options(**flags)
+            blueprint, speculation = recipe.blueprint(source, options), options.speculation()
             limits = Limits(
-                length, max_rows, max_tokens, blueprint.page_size, np.dtype(dtype), adapters=adapters
+                length,
+                max_rows,
+                max_tokens,
+                blueprint.page_size,
+                np.dtype(dtype),
+                adapters=adapters,
+                max_drafts=speculation.num_speculative_tokens if speculation else 0,
+                proposes=options.proposes,
             )
             model = blueprint.lay_out(Arena(Device("cpu"), nbytes), stream, limits, blocks)
             blueprint.load(model, checkpoint, stream, lambda done, total: None)

@@ -14,8 +14,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from openinfer.frontend.http import Tokenizer
+from openinfer.graph import Buckets, Shape
+from openinfer.graph.runner import segments
+from openinfer.graph.runner.verifying import write_verified
+from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.testing import Planted
+from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
+from openinfer.tensor import Device, Stream, Tensor, bfloat16, uint8
 
 ROOT = Path(__file__).parents[1]
 GOLDENS, DEMO = ROOT / "tests" / "goldens", ROOT / "demo"
@@ -126,3 +132,57 @@ def test_layers_that_cannot_draft_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(SetupError, match=complaint):
         session(ROOT / name, speculative_config=MTP, **flags)
+
+
+SEED = 10
+"""A prompt after which no two tokens are nearly as likely."""
+
+
+def drafting_steps(place: Callable[..., Any], pack: Pack, seed: int) -> list[np.ndarray[Any, Any]]:
+    """A prompt, its drafts by the MTP head, and the step that verifies them: the logits of each, and the tokens."""
+    path, shape = GOLDENS / "qwen3_5-tiny", Shape(16, 1, 16)
+    model = place(
+        QWEN3_5, path, [6, 4], max_rows=2, max_tokens=16, length=64, dtype=bfloat16, speculative_config=MTP
+    )
+    work = segments(model, pack, Buckets((1,), (16,), (1,), 2))
+    rows, logits, found = model.batch.rows, model.batch.logits, []
+    for name, value in {"alive": 1, "limits": 60, "state_from": 2, "state_to": 2, "reserved": 32}.items():
+        rows.set(name, 1, value)
+    rows.write("stop_ids", 1, [-1] * 20)
+    rows.write("block_tables", 1, [3, 5])
+    prompt = np.random.default_rng(seed).integers(3, 500, 13)
+    rows.write("prompt", 0, [*prompt, -1, -1, -1])
+    for name, values in {"slots": [1], "emits": [1], "q_starts": [0, 13], "sure_starts": [0, 13]}.items():
+        rows.write(name, 0, values)
+
+    def run(*keys: tuple[object, ...]) -> None:
+        for _ in rows.uploads(Stream(Device("cpu"))):
+            work["upload",]()
+        for key in keys:
+            work[key]()
+
+    run(("forward", shape))
+    found.append(logits[:1].numpy().copy())
+    run(("sample", 1, 0), ("draft", shape))
+    found.append(logits[:1].numpy().copy())
+    rows.write("prompt", 0, [-1] * 16)
+    verify = Shape(3, 1, 3, 2)
+    write_verified(rows, np.array([0, 3], np.int32), np.array([2], np.int32), 2)
+    rows.write("q_starts", 0, [0, 3])
+    run(("forward", verify))
+    found.append(logits[:3].numpy().copy())
+    run(("sample", 1, 2), ("draft", verify))
+    found.append(logits[:1].numpy().copy())
+    return [*found, rows["drafts"].numpy()[1].copy(), model.batch.sampled.result[:3].numpy()[:, :2].copy()]
+
+
+def test_a_gpus_launches_of_drafts_in_the_interpreter(place: Callable[..., Any]) -> None:
+    target = Target(arch=90, num_sms=4, interpreted=True)
+    regions = (Tensor.from_numpy(np.zeros(64 << 20, uint8)) for _ in range(2))
+    ours = drafting_steps(place, LaunchPack(target, InterpDriver(), *regions), SEED)
+    expected = drafting_steps(place, CpuPack(), SEED)
+    for a, b in zip(ours[:4], expected[:4], strict=True):
+        assert np.isfinite(a).all()
+        assert np.linalg.norm(a - b) / np.linalg.norm(b) < 0.04
+    for a, b in zip(ours[4:], expected[4:], strict=True):
+        np.testing.assert_array_equal(a, b)
