@@ -152,7 +152,7 @@ def misshape(folder: Path) -> None:
 
 
 def wrong_dtype(folder: Path) -> None:
-    change_header(folder, "model.norm.weight", lambda entry: entry.update(dtype="F16"))
+    change_header(folder, "model.norm.weight", lambda entry: entry.update(dtype="I16"))
 
 
 def change_config(**values: Any) -> Callable[[Path], None]:
