@@ -34,7 +34,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--enable-reasoning": "use --reasoning-parser",
     "--enable-request-id-headers": "answers always have X-Request-Id; leave it out",
     "--enable-server-load-tracking": "/load is always there; leave it out",
-    "--enable-sleep-mode": "an idle engine keeps its memory; leave it out",
     "--enable-ssl-refresh": "start the server again for a new certificate",
     "--guided-decoding-backend": "grammars are always llguidance's; leave it out",
     "--hf-config-path": _CHECKPOINT,
@@ -44,7 +43,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--kv-cache-dtype": "the cache has the model's dtype; leave it out",
     "--kv-transfer-config": "caches are not sent between servers; leave it out",
     "--limit-mm-per-prompt": _MEDIA,
-    "--load-format": _CHECKPOINT,
     "--logits-processors": "use the sampling fields of a request",
     "--long-prefill-token-threshold": "use --max-num-batched-tokens",
     "--max-logprobs": "20 are possible; leave it out",
@@ -79,7 +77,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--use-v2-block-manager": _ALWAYS,
     "--uvicorn-log-level": "use --log-level",
     "-O": _KERNELS,
-    "-dp": "start one server a GPU behind a load balancer",
     "-pp": _BY_TENSOR,
     "-q": "the checkpoint's own format is taken; leave it out",
 }
