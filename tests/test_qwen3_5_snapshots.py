@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from openinfer.recipes.qwen3_5.states import STATES
+from openinfer.graph import Field, Rows
+from openinfer.kvpool import Group, Pool
+from openinfer.recipes.qwen3_5.states import STATES, Boundaries, States
+from openinfer.scheduler import Row, Seq, Step
+from openinfer.tensor import Arena, Device, Stream
 
 TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"
 
@@ -109,3 +113,21 @@ def test_reset_forgets_states_and_pages(session):
     run.finish()
     assert run.outcomes[1].cached == 0
     assert run.outcomes[1].tokens == run.outcomes[0].tokens
+
+
+@pytest.mark.parametrize(("start", "count", "taken"), [(60, 4, 1), (63, 1, 0)])
+def test_a_chunk_of_one_token_leaves_no_snapshot(start, count, taken):
+    """A GPU's kernel for rows of one token writes none, so none may be found."""
+    pool = Pool([Group("kv", 16, 20, 16), Group("state", 64, 8, 16, snapshots=True)], prefix_cache=True)
+    seq = Seq(1, list(range(3, 203)), 4, owner=None)
+    seq.slot, seq.target, seq.lease = 1, 200, pool.acquire(seq.tokens, b"")
+    assert seq.lease.reserve(64) is not None
+    fields = [Field("snapshot_ends", (2 * 9,)), Field("snapshot_blocks", (2 * 9,))]
+    rows = Rows(Arena(Device("cpu"), 1 << 20), fields, Stream(Device("cpu")))
+    states = States(Boundaries(512), max_tokens=512)
+    assert states.max_snapshots <= 9
+    states.chunks(rows, Step(0, [Row(seq, count, False, start)], True, 0, (), [], []), 2)
+    words = [delta.values for delta in rows.uploads(Stream(Device("cpu")))]
+    assert sum(int((values == 64).sum()) for values in words) == taken
+    seq.lease.release()
+    rows.close()

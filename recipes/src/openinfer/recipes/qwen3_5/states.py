@@ -76,7 +76,9 @@ class States:
         findable."""
         wanted = np.zeros((2, num_rows, self.max_snapshots), np.int32)
         for index, row in enumerate(step.rows[step.num_decode :], start=step.num_decode):
-            if row.start is None:
+            if (
+                row.start is None or row.num_tokens == 1
+            ):  # delta_step, which takes rows of one token, writes none
                 continue
             lease, count = _lease(row.seq), 0
             for end in self.boundaries.within(row.start, row.start + row.num_tokens, row.seq.target):
