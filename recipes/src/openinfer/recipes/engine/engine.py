@@ -388,7 +388,7 @@ class Engine:
             self._tiers.keep(self._pool)
             self._tiers.close()
         if self._followers is not None:
-            self._followers.close()
+            self._followers.end()
         self.runner.close()
         if self._followers is not None:
-            self._followers.ranks.close()
+            self._followers.close()

@@ -43,6 +43,7 @@ class Followers:
         self.ranks = Ranks.joined(memory, 0, size, [ours for ours, _ in links])
         self._ring = Ring(ring, size - 1)
         self._reason, self._closing = "", False
+        self._leader: Leader | None = None
         names = [field.name for field in dataclasses.fields(options) if field.name not in OWN]
         flags = {name: getattr(options, name) for name in names}
         cores = max(1, len(os.sched_getaffinity(0)) // size)
@@ -105,10 +106,10 @@ class Followers:
         )
         self.ranks.abort()
 
-    def close(self) -> None:
-        """End all ranks. The device of rank 0 must be idle, or its steps lost."""
+    def end(self) -> None:
+        """End all other ranks. The device of rank 0 must be idle, or its steps lost."""
         self._closing = True
-        leader: Leader | None = getattr(self, "_leader", None)
+        leader, self._leader = self._leader, None
         if leader is not None and not self._reason:
             leader.end()
         for process in self._processes:
@@ -119,8 +120,14 @@ class Followers:
                 process.wait()
             assert process.stdin is not None
             process.stdin.close()
-        for watcher in self._watchers:
-            watcher.join()
+
+    def close(self) -> None:
+        """End all other ranks and give the exchange up. The graphs of rank 0 must be gone, because NCCL waits for those
+        that have its collectives."""
+        self.end()
+        for watcher in self._watchers:  # of a lost rank: in NCCL, until the graphs are gone
+            watcher.join(CLOSE_TIMEOUT_S)
+        self.ranks.close()
         for link in self.ranks.links:
             link.close()
         for bell in self._bells:
