@@ -70,9 +70,19 @@ SUITES = [
     "tests",
     "tests/combinations",
     "tests/test_independence.py",
+    "tests/test_recipes.py",
+    "tests/test_speculation.py",
 ]
 # These take longest, so they are begun first.
-LONGEST = ("tests", "libs/frontend", "libs/kernels", "recipes", "libs/sampler")
+LONGEST = (
+    "tests",
+    "libs/frontend",
+    "tests/test_recipes.py",
+    "tests/combinations",
+    "libs/kernels",
+    "recipes",
+    "libs/sampler",
+)
 
 
 @dataclass

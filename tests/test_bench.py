@@ -172,7 +172,7 @@ def test_concurrency_is_limited_and_arrivals_are_kept() -> None:
 
     run = asyncio.run(spread())
     sent = sorted(answer.sent for answer in run.answers)
-    assert sent[2] - sent[0] >= 0.055
+    assert sent[2] - sent[0] >= 0.03  # the first may be late by what a new connection takes
     assert all(0 <= a.sent - a.due < 0.5 for a in run.answers)
     assert run.seconds >= 0.07
     assert run.cpu_seconds > 0

@@ -32,6 +32,7 @@ class TestQwen3Untied(Suite):
     recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
 
 
+@pytest.mark.slow
 class TestQwen3TwoRanks(Suite):
     recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
     flags = {"tensor_parallel_size": 2}  # noqa: RUF012

@@ -335,7 +335,8 @@ def test_two_flags_of_an_engine_change_no_token(
     stats = engine.stats()
     assert (stats.preemptions > 0) == ("preemption" in names)
     assert (stats.accepted_draft_tokens > 0) == ("speculation" in names)
-    assert (stats.offload_blocks.get("saved", 0) > 0) == bool(TIERS & set(names))
+    used = sum(stats.offload_blocks.values())  # on a disk all may be there already, from an engine before
+    assert (used > 0) == bool(TIERS & set(names))
     assert (stats.prefix_hit_tokens > 0) == bool(CACHES & set(names))
 
 
