@@ -125,24 +125,20 @@ def test_flags_that_cannot_be_followed_are_refused(flags: dict[str, Any], words:
         build(recipes.find(path), path, device="cpu", **flags)
 
 
-@pytest.mark.slow  # fails in one of four runs: the second engine does not find what the first has written
 def test_a_restarted_engine_scores_a_prompt_that_the_disk_has(session: Any, tmp_path: Path) -> None:
     flags = {"kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2, **SMALL["qwen3-tiny"]}
     scores = []
     for _ in range(2):
         run = session(GOLDENS / "qwen3-tiny", max_model_len=320, **flags)
-        ask(run, [[5] * 20])
-        deadline = time.monotonic() + 20
+        fresh, deadline = 500, time.monotonic() + 20
+        ask(run, [[fresh] * 20])
         while scores and not run.engine.stats().offload_bytes["disk"]:
-            run.engine.pool.acquire([1] * 40).release()
+            fresh += 1  # what a thread has found on the disk is taken note of when a prompt is looked up
+            ask(run, [[fresh] * 20])
             assert time.monotonic() < deadline, "the disk's blocks are not found again"
         number = run.submit(PROMPTS[0], 2, prompt_logprobs=0)
         run.finish()
         ask(run, PROMPTS[1:])
-        deadline = time.monotonic() + 20
-        while not scores and not run.engine.stats().offload_blocks["saved"]:  # until host memory has grown
-            ask(run, PROMPTS)
-            assert time.monotonic() < deadline, "no block was saved"
         scores.append([one.logprob for one in run.outcomes[number].prompt_logprobs])
         run.engine.close()
     assert len(scores[0]) == len(scores[1]) == len(PROMPTS[0]) - 1
