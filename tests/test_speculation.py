@@ -57,6 +57,26 @@ def test_a_prefix_that_drafts_have_written_is_as_good_as_another(
     assert stats.accepted_draft_tokens > 20
 
 
+def test_a_request_without_drafts_is_told_of_none(session: Callable[..., Any]) -> None:
+    """Beside one with drafts, whose terminal counts them."""
+    drafted, answers = session(GOLDENS / "qwen3-tiny", speculative_config=NGRAM), list[list[int]]()
+    drafted.engine.runner.drafting.make_drafter = lambda: Planted(answers)
+    prompt, ends = list(range(20, 60)), {"ignore_eos": True}
+    (want,) = drafted.outcomes_of([(prompt, 24, {**ends, "disable_spec_decode": True})])
+    assert want.terminals[0].drafts is None
+    assert drafted.engine.stats().drafts == 0
+    answers.append(prompt + want.tokens)
+    one, other = drafted.outcomes_of(
+        [(prompt, 24, ends), (prompt, 24, {**ends, "disable_spec_decode": True})]
+    )
+    assert one.tokens == other.tokens == want.tokens
+    assert other.terminals[0].drafts is None
+    stats, drafts = drafted.engine.stats(), one.terminals[0].drafts
+    assert (drafts.steps, drafts.tokens) == (stats.drafts, stats.draft_tokens)
+    assert drafts.accepted == stats.accepted_by_position
+    assert sum(drafts.accepted) > 5
+
+
 ASKED = [
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.4},

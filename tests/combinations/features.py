@@ -108,6 +108,7 @@ REQUEST = {
     ),
     "echo": Asked("`echo`", lambda plain: {"echo": True}, passive=True),
     "several choices": Asked("`n`", lambda plain: {"n": 2}, passive=True),
+    "no drafts": Asked("`disable_spec_decode`", lambda plain: {"disable_spec_decode": True}, passive=True),
     "streaming": Asked("`stream`", lambda plain: {"stream": True}, passive=True),
 }
 ENGINE = {

@@ -4,15 +4,17 @@ import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from openinfer.frontend.chat import OutputParser
 from openinfer.frontend.client import Delta
-from openinfer.frontend.contract import EngineInfo, EngineStats, Finished, Request, TokenLogprobs
+from openinfer.frontend.contract import Drafts, EngineInfo, EngineStats, Finished, Request, TokenLogprobs
 from openinfer.frontend.http.chat_shape import ChatShape
-from openinfer.frontend.http.generation import Choice
+from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.metrics import Metrics
 from openinfer.frontend.http.params import Plan
+from openinfer.frontend.http.shapes import usage_body
 from openinfer.frontend.http.tokenizer import Tokenizer
 from openinfer.sampler import SamplingParams
 
@@ -121,6 +123,22 @@ def test_stop_reason_is_the_id_only_if_it_was_asked_for(tokenizer: Tokenizer, me
         choice = make(tokenizer, metrics, [], stop_ids=stop_ids)
         choice.push(Delta([47, 2], terminal=Finished(7, "stop", 2)))
         assert (choice.take()[0], choice.stop_reason) == ("H", expected)
+
+
+def test_the_usage_counts_drafts_of_all_choices(tokenizer: Tokenizer, metrics: Metrics) -> None:
+    choices = [make(tokenizer, metrics, []) for _ in range(3)]
+    counted = Drafts(4, 8, [3, 1]), Drafts(2, 6, [2, 1, 1]), None
+    for choice, drafts in zip(choices, counted, strict=True):
+        choice.push(Delta([47, 48], terminal=Finished(7, "length", drafts=drafts)))
+    details = msgspec.to_builtins(usage_body(Usage(choices, 3)))["completion_tokens_details"]
+    assert details == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": 8,
+        "rejected_prediction_tokens": 6,
+        "accepted_per_position": [5, 2, 1],
+    }
+    without = msgspec.to_builtins(usage_body(Usage(choices[2:], 1)))["completion_tokens_details"]
+    assert without == {"reasoning_tokens": 0}
 
 
 def test_a_broken_end_is_shown(tokenizer: Tokenizer, metrics: Metrics) -> None:

@@ -36,3 +36,4 @@ def test_the_state_is_the_engines(start: Any) -> None:
     assert after["generation_tokens"] - before["generation_tokens"] == 7
     assert after["prompt_tokens"] - before["prompt_tokens"] == 1
     assert after["time"] > before["time"]
+    assert (after["drafts"], after["draft_tokens"], after["accepted_by_position"]) == (0, 0, [])

@@ -71,7 +71,7 @@ def test_the_rows_that_were_alive_are_counted():
     result[:2, 0, 1] = RowStatus.RUNNING
     result[0, 2, 1] = result[0, 3, 1] = RowStatus.RUNNING
     result[1, 3, 1] = RowStatus.STOP
-    assert list(read_verified(step, result)) == [(1, 2, 2), (4, 1, 2)]
+    assert [(seq.slot, *rest) for seq, *rest in read_verified(step, result)] == [(1, 2, 2), (4, 1, 2)]
 
 
 def test_counts_are_by_position():

@@ -12,14 +12,13 @@ ignores one.
 Times are `time.monotonic()` seconds, which the processes of one Linux machine share.
 """
 
-import importlib
-from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
-from openinfer.frontend.errors import EngineSpecError, InvalidRequest
+from openinfer.frontend.engine_spec import EngineSpec
+from openinfer.frontend.errors import InvalidRequest
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.grammar import Grammar
 
@@ -28,6 +27,7 @@ __all__ = [
     "TERMINALS",
     "AdapterState",
     "Command",
+    "Drafts",
     "Engine",
     "EngineInfo",
     "EngineSpec",
@@ -88,6 +88,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens: None for none, 0 for theirs alone, n for the n most likely
     alternatives' as well. Needs the feature "prompt_logprobs"."""
+    disable_spec_decode: bool = False
+    """The request gets no drafts (speculative decoding). It changes no token, only the request's speed."""
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for an integer that no engine can be sent."""
@@ -129,6 +131,17 @@ class Scheduled(msgspec.Struct, frozen=True, array_like=True, tag="s"):
     """When (time.monotonic() seconds)."""
 
 
+class Drafts(msgspec.Struct, frozen=True, array_like=True):
+    """The drafts that a request's steps verified (speculative decoding)."""
+
+    steps: int
+    """Steps in which the request had drafts."""
+    tokens: int
+    """Drafts of all these steps."""
+    accepted: list[int]
+    """How often the first, second, ... draft of a step was accepted."""
+
+
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """Terminal: the request ended as it should."""
 
@@ -137,6 +150,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     stop_token_id: int | None = None
     """With reason "stop": the EOS or stop id that ended it, also the last of the request's tokens in these same
     StepOutputs."""
+    drafts: Drafts | None = None
+    """None where no step verified a draft."""
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="r"):
@@ -374,22 +389,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release all resources. Called once; the driver calls no other method after it."""
-
-
-class EngineSpec(msgspec.Struct, frozen=True):
-    """How to build an engine in any process: call `target` ("package.module:function") with JSON `kwargs`."""
-
-    target: str
-    kwargs: dict[str, Any] = {}
-
-    def build(self) -> Engine:
-        """Import the module and call the function. Raises EngineSpecError, or what the function raises."""
-        module_name, _, function_name = self.target.partition(":")
-        if not module_name or not function_name:
-            raise EngineSpecError(f"engine target {self.target!r} is not 'package.module:function'")
-        function: Callable[..., Engine] | None = getattr(
-            importlib.import_module(module_name), function_name, None
-        )
-        if function is None:
-            raise EngineSpecError(f"engine target {self.target!r}: {module_name} has no {function_name!r}")
-        return function(**self.kwargs)

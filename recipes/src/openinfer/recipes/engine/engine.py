@@ -39,7 +39,7 @@ from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.adapters import AdapterDesk
 from openinfer.recipes.engine.emitting import NO_ROWS, Emitting, put_drafted, put_logprobs
 from openinfer.recipes.engine.refusal import refusal
-from openinfer.recipes.engine.statistics import snapshot
+from openinfer.recipes.engine.statistics import drafts_of, snapshot
 from openinfer.recipes.engine.training import Training
 from openinfer.sampler import fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
@@ -150,7 +150,7 @@ class Engine:
         )
         seed = fresh_seed() if params.seed is None else params.seed
         salt, tokens = request.cache_salt.encode(), list(request.prompt_token_ids)
-        sampling = Sampling(params, seed, stop_ids)
+        sampling = Sampling(params, seed, stop_ids, draftless=request.disable_spec_decode)
         if request.prompt_logprobs is not None:
             sampling.score = PromptScore(request.prompt_logprobs)
             salt += os.urandom(16)  # cached blocks have no scores: it shares only its own, after a preemption
@@ -346,13 +346,14 @@ class Engine:
     def _finished(self, seq: Seq[Sampling], reason: FinishReason) -> Finished | Failed:
         del self._seqs[seq.id]
         self._adapters.end(seq)
+        drafts = drafts_of(seq.owner)
         match reason:
             case FinishReason.STOP:
-                return Finished(seq.id, "stop", seq.tokens[-1])
+                return Finished(seq.id, "stop", seq.tokens[-1], drafts)
             case FinishReason.LENGTH:
-                return Finished(seq.id, "length")
+                return Finished(seq.id, "length", drafts=drafts)
             case FinishReason.ABORT:
-                return Finished(seq.id, "abort")
+                return Finished(seq.id, "abort", drafts=drafts)
             case FinishReason.ERROR:
                 constraint = seq.owner.constraint
                 problem = constraint.problem if constraint is not None else ""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import asdict
 
-from openinfer.frontend.contract import EngineStats, StepTimes
-from openinfer.graph.runner import Runner
+from openinfer.frontend.contract import Drafts, EngineStats, StepTimes
+from openinfer.graph.runner import Runner, Sampling
 from openinfer.kernels import Store
 from openinfer.kvpool import Pool
 from openinfer.kvpool.tiers import Tiers
@@ -56,3 +56,9 @@ def snapshot(
         for name, t in pace.account(whole=not loop.running)
     ]
     return stats
+
+
+def drafts_of(sampling: Sampling) -> Drafts | None:
+    """The drafts of a request that has ended; None if it had none."""
+    counts = sampling.drafted
+    return Drafts(counts.drafts, counts.draft_tokens, list(counts.by_position)) if counts.drafts else None

@@ -82,6 +82,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     prompt_logprobs: int | None = None
+    disable_spec_decode: bool | None = None
 
 
 class CompletionBody(CommonBody, kw_only=True):

@@ -7,6 +7,7 @@ reader gets fewer, larger pieces. An answer that is not streamed is only woken a
 
 import asyncio
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from openinfer.frontend.client import Delta, EngineClient
 from openinfer.frontend.contract import (
     INT64_MAX,
     INT64_MIN,
+    Drafts,
     Failed,
     Finished,
     Rejected,
@@ -41,7 +43,8 @@ class Choice:
     The response takes text, token_ids and logprobs (parallel to token_ids, if asked for). It reads finish_reason,
     stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens. It also reads
     prompt_logprobs (of prompt_token_ids[1:], if asked for), which are complete with the first token. The reader of the
-    text sets reasoning_tokens, the number of tokens that were thoughts.
+    text sets reasoning_tokens, the number of tokens that were thoughts. `drafts` comes with the engine's terminal, so a
+    choice that a stop string ended has none.
     """
 
     __slots__ = (
@@ -60,6 +63,7 @@ class Choice:
         "_undecoded",
         "_wake",
         "cached_tokens",
+        "drafts",
         "error",
         "finish_reason",
         "index",
@@ -105,6 +109,7 @@ class Choice:
         self.error: Rejected | Failed | None = None
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.drafts: Drafts | None = None
         self.reasoning_tokens = 0
         self.started = False
 
@@ -229,6 +234,7 @@ class Choice:
             self.num_tokens -= count
 
     def _finish(self, terminal: Finished) -> None:
+        self.drafts = terminal.drafts
         if self._detokenizer is not None:
             self._decode()
             rest = self._detokenizer.flush()
@@ -274,6 +280,16 @@ class Usage:
     def reasoning_tokens(self) -> int:
         """The number of completion_tokens that are reasoning; complete once the text of the choices has been read."""
         return sum(choice.reasoning_tokens for choice in self._choices)
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """The sum of the choices' drafts; None where no choice had any."""
+        parts = [choice.drafts for choice in self._choices if choice.drafts is not None]
+        if not parts:
+            return None
+        accepted = itertools.zip_longest(*(part.accepted for part in parts), fillvalue=0)
+        steps, tokens = sum(part.steps for part in parts), sum(part.tokens for part in parts)
+        return Drafts(steps, tokens, [sum(counts) for counts in accepted])
 
 
 def _sampling(sampling: SamplingParams, index: int) -> SamplingParams:
@@ -321,6 +337,7 @@ class Generation:
                     grammar=plan.grammar,
                     adapter=plan.adapter,
                     prompt_logprobs=plan.wanted_of_prompt,
+                    disable_spec_decode=plan.disable_spec_decode,
                 )
                 index_of_all = len(self.choices)
                 self.choices.append(

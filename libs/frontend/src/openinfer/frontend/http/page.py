@@ -58,6 +58,9 @@ class Page:
                 "prompt_tokens": stats.prompt_tokens,
                 "generation_tokens": stats.generation_tokens,
                 "steps": stats.steps,
+                "drafts": stats.drafts,
+                "draft_tokens": stats.draft_tokens,
+                "accepted_by_position": stats.accepted_by_position,
             }
         )
 

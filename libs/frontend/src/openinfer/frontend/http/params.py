@@ -115,6 +115,8 @@ class Plan(msgspec.Struct, frozen=True):
     """Stop ids beyond the number that an engine looks for."""
     adapter: str = ""
     """Request.adapter."""
+    disable_spec_decode: bool = False
+    """Request.disable_spec_decode."""
     warnings: tuple[str, ...] = ()
     """Fields of the request that change nothing here, in words for the answer's headers."""
 
@@ -175,6 +177,7 @@ def make_plan(
         grammar=grammar,
         grammar_field=field,
         prompt_logprobs=_prompt_logprobs(body, info),
+        disable_spec_decode=bool(body.disable_spec_decode),
         warnings=_warnings(body, grammar, field),
     )
 

@@ -63,6 +63,9 @@ class PromptDetails(msgspec.Struct):
 
 class CompletionDetails(msgspec.Struct):
     reasoning_tokens: int
+    accepted_prediction_tokens: int | UnsetType = UNSET
+    rejected_prediction_tokens: int | UnsetType = UNSET
+    accepted_per_position: list[int] | UnsetType = UNSET
 
 
 class UsageBody(msgspec.Struct):
@@ -274,8 +277,17 @@ def usage_body(usage: Usage) -> UsageBody:
         usage.completion_tokens,
         total,
         PromptDetails(usage.cached_tokens),
-        CompletionDetails(usage.reasoning_tokens),
+        _completion_details(usage),
     )
+
+
+def _completion_details(usage: Usage) -> CompletionDetails:
+    """Drafts are counted in OpenAI's fields for predictions, and by their position in a step."""
+    drafts = usage.drafts
+    if drafts is None:
+        return CompletionDetails(usage.reasoning_tokens)
+    accepted = sum(drafts.accepted)
+    return CompletionDetails(usage.reasoning_tokens, accepted, drafts.tokens - accepted, drafts.accepted)
 
 
 def usage_so_far(choice: Choice, plan: Plan) -> UsageBody | UnsetType:

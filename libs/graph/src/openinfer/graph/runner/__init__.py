@@ -9,7 +9,8 @@ try:
     from openinfer.graph.runner.proposing import Proposer
     from openinfer.graph.runner.requests import FirstTokens
     from openinfer.graph.runner.ring import Reader, Ring, Writer
-    from openinfer.graph.runner.runner import Payload, Runner, Sampling
+    from openinfer.graph.runner.runner import Payload, Runner
+    from openinfer.graph.runner.sampling import Sampling
     from openinfer.graph.runner.scoring import PromptScore, Scores
     from openinfer.graph.runner.segments import readback_bytes, segments
     from openinfer.graph.runner.timed import TimedPack

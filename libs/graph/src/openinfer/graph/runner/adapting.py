@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
-from openinfer.graph.runner.runner import Sampling
+from openinfer.graph.runner.sampling import Sampling
 from openinfer.kernels.adapters import Adapter, Adapters
 from openinfer.scheduler import Seq
 from openinfer.tensor import Stream

@@ -11,7 +11,7 @@ from openinfer.graph.runner.verifying import DraftCounts, write_drafts
 from openinfer.scheduler import Drafter, Seq, Step, View
 
 if TYPE_CHECKING:
-    from openinfer.graph.runner.runner import Sampling
+    from openinfer.graph.runner.sampling import Sampling
 
 
 WORTH = 0.4
@@ -78,7 +78,7 @@ class Drafting:
         wanted: dict[Seq[Sampling], int] = {}
         for seq in view.decoding:
             sampling: Sampling = seq.owner
-            if sampling.constraint is not None:
+            if sampling.constraint is not None or sampling.draftless:
                 continue
             count = min(most, room)
             if self.make_drafter is not None:

@@ -11,18 +11,17 @@ import numpy as np
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
-from openinfer.graph.runner.drafting import Drafting, Proposal
+from openinfer.graph.runner.drafting import Drafting
 from openinfer.graph.runner.follower import Leader
 from openinfer.graph.runner.model import Constraint, Masks, Model
-from openinfer.graph.runner.scoring import PromptScore, Scores, Share, read_scores, write_scores
+from openinfer.graph.runner.sampling import Sampling
+from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
 from openinfer.graph.runner.segments import segments
 from openinfer.graph.runner.verifying import read_verified, write_following, write_verified
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
 from openinfer.graph.watch import Watch
 from openinfer.kernels import Pack
-from openinfer.kernels.adapters import Adapter
-from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import RowStatus, values
 from openinfer.scheduler import FinishReason, Row, Seq, Step, StepResult
 from openinfer.tensor import Stream
@@ -34,21 +33,6 @@ FINISH_REASONS = {
     RowStatus.LENGTH: FinishReason.LENGTH,
     RowStatus.FAILED: FinishReason.ERROR,
 }
-
-
-@dataclass(slots=True)
-class Sampling:
-    """The sampling state that a sequence brings to its row: the owner of every Seq that a Runner runs."""
-
-    params: SamplingParams
-    seed: int
-    stop_ids: tuple[int, ...]
-    """Every id that ends the sequence, EOS included unless ignored."""
-    constraint: Constraint | None = None
-    score: PromptScore | None = None
-    adapter: Adapter | None = None
-    place: int = 0  # of the adapter in the batch's Adapters, from 1 on; 0: none
-    proposal: Proposal | None = None
 
 
 Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
@@ -285,12 +269,13 @@ class Runner:
     def _drafted(self, step: Step[Sampling], result: Array) -> dict[int, int]:
         """StepResult.advanced of a step with drafts."""
         advanced = {}
-        for slot, num_drafts, num_tokens in read_verified(step, result):
+        for seq, num_drafts, num_tokens in read_verified(step, result):
+            seq.owner.drafted.add(num_drafts, num_tokens - 1)
             if self.drafting is not None:
                 self.drafting.saw(num_drafts, num_tokens - 1)
             if num_tokens <= num_drafts:
-                advanced[slot] = num_tokens
-                self.pace.fall_short(slot, 1 + num_drafts - num_tokens)
+                advanced[seq.slot] = num_tokens
+                self.pace.fall_short(seq.slot, 1 + num_drafts - num_tokens)
         return advanced
 
     def take_scores(self) -> list[Scores]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from openinfer.graph.rows import Field, Rows
 from openinfer.sampler.gpu import RowStatus
-from openinfer.scheduler import Step
+from openinfer.scheduler import Seq, Step
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
 Array = np.ndarray[Any, Any]
@@ -115,10 +115,10 @@ class DraftCounts:
             self.by_position[place] += 1
 
 
-def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[int, int, int]]:
-    """The rows with drafts that were alive: (slot, drafts, tokens that the step brought, 1 or more). result int32
+def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[Seq[Any], int, int]]:
+    """The rows with drafts that were alive: (sequence, drafts, tokens that the step brought, 1 or more). result int32
     [1 + D, R, 3]."""
     counts = (result[:, :, 1] != RowStatus.IDLE).sum(axis=0).tolist()
     for row, count in zip(step.rows[: step.num_decode], counts, strict=False):
         if row.num_tokens > 1 and count:
-            yield row.seq.slot, row.num_tokens - 1, count
+            yield row.seq, row.num_tokens - 1, count

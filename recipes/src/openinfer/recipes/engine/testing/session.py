@@ -61,6 +61,7 @@ class Session:
         grammar: Grammar | None = None,
         prompt_logprobs: int | None = None,
         adapter: str = "",
+        disable_spec_decode: bool = False,
         **sampling: Any,
     ) -> int:
         """Queue a request, greedy unless `sampling` says otherwise. Its id."""
@@ -76,6 +77,7 @@ class Session:
                 grammar=grammar,
                 prompt_logprobs=prompt_logprobs,
                 adapter=adapter,
+                disable_spec_decode=disable_spec_decode,
             )
         )
         return request_id

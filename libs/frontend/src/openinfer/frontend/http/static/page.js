@@ -21,6 +21,7 @@ async function state() {
     $("running").textContent = now.running;
     $("waiting").textContent = now.waiting;
     $("cache").textContent = (100 * now.kv_used_tokens / Math.max(now.kv_capacity_tokens, 1)).toFixed(1) + " %";
+    if (now.drafts) drafts(now);
     if (last && now.time > last.time) rate(now, now.time - last.time);
     last = now;
   } catch (error) { $("model").textContent = error.message; $("model").className = "down"; last = null; }
@@ -35,6 +36,14 @@ function rate(now, seconds) {
   rates.push(tokens / seconds);
   if (rates.length > READINGS) rates.shift();
   plot();
+}
+
+/** Acceptance since the start. A row need not have a draft at each position, so a position's share is of all rows. */
+function drafts(now) {
+  const of = (count, all) => (100 * count / all).toFixed(0), places = now.accepted_by_position;
+  const all = of(places.reduce((sum, count) => sum + count, 0), now.draft_tokens);
+  $("drafts").hidden = false;
+  $("accepted").textContent = `${all} % (${places.map(count => of(count, now.drafts)).join(", ")})`;
 }
 
 function plot() {
