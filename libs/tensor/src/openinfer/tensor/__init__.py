@@ -3,7 +3,7 @@
 from openinfer.tensor import dtypes
 from openinfer.tensor.activity import Activity, ActivityRecorder
 from openinfer.tensor.arena import Arena
-from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
+from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.cuda import DriverCounts, check, driver
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import (
@@ -39,6 +39,7 @@ from openinfer.tensor.errors import (
     ShapeError,
     TensorError,
 )
+from openinfer.tensor.headers import TensorInfo
 from openinfer.tensor.loading import Load, LoadReport, load_tensors
 from openinfer.tensor.memory import PinnedBuffer
 from openinfer.tensor.nccl import NcclRanks

@@ -1,41 +1,27 @@
 """Checkpoint: a directory of safetensors files, opened with suspicion.
 
-The format: 8 bytes of little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then
-the data. Everything the headers claim is checked when the checkpoint is opened, before anything is moved or
+Everything that headers and the index claim is checked when the checkpoint is opened, before anything is moved or
 allocated for it.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from openinfer.tensor import dtypes
 from openinfer.tensor.dtypes import DType
-from openinfer.tensor.errors import CheckpointError, ClosedError, DTypeError
+from openinfer.tensor.errors import CheckpointError, ClosedError
+from openinfer.tensor.headers import MAX_HEADER_BYTES, TensorInfo, read_header
 
-MAX_HEADER_BYTES = 100_000_000
-_MAX_NDIM = 64  # numpy's
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class TensorInfo(NamedTuple):
-    """One tensor of a checkpoint. `offset` is in bytes from the start of `file`; the data is row-major."""
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    file: Path
-    nbytes: int
-    offset: int
 
 
 class Checkpoint:
@@ -189,74 +175,10 @@ class Checkpoint:
         except OSError as e:
             raise CheckpointError(path, None, f"cannot be opened: {e.strerror}") from e
         self._files[path] = file
-        for info in _read_header(path, file):
+        for info in read_header(path, file):
             if info.name in self._tensors:
                 raise CheckpointError(path, info.name, f"is also in {self._tensors[info.name].file.name}")
             self._tensors[info.name] = info
-
-
-def _read_header(path: Path, file: BinaryIO) -> list[TensorInfo]:
-    """The tensors of one file in the order of their data."""
-    size = os.fstat(file.fileno()).st_size
-    if size < 8:
-        raise CheckpointError(path, None, f"has {size} bytes; a safetensors file has at least 8")
-    length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER_BYTES or 8 + length > size:
-        raise CheckpointError(
-            path,
-            None,
-            f"claims a header of {length} bytes; the file has {size}, and {MAX_HEADER_BYTES} is the limit",
-        )
-    raw = file.read(length)
-    if not raw.startswith(b"{"):
-        raise CheckpointError(path, None, "header does not start with '{'; this is no safetensors file")
-    header = _parse(path, raw)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(path, None, "__metadata__ must map strings to strings")
-    start = 8 + length
-    infos = [_tensor_info(path, name, entry, start) for name, entry in header.items()]
-    infos.sort(key=lambda info: (info.offset, info.nbytes))
-    end = start
-    for info in infos:
-        if info.offset != end:
-            what = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
-            raise CheckpointError(
-                path, info.name, f"data at {info.offset - start} {what}, which ends at {end - start}"
-            )
-        end += info.nbytes
-    if end != size:
-        raise CheckpointError(
-            path, None, f"data ends at byte {end}, the file at {size}; it was cut, or padded"
-        )
-    return infos
-
-
-def _tensor_info(path: Path, name: str, entry: object, start: int) -> TensorInfo:
-    """One header entry, checked by itself. `start` is where the file's data begins."""
-
-    def refuse(why: str) -> CheckpointError:
-        return CheckpointError(path, name, why)
-
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise refuse("its header entry must have exactly dtype, shape and data_offsets")
-    tag, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    try:
-        dtype = dtypes.from_tag(str(tag)[:40])
-    except DTypeError as e:
-        raise refuse(str(e)) from e
-    if not _is_sizes(shape) or len(shape) > _MAX_NDIM or math.prod(n or 1 for n in shape) >= 2**63:
-        raise refuse(f"shape must be a list of at most {_MAX_NDIM} sizes with a product below 2**63")
-    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refuse("data_offsets must be [begin, end] with 0 <= begin <= end")
-    nbytes = math.prod(shape) * dtype.itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        raise refuse(f"{tag}{shape} is {nbytes} bytes, its data_offsets span {offsets[1] - offsets[0]}")
-    return TensorInfo(name, dtype, tuple(shape), path, nbytes, start + offsets[0])
-
-
-def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from openinfer.tensor import dtypes
-from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
+from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0fnu
 from openinfer.tensor.errors import CheckpointError
+from openinfer.tensor.headers import TensorInfo
 
 _BLOCK = 1 << 22  # elements that repeat, so that a tensor of any size costs a copy
 _SPREAD = 0.02  # of a matrix' elements

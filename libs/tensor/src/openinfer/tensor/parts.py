@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.tensor.checkpoint import Checkpoint, TensorInfo
+from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.errors import CheckpointError
+from openinfer.tensor.headers import TensorInfo
 
 _GAP_BYTES = 64 << 10  # a shorter gap is read along: a system call for each run of bytes would take longer
 _SPAN_BYTES = 4 << 20  # the most that one read takes with its gaps
