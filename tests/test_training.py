@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,12 +20,13 @@ from safetensors.numpy import save_file
 
 from openinfer.frontend.contract import TERMINALS, Finished, Rejected, Request, Sleep, UpdateWeights, WakeUp
 from openinfer.frontend.errors import Unsupported
+from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3_5 import RECIPE as HYBRID
 from openinfer.sampler import SamplingParams
-from openinfer.tensor import Checkpoint
+from openinfer.tensor import Checkpoint, SharedWeights
 
 GOLDENS = Path(__file__).parent / "goldens"
 TINY = GOLDENS / "qwen3-tiny"
@@ -175,9 +179,118 @@ def test_sleep_wants_its_flag_and_one_gpu() -> None:
         build(RECIPE, TINY, **FLAGS, enable_sleep_mode=True, tensor_parallel_size=2)
 
 
-def test_only_level_1_is_possible(engine: Engine) -> None:
-    with pytest.raises(Unsupported, match="only level 1"):
-        engine.control(Sleep(2))
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        (RECIPE, "qwen3-tiny"),
+        pytest.param(HYBRID, "qwen3_5-tiny", marks=pytest.mark.slow),
+        pytest.param(DEEPSEEK, "deepseek_v4-tiny", marks=pytest.mark.slow),
+    ],
+)
+def test_a_deep_sleep_drops_the_weights(recipe: Any, name: str) -> None:
+    engine = build(recipe, GOLDENS / name, **FLAGS, enable_sleep_mode=True).engine
+    before = generate(engine, [request(PROMPT)])
+    desk = engine.training.desk
+    assert desk is not None
+    engine.control(Sleep(1))
+    whole = _kept_bytes(desk)
+    engine.control(WakeUp())
+    engine.control(Sleep(2))
+    weights = sum(tensor.nbytes for tensor in desk.weights)
+    assert _kept_bytes(desk) < whole - weights + 256 * len(desk.weights)
+    engine.control(WakeUp())
+    engine.submit(asked := request(PROMPT))
+    (refused,) = engine.step(0.0).updates
+    assert isinstance(refused, Rejected)
+    assert refused.id == asked.id
+    assert "the weights were dropped by a sleep of level 2; POST /update_weights" in refused.reason
+    assert not engine.stats().asleep
+    engine.control(UpdateWeights(str(GOLDENS / name), "1"))
+    assert generate(engine, [request(PROMPT)]) == before
+    with pytest.raises(Unsupported, match="level 3: 1 and 2 are possible"):
+        engine.control(Sleep(3))
+    engine.check()
+    engine.close()
+
+
+def _kept_bytes(desk: Any) -> int:
+    return sum(len(buffer) for _, buffer in desk._saved)
+
+
+@pytest.mark.parametrize("disk", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_cached_prefixes_outlive_a_sleep_in_the_tiers(disk: bool, tmp_path: Path) -> None:
+    tiers: dict[str, Any] = {"kv_offload_gb": 0.05, "enable_prefix_caching": True}
+    if disk:
+        tiers |= {"kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.1}
+    engine = build(RECIPE, TINY, **FLAGS, enable_sleep_mode=True, **tiers).engine
+    prompts = [[seed, *PROMPT, *PROMPT, *PROMPT] for seed in range(1, 9)]
+    wait_for_room(engine)
+    before = generate(engine, [request(prompt) for prompt in prompts])
+    for level in (1, 2):
+        engine.control(Sleep(level))
+        assert not engine.pool.cached()
+        engine.control(WakeUp())
+        if level == 2:
+            engine.control(UpdateWeights(str(TINY), "1"))
+        loaded = engine.pool.stats.loaded_tokens
+        assert generate(engine, [request(prompt) for prompt in prompts]) == before
+        loaded = engine.pool.stats.loaded_tokens - loaded
+        assert loaded == (8 * 48 if level == 1 else 0)
+        engine.check()
+    engine.close()
+
+
+def wait_for_room(engine: Engine) -> None:
+    """Host memory of the tiers is locked in a thread."""
+    tiers = engine._tiers
+    assert tiers is not None
+    until = time.monotonic() + 10
+    while not tiers._host.has_room and time.monotonic() < until:
+        engine.step(0.01)
+
+
+# -- weights from the memory of another process --
+
+GIVER = """
+import sys
+import numpy as np
+from openinfer.tensor import Checkpoint, SharedWeights
+with Checkpoint(sys.argv[1]) as source:
+    shapes = {name: (source.info(name).shape, "float32") for name in source.names}
+    with SharedWeights(sys.argv[2], shapes) as shared:
+        for name in shapes:
+            sign = -1 if "down_proj" in name else 1
+            shared[name].numpy()[:] = sign * np.array(source.array(name)).astype("float32")
+        print("ready", flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_weights_come_from_another_processs_memory(engine: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "trainer.sock"
+    giver = subprocess.Popen(
+        [sys.executable, "-c", GIVER, str(TINY), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert giver.stdout is not None
+    assert giver.stdout.readline() == "ready\n"
+    before = generate(engine, [request(PROMPT)])
+    engine.control(UpdateWeights(str(path), "7"))
+    giver.communicate("\n")  # the engine has its own copy
+    names = [name for name in weights_of(TINY) if "down_proj" in name]
+    other = changed(tmp_path / "file", TINY, **{name: -weights_of(TINY)[name] for name in names})
+    after = generate(engine, [request(PROMPT)])
+    engine.control(UpdateWeights(str(other), "8"))
+    assert generate(engine, [request(PROMPT)]) == after != before
+    with pytest.raises(Unsupported, match="has no weights for this model"):
+        engine.control(UpdateWeights(str(path), "9"))  # the other process has ended
+    shapes = {"model.norm.weight": ((64,), "float32")}
+    with SharedWeights(path, shapes), pytest.raises(Unsupported, match="missing"):
+        engine.control(UpdateWeights(str(path), "9"))
+    assert generate(engine, [request(PROMPT)]) == after
+    assert engine.stats().weights_version == "8"
 
 
 # -- a trainer and the engine --
@@ -308,11 +421,32 @@ def test_answers_name_the_weights_and_a_server_sleeps(start: Any, tmp_path: Path
     assert ask(server, "/v1/chat/completions", chat)[1]["system_fingerprint"].endswith("-v7")
     assert ask(server, "/update_weights", {"path": "/nowhere", "version": "v8"})[0] == 409
     assert ask(server, "/update_weights", {"path": str(other), "version": ""})[0] == 400
-    assert ask(server, "/sleep?level=2", {})[0] == 409
+    assert ask(server, "/sleep?level=3", {})[0] == 409
+    assert ask(server, "/wake_up?tags=weights", {})[0] == 400
     assert ask(server, "/sleep?level=1", {}) == (200, {"is_sleeping": True})
     assert ask(server, "/is_sleeping") == (200, {"is_sleeping": True})
     status, refused = ask(server, "/v1/completions", body)
     assert (status, refused["error"]["code"]) == (503, "sleeping")
     assert ask(server, "/health")[0] == 200
+    assert sleep_state(server) == "weights_offloaded"
     assert ask(server, "/wake_up", {}) == (200, {"is_sleeping": False})
     assert ask(server, "/v1/completions", body)[1]["choices"] == after["choices"]
+    assert ask(server, "/sleep?level=2", {}) == (200, {"is_sleeping": True})
+    assert sleep_state(server) == "discard_all"
+    assert ask(server, "/wake_up", {}) == (200, {"is_sleeping": False})
+    assert sleep_state(server) == "awake"
+    status, refused = ask(server, "/v1/completions", body)
+    assert (status, refused["error"]["code"]) == (503, "sleeping")
+    assert "POST /update_weights" in refused["error"]["message"]
+    assert ask(server, "/update_weights", {"path": str(other), "version": "v7"})[0] == 200
+    assert ask(server, "/v1/completions", body)[1]["choices"] == after["choices"]
+
+
+def sleep_state(server: Any) -> str:
+    """The state in the metrics."""
+    with urllib.request.urlopen(server.url + "/metrics") as answer:
+        found = re.findall(
+            r'^vllm:engine_sleep_state\{.*sleep_state="(\w+)"\} 1.0', answer.read().decode(), re.M
+        )
+    (state,) = found
+    return str(state)

@@ -187,7 +187,7 @@ def test_sums() -> None:
     assert total.step_times == [StepTimes("a", 2, 2.0, 4.0), StepTimes("b", 1, 1.0, 1.0)]
     assert total.adapters == [AdapterState("x", "p", 2, 2), AdapterState("y", "p", 0, 0)]
     every = EngineStats.__struct_fields__
-    untouched = {"step_times", "adapters", "accepted_by_position", "weights_version"}
+    untouched = {"step_times", "adapters", "accepted_by_position", "weights_version", "refusal"}
     kinds = {name: type(getattr(one, name)) for name in every if name not in untouched}
     assert set(kinds.values()) == {int, dict, bool}, "summed() knows no other kind"
 

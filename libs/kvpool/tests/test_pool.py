@@ -247,6 +247,21 @@ def test_reset_forgets_what_is_cached_but_not_while_blocks_are_in_use():
         assert (other.num_cached, pool.stats.evicted) == (0, 0)
 
 
+def test_cached_blocks_are_evicted_on_demand_and_used_ones_are_not():
+    pool = make()
+    used = computed(pool, list(range(8)))
+    computed(pool, list(range(100, 112))).release()
+    assert not pool.idle
+    assert (pool.evict(2), len(pool.cached())) == (2, 1)
+    assert (pool.evict(9), len(pool.cached())) == (1, 0)
+    assert pool.stats.evicted == 3
+    pool.check_integrity()
+    used.release()
+    assert pool.idle
+    assert pool.evict(9) == 2
+    pool.check_integrity()
+
+
 def test_queries_count_once_a_lease_has_room():
     pool = make(blocks=5)
     computed(pool, list(range(8))).release()

@@ -83,6 +83,19 @@ def test_an_evicted_prefix_comes_back_from_host_memory():
     engine.close()
 
 
+def test_all_that_is_cached_goes_to_the_tiers_the_newest_last(monkeypatch):
+    monkeypatch.setattr("openinfer.kvpool.tiers.tiers._AT_ONCE", 2)
+    pages = Group("pages", 4, 12, 16)
+    engine = Engine((pages,), host=4 * 4096)  # room for four of nine blocks
+    for first in (1, 2, 3):
+        engine.serve([first] * 13)
+    engine.tiers.take_all(engine.pool)
+    assert not engine.pool.cached()
+    engine.cache[0].numpy()[:] = 0  # as after a sleep
+    assert engine.serve([3] * 13) == 12
+    engine.close()
+
+
 def test_another_salt_finds_nothing():
     engine = Engine()
     engine.serve(FIRST[:12])

@@ -81,7 +81,7 @@ def test_every_byte_arrives(
     assert report.gbytes_per_s == pytest.approx(report.bytes / report.seconds / 1e9)
     assert seen == sorted(seen)
     assert seen[-1] == (ckpt.total_bytes, ckpt.total_bytes)
-    del loads, load
+    del loads, load, report
     assert fake.live() == (0, 0, 0, 0)
 
 

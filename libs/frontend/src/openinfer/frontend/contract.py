@@ -279,6 +279,10 @@ class EngineStats(msgspec.Struct, kw_only=True, array_like=True):
     weights_version: str = ""
     """The name that UpdateWeights gave; "" for the weights of the start."""
     asleep: bool = False
+    weights_dropped: bool = False
+    """Whether a sleep of level 2 dropped the weights, and none have come yet."""
+    refusal: str = ""
+    """Why the engine takes no request now; "" if it takes them."""
     slow_findings: int = 0
     """Traces of what was slow, as SlowTraces gives the last of."""
     drafts: int = 0
@@ -326,7 +330,7 @@ class UpdateWeights(msgspec.Struct, frozen=True, array_like=True, tag="update_we
     requests run."""
 
     path: str
-    """Its folder, with config.json and safetensors."""
+    """Its folder with safetensors, or the Unix socket of a process that shares them (tensor.SharedWeights)."""
     version: str
     """Answers name it."""
 
@@ -335,7 +339,8 @@ class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
     """Give memory back, and take no request until WakeUp. Unsupported while requests run."""
 
     level: int = 1
-    """1: the weights wait in host memory. 2: they are dropped, and UpdateWeights must follow WakeUp."""
+    """1: the weights wait in host memory. 2: they are dropped, and requests are refused until UpdateWeights after
+    WakeUp."""
 
 
 class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):

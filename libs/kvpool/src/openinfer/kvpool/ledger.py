@@ -230,6 +230,14 @@ class Ledger:
         """Name and block of all cached blocks, a parent before its children."""
         return [(name, block) for name, block in self._index.items() if not self._users[block]]
 
+    def evict(self, count: int) -> int:
+        """Evict up to `count` cached blocks. Returns how many."""
+        blocks = self._evict(min(count, len(self._policy)))
+        for block in blocks:
+            self._users[block] = 0
+        self._free += blocks
+        return len(blocks)
+
     def drop_cached(self) -> None:
         """Free all cached blocks."""
         while len(self._policy):

@@ -177,10 +177,19 @@ class Pool:
         """The state of a block."""
         return self._ledgers[group].state(block)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no block is in use. Cached blocks are not."""
+        return not any(ledger.num_in_use for ledger in self._ledgers)
+
+    def evict(self, count: int) -> int:
+        """Evict up to `count` cached blocks of each group, which the saver takes. Returns how many were evicted."""
+        return sum(ledger.evict(count) for ledger in self._ledgers)
+
     def reset_prefix_cache(self) -> bool:
         """Drop all cached blocks, those of the saver too, as after a change of weights. False: blocks are in use, and
         nothing changed."""
-        if any(ledger.num_in_use for ledger in self._ledgers):
+        if not self.idle:
             return False
         for ledger in self._ledgers:
             ledger.drop_cached()

@@ -43,9 +43,10 @@ from openinfer.tensor.headers import TensorInfo
 from openinfer.tensor.loading import Load, LoadReport, load_tensors
 from openinfer.tensor.memory import PinnedBuffer
 from openinfer.tensor.nccl import NcclRanks
-from openinfer.tensor.peers import PeerMemory
+from openinfer.tensor.peers import PeerMemory, PeerSegment
 from openinfer.tensor.places import Conversion, Places
 from openinfer.tensor.progress import ProgressBar, format_bytes
+from openinfer.tensor.shared import SharedCheckpoint, SharedWeights
 from openinfer.tensor.stream import Event, Stream
 from openinfer.tensor.tensor import Tensor
 
@@ -73,10 +74,13 @@ __all__ = [
     "NcclRanks",
     "OutOfMemory",
     "PeerMemory",
+    "PeerSegment",
     "PinnedBuffer",
     "Places",
     "ProgressBar",
     "ShapeError",
+    "SharedCheckpoint",
+    "SharedWeights",
     "Stream",
     "Tensor",
     "TensorError",

@@ -103,6 +103,10 @@ class Checkpoint:
                 raise CheckpointError(info.file, name, "the file ended early; it was cut while open")
             done += got
 
+    def address(self, name: str) -> int | None:
+        """The address of the tensor's data on the device, where they are there already; None: in a file."""
+        return None
+
     def require(
         self,
         expected: Mapping[str, tuple[tuple[int, ...], Collection[DType | type | str]]],

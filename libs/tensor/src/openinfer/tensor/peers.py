@@ -24,26 +24,24 @@ class PeerMemory:
         self.device = device
         cuda.activate(device.index)
         self._cu = cu = cuda.driver()
-        kinds, places = cu.CUmemAllocationType, cu.CUmemLocationType
-        prop = cu.CUmemAllocationProp()
-        prop.type = kinds.CU_MEM_ALLOCATION_TYPE_PINNED
-        prop.location.type = places.CU_MEM_LOCATION_TYPE_DEVICE
-        prop.location.id = device.index
-        self._handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        prop.requestedHandleTypes = self._handle_type
-        granularity = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        unit = check(cu.cuMemGetAllocationGranularity(prop, granularity), "cuMemGetAllocationGranularity")
-        self._unit, self.nbytes = int(unit), -(-nbytes // int(unit)) * int(unit)
+        prop, self._unit = _property(device)
+        self.nbytes = -(-nbytes // self._unit) * self._unit
         self._handle = check(cu.cuMemCreate(self.nbytes, prop, 0), "cuMemCreate")
-        self._own = self._map(self._handle)
+        self._own = _map(self, self._handle, device, self.nbytes, self._unit)
         check(cu.cuMemsetD8(self._own, 0, self.nbytes), "cuMemsetD8")
         check(cu.cuCtxSynchronize(), "cuCtxSynchronize")
         self.addresses: tuple[int, ...] = ()
+        self._others: list[PeerSegment] = []
+
+    @property
+    def address(self) -> int:
+        """The address of our own segment."""
+        return self._own
 
     def export(self) -> int:
         """A descriptor of the segment, for the `connect` of other processes. The caller closes it."""
         found = check(
-            self._cu.cuMemExportToShareableHandle(self._handle, self._handle_type, 0),
+            self._cu.cuMemExportToShareableHandle(self._handle, _handle_type(self._cu), 0),
             "cuMemExportToShareableHandle",
         )
         return int(found)
@@ -55,25 +53,59 @@ class PeerMemory:
             if other == rank or descriptor is None:
                 addresses.append(self._own)
                 continue
-            handle = check(
-                self._cu.cuMemImportFromShareableHandle(descriptor, self._handle_type),
-                "cuMemImportFromShareableHandle",
-            )
+            segment = PeerSegment(self.device, descriptor, self.nbytes)
             os.close(descriptor)
-            addresses.append(self._map(handle))
+            self._others.append(segment)
+            addresses.append(segment.address)
         self.addresses = tuple(addresses)
 
-    def _map(self, handle: Any) -> int:
-        cu = self._cu
-        address = check(cu.cuMemAddressReserve(self.nbytes, self._unit, 0, 0), "cuMemAddressReserve")
-        check(cu.cuMemMap(address, self.nbytes, 0, handle, 0), "cuMemMap")
-        access = cu.CUmemAccessDesc()
-        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self.device.index
-        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        check(cu.cuMemSetAccess(address, self.nbytes, [access], 1), "cuMemSetAccess")
-        weakref.finalize(self, _unmap, cu, int(address), self.nbytes, handle).atexit = False
-        return int(address)
+
+class PeerSegment:
+    """A segment that another process of the host exported, mapped for `device` at `address`.
+
+    descriptor: of PeerMemory.export or of any cuMemExportToShareableHandle; the caller closes it. nbytes: of the whole
+    segment. It is unmapped when the object is collected; the device must be idle then. Raises CudaError.
+    """
+
+    def __init__(self, device: Device, descriptor: int, nbytes: int) -> None:
+        self.device, self.nbytes = device, nbytes
+        cuda.activate(device.index)
+        cu = cuda.driver()
+        handle = check(
+            cu.cuMemImportFromShareableHandle(descriptor, _handle_type(cu)), "cuMemImportFromShareableHandle"
+        )
+        self.address = _map(self, handle, device, nbytes, _property(device)[1])
+
+
+def _handle_type(cu: Any) -> Any:
+    return cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _property(device: Device) -> tuple[Any, int]:
+    """The kind of memory that has a descriptor, and the unit of its sizes in bytes."""
+    cu = cuda.driver()
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = device.index
+    prop.requestedHandleTypes = _handle_type(cu)
+    granularity = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    unit = check(cu.cuMemGetAllocationGranularity(prop, granularity), "cuMemGetAllocationGranularity")
+    return prop, int(unit)
+
+
+def _map(owner: object, handle: Any, device: Device, nbytes: int, unit: int) -> int:
+    """The address of a handle's memory in this process, until `owner` is collected."""
+    cu = cuda.driver()
+    address = check(cu.cuMemAddressReserve(nbytes, unit, 0, 0), "cuMemAddressReserve")
+    check(cu.cuMemMap(address, nbytes, 0, handle, 0), "cuMemMap")
+    access = cu.CUmemAccessDesc()
+    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device.index
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    check(cu.cuMemSetAccess(address, nbytes, [access], 1), "cuMemSetAccess")
+    weakref.finalize(owner, _unmap, cu, int(address), nbytes, handle).atexit = False
+    return int(address)
 
 
 def _unmap(cu: Any, address: int, nbytes: int, handle: Any) -> None:

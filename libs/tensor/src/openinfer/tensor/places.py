@@ -79,7 +79,7 @@ class Places:
         yield from (Load(conversion.names[0], conversion.dst) for conversion in self.conversions)
 
     def load(self, checkpoint: Checkpoint, stream: Stream, progress: Progress | None = None) -> LoadReport:
-        """Fill all of them; `stream` is idle again afterwards. The report is of `loads`.
+        """Fill all of them; `stream` is idle again afterwards. The report's bytes are those of `loads`.
 
         Raises what load_tensors does, and CheckpointError where a conversion raises ValueError.
         """
@@ -96,4 +96,6 @@ class Places:
         for pad in self.pads:
             pad.zero_(stream)
         stream.synchronize()
-        return report
+        return report._replace(
+            filled=(*report.filled, *(conversion.dst for conversion in self.conversions), *self.pads)
+        )

@@ -108,7 +108,7 @@ class Engine:
         self._updates: list[Update] = []
         self._stats = EngineStats()
         self._first_tokens = FirstTokens(runner.watch) if runner.watch is not None else None
-        self._batch, self.training = NO_ROWS, Training(desk)
+        self._batch, self.training = NO_ROWS, Training(desk, tiers)
         self._counts_at_ready = DriverCounts.now()
         self.info = EngineInfo(
             model=name,

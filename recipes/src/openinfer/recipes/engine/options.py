@@ -156,12 +156,10 @@ class Options:
                 f"--enable-lora is not possible with --tensor-parallel-size {self.tensor_parallel_size}: the matrices "
                 "of adapters are not shared out over ranks yet; leave one of the flags out"
             )
-        if self.enable_sleep_mode and (
-            self.tensor_parallel_size > 1 or self.kv_offload_gb or self.kv_offload_dir
-        ):
+        if self.enable_sleep_mode and self.tensor_parallel_size > 1:
             raise SetupError(
-                "--enable-sleep-mode is not possible with --tensor-parallel-size or --kv-offload: other GPUs, and the "
-                "copies of the cache, use the memory that it would give back; leave one of them out"
+                "--enable-sleep-mode is not possible with --tensor-parallel-size: ranks above 0 keep their memory; "
+                "leave one of them out"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")

@@ -51,6 +51,7 @@ from openinfer.tensor import (
     Checkpoint,
     Device,
     DummyCheckpoint,
+    LoadReport,
     ProgressBar,
     Stream,
     format_bytes,
@@ -243,11 +244,14 @@ def _make(
         with _phase("steps"):
             runner.record()
         with _phase("rest of the weights"):
-            log.info("weights: %s", weights.result())
+            report = weights.result()
+            log.info(
+                "weights: %s at %s/s", format_bytes(report.bytes), format_bytes(1e9 * report.gbytes_per_s)
+            )
             ranks.serve()
     if store is not None:
         store.seal()
-    desk = desk_of(blueprint, model, arena, stream, limits, ranks.size)
+    desk = desk_of(blueprint, model, arena, stream, limits, ranks.size, report.filled)
     return _Made(runner, pool, store, limits, publisher, tiers, loaded, desk)
 
 
@@ -323,11 +327,10 @@ def _load(
     checkpoint: Checkpoint,
     device: Device,
     progress: Callable[[int, int], None],
-) -> str:
-    """Load weights on their own stream, because the engine's is being captured. Returns bytes and speed as text."""
+) -> LoadReport:
+    """Load weights on their own stream, because the engine's is being captured."""
     with Stream(device) as stream:
-        report = blueprint.load(model, checkpoint, stream, progress)
-    return f"{format_bytes(report.bytes)} at {format_bytes(1e9 * report.gbytes_per_s)}/s"
+        return blueprint.load(model, checkpoint, stream, progress)
 
 
 def _publisher(options: Options) -> OpenPublisher | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,21 +13,28 @@ from openinfer.frontend.errors import Unsupported
 from openinfer.graph import NotPossible
 from openinfer.graph.runner import WeightsDesk
 from openinfer.kvpool import Pool
+from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.limits import Limits
-from openinfer.tensor import Arena, Checkpoint, Stream
+from openinfer.tensor import Arena, Checkpoint, Stream, Tensor
 
 if TYPE_CHECKING:
     from openinfer.recipes.engine.blueprint import Blueprint
 
 
 def desk_of(
-    blueprint: Blueprint[Any], model: Any, arena: Arena, stream: Stream, limits: Limits, ranks: int
+    blueprint: Blueprint[Any],
+    model: Any,
+    arena: Arena,
+    stream: Stream,
+    limits: Limits,
+    ranks: int,
+    weights: Sequence[Tensor],
 ) -> WeightsDesk:
-    """The desk of a model that is laid out in `arena`."""
+    """The desk of a model that is laid out in `arena`. weights: the tensors that its first load filled."""
     cache = [tensor for group in blueprint.cache(model) for tensor in group]
     check, load = partial(_validate, blueprint, limits), partial(blueprint.load, model)
     refused = f"the weights are spread over {ranks} ranks; this is possible on one GPU" if ranks > 1 else ""
-    return WeightsDesk(check, load, arena, stream, cache, refused)
+    return WeightsDesk(check, load, arena, stream, cache, refused, weights)
 
 
 def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint) -> None:
@@ -34,16 +42,22 @@ def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint)
 
 
 class Training:
-    """Commands to an engine's desk. None: an engine that start-up did not make."""
+    """Commands to an engine's desk. None: an engine that start-up did not make. tiers: those behind its cache."""
 
-    def __init__(self, desk: WeightsDesk | None) -> None:
-        self.desk = desk
+    def __init__(self, desk: WeightsDesk | None, tiers: Tiers | None = None) -> None:
+        self.desk, self._tiers = desk, tiers
         self._unique = os.urandom(8)  # a disk outlives the engine, and a version may name other weights then
 
     def carry_out(self, command: UpdateWeights | Sleep | WakeUp, pool: Pool, requests: int) -> None:
         """Raises Unsupported while requests run or wait, and for what the desk cannot do."""
-        if self.desk is None or requests or not pool.reset_prefix_cache():
+        if self.desk is None or requests or not pool.idle:
             raise Unsupported(f"{requests} requests run or wait; this is possible only while none does")
+        if self._tiers is not None and isinstance(command, Sleep) and command.level == 1:
+            self._tiers.take_all(pool)  # the weights come again, so these prefixes stay true
+        elif not isinstance(command, WakeUp):
+            pool.reset_prefix_cache()
+        if self._tiers is not None:
+            self._tiers.settle()
         try:
             match command:
                 case UpdateWeights():
@@ -61,12 +75,12 @@ class Training:
         return salt + b"\0weights " + version.encode() + self._unique if version else salt
 
     def refusal(self, request_id: int) -> Rejected | None:
-        """The refusal of a request while the engine sleeps."""
-        if self.desk is None or not self.desk.asleep:
-            return None
-        return Rejected(request_id, "the engine sleeps; POST /wake_up first", "unsupported")
+        """The refusal of a request while the engine sleeps or has no weights."""
+        why = self.desk.refusal if self.desk is not None else ""
+        return Rejected(request_id, why, "unsupported") if why else None
 
     def tell(self, stats: EngineStats) -> None:
         """Put the state into the statistics."""
         if self.desk is not None:
             stats.weights_version, stats.asleep = self.desk.version, self.desk.asleep
+            stats.weights_dropped, stats.refusal = self.desk.dropped, self.desk.refusal

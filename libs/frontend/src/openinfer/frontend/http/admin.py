@@ -16,14 +16,16 @@ MAX_VERSION_CHARS = 128
 
 
 class UpdateBody(msgspec.Struct):
-    """POST /update_weights. path: a checkpoint folder that the server can read. version: answers name it."""
+    """POST /update_weights. path: a checkpoint folder that the server can read, or the Unix socket of a process that
+    shares its weights (openinfer.tensor.SharedWeights). version: answers name it."""
 
     path: str
     version: str
 
 
 class SleepBody(msgspec.Struct):
-    """POST /sleep; the body may be empty, and ?level=1 says the same. level: 1 keeps the weights in host memory."""
+    """POST /sleep; the body may be empty, and ?level=1 says the same. level: 1 keeps the weights in host memory,
+    2 drops them, and then an update must follow the wake-up."""
 
     level: int = 1
 
@@ -64,7 +66,9 @@ class Admin:
         return json_response({"is_sleeping": True})
 
     async def wake_up(self, request: Request) -> Response:
-        """POST /wake_up: take the memory again."""
+        """POST /wake_up: take all memory again; ?tags, which asks for a part of it, is refused."""
+        if "tags" in request.query_params:
+            raise APIError("all memory is taken at once; leave tags out", param="tags")
         await self._control(WakeUp(), 409)
         return json_response({"is_sleeping": False})
 

@@ -204,10 +204,13 @@ class Metrics:
         waiting.add_metric([*labels, "capacity"], float(stats.waiting))
         yield waiting
         asleep = GaugeMetricFamily(
-            "vllm:engine_sleep_state", "This engine never sleeps.", labels=[*_LABELS, "sleep_state"]
+            "vllm:engine_sleep_state",
+            "1 at the state that the engine is in.",
+            labels=[*_LABELS, "sleep_state"],
         )
-        for state, value in (("awake", 1.0), ("weights_offloaded", 0.0), ("discard_all", 0.0)):
-            asleep.add_metric([*labels, state], value)
+        sleeps = "discard_all" if stats.weights_dropped else "weights_offloaded"
+        for state in ("awake", "weights_offloaded", "discard_all"):
+            asleep.add_metric([*labels, state], float(state == (sleeps if stats.asleep else "awake")))
         yield asleep
         tiers = GaugeMetricFamily(
             "openinfer:kv_offload_bytes", "Bytes of cached prefixes in a tier.", labels=[*_LABELS, "tier"]

@@ -267,8 +267,8 @@ class Service:
         """The model's name in the answer, and what to generate. Raises APIError naming the field."""
         if self.draining:
             raise APIError("the server is shutting down", status=503, code="shutting_down")
-        if self.client.stats().asleep:
-            raise APIError("the engine sleeps; POST /wake_up first", status=503, code="sleeping")
+        if why := self.client.stats().refusal:
+            raise APIError(why, status=503, code="sleeping")
         model = self.known(body.model)
         plan = make_plan(body, logprobs, self._defaults, self.client.info, self.tokenizer, format_field)
         return model, msgspec.structs.replace(plan, adapter="" if model in self.names() else model)

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from openinfer.graph.errors import NotPossible
-from openinfer.tensor import Arena, Checkpoint, CheckpointError, ProgressBar, Stream, Tensor
+from openinfer.tensor import (
+    Arena,
+    Checkpoint,
+    CheckpointError,
+    LoadReport,
+    ProgressBar,
+    SharedCheckpoint,
+    Stream,
+    Tensor,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -20,36 +29,55 @@ class WeightsDesk:
 
     check: raises CheckpointError for a checkpoint of another model. load: fills the weights, on a stream.
     cache: the tensors whose content need not survive a sleep. refused: why none of this is possible; "" if it is.
+    weights: the tensors that the first load filled, which a sleep of level 2 drops.
     """
 
     def __init__(
         self,
         check: Callable[[Checkpoint], None],
-        load: Callable[[Checkpoint, Stream, Progress], object],
+        load: Callable[[Checkpoint, Stream, Progress], LoadReport],
         arena: Arena,
         stream: Stream,
         cache: Sequence[Tensor],
         refused: str = "",
+        weights: Sequence[Tensor] = (),
     ) -> None:
         self._check_model, self._load, self._arena, self._stream = check, load, arena, stream
-        self._cache, self._refused = cache, refused
+        self._cache, self._refused, self.weights = cache, refused, weights
         self._saved: list[tuple[int, np.ndarray[Any, Any]]] | None = None
         self.version = ""
+        self.dropped = False
+        """Whether the weights were dropped, and none have come yet."""
 
     @property
     def asleep(self) -> bool:
         """Whether the memory was given back."""
         return self._saved is not None
 
+    @property
+    def refusal(self) -> str:
+        """Why no request can run now; "" if one can."""
+        if self.asleep:
+            return "the engine sleeps; POST /wake_up first"
+        return (
+            "the weights were dropped by a sleep of level 2; POST /update_weights first"
+            if self.dropped
+            else ""
+        )
+
     def update(self, path: Path, version: str) -> None:
-        """Take all weights from another checkpoint of the same model; `version` names them from now on. Raises
-        NotPossible before anything has changed. Any other error leaves weights of two checkpoints."""
+        """Take all weights from another checkpoint of the same model; `version` names them from now on. path: its
+        folder, or the socket of a process that shares them (tensor.SharedWeights).
+
+        Raises NotPossible before anything has changed. Any other error leaves weights of two checkpoints."""
         self._check(asleep=False)
         if not version:
             raise NotPossible("the new weights need a version, which answers name")
         with ExitStack() as stack:
             try:
-                checkpoint = stack.enter_context(Checkpoint(path))
+                shared = path.is_socket()
+                opened = SharedCheckpoint(path, self._arena.device) if shared else Checkpoint(path)
+                checkpoint = stack.enter_context(opened)
                 self._check_model(checkpoint)
             except (CheckpointError, OSError, ValueError) as error:
                 raise NotPossible(f"{path} has no weights for this model: {error}") from error
@@ -57,31 +85,30 @@ class WeightsDesk:
             self._load(
                 checkpoint, stack.enter_context(Stream(self._arena.device)), ProgressBar("updating weights")
             )
-        self.version = version
+        self.version, self.dropped = version, False
 
     def sleep(self, level: int = 1) -> None:
-        """Copy all but the cache to the host, and give the memory back. Raises NotPossible."""
+        """Copy what is kept to the host, and give the memory back. level: 1 keeps all but the cache, 2 drops the
+        weights too. Raises NotPossible."""
         self._check(asleep=False)
-        if level != 1:
+        if level not in (1, 2):
             raise NotPossible(
-                f"level {level}: only level 1 is possible, where weights wait in host memory; to replace them, wake up "
-                "and update the weights"
+                f"level {level}: 1 and 2 are possible; 1 keeps the weights in host memory, 2 drops them"
             )
         if not self._arena.mapped:
             raise NotPossible("the memory cannot be given back; start the server with --enable-sleep-mode")
         self._stream.synchronize()
-        saved = []
-        for start, end in self._kept():
+        saved, gone = [], [*self._cache, *(self.weights if level == 2 else ())]
+        for start, end in self._without(gone):
             buffer = np.empty(end - start, np.uint8)
             self._stream.copy_async(buffer.ctypes.data, start, end - start, "d2h")
             saved.append((start, buffer))
         self._stream.synchronize()
         self._arena.give_back()
-        self._saved = saved
+        self._saved, self.dropped = saved, self.dropped or level == 2
 
     def wake(self) -> None:
-        """Take the memory again, with all that it held but the cache, which is zero. Raises NotPossible,
-        OutOfMemory."""
+        """Take the memory again, with what was kept; the rest is zero. Raises NotPossible, OutOfMemory."""
         self._check(asleep=True)
         self._arena.take_back()
         self._stream.memset_async(self._arena.base, 0, self._arena.used)
@@ -98,11 +125,11 @@ class WeightsDesk:
                 "the engine sleeps; wake it up first" if self.asleep else "the engine does not sleep"
             )
 
-    def _kept(self) -> list[tuple[int, int]]:
-        """The used addresses of the arena outside the cache, as ranges."""
+    def _without(self, gone: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """The used addresses of the arena outside these tensors, as ranges."""
         kept, at = [], self._arena.base
-        for tensor in sorted(self._cache, key=lambda one: one.ptr):
+        for tensor in sorted(gone, key=lambda one: one.ptr):
             kept.append((at, tensor.ptr))
-            at = tensor.ptr + tensor.nbytes
+            at = max(at, tensor.ptr + tensor.nbytes)
         kept.append((at, self._arena.base + self._arena.used))
         return [(start, end) for start, end in kept if end > start]

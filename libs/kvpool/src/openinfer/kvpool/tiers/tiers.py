@@ -30,6 +30,8 @@ log = logging.getLogger("openinfer.kvpool")
 BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most, so that an engine ends soon."""
 _TICK_S = 0.0002
+_AT_ONCE = 64
+"""Blocks of a group that `take_all` evicts before it waits: the host's memory must have room for them."""
 
 
 @dataclass(slots=True)
@@ -170,6 +172,17 @@ class Tiers:
                     self._collect(_TICK_S)
                 if not disk.has(group, name):
                     self.save(group, [name], [block])
+
+    def take_all(self, pool: Pool) -> None:
+        """Evict all cached blocks of a pool into the tiers, and wait for the copies. The pool then has none."""
+        while pool.evict(_AT_ONCE):
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait for the copies under way, so that the memory of the blocks can go. No load may be under way."""
+        if self._layout is not None:
+            self._out.synchronize()
+            self._collect(0.0)
 
     def _backlog(self, group: int) -> int:
         """Records that may wait for the disk: half of a group's, and no more than BACKLOG_BYTES."""
