@@ -17,6 +17,8 @@ from openinfer.frontend.errors import Unsupported
 from openinfer.frontend.http import Tokenizer
 from openinfer.graph import Readback
 from openinfer.graph.runner import Runner
+from openinfer.graph.runner.masking import Masking
+from openinfer.recipes.engine.testing import Planted
 from openinfer.sampler.budget import Budget
 from openinfer.sampler.grammar import Compiler, Grammar
 
@@ -129,6 +131,49 @@ def test_outputs_fit_and_neither_batch_nor_preemption_nor_launching_ahead_change
     assert [outcome.tokens for outcome in alone.outcomes.values()] == together[:4]
 
 
+def test_drafts_change_no_token_of_a_grammar(
+    constrained: Callable[..., Any], tokenizer: Tokenizer, late: None
+) -> None:
+    """Right and wrong drafts, with preemption and steps that are launched ahead."""
+    plain = constrained(max_num_seqs=8)
+    asked = mixed(plain)
+    plain.finish()
+    wanted = [outcome.tokens for outcome in plain.outcomes.values()]
+    config = '{"method": "ngram", "num_speculative_tokens": 3}'
+    drafted = constrained(max_num_seqs=8, kv_cache_memory_bytes=20 * 16 * 8192, speculative_config=config)
+    answers = [[*range(20, 60), *range(100 + n, 100 + 5 * n), *tokens] for n, tokens in enumerate(wanted)]
+    drafted.engine.runner.drafting.make_drafter = lambda: Planted(answers)
+    mixed(drafted)
+    drafted.finish()
+    assert [outcome.tokens for outcome in drafted.outcomes.values()] == wanted
+    assert drafted.engine.stats().preemptions > 0
+    ends = [drafted.outcomes[n].terminals[0] for n, grammar in asked.items() if grammar is not None]
+    drafts = [end.drafts for end in ends if end.drafts is not None]
+    assert 10 < sum(sum(one.accepted) for one in drafts) < sum(one.tokens for one in drafts)
+
+
+def test_tokens_that_a_grammar_forces_are_drafts(constrained: Callable[..., Any]) -> None:
+    """A look-up that finds nothing has no part in them."""
+    config = {
+        "method": "ngram",
+        "num_speculative_tokens": 4,
+        "prompt_lookup_min": 30,
+        "prompt_lookup_max": 30,
+    }
+    sessions = [constrained(speculative_config=one) for one in (None, json.dumps(config))]
+    steps, tokens = [], []
+    for session in sessions:
+        one = session.submit(range(20, 60), 160, grammar=JSON, temperature=1.0, seed=3)
+        session.finish()
+        outcome = session.outcomes[one]
+        steps.append(session.engine.stats().steps)
+        tokens.append(outcome.tokens)
+    assert tokens[0] == tokens[1]
+    drafts = outcome.terminals[0].drafts
+    assert sum(drafts.accepted) == drafts.tokens > 5  # forced tokens are never rejected
+    assert steps[1] <= steps[0] - drafts.tokens
+
+
 END_THINK = 639
 """Of the golden checkpoints' tokenizer."""
 
@@ -164,12 +209,12 @@ def test_without_masks_the_outputs_do_not_fit(
 ) -> None:
     """The control of the test above: it is the masks that make them fit."""
 
-    def allow_all(self: Runner, constrained: Any) -> None:
+    def allow_all(self: Masking, constrained: Any, *_: Any) -> None:
         for _, seq, _ in constrained:
-            words = self.model.batch.rows["allowed_masks"].shape[1]
-            self.model.batch.rows.write("allowed_masks", seq.slot, np.full(words, -1, np.int32))
+            words = self.rows["allowed_masks"].shape[1]
+            self.rows.write("allowed_masks", seq.slot, np.full(words, -1, np.int32))
 
-    monkeypatch.setattr(Runner, "_write_masks", allow_all)
+    monkeypatch.setattr(Masking, "write", allow_all)
     session = constrained()
     session.submit(list(range(20, 60)), 40, grammar=CHOICE, temperature=1.0, seed=1)
     session.finish()

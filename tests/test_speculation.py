@@ -21,6 +21,7 @@ from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.testing import Planted
 from openinfer.recipes.qwen3_5 import RECIPE as QWEN3_5
+from openinfer.sampler.grammar import Grammar
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, uint8
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,29 @@ def test_drafts_of_the_models_own_layers_change_no_token(
     stats = drafted.engine.stats()
     assert stats.preemptions > 0
     assert stats.accepted_draft_tokens > 0.5 * stats.draft_tokens > 50
+
+
+def test_layers_draft_for_rows_with_a_grammar(session: Callable[..., Any]) -> None:
+    """Their drafts are read back, because masks follow them. Forced tokens take their places."""
+    path, schema = DEMO / "qwen3_5", {"name": {"type": "string"}, "age": {"type": "integer"}}
+    tokenizer = Tokenizer.load(path)
+    grammar = Grammar.of_schema(
+        {"type": "object", "properties": schema, "required": list(schema), "additionalProperties": False}
+    )
+    flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+    prompt = tokenizer.encode_short(TURN["qwen3_5"].format("Extract JSON: Anna is 31"))
+    found = []
+    for config in (None, MTP):
+        made = session(path, speculative_config=config, **flags)
+        made.engine.control(tokenizer.token_table(""))
+        for seed, temperature in enumerate((0.0, 0.7, 1.0)):
+            made.submit(prompt, 60, grammar=grammar, temperature=temperature, seed=seed)
+            made.submit(prompt, 30, temperature=temperature, seed=seed)
+        made.finish()
+        found.append([outcome.tokens for outcome in made.outcomes.values()])
+    assert found[0] == found[1]
+    drafts = [outcome.terminals[0].drafts for outcome in made.outcomes.values()]
+    assert all(sum(one.accepted) > 0.3 * one.tokens > 2 for one in drafts[::2])
 
 
 def test_the_head_of_a_mixture_drafts(session: Callable[..., Any], tmp_path: Path) -> None:

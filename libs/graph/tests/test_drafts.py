@@ -19,7 +19,7 @@ from openinfer.tensor import Arena, Device, Stream
 def rows():
     device = Device("cpu")
     with Stream(device) as stream:
-        rows = Rows(Arena(device, 1 << 20), draft_fields(4, 2), stream)
+        rows = Rows(Arena(device, 1 << 20), draft_fields(4, 2, 100, False), stream)
         yield (
             rows,
             lambda: [
@@ -30,7 +30,7 @@ def rows():
 
 
 def test_an_engine_without_drafts_has_no_fields_of_them():
-    assert draft_fields(4, 0) == []
+    assert draft_fields(4, 0, 100, False) == []
 
 
 def test_a_verifying_step_samples_after_each_certain_token_and_each_draft(rows):
@@ -89,8 +89,12 @@ def view_of(*seqs):
 def test_a_row_has_drafts_where_its_drafter_has_a_guess():
     drafting = Drafting(3, 64, lambda: NGram(2, 3))
     known, unknown = seq_of([5, 6, 7, 5, 6]), seq_of([1, 2, 3, 4])
-    constrained = seq_of([5, 6, 7, 5, 6], constraint=SimpleNamespace(ended=False, problem=""))
-    assert drafting.num_drafts(view_of(known, unknown, constrained)) == {known: 3}
+    forced = seq_of([1, 2, 3, 4], constraint=SimpleNamespace(forced=lambda: [8, 9]))
+    free = seq_of([5, 6, 7, 5, 6], constraint=SimpleNamespace(forced=list))
+    off = seq_of([5, 6, 7, 5, 6], draftless=True)
+    found = drafting.num_drafts(view_of(known, unknown, forced, free, off))
+    assert found == {known: 3, forced: 2, free: 3}
+    assert list(forced.owner.proposal.tokens) == [8, 9]
     assert (known.owner.proposal.position, list(known.owner.proposal.tokens)) == (5, [7, 5, 6, 7, 5, 6, 7])
 
 

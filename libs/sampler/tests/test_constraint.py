@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from openinfer.sampler import InvalidGrammar
+from openinfer.sampler.budget import Budget
 from openinfer.sampler.constraint import BURST_S, Constraint, Masks, PendingGrammars
 from openinfer.sampler.grammar import Compiler, Grammar
 from openinfer.sampler.lark import Lark
@@ -310,3 +311,82 @@ def test_waiting_does_not_block_and_the_deadline_is_told(monkeypatch):
     assert "too long" in late.problem
     release.set()
     pending.close()
+
+
+# -- drafts --
+
+AHEAD = [
+    (Grammar("regex", "[a-c]{2,5}x"), "abcx"),
+    (Grammar("regex", "ab(c|d)?"), "abd"),
+    (Grammar("json_object"), '{"a": [1, 2]}'),
+    (Grammar("choice", '["yes", "yesterday"]'), "yesterday"),
+]
+
+
+@pytest.mark.parametrize(("grammar", "text"), AHEAD)
+def test_masks_after_drafts_are_those_of_tokens_that_were_drawn(compiler, grammar, text):
+    """At every place of a text, with right and wrong drafts; and looking ahead changes no later mask."""
+    rng, tokens = np.random.default_rng(3), [1 + byte for byte in text.encode()]
+    masks, one = Masks(1, V, 3), Constraint(compiler.compile(grammar), (), V)
+    cut = made = 0
+    for at in range(len(tokens) + 1):
+        (filled, _) = masks.fill([one])
+        assert (filled[0] == mask_after(compiler, grammar, tokens[:at])).all()
+        drafts = [token if rng.random() < 0.8 else 1 + ord("~") for token in tokens[at : at + 3]]
+        ahead, checked = masks.look_ahead(one, filled[0], drafts)
+        before = filled[0]
+        for place, (draft, other) in enumerate(zip(drafts, checked, strict=True)):
+            if draft != other:
+                assert draft in bits(before)
+                assert other not in bits(before)  # so the draft is not drawn, and no mask is needed
+                cut += 1
+                break
+            if draft not in bits(before):
+                break
+            assert (ahead[place] == mask_after(compiler, grammar, tokens[: at + place + 1])).all()
+            before, made = ahead[place], made + 1
+        if at < len(tokens):
+            one.accept(tokens[at])
+    assert made
+    assert cut  # the text is complete after its last token
+
+
+def mask_after(compiler, grammar, tokens):
+    mask, one = np.zeros(-(-V // 32), np.int32), Constraint(compiler.compile(grammar), (), V)
+    for token in tokens:
+        one.accept(token)
+    one.fill(mask)
+    return mask
+
+
+def test_a_grammar_without_a_choice_forces_tokens(compiler):
+    one = Constraint(compiler.compile(Grammar("regex", "say (abcde|abcxy)")), (), V)
+    forced = one.forced()
+    assert b"".join(TOKENS[token] for token in forced).startswith(b"say ")
+    for token in forced:
+        mask = np.zeros(-(-V // 32), np.int32)
+        one.fill(mask)
+        assert bits(mask) == [token]
+        one.accept(token)
+    assert one.forced() == []
+
+
+def test_a_sequence_without_credit_looks_no_further(compiler):
+    one, masks = Constraint(compiler.compile(Grammar("regex", "[a-c]+")), (), V), Masks(1, V, 2)
+    (filled, _) = masks.fill([one])
+    one._credit_s = BURST_S / 4
+    _, checked = masks.look_ahead(one, filled[0], [1 + ord("a"), 1 + ord("b")])
+    assert checked[0] not in bits(filled[0])
+
+
+def test_a_copy_of_a_spent_budget_goes_its_own_way(compiler):
+    closing = TOKENS.index(b"</think>")
+    grammar = Grammar("any", budget=Budget(3, closing))
+    one, masks = Constraint(compiler.compile(grammar), (), V), Masks(1, V, 2)
+    one.accept(1 + ord("a"))
+    (filled, _) = masks.fill([one])
+    ahead, checked = masks.look_ahead(one, filled[0], [1 + ord("b"), closing])
+    assert checked == [1 + ord("b"), closing]
+    assert bits(ahead[0]) == [closing]
+    (filled, _) = masks.fill([one])
+    assert len(bits(filled[0])) > 1

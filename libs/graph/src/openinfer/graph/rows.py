@@ -85,6 +85,11 @@ class Rows:
         flat = self.words[start : start + field.shape[0] * width]
         return flat.view_as(field.dtype).reshape(*field.shape)
 
+    def held(self, name: str, index: int) -> Words:
+        """The host's copy of an entry of the first axis, as words; of a field that kernels write it may be old."""
+        _, start, width = self._field(name)
+        return self._mirror[start + index * width : start + (index + 1) * width]
+
     def set(self, name: str, index: int, value: float) -> None:
         """Change one element of a field of one axis."""
         field, start, width = self._field(name)

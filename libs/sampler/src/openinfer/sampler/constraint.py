@@ -36,6 +36,7 @@ class Constraint:
     def __init__(self, matcher: Matcher, allowed_ids: Sequence[int], vocabulary: int) -> None:
         self.problem, self.ended = "", False
         self._matcher = matcher
+        self._vocabulary = vocabulary
         self._tokens: list[int] = []  # drawn, and not yet matched
         self._credit_s = BURST_S
         self.slow = False  # the last mask was
@@ -49,6 +50,60 @@ class Constraint:
         """Advance by a token that was drawn under the mask. Takes no time: the token is matched with the next mask."""
         self._tokens.append(token)
 
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves no choice: drafts that cost no guess."""
+        if self.problem:
+            return []
+        try:
+            self._catch_up()
+            return self._matcher.forced()
+        except BaseException:  # as in fill, which says so with the next mask
+            return []
+
+    def look_ahead(
+        self, mask: NDArray[np.int32], masks: NDArray[np.int32], drafts: Sequence[int]
+    ) -> list[int]:
+        """Write the masks that follow drafts of the next tokens, after `fill` has written `mask`, the first of all.
+
+        masks int32 [D, W]: one gets the mask after each draft, as far as the grammar allows the drafts. Returns the
+        drafts to verify. Where no mask was made although the grammar allows the draft before, that draft is another
+        token, which its mask forbids: so no row goes on without a mask. That is the case where the output is complete
+        after the draft, and where masks take too long.
+        """
+        drafts, trial = list(drafts), self._matcher.copy()
+        hurried = self.slow or self._credit_s < BURST_S / 2
+        began = time.thread_time()
+        for place, draft in enumerate(drafts):
+            if not _allows(mask, draft):
+                break
+            other = _forbidden(mask, self._vocabulary)
+            if (hurried and other is not None) or not self._mask_after(trial, draft, masks[place]):
+                drafts[place] = draft if other is None else other
+                break
+            mask = masks[place]
+        self._credit_s -= time.thread_time() - began
+        return drafts
+
+    def _mask_after(self, trial: Matcher, draft: int, mask: NDArray[np.int32]) -> bool:
+        """Write the mask after one more draft. False where it is not to be used, because the output is complete or no
+        token can follow."""
+        try:
+            trial.accept(draft)
+            trial.fill(mask)
+        except BaseException:  # as in fill, which says so if the token is drawn
+            mask[:] = 0
+            return False
+        if self._allowed is not None and not trial.forces:
+            mask &= self._allowed
+        return bool(mask.any()) and not trial.must_end
+
+    def _catch_up(self) -> None:
+        """Match the tokens that were drawn since the last mask."""
+        self._credit_s = min(self._credit_s + TOKEN_S * len(self._tokens), BURST_S)
+        tokens, self._tokens = self._tokens, []
+        for token in tokens:
+            self._matcher.accept(token)
+
     def fill(self, mask: NDArray[np.int32]) -> bool:
         """Write the mask of the next token as `Matcher.fill` does, all zeros where no token can follow.
 
@@ -58,19 +113,16 @@ class Constraint:
             return False
         began = time.thread_time()
         try:
-            for token in self._tokens:
-                self._matcher.accept(token)
+            self._catch_up()
             self._matcher.fill(mask)
         except GrammarFailed as error:
             self.problem = str(error)
         # A bug in the matcher, and a panic is no Exception: one request's grammar must not take an engine along.
         except BaseException as error:
             self.problem = f"the grammar's matcher fails: {error}"
-        self._credit_s = min(self._credit_s + TOKEN_S * len(self._tokens), BURST_S)
         seconds = time.thread_time() - began
         self._credit_s -= seconds
         self.slow = seconds > SLOW_S
-        self._tokens.clear()
         if self._credit_s < 0:
             self.problem = self.problem or (
                 f"the grammar takes more than {TOKEN_S * 1e3:g} ms of CPU time a token; make it smaller or simpler"
@@ -85,16 +137,32 @@ class Constraint:
         return self._matcher.must_end
 
 
+def _allows(mask: NDArray[np.int32], token: int) -> bool:
+    return bool(mask[token // 32] >> token % 32 & 1)
+
+
+def _forbidden(mask: NDArray[np.int32], vocabulary: int) -> int | None:
+    """The first token that a mask forbids; None if it forbids none."""
+    words = (mask != -1).nonzero()[0]
+    if not len(words):
+        return None
+    free = int(~mask[words[0]])
+    token = int(words[0]) * 32 + (free & -free).bit_length() - 1
+    return token if token < vocabulary else None
+
+
 class Masks:
     """Makes the masks of a step's sequences. They are some microseconds of work each, and a GPU is busy with the step's
     forward pass meanwhile. Slow ones are made in threads of their own: matching does not hold the GIL. `Constraint`
     bounds what a sequence may take.
 
-    rows: sequences at most; vocabulary: the model's.
+    rows: sequences at most; vocabulary: the model's; max_drafts: of a sequence in a step.
     """
 
-    def __init__(self, rows: int, vocabulary: int) -> None:
-        self._masks = np.zeros((rows, -(-vocabulary // 32)), np.int32)
+    def __init__(self, rows: int, vocabulary: int, max_drafts: int = 0) -> None:
+        words = -(-vocabulary // 32)
+        self._masks = np.zeros((rows, words), np.int32)
+        self._ahead = np.zeros((max_drafts, words), np.int32)
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="masks")
 
     def fill(self, constraints: Sequence[Constraint]) -> tuple[NDArray[np.int32], list[bool]]:
@@ -108,6 +176,13 @@ class Masks:
         for row, future in slow.items():
             done[row] = future.result()
         return masks, done
+
+    def look_ahead(
+        self, constraint: Constraint, mask: NDArray[np.int32], drafts: Sequence[int]
+    ) -> tuple[NDArray[np.int32], list[int]]:
+        """Masks int32 [D, W] after each of a sequence's drafts, valid until the next call, and the drafts to verify:
+        `Constraint.look_ahead`. mask: the sequence's, of `fill`."""
+        return self._ahead, constraint.look_ahead(mask, self._ahead, drafts)
 
 
 class Ready(NamedTuple, Generic[T]):

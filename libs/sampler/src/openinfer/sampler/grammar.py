@@ -160,6 +160,15 @@ class Matcher:
         if self._spending is not None:
             self._spending.accept(token)
 
+    def copy(self) -> Matcher:
+        """A matcher in the same state, which goes its own way."""
+        inner = None if self._inner is None else self._inner.deep_copy()
+        return Matcher(inner, self._vocabulary, None if self._spending is None else self._spending.copy())
+
+    def forced(self) -> list[int]:
+        """The next tokens, as far as the grammar leaves one text only. The mask of each has no other token."""
+        return [] if self._inner is None else list(self._inner.compute_ff_tokens())
+
     @property
     def may_end(self) -> bool:
         """Whether what came so far is a whole output."""

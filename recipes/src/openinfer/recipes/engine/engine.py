@@ -263,7 +263,7 @@ class Engine:
         special_ids = [token for token in table.special_ids if token < vocab]
         compiler = Compiler(table.tokens[:vocab], special_ids, self._eos_token_ids, vocabulary=vocab)
         self._grammars = PendingGrammars(compiler)
-        self.runner.masks = Masks(self._max_rows, vocab)
+        self.runner.masking.masks = Masks(self._max_rows, vocab, self.runner.buckets.max_drafts)
 
     def step(self, wait: float) -> StepOutputs:
         """One turn of the loop. Raises RankLost where the engine has lost one of its ranks."""

@@ -31,15 +31,18 @@ class ChosenTokens:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._at, self.ended, self.problem = tokens, 0, False, ""
 
-    @property
-    def next(self) -> int:
-        """The token that is allowed now."""
-        return self._tokens[self._at]
+    def allowed(self, later: int = 0) -> int:
+        """The token that is allowed now, or that many tokens later."""
+        return self._tokens[min(self._at + later, len(self._tokens) - 1)]
+
+    def forced(self) -> Sequence[int]:
+        """No drafts: decode rows are compared."""
+        return ()
 
     def accept(self, token: int) -> None:
         """Advance to the next token. Raises ValueError for a token that was not allowed."""
-        if token != self.next:
-            raise ValueError(f"token {token} was sampled where only {self.next} was allowed")
+        if token != self.allowed():
+            raise ValueError(f"token {token} was sampled where only {self.allowed()} was allowed")
         self._at += 1
 
 
@@ -51,17 +54,24 @@ class ChosenMasks:
 
     def fill(self, constraints: Sequence[Any]) -> tuple[Array, list[bool]]:
         """A mask of one bit each; no output is complete."""
-        masks = np.zeros((len(constraints), self._words), np.uint32)
-        for mask, constraint in zip(masks, constraints, strict=True):
-            mask[constraint.next // 32] = np.uint32(1) << np.uint32(constraint.next % 32)
-        return masks.view(np.int32), [False] * len(constraints)
+        return self._only([one.allowed() for one in constraints]), [False] * len(constraints)
+
+    def look_ahead(self, constraint: Any, mask: Array, drafts: Sequence[int]) -> tuple[Array, list[int]]:
+        """A mask of one bit after each draft."""
+        return self._only([constraint.allowed(1 + n) for n in range(len(drafts))]), list(drafts)
+
+    def _only(self, tokens: Sequence[int]) -> Array:
+        masks = np.zeros((len(tokens), self._words), np.uint32)
+        for mask, token in zip(masks, tokens, strict=True):
+            mask[token // 32] = np.uint32(1) << np.uint32(token % 32)
+        return masks.view(np.int32)
 
 
 def sampled(engine: Engine, sequences: Sequence[Reference]) -> tuple[list[Reference], list[Array]]:
     """The compared positions of all sequences at once, by the loop: the references cut to their COMPARED likeliest
     tokens, and what was found of these (as verdict.read gives it). The engine must be idle."""
-    runner, kept = engine.runner, engine.runner.masks
-    runner.masks = ChosenMasks(engine.info.vocab_size)
+    runner, kept = engine.runner, engine.runner.masking.masks
+    runner.masking.masks = ChosenMasks(engine.info.vocab_size)
     loop: StepLoop[Sampling, Payload] = StepLoop(
         runner, engine.pool, FirstCome(runner.buckets.max_tokens),
         max_rows=runner.buckets.max_rows, max_model_len=engine.info.max_model_len, max_queued=len(sequences),
@@ -78,7 +88,7 @@ def sampled(engine: Engine, sequences: Sequence[Reference]) -> tuple[list[Refere
         for event in loop.step(1.0):
             if isinstance(event, Tokens):
                 _take(event, found, sequences)
-    runner.masks = kept
+    runner.masking.masks = kept
     cut = [
         Reference(s.tokens, s.top_ids[:, :COMPARED], s.bf16[:, :COMPARED], s.fp32[:, :COMPARED])
         for s in sequences

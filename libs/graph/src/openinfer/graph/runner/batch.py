@@ -71,7 +71,8 @@ class Batch:
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
         max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts."""
         logits = max_rows * (1 + max_drafts)
-        shared = [*row_fields(max_rows, max_tokens, vocab_size, logits), *draft_fields(max_rows, max_drafts)]
+        shared = row_fields(max_rows, max_tokens, vocab_size, logits)
+        shared += draft_fields(max_rows, max_drafts, vocab_size, proposes)
         own_fields = [*own_fields, *([Field("adapters", (max_rows + 1,))] if adapters else [])]
         rows = Rows(arena, [*shared, *own_fields, *(proposal_fields(max_rows) if proposes else [])], stream)
         return cls(
@@ -85,7 +86,9 @@ class Batch:
             ),
             adapters=adapters,
             max_drafts=max_drafts,
-            proposals=Proposals.allocate(arena, stream, max_rows, max_tokens) if proposes else None,
+            proposals=Proposals.allocate(arena, stream, max_rows, max_tokens, vocab_size)
+            if proposes
+            else None,
         )
 
     @property

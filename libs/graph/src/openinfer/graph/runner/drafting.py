@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from openinfer.graph.rows import Rows
+from openinfer.graph.runner.model import Constraint
 from openinfer.graph.runner.verifying import DraftCounts, write_drafts
 from openinfer.scheduler import Drafter, Seq, Step, View
 
@@ -26,14 +27,19 @@ PROBED = 32
 class Proposal:
     """A sequence's drafter, and the tokens that it proposed last for the positions from `position` on."""
 
-    drafter: Drafter
+    drafter: Drafter | None
     position: int = 0
     tokens: Sequence[int] = ()
 
-    def renew(self, tokens: Sequence[int], count: int) -> None:
-        """Ask the drafter, unless the sequence has no more tokens than when it was asked last."""
-        if len(tokens) != self.position:
-            self.position, self.tokens = len(tokens), self.drafter.propose(tokens, count)
+    def renew(self, tokens: Sequence[int], count: int, constraint: Constraint | None) -> None:
+        """Propose what a grammar forces, or ask the drafter where it forces nothing; neither if the sequence has
+        no more tokens than before. The drafter: None if layers of the model draft."""
+        if len(tokens) == self.position:
+            return
+        self.position = len(tokens)
+        self.tokens = () if constraint is None else constraint.forced()[:count]
+        if not self.tokens and self.drafter is not None:
+            self.tokens = self.drafter.propose(tokens, count)
 
 
 @dataclass(slots=True)
@@ -71,21 +77,24 @@ class Drafting:
         return next((n for n, chance in enumerate(self._chances) if chance < WORTH), self.max_drafts)
 
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
-        """See scheduler.Speculation. A row with a grammar has no drafts: its mask depends on the token before."""
+        """See scheduler.Speculation."""
         room, most = self.max_tokens - 1 - len(view.decoding), self._most()
         if not most:
             return {}
         wanted: dict[Seq[Sampling], int] = {}
         for seq in view.decoding:
             sampling: Sampling = seq.owner
-            if sampling.constraint is not None or sampling.draftless:
+            if sampling.draftless:
                 continue
             count = min(most, room)
-            if self.make_drafter is not None:
-                if sampling.proposal is None:
-                    sampling.proposal = Proposal(self.make_drafter())
-                sampling.proposal.renew(seq.tokens, 2 * self.max_drafts + 1)
-                count = min(count, len(sampling.proposal.tokens))
+            if self.make_drafter is not None or sampling.constraint is not None:
+                proposal = sampling.proposal
+                if proposal is None:
+                    drafter = None if self.make_drafter is None else self.make_drafter()
+                    proposal = sampling.proposal = Proposal(drafter)
+                proposal.renew(seq.tokens, 2 * self.max_drafts + 1, sampling.constraint)
+                if self.make_drafter is not None:
+                    count = min(count, len(proposal.tokens))
             if count > 0:
                 wanted[seq] = count
                 room -= count
@@ -95,5 +104,5 @@ class Drafting:
         """Write the proposals of the step's rows with drafts."""
         for seq in step.drafts:
             proposal = seq.owner.proposal
-            if proposal is not None:
+            if proposal is not None and proposal.tokens:
                 write_drafts(rows, seq.slot, proposal.position, proposal.tokens)

@@ -36,6 +36,9 @@ class Constraint(Protocol):
     def accept(self, token: int) -> None:
         """Advance by a token that was drawn under the mask. Never raises for a token that the mask allowed."""
 
+    def forced(self) -> Sequence[int]:
+        """The next tokens, as far as there is no choice."""
+
 
 class Masks(Protocol):
     """Makes masks of allowed tokens; openinfer.sampler.constraint.Masks is one."""
@@ -44,6 +47,14 @@ class Masks(Protocol):
         """A mask for each constraint, and whether only EOS may come.
 
         Masks are int32 [n, (V + 31) // 32] with a bit a token, lowest first, and valid until the next call."""
+
+    def look_ahead(
+        self, constraint: Any, mask: np.ndarray[Any, Any], drafts: Sequence[int]
+    ) -> tuple[np.ndarray[Any, Any], list[int]]:
+        """The masks int32 [D, W] after each draft of one sequence, whose mask `fill` made, and the drafts to verify.
+
+        Where a mask is missing although the mask before it allows the draft, that draft is another one, which the mask
+        before it forbids."""
 
 
 class Model(Protocol):

@@ -71,7 +71,7 @@ def draft(model: Model, pack: Pack, shape: Shape) -> None:
             token_slots=batch.token_slots[:r],
             lens=lens,
             spans=spans,
-            tokens=draw_drafts(pack, rows, batch.sampled, spans),
+            tokens=draw_drafts(pack, rows, batch.sampled, spans, made.all_allowed),
             alive=rows["alive"],
             seq_lens=rows["seq_lens"],
             reserved=rows["reserved"],

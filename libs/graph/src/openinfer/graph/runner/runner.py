@@ -13,7 +13,8 @@ from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.runner.drafting import Drafting
 from openinfer.graph.runner.follower import Leader
-from openinfer.graph.runner.model import Constraint, Masks, Model
+from openinfer.graph.runner.masking import Constrained, Masking, accept, constrained_rows
+from openinfer.graph.runner.model import Model
 from openinfer.graph.runner.sampling import Sampling
 from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
 from openinfer.graph.runner.segments import segments
@@ -22,7 +23,7 @@ from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
 from openinfer.graph.watch import Watch
 from openinfer.kernels import Pack
-from openinfer.sampler.gpu import RowStatus, values
+from openinfer.sampler.gpu import RowStatus, masks_after, values
 from openinfer.scheduler import FinishReason, Row, Seq, Step, StepResult
 from openinfer.tensor import Stream
 
@@ -33,10 +34,6 @@ FINISH_REASONS = {
     RowStatus.LENGTH: FinishReason.LENGTH,
     RowStatus.FAILED: FinishReason.ERROR,
 }
-
-
-Constrained = Sequence[tuple[int, Seq[Sampling], Constraint]]
-"""The rows of a step that get a token under a grammar: position in the step, sequence, constraint."""
 
 
 class Payload(NamedTuple):
@@ -76,8 +73,6 @@ class Runner:
     trace: StepTrace | None = None
     watch: Watch | None = None
     """Over `trace`; it looks at every step."""
-    masks: Masks | None = None
-    """Needed for sequences with a constraint."""
     leader: Leader | None = None
     """Tells the ranks that run the same steps; None: there are no others."""
     drafting: Drafting | None = None
@@ -86,8 +81,9 @@ class Runner:
     _shape: Shape = field(default_factory=lambda: Shape(0, 0, 0))
     _wants_logprobs: bool = False
     _constrained: Constrained = ()
-    _asks_logprobs: Array = field(init=False)  # by slot, as is the next
-    _has_constraint: Array = field(init=False)
+    masking: Masking = field(init=False)
+    """Its `masks` are needed for sequences with a constraint."""
+    _asks_logprobs: Array = field(init=False)  # by slot
     _shares: Sequence[Share] = ()
     _scores: list[Scores] = field(default_factory=list)
     _waiting: _Launched | None = None
@@ -95,7 +91,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         slots = self.model.batch.rows["alive"].shape[0]
-        self._asks_logprobs, self._has_constraint = np.zeros(slots, bool), np.zeros(slots, bool)
+        self._asks_logprobs, self.masking = np.zeros(slots, bool), Masking(self.model.batch.rows)
 
     def record(self) -> None:
         """Record every segment, and wait until the device has them. The weights need not be there yet."""
@@ -161,7 +157,7 @@ class Runner:
         waits = bool(self._constrained and self._launched)
         timed = not waits and not self._shares
         if not waits:
-            self._write_masks(self._constrained)
+            self.masking.write(self._constrained, step.drafts, {})
         if trace is not None:
             trace.mark("upload")
         self.upload()
@@ -202,6 +198,11 @@ class Runner:
         results = [b.result[:n]]
         if launched.wants_logprobs:
             results += [b.top_ids[:n], b.top_values[:n]]
+        drafts_later = proposes = self.model.batch.proposals is not None
+        if proposes and launched.constrained:  # the next step's masks follow these drafts
+            self.replay(("draft", shape))
+            results.append(self.model.batch.rows["drafts"])
+            drafts_later = False
         if launched.shares:
             scored = sum(share.size for share in launched.shares)
             for offset in range(0, scored, b.logits.shape[0]):
@@ -209,20 +210,8 @@ class Runner:
             scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
             results += [tensor[:scored] for tensor in scores]
         self.readback.enqueue(self.stream, results)
-        if self.model.batch.proposals is not None:
+        if drafts_later:
             self.replay(("draft", shape))
-
-    def _write_masks(self, constrained: Constrained) -> None:
-        if not constrained:
-            return
-        if self.masks is None:
-            raise TypeError("a sequence has a constraint, and the runner no masks")
-        rows = self.model.batch.rows
-        masks, complete = self.masks.fill([constraint for _, _, constraint in constrained])
-        for (_, seq, _), mask, ends in zip(constrained, masks, complete, strict=True):
-            rows.write("allowed_masks", seq.slot, mask)
-            if ends:
-                rows.set("min_lens", seq.slot, 0)  # a complete output ends, however short it is
 
     def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
@@ -244,17 +233,20 @@ class Runner:
             self.watch.step(seconds, self.pace.last and self.pace.last.predicted_s)
         launched = self._launched.pop(0)
         step, places = launched.step, 1 + launched.shape.drafts
-        outputs = arrays[: 3 if launched.wants_logprobs else 1]
+        count = 3 if launched.wants_logprobs else 1
+        outputs = arrays[:count]
         result, *tops = (array.reshape(places, -1, array.shape[1]) for array in outputs)
         self._scores += read_scores(launched.shares, arrays[-4:])
-        if launched.constrained:
-            self._accept(launched.constrained, result[0])
+        counts = accept(launched.constrained, result)
+        if launched.constrained and self.model.batch.proposals is not None:
+            self.masking.proposed = arrays[count].copy()
         if self._waiting is not None:
             waiting, self._waiting = self._waiting, None
             if trace is not None:
                 trace.mark("masks")
             # Rows that have ended get no mask; the device skips them.
-            self._write_masks([one for one in waiting.constrained if not one[2].ended])
+            alive = [one for one in waiting.constrained if not one[2].ended]
+            self.masking.write(alive, waiting.step.drafts, counts)
             self.upload()
             self._sample_now(waiting)
         at, ended = (result[:, :, 1] > RowStatus.RUNNING).nonzero()
@@ -283,22 +275,13 @@ class Runner:
         taken, self._scores = self._scores, []
         return taken
 
-    def _accept(self, constrained: Constrained, result: Array) -> None:
-        """Move constraints past the tokens of a step."""
-        for position, _, constraint in constrained:
-            match result[position, 1]:
-                case RowStatus.RUNNING:
-                    constraint.accept(int(result[position, 0]))
-                case RowStatus.STOP | RowStatus.LENGTH | RowStatus.FAILED:
-                    constraint.ended = True
-
     def _join(self, seq: Seq[Sampling]) -> None:
         """Write the state of a sequence that got a slot."""
         rows, slot, sampling = self.model.batch.rows, seq.slot, seq.owner
         if seq.lease is None:
             raise TypeError(f"sequence {seq.id} joined without a lease")
         params, masked = sampling.params, sampling.constraint is not None
-        self._asks_logprobs[slot], self._has_constraint[slot] = bool(params.logprobs), masked
+        self._asks_logprobs[slot] = bool(params.logprobs)
         self.pace.join(slot, seq.lease.num_cached)
         rows.set("alive", slot, 1)
         rows.set("seq_lens", slot, seq.lease.num_cached)
@@ -316,6 +299,8 @@ class Runner:
             vocabulary=self.model.vocab_size,
             masked=masked,
         )
+        if "allowed_masks" in state:  # one mask for all positions
+            state |= {masks_after(1 + n): state["allowed_masks"] for n in range(self.buckets.max_drafts)}
         for name, value in state.items():
             if isinstance(value, np.ndarray):
                 rows.write(name, slot, value)
@@ -344,7 +329,7 @@ class Runner:
         q_starts[: count + 1] = starts
         rows, placed = self.model.batch.rows, list(zip(chunks, starts[decoding:].tolist(), strict=False))
         self._wants_logprobs = bool(self._asks_logprobs[slots].any())
-        self._constrained = self._constrained_rows(step, slots, emits)
+        self._constrained = constrained_rows(step, emits)
         if self.model.states is not None and self._shape.longest > 1:
             self.model.states.chunks(rows, step, num_rows)
         asked = [(row, start, wish) for row, start in placed if (wish := row.seq.owner.score) is not None]
@@ -359,12 +344,6 @@ class Runner:
         if self.model.batch.proposals is not None:
             write_following(rows, num_rows, step)
         rows.write("prompt", 0, _prompt_ids(placed, self._shape.tokens))
-
-    def _constrained_rows(self, step: Step[Sampling], slots: Array, emits: Array) -> Constrained:
-        has = self._has_constraint[slots]
-        has &= emits != 0
-        seqs = ((at, step.rows[at].seq) for at in has.nonzero()[0].tolist())
-        return [(at, seq, found) for at, seq in seqs if (found := seq.owner.constraint) is not None]
 
     def close(self) -> None:
         """Wait for what is under way and give everything back but the memory."""

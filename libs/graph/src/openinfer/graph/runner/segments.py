@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -9,6 +10,7 @@ from openinfer.graph.buckets import Buckets
 from openinfer.graph.runner.model import Model
 from openinfer.graph.runner.proposing import draft
 from openinfer.graph.runner.scoring import padded
+from openinfer.graph.runner.verifying import draft_fields
 from openinfer.kernels import Pack, apply_writes, select_rows
 from openinfer.sampler import MAX_LOGPROBS
 from openinfer.sampler.gpu import sample_rows, score_tokens, verify_rows
@@ -50,5 +52,6 @@ def _score(model: Model, pack: Pack, offset: int) -> None:
 
 def readback_bytes(max_rows: int, max_tokens: int, max_drafts: int = 0) -> int:
     """An upper bound of the bytes that the results of one step take in the read-back ring."""
+    drafts = sum(4 * math.prod(field.shape) for field in draft_fields(max_rows, max_drafts, 0, False))
     tops, logits = 2 * MAX_LOGPROBS, max_rows * (1 + max_drafts)
-    return 4 * (logits * (3 + tops) + padded(max_tokens, logits) * (2 + tops)) + 7 * 64
+    return 4 * (logits * (3 + tops) + padded(max_tokens, logits) * (2 + tops)) + drafts + 8 * 64

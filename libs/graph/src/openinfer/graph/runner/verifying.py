@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.graph.rows import Field, Rows
-from openinfer.sampler.gpu import RowStatus
+from openinfer.sampler.gpu import RowStatus, masks_after
 from openinfer.scheduler import Seq, Step
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
@@ -29,14 +29,20 @@ class Proposals:
     ends: Tensor  # int32 [R + 1]
     spans: Tensor  # int32 [R + 1]
     alone: Tensor  # int32 [R + 1]: 0, 1, 2, ..., the q_starts of rows of one token
+    all_allowed: Tensor  # int32 [S, (V + 31) // 32]: masks that allow all tokens
 
     @classmethod
-    def allocate(cls, arena: Arena, stream: Stream, max_rows: int, max_tokens: int) -> Proposals:
+    def allocate(
+        cls, arena: Arena, stream: Stream, max_rows: int, max_tokens: int, vocab_size: int
+    ) -> Proposals:
         """The arena owns the memory."""
         sizes = (max_tokens, max_rows + 1, max_rows + 1, max_rows + 1, max_rows + 1)
-        made = cls(*(arena.alloc((size,), int32) for size in sizes))
+        masks = arena.alloc((max_rows + 1, -(-vocab_size // 32)), int32)
+        next_ids, lens, ends, spans, alone = (arena.alloc((size,), int32) for size in sizes)
+        made = cls(next_ids, lens, ends, spans, alone, masks)
         made.lens.zero_(stream)
         if arena.device.kind != "null":
+            masks.copy_from(np.full(masks.shape, -1, np.int32), stream)
             made.alone.copy_from(np.arange(max_rows + 1, dtype=np.int32), stream)
         return made
 
@@ -47,15 +53,18 @@ def proposal_fields(max_rows: int) -> list[Field]:
     return [Field("following", (max_rows,)), Field("reserved", (max_rows + 1,))]
 
 
-def draft_fields(max_rows: int, max_drafts: int) -> list[Field]:
+def draft_fields(max_rows: int, max_drafts: int, vocab_size: int, proposes: bool) -> list[Field]:
     """The fields of drafts; none for an engine without. By slot: `drafts`, the token proposed for position p at p mod
-    the width, and `accepted`, the number of drafts that the row's last step accepted. By row: its number of drafts, and
-    its q_starts without drafts. `sampled_ends`: 1 and the index of each token after which the step samples."""
+    the width; `accepted`, the number of drafts that the row's last step accepted; and masks for rows with a grammar,
+    one a draft. By row: its number of drafts, and its q_starts without drafts. `sampled_ends`: 1 and the index of each
+    token after which the step samples. proposes: layers of the model write `drafts` too."""
     if not max_drafts:
         return []
+    words = -(-vocab_size // 32)
     width = 1 << (3 * max_drafts + 2).bit_length()  # a power of two above every position that is not decided
     return [
-        Field("drafts", (max_rows + 1, width)),
+        Field("drafts", (max_rows + 1, width), device_written=proposes),
+        *(Field(masks_after(place + 1), (max_rows + 1, words)) for place in range(max_drafts)),
         Field("accepted", (max_rows + 1,), device_written=True),
         Field("num_drafts", (max_rows,)),
         Field("sure_starts", (max_rows + 1,)),

@@ -13,6 +13,7 @@ try:
     from openinfer.sampler.gpu.segment import (
         SampleBuffers,
         draw_drafts,
+        masks_after,
         sample_rows,
         score_tokens,
         verify_rows,
@@ -38,6 +39,7 @@ __all__ = [
     "fields",
     "follow",
     "mask_words",
+    "masks_after",
     "propose",
     "sample",
     "sample_rows",

@@ -70,6 +70,11 @@ class SampleBuffers:
         )
 
 
+def masks_after(place: int) -> str:
+    """The field with the masks of allowed tokens after draft number `place`; 0: after a row's certain tokens."""
+    return f"allowed_masks_{place}" if place else "allowed_masks"
+
+
 def sample_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
     """Choose the next token of the first `num_rows` rows from their logits, and end rows that are over. Then advance
     the state of live rows past the step. A step has one such call, after its forward pass."""
@@ -83,6 +88,7 @@ def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int,
     Logits, and all results, of the position after draft d of row r stand at d * num_rows + r; d = 0 is the position
     after the row's last certain token. A result without a token is IDLE. By row, int32 [R]: `num_drafts`, and
     `sure_starts` [R + 1], the row's q_starts without drafts. By slot, int32: `drafts` and `accepted` (`accept`).
+    Rows with a grammar have a mask at each position, in the fields that `masks_after` names.
     With num_drafts = 0 no row has drafts, and `accepted` becomes 0.
     """
     b, r = buffers, num_rows
@@ -105,31 +111,41 @@ def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int,
             )
             emits, starts = b.follows, b.starts
         if place <= num_drafts:
-            _sample(pack, rows, b, slice(place * r, (place + 1) * r), emits, starts)
+            _sample(pack, rows, b, slice(place * r, (place + 1) * r), emits, starts, masks_after(place))
 
 
-def draw_drafts(pack: Pack, rows: Fields, buffers: SampleBuffers, spans: Tensor) -> Tensor:
+def draw_drafts(
+    pack: Pack, rows: Fields, buffers: SampleBuffers, spans: Tensor, allowed_masks: Tensor
+) -> Tensor:
     """Draw a draft for each row that sampled in a step which is over, from the logits of a layer that drafts. Returns
     the tokens, int32 [R], -1 = none. They come with the noise, filters and penalties that the row's own token will have
-    at that position. spans int32 [R + 1]: 0, n, 2 n, ... for draft number n."""
+    at that position. spans int32 [R + 1]: 0, n, 2 n, ... for draft number n. allowed_masks: in place of the rows' own,
+    because the mask at that position is not known yet."""
     b, r = buffers, spans.shape[0] - 1
     step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
-    state = {name: rows[name] for name in SAMPLE_FIELDS}
+    state = {name: rows[name] for name in SAMPLE_FIELDS} | {"allowed_masks": allowed_masks}
     drawn = {"tokens": b.tokens[:r], "logprobs": b.logprobs[:r], "logits": b.logits[:r]}
     sample(pack, **drawn, **step, q_starts=spans, seq_lens=rows["seq_lens"], **state)
     return b.tokens[:r]
 
 
 def _sample(
-    pack: Pack, rows: Fields, buffers: SampleBuffers, part: slice, emits: Tensor, starts: Tensor
+    pack: Pack,
+    rows: Fields,
+    buffers: SampleBuffers,
+    part: slice,
+    emits: Tensor,
+    starts: Tensor,
+    masks: str = "allowed_masks",
 ) -> None:
-    """One position of each row. part: the place of its logits and results; starts: as q_starts."""
+    """One position of each row. part: the place of its logits and results; starts: as q_starts; masks: the field."""
     b = buffers
     logits, chosen = b.logits[part], {"tokens": b.tokens[part], "logprobs": b.logprobs[part]}
     r = logits.shape[0]
     step = {"slots": rows["slots"][:r], "emits": emits[:r], "alive": rows["alive"]}
     lengths = {"q_starts": starts[: r + 1], "seq_lens": rows["seq_lens"]}
-    sample(pack, logits=logits, **chosen, **step, **lengths, **{n: rows[n] for n in SAMPLE_FIELDS})
+    state = {n: rows[n] for n in SAMPLE_FIELDS} | {"allowed_masks": rows[masks]}
+    sample(pack, logits=logits, **chosen, **step, **lengths, **state)
     top_logprobs(
         pack,
         ids=b.top_ids[part],
