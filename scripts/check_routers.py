@@ -2,10 +2,11 @@
 
 Two servers of demo/qwen3 on the CPU publish KV events. vllm-router (kv_aware) and Dynamo's indexer read them, each as
 its authors ship it, pinned below, in an environment of its own. Documents are put on a replica of our choice, past the
-routers. Then
+routers. The cache of each replica is small, so that documents move to a tier of host memory. Then
 
  - 32 of 32 questions on these documents must reach the replica that has the document;
- - the indexer must find every token of the documents that fills a block;
+ - the indexer must find every whole block of the documents; some must be in host memory alone;
+ - of a hybrid model (demo/qwen3_5), the indexer must find every token too;
  - one replica is killed while it answers: the router goes on, and only that replica's own answers are lost.
 """
 
@@ -35,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vllm-router==0.1.17", "ai-dynamo-runtime==1.6.1")
 BARE = "ai-dynamo==1.6.1"  # it depends on a package that PyPI does not have
 BLOCK = 16
+SMALL = ("--kv-cache-memory-bytes", "4000000", "--max-model-len", "384", "--kv-offload-gb", "0.1")
+"""A cache of two documents, and a tier behind it."""
 DOCUMENTS, QUESTIONS = 8, 4
 START_LIMIT_S = 120
 
@@ -53,17 +56,21 @@ def main() -> int:
         kept = Path(args.environment or stack.enter_context(tempfile.TemporaryDirectory()))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         install(kept)
-        replicas = [stack.enter_context(replica(logs, n)) for n in range(2)]
+        replicas = [stack.enter_context(replica(logs, f"replica{n}", "qwen3", SMALL)) for n in range(2)]
         urls, events, pids = zip(*replicas, strict=True)
+        hybrid, hybrid_events, _ = stack.enter_context(replica(logs, "hybrid", "qwen3_5"))
         router = stack.enter_context(vllm_router(kept, logs, urls, events))
-        indexer = stack.enter_context(dynamo_indexer(kept, logs, events))
+        indexer = stack.enter_context(dynamo_indexer(kept, logs, "qwen3", events))
+        hybrids = stack.enter_context(dynamo_indexer(kept, logs, "qwen3_5", (hybrid_events,)))
         documents = [f"Document {n}: " + f"the {n} of {n * 37 % 101} goes to {n * 53 % 89}. " * 12
                      for n in range(DOCUMENTS)]  # fmt: skip
         for n, document in enumerate(documents):
             ask(urls[n % 2], document)
+            ask(hybrid, document)
         time.sleep(1)  # events are on their way
         check_hits(router, documents)
-        check_index(indexer, urls, documents)
+        check_index(indexer, urls, "qwen3", documents)
+        check_index(hybrids, (hybrid,), "qwen3_5", documents)
         check_death(router, urls, pids)
     print("routers: all checks hold")
     return 0
@@ -116,12 +123,12 @@ def answers(url: str) -> Callable[[], bool]:
 
 
 @contextmanager
-def replica(logs: Path, number: int) -> Iterator[tuple[str, str, int]]:
-    """A server of the demo model: its address, that of its events, and its process id."""
+def replica(logs: Path, name: str, model: str, more: tuple[str, ...] = ()) -> Iterator[tuple[str, str, int]]:
+    """A server of a demo model: its address, that of its events, and its process id."""
     events = f"tcp://127.0.0.1:{free_port()}"
     config = json.dumps({"enable_kv_cache_events": True, "endpoint": events})
-    flags = ["--device", "cpu", "--kv-events-config", config]
-    with serving(ROOT / "demo" / "qwen3", flags, logs / f"replica{number}") as server:
+    flags = ["--device", "cpu", "--kv-events-config", config, *more]
+    with serving(ROOT / "demo" / model, flags, logs / name) as server:
         yield server.url, events, server.pid
 
 
@@ -141,13 +148,13 @@ def vllm_router(
 
 
 @contextmanager
-def dynamo_indexer(environment: Path, logs: Path, events: tuple[str, ...]) -> Iterator[str]:
+def dynamo_indexer(environment: Path, logs: Path, model: str, events: tuple[str, ...]) -> Iterator[str]:
     port = free_port()
     workers = ",".join(f"{n}={source}" for n, source in enumerate(events, start=1))
     command = [str(environment / "bin" / "python"), "-m", "dynamo.indexer", "--port", str(port),
-               "--block-size", str(BLOCK), "--model-name", "qwen3", "--workers", workers]  # fmt: skip
+               "--block-size", str(BLOCK), "--model-name", model, "--workers", workers]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    with running("dynamo.indexer", logs, command, answers(f"{url}/workers")):
+    with running(f"dynamo.indexer of {model}", logs, command, answers(f"{url}/workers")):
         yield url
 
 
@@ -158,7 +165,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {"model": "qwen3", "messages": [{"role": "user", "content": text}], "max_tokens": 4, **more}
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **more}
 
 
 def ask(base: str, text: str) -> dict[str, Any]:
@@ -182,17 +189,19 @@ def check_hits(router: str, documents: list[str]) -> None:
         raise CheckFailed("vllm-router does not know where the documents are")
 
 
-def check_index(indexer: str, urls: tuple[str, ...], documents: list[str]) -> None:
+def check_index(indexer: str, urls: tuple[str, ...], model: str, documents: list[str]) -> None:
     """The indexer must find all whole blocks of each document, on its replica."""
-    total = matched = 0
+    total = matched = on_device = 0
     for n, document in enumerate(documents):
         prompt = {name: value for name, value in chat(document).items() if name != "max_tokens"}
-        tokens = post(f"{urls[n % 2]}/tokenize", prompt)["tokens"]
-        scores = post(f"{indexer}/query", {"token_ids": tokens, "model_name": "qwen3"})["scores"]
+        number = n % len(urls)
+        tokens = post(f"{urls[number]}/tokenize", prompt)["tokens"]
+        found = post(f"{indexer}/query", {"token_ids": tokens, "model_name": model})["instances"]
         total += len(tokens) // BLOCK * BLOCK
-        matched += scores.get(str(n % 2 + 1), {}).get("0", 0)
-    print(f"dynamo.indexer: {matched} of {total} tokens")
-    if matched < total:
+        matched += found.get(str(number + 1), {}).get("longest_matched", 0)
+        on_device += found.get(str(number + 1), {}).get("gpu", 0)
+    print(f"dynamo.indexer of {model}: {matched} of {total} tokens, {on_device} of them on the device")
+    if matched < total or (model == "qwen3") != (on_device < total):
         raise CheckFailed("Dynamo's indexer misses blocks")
 
 

@@ -15,6 +15,8 @@ from openinfer.cli import recipes
 from openinfer.cli.bench_server import free_port
 from openinfer.frontend.contract import ResetPrefixCache
 from openinfer.kvpool import InvalidConfig
+from openinfer.kvpool.tiers.layout import aligned
+from openinfer.kvpool.tiers.record import file_bytes
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.startup import build
 
@@ -101,6 +103,43 @@ def test_the_groups_of_hybrids_are_labelled(session, tmp_path, name, kinds):
     for event in stored:
         whole = len(event["block_hashes"]) * event["block_size"]
         assert len(event["token_ids"]) == (0 if event["kv_cache_spec_kind"] == "mamba" else whole)
+
+
+def test_routers_know_which_blocks_are_in_which_tier(session, tmp_path):
+    """Follows the events by medium, and counts what the engine has there."""
+    flags = {"kv_offload_gb": 0.006, "kv_offload_dir": str(tmp_path / "disk"), "kv_offload_disk_gb": 0.2}
+    run = session(GOLDENS / "qwen3_5-tiny", kv_events_config=config(str(tmp_path / "kv")), max_num_seqs=2,
+                  max_model_len=320, kv_cache_memory_bytes=6 << 20, **flags)  # fmt: skip
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 480) for _ in range(280)] for _ in range(4)]
+    for prompt in [*prompts, *prompts[:2]]:
+        run.submit(prompt, 4, ignore_eos=True)
+        run.finish()
+    media: dict[str, set[tuple[int, int]]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+    chains: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+    for event in replay(str(tmp_path / "kv"))[1:]:
+        group, names = event["group_idx"], event["block_hashes"]
+        if event["type"] == "BlockRemoved":
+            assert {(group, one) for one in names} <= media[event["medium"]]
+            media[event["medium"]] -= {(group, one) for one in names}
+            continue
+        media[event["medium"]] |= {(group, one) for one in names}
+        if event["kv_cache_spec_kind"] == "full_attention":
+            size, parent = event["block_size"], event["parent_block_hash"]
+            for index, one in enumerate(names):
+                tokens = tuple(event["token_ids"][index * size : (index + 1) * size])
+                assert len(tokens) == size
+                assert chains.setdefault(one, (parent, tokens)) == (parent, tokens), (
+                    "the same in every medium"
+                )
+                parent = one
+    pool, stats = run.engine.pool, run.engine.stats()
+    assert media["GPU"] == {(group, int.from_bytes(one[-8:], "big")) for group in range(pool.num_groups)
+                            for one, _ in pool.cached(group)}  # fmt: skip
+    sizes = [aligned(group.block_bytes) for group in pool.groups]
+    assert sum(sizes[group] for group, _ in media["CPU"]) == stats.offload_bytes["host"] > 0
+    assert sum(file_bytes(sizes[group]) for group, _ in media["DISK"]) <= stats.offload_bytes["disk"]
+    assert media["DISK"]
 
 
 def test_an_engine_that_closes_gives_its_address_back(caplog):

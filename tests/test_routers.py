@@ -16,3 +16,4 @@ def test_routers_find_prefixes_and_lose_nothing() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "32 of 32 questions" in done.stdout
+    assert done.stdout.count("1264 of 1264 tokens") == 2

@@ -9,7 +9,16 @@ import time
 import numpy as np
 import pytest
 
-from openinfer.kvpool import BlockRemoved, BlockStored, Group, InvalidTiers, Pool
+from openinfer.kvpool import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Group,
+    InvalidTiers,
+    Pool,
+    adapter_salt,
+    hash_blocks,
+)
 from openinfer.kvpool.eviction import Lru
 from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers
 from openinfer.tensor import Device, Stream, Tensor
@@ -192,19 +201,71 @@ def test_events_name_the_place():
     engine.pool.take_events()
     engine.serve(OTHER[:12])
     events = engine.pool.take_events().events
-    assert [(type(e), e.medium, len(e.block_hashes)) for e in events if e.medium == "CPU"] == [
-        (BlockStored, "CPU", 3)
-    ]
-    [stored] = [e for e in events if e.medium == "CPU"]
+    stored = [e for e in events if e.medium == "CPU"]
     [gone] = [e for e in events if isinstance(e, BlockRemoved)]
-    assert sorted(stored.block_hashes) == sorted(gone.block_hashes)
-    assert (stored.token_ids, stored.block_size, gone.medium) == ([], 4, "GPU")
+    assert [e.block_hashes for e in stored] == [[name] for name in gone.block_hashes]
+    names = hash_blocks(FIRST, 4)
+    assert {(e.block_hashes[0], e.parent_block_hash, *e.token_ids) for e in stored} == {
+        (name, parent, 1, 1, 1, 1) for name, parent in zip(names, [None, *names], strict=False)
+    }
+    assert (stored[0].block_size, gone.medium) == (4, "GPU")
     engine.serve(FIRST[:12])
     assert [e.medium for e in engine.pool.take_events().events if isinstance(e, BlockRemoved)].count("CPU")
     engine.close()
 
 
+def test_what_comes_back_has_the_salt_that_it_had():
+    engine = Engine(events=True)
+    salt = adapter_salt(b"tenant", "adapter", bytes(32))
+    engine.serve(FIRST[:12], salt)
+    engine.serve(OTHER[:12])
+    engine.pool.take_events()
+    assert engine.serve(FIRST[:12], salt) == 8
+    stored = [
+        e for e in engine.pool.take_events().events if isinstance(e, BlockStored) and e.token_ids[0] == 1
+    ]
+    assert {e.medium for e in stored} == {"GPU"}
+    assert {(e.salt, e.lora_name) for e in stored} == {(b"tenant", "adapter")}
+    engine.serve(OTHER[:12])
+    engine.close()
+
+
+def test_nothing_is_told_of_blocks_that_a_reset_has_dropped(tmp_path):
+    engine = Engine(disk=disk_in(tmp_path), events=True)
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    assert engine.pool.reset_prefix_cache()
+    settle(engine.tiers)
+    events = engine.pool.take_events().events
+    assert events[-1] == AllBlocksCleared()
+    assert "CPU" not in {e.medium for e in events[:-1]}
+    engine.serve(FIRST[:12])
+    assert {e.medium for e in engine.pool.take_events().events} == {"GPU"}
+    engine.close()
+
+
 # -- the disk --
+
+
+def test_blocks_of_an_earlier_process_are_told_once_their_tokens_are_known(tmp_path):
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    settle(engine.tiers)
+    engine.close()
+    engine = Engine(disk=disk_in(tmp_path), events=True)
+    until = time.monotonic() + 10
+    while not engine.tiers.disk_bytes and time.monotonic() < until:
+        engine.tiers._collect(0.01)
+    assert engine.pool.take_events() is None
+    assert engine.serve(FIRST[:12]) == 8
+    told = [(e.medium, e.block_hashes[0], e.token_ids[:4]) for e in engine.pool.take_events().events]
+    first, second = hash_blocks(FIRST[:8], 4)
+    assert {(medium, name) for medium, name, _ in told if name in (first, second)} == {
+        (medium, name) for medium in ("GPU", "CPU", "DISK") for name in (first, second)
+    }
+    assert all(tokens == [1] * 4 for _, _, tokens in told)
+    engine.close()
 
 
 def test_a_restart_finds_what_the_disk_has(tmp_path):

@@ -6,7 +6,6 @@ chooses the transport, for example msgpack over ZeroMQ.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,8 +26,7 @@ class BlockStored:
     lora_id: int | None = None
     """Always None: adapters have names."""
     medium: str | None = "GPU"
-    """The place of the blocks: GPU, CPU or DISK. In CPU and DISK there are no parent and no tokens: the blocks were
-    announced with both when they became findable on the GPU."""
+    """The place of the blocks: GPU, CPU or DISK."""
     lora_name: str | None = None
     """The adapter (LoRA) of the sequence, as adapter_salt names it."""
     group_idx: int = 0
@@ -90,18 +88,11 @@ class EventLog:
         else:
             self._events.append(BlockRemoved(names, group_idx=group))
 
-    def extend(self, events: Sequence[BlockStored | BlockRemoved]) -> None:
-        """Events of another place for blocks."""
-        self._events.extend(events)
-
     def cleared(self) -> None:
         """All cached blocks were dropped."""
         self._events.append(AllBlocksCleared())
 
-    def take(self, data_parallel_rank: int | None) -> EventBatch | None:
-        """All events since the last call, or None."""
-        if not self._events:
-            return None
-        batch = EventBatch(time.time(), self._events, data_parallel_rank)
-        self._events = []
-        return batch
+    def take(self) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
+        """All events since the last call."""
+        taken, self._events = self._events, []
+        return taken

@@ -68,6 +68,8 @@ class Part:
     """Root of the chain of names."""
     tokens: Sequence[int]
     """Tokens of the run. () for a snapshot."""
+    salt: bytes
+    """Salt of the sequence, for events."""
     blocks: list[int] = field(default_factory=list)
     """Blocks along the names; 0 where the block is missing."""
 
@@ -106,7 +108,7 @@ class Part:
         for index, (name, block) in enumerate(zip(self.names, self.blocks, strict=True)):
             if name in come:
                 tokens = self.tokens[index * size : (index + 1) * size]
-                self.ledger.register([block], [name], parent, tokens)
+                self.ledger.register([block], [name], parent, tokens, self.salt)
                 if self.ledger.tails is not None:
                     self.ledger.tails.add(parent or self.root, name, tokens)
             elif self.ledger.lineage and not self.ledger.complete(block):
@@ -172,9 +174,9 @@ class Loads(Generic[Owner]):
         start = end - group.num_needed(end) * group.block_size
         names = self._index.names(ledger, chain.names, start, end)
         if group.snapshots:
-            return Part(ledger, names, None, chain.root, ())
+            return Part(ledger, names, None, chain.root, (), chain.salt)
         parent = chain.names[start // self._index.unit - 1] if start else None
-        return Part(ledger, names, parent, chain.root, tokens[start:end])
+        return Part(ledger, names, parent, chain.root, tokens[start:end], chain.salt)
 
     def poll(self, wait_s: float | None) -> list[Owner]:
         """Owners whose loads have ended."""

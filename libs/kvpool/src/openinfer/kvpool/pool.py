@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from .lease import Lease
 from .ledger import Ledger
 from .loading import Loader, Loads
 from .matching import Index
+from .places import Places
 from .saving import Saver
 from .stats import PoolStats
 from .tails import Tails
@@ -52,6 +54,7 @@ class Pool:
         self.stats = PoolStats()
         make = POLICIES[eviction] if isinstance(eviction, str) else eviction
         self._events = EventLog() if events else None
+        self._places = Places()
         self._ledgers = [
             Ledger(
                 group,
@@ -162,12 +165,13 @@ class Pool:
 
     def take_events(self, data_parallel_rank: int | None = None) -> EventBatch | None:
         """The events since the last call: blocks that became findable or were evicted, those of the saver after the
-        pool's. None: no event."""
+        pool's. None: no event. A block of the saver whose tokens are not known has no event before it was loaded."""
         if self._events is None:
             return None
+        found = self._events.take()
         if self._saver is not None:
-            self._events.extend(self._saver.take_events())
-        return self._events.take(data_parallel_rank)
+            found = self._places.completed([*found, *self._saver.take_events()])
+        return EventBatch(time.time(), found, data_parallel_rank) if found else None
 
     def cached(self, group: int = 0) -> list[tuple[bytes, int]]:
         """Name and block of all cached blocks of a group, a parent before its children. O(blocks)."""
@@ -195,6 +199,7 @@ class Pool:
             ledger.drop_cached()
         if self._saver is not None:
             self._saver.clear()
+            self._saver.take_events()  # of blocks that are gone
         if self._events is not None:
             self._events.cleared()
         return True

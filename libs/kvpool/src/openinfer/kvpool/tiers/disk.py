@@ -105,6 +105,8 @@ class Disk:
         """Writes that have not ended."""
         self.evicted: list[tuple[int, bytes]] = []
         """Group and name of the records that were dropped; the caller clears it."""
+        self.found: list[tuple[int, bytes]] = []
+        """Group and name of the records of an earlier process; the caller clears it."""
         self._index: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # the oldest first
         self._writing: dict[tuple[int, bytes], int] = {}  # the ticket of the last write
         self._tickets = 0
@@ -202,6 +204,7 @@ class Disk:
         for group, name in names:
             if (group, name) not in self._index and (group, name) not in self._writing:
                 self._index[group, name] = None
+                self.found.append((group, name))
                 self.used_bytes += file_bytes(self._sizes[group])
         while self.used_bytes > self._num_bytes and self._index:
             self.drop(*next(iter(self._index)))

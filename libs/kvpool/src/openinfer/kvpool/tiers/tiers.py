@@ -150,6 +150,7 @@ class Tiers:
             self._layout.copy(self._out, group, block, slot.ptr, "d2h")
             self._host.fill(slot)
             slots.append(slot)
+        self._tell_removed(self._host.evicted, "CPU")
         if slots:
             self._saved.record(self._out)
             self._steps.wait(self._saved)
@@ -290,30 +291,32 @@ class Tiers:
 
     def _collect(self, wait_s: float) -> None:
         """Take note of copies, reads and writes that have ended. Waits up to wait_s seconds for a read or write."""
+        self._tell_removed(self._host.evicted, "CPU")  # before the same blocks may come again
         while self._saves and self._saves[0].event.query():
             self._end(self._saves.popleft())
         if self._disk is None:
             if wait_s:
                 time.sleep(wait_s)
         else:
-            for slot, ticket, problem in self._disk.done(wait_s):
+            ended = self._disk.done(wait_s)
+            self._tell_disk()
+            for slot, ticket, problem in ended:
                 if ticket:
                     self.stats.to_disk += problem is None
                     self.stats.not_written += problem is not None
-                    if problem is None:
+                    if self._disk.has(slot.group, slot.name):
                         self._tell(self._stored(slot, "DISK"))
                 else:
                     self._read(slot, problem)
                 self._host.leave(slot)
-            self._tell_removed(self._disk.evicted, "DISK")
-        self._tell_removed(self._host.evicted, "CPU")
 
     def _read(self, slot: Slot, problem: str | None) -> None:
         self._behind = False
         if problem is None:
             self._host.fill(slot)
             self.stats.from_disk += 1
-            self._tell(self._stored(slot, "CPU"))
+            if self._host.find(slot.group, slot.name) is slot:  # not cleared meanwhile
+                self._tell(self._stored(slot, "CPU"))
         else:
             log.warning("KV offload: a block could not be read, so its tokens are computed: %s", problem)
             self._host.forget(slot)
@@ -346,8 +349,20 @@ class Tiers:
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         """The events since the last call, of the media CPU and DISK."""
+        self._tell_removed(self._host.evicted, "CPU")
+        self._tell_disk()
         taken, self._events = self._events or [], [] if self._events is not None else None
         return taken
+
+    def _tell_disk(self) -> None:
+        """Records of an earlier process, and those that were dropped."""
+        if self._disk is None:
+            return
+        for group, name in self._disk.found:
+            size = self.groups[group].block_size
+            self._tell(BlockStored([name], None, [], size, medium="DISK", group_idx=group))
+        self._disk.found.clear()
+        self._tell_removed(self._disk.evicted, "DISK")
 
     def _stored(self, slot: Slot, medium: str) -> BlockStored:
         size = self.groups[slot.group].block_size
