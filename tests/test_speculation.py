@@ -78,6 +78,17 @@ def test_a_request_without_drafts_is_told_of_none(session: Callable[..., Any]) -
     assert sum(drafts.accepted) > 5
 
 
+def test_suffixes_find_drafts_in_a_text_that_repeats_itself(session: Callable[..., Any]) -> None:
+    config = '{"method": "suffix", "num_speculative_tokens": 4}'
+    plain, drafted = (session(GOLDENS / "qwen3-tiny", speculative_config=one) for one in (None, config))
+    asked = [([*range(20, 30 + n)] * 3, 40, {"ignore_eos": True}) for n in (1, 3)]
+    wanted, found = plain.outcomes_of(asked), drafted.outcomes_of(asked)
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in wanted]
+    stats = drafted.engine.stats()
+    assert stats.accepted_draft_tokens > 20
+    assert stats.steps < plain.engine.stats().steps
+
+
 ASKED = [
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.7, "seed": 3, "frequency_penalty": 0.4},

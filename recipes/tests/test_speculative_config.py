@@ -5,9 +5,21 @@ import pytest
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.qwen3 import RECIPE as QWEN3
+from openinfer.scheduler import Suffixes
 from openinfer.tensor import Device
 
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+
+
+def test_the_keys_of_suffixes_are_vllms():
+    text = '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 0.5}'
+    drafter = QWEN3.options(speculative_config=text).drafting(64).make_drafter()
+    assert isinstance(drafter, Suffixes)
+    assert list(drafter.propose([1, 2, 3, 4, 5, 1, 2, 3, 4], 4)) == [5, 1]
+    with pytest.raises(SetupError, match="never from another's"):
+        QWEN3.options(
+            speculative_config=text.replace("0.5", '0.5, "suffix_decoding_max_cached_requests": 9')
+        ).check("")
 
 
 def test_the_engine_has_room_for_logits_after_each_draft():

@@ -1,14 +1,30 @@
 """Drafters: the rules of every one, and what a look-up of n-grams proposes."""
 
+import random
+
 import pytest
 
-from openinfer.scheduler import InvalidSetup, NGram
+from openinfer.scheduler import InvalidSetup, NGram, Suffixes, suffixes
 from openinfer.scheduler.testing import DrafterConformance, Mismatch
 
 
 class TestNGram(DrafterConformance):
     def make_drafter(self):
         return NGram(1, 3)
+
+
+class TestSuffixes(DrafterConformance):
+    def make_drafter(self):
+        return Suffixes(6, 2.0, 0.3)
+
+
+class TestSuffixesOfAWindow(DrafterConformance):
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        monkeypatch.setattr(suffixes, "WINDOW", 16)
+
+    def make_drafter(self):
+        return Suffixes()
 
 
 class Forgetful(NGram):
@@ -52,3 +68,61 @@ def test_an_ngram_proposes_what_followed_its_longest_latest_match(tokens, count,
 def test_impossible_ngrams_are_refused(shortest, longest):
     with pytest.raises(InvalidSetup, match="1 <= shortest <= longest"):
         NGram(shortest, longest)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "proposed"),
+    [
+        ([1, 2, 3, 4, 1, 2], 2, [3, 4]),
+        ([1, 2, 3, 4, 1, 2], 6, [3, 4]),  # two tokens matched: two drafts
+        ([5, 1, 2, 6, 8, 1, 2, 7, 5, 1, 2], 1, [6]),  # three tokens match there, two at the later place
+        ([1, 2, 6, 9, 1, 2, 6, 9, 1, 2, 7, 9, 3, 1, 2], 2, [6, 9]),  # most of the places say so
+        ([1, 2, 3, 4], 3, []),
+        ([9, 9, 9], 2, [9, 9]),
+        ([9], 2, []),
+        ([], 2, []),
+    ],
+)
+def test_suffixes_propose_what_followed_their_longest_matches(tokens, count, proposed):
+    assert list(Suffixes().propose(tokens, count)) == proposed
+
+
+def test_a_vote_without_a_winner_ends_the_proposal():
+    tokens = [1, 2, 3, 5, 1, 2, 4, 5, 1, 2, 6, 5, 1, 2, 3, 7, 8, 1, 2]
+    assert list(Suffixes(2, 4.0, 0.6).propose(tokens, 4)) == []
+    assert list(Suffixes(2, 4.0, 0.5).propose(tokens, 4)) == [3]
+    assert len(Suffixes(2, 4.0, 0.1).propose(tokens, 4)) == 4
+
+
+def longest_match(tokens, depth):
+    """The length of the longest suffix that occurred before, by looking everywhere."""
+    for length in range(min(depth, len(tokens) - 1), 1, -1):
+        if any(tokens[at - length : at] == tokens[-length:] for at in range(length, len(tokens))):
+            return length
+    return 0
+
+
+def test_the_longest_match_is_found():
+    rng = random.Random(5)
+    for _ in range(200):
+        tokens = [rng.randrange(4) for _ in range(rng.randint(3, 60))]
+        drafter = Suffixes(12)
+        drafter.propose(tokens, 4)
+        assert drafter._matches(tokens)[1] == longest_match(tokens, 12)
+
+
+def test_suffixes_hold_no_more_than_two_windows(monkeypatch):
+    monkeypatch.setattr(suffixes, "WINDOW", 64)
+    drafter, tokens = Suffixes(), list[int]()
+    for at in range(1000):
+        tokens.append(at % 11)
+        drafter.propose(tokens, 4)
+        assert len(drafter._earlier) <= 128
+        assert len(drafter._latest) <= 128
+    assert list(drafter.propose(tokens, 4)) == [(1000 + n) % 11 for n in range(4)]
+
+
+@pytest.mark.parametrize("setup", [(1,), (4, 0), (4, 1, 1.5)])
+def test_impossible_suffixes_are_refused(setup):
+    with pytest.raises(InvalidSetup, match="give a depth"):
+        Suffixes(*setup)

@@ -21,6 +21,7 @@ from .runner import BlockWrite, Row, Runner, Step, StepResult
 from .sequence import FinishReason, Seq, SeqState
 from .speculation import Speculation
 from .stats import Stats
+from .suffixes import Suffixes
 
 __all__ = [
     "POLICIES",
@@ -57,6 +58,7 @@ __all__ = [
     "Step",
     "StepLoop",
     "StepResult",
+    "Suffixes",
     "Tokens",
     "View",
     "make_policy",

@@ -18,7 +18,7 @@ class DeepseekOptions(Options):
         "batch_invariant": "its kernels split their sums by the number of tokens",
     }
 
-    draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "mtp")
+    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
 
     activation_quantization: str = option(
         "on",

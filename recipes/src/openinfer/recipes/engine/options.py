@@ -39,7 +39,7 @@ class Options:
     """
 
     refused: ClassVar[Mapping[str, str]] = {}
-    draft_methods: ClassVar[tuple[str, ...]] = ("ngram",)
+    draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix")
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
     tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", kind=int)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated
 
@@ -10,7 +10,7 @@ import msgspec
 
 from openinfer.graph.runner import Drafting
 from openinfer.recipes.engine.errors import SetupError
-from openinfer.scheduler import NGram
+from openinfer.scheduler import Drafter, NGram, Suffixes
 
 MAX_DRAFTS = 8
 
@@ -22,6 +22,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = 2
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] = 5
+    suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2)] = 24
+    suffix_decoding_max_spec_factor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1
+    suffix_decoding_max_cached_requests: int = 0
 
     @classmethod
     def parse(cls, text: str, methods: Sequence[str]) -> SpeculativeConfig:
@@ -43,6 +47,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"--speculative-config: prompt_lookup_min {config.prompt_lookup_min} is above "
                 f"prompt_lookup_max {config.prompt_lookup_max}"
             )
+        if config.suffix_decoding_max_cached_requests:
+            raise SetupError(
+                "--speculative-config: suffix_decoding_max_cached_requests must be 0 or left out: a request's drafts "
+                "come from its own prompt and answer, never from another's"
+            )
         return config
 
     @property
@@ -54,5 +63,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """The choice of drafts, for steps of at most `max_tokens` tokens."""
         if self.proposes:
             return Drafting(self.num_speculative_tokens, max_tokens, None)
-        make = partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
+        make: Callable[[], Drafter] = partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
+        if self.method == "suffix":
+            make = partial(
+                Suffixes,
+                self.suffix_decoding_max_tree_depth,
+                self.suffix_decoding_max_spec_factor,
+                self.suffix_decoding_min_token_prob,
+            )
         return Drafting(self.num_speculative_tokens, max_tokens, make)

@@ -19,7 +19,7 @@ class HybridOptions(Options):
         "batch_invariant": "how a prompt is cut into steps changes what the delta rule's kernels round",
     }
 
-    draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "mtp")
+    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "mtp")
 
     snapshot_interval: int = option(
         512,

@@ -94,7 +94,8 @@ class Drafting:
                     proposal = sampling.proposal = Proposal(drafter)
                 proposal.renew(seq.tokens, 2 * self.max_drafts + 1, sampling.constraint)
                 if self.make_drafter is not None:
-                    count = min(count, len(proposal.tokens))
+                    # The tokens of the step under way come first, all of its drafts if they are right.
+                    count = min(count, len(proposal.tokens) - (seq.bound - seq.confirmed))
             if count > 0:
                 wanted[seq] = count
                 room -= count
