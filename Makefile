@@ -63,6 +63,7 @@ $(TESTING): $(PROJECTS) .ci/constraints.txt constraints.txt
 	@echo "Installing openinfer and what its tests need into .venv-test (a minute or two) ..."
 	@.venv-test/bin/python $(PIP) --no-build-isolation -c .ci/constraints.txt ruff mypy anthropic \
 		$(LIBS:%=-e './libs/%[test]') -e './recipes[test]' -e ./examples/llama -e .
+	@.venv-test/bin/python $(PIP) -c .ci/constraints.txt --no-deps nixl-cu13  # it declares PyTorch, and needs it not
 	@touch $@
 
 .venv-docs/.installed: docs/requirements.txt

@@ -11,6 +11,7 @@ from .errors import (
     InvalidTokens,
     LeaseLoading,
     LeaseReleased,
+    PeerRefused,
     PoolError,
 )
 from .events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
@@ -51,6 +52,7 @@ __all__ = [
     "Load",
     "Loader",
     "Lru",
+    "PeerRefused",
     "Piece",
     "Pool",
     "PoolError",

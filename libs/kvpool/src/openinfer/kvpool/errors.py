@@ -5,8 +5,9 @@
      ├─ InvalidEviction  (ValueError)      an eviction policy that is not found, or breaks a rule
      ├─ InvalidTokens    (ValueError)      tokens, hashes or counts that do not belong together
      ├─ InvalidBlocks    (ValueError)      blocks that cannot be held: not there, or not complete
-     ├─ InvalidConfig    (ValueError)      a configuration of events that cannot be followed
+     ├─ InvalidConfig    (ValueError)      a configuration of events or peers that cannot be followed
      ├─ InvalidTiers     (ValueError)      tiers with too little room, or a folder that cannot be used
+     ├─ PeerRefused      (ConnectionError) another engine is not one to share blocks with
      ├─ LeaseReleased    (RuntimeError)    a lease used after its release
      ├─ LeaseLoading     (RuntimeError)    a lease used before its load has ended
      ├─ EvictionError    (RuntimeError)    an eviction policy chose a block that is not cached
@@ -41,7 +42,7 @@ class InvalidBlocks(PoolError, ValueError):
 
 
 class InvalidConfig(PoolError, ValueError):
-    """A configuration of events that cannot be followed; the message says what is allowed."""
+    """A configuration of events or peers that cannot be followed; the message says what is allowed."""
 
     user_can_mend = True
 
@@ -50,6 +51,10 @@ class InvalidTiers(PoolError, ValueError):
     """Tiers have too little room, their folder cannot be used, or the cache is not laid out as its groups say."""
 
     user_can_mend = True
+
+
+class PeerRefused(PoolError, ConnectionError):
+    """Another engine is not one to share blocks with: another secret, version or model, or words of no sense."""
 
 
 class LeaseReleased(PoolError, RuntimeError):

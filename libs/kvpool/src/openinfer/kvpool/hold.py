@@ -51,6 +51,12 @@ class Hold:
             if other is ledger and not self._released:
                 yield from blocks
 
+    def records(self) -> Iterator[tuple[int, list[bytes], list[int]]]:
+        """Group, names and blocks of what is held, for copies elsewhere."""
+        for ledger, blocks in self._parts:
+            named = [(name, block) for block in blocks if (name := ledger.name(block)) is not None]
+            yield ledger.index, [name for name, _ in named], [block for _, block in named]
+
     def release(self) -> None:
         """Release the blocks. Idempotent."""
         if self._released:

@@ -35,7 +35,7 @@ class Ledger:
     ) -> None:
         self.group = group
         self.tails = tails
-        self._group_index = index
+        self.index = index
         # Window pages and snapshots are useful without the blocks before them.
         self.lineage = group.window is None and not group.snapshots
         self._policy = policy
@@ -75,6 +75,10 @@ class Ledger:
     def find(self, name: bytes) -> int | None:
         """The registered block of that name."""
         return self._index.get(name)
+
+    def name(self, block: int) -> bytes | None:
+        """The name of a complete block; None of any other."""
+        return self._name[block]
 
     def match(self, names: Sequence[bytes]) -> list[int]:
         """Registered blocks of the longest prefix of `names`."""
@@ -145,7 +149,7 @@ class Ledger:
         whole = self._forget(names)
         if self._saver is not None and whole:
             block_of = dict(zip(names, blocks, strict=True))
-            self._saver.save(self._group_index, whole, [block_of[name] for name in whole])
+            self._saver.save(self.index, whole, [block_of[name] for name in whole])
         self._stats.evicted += count
         return blocks
 
@@ -156,7 +160,7 @@ class Ledger:
         if self.tails is not None:
             names = self.tails.remove(names)
         if self._events is not None and names:
-            self._events.removed(self._group_index, names)
+            self._events.removed(self.index, names)
         return names
 
     def register(
@@ -194,9 +198,7 @@ class Ledger:
             size, parents = self.group.block_size, [parent, *names]
             for first, last in _runs(fresh):
                 run = tokens[first * size : last * size]
-                self._events.stored(
-                    self._group_index, parents[first], list(names[first:last]), run, size, salt
-                )
+                self._events.stored(self.index, parents[first], list(names[first:last]), run, size, salt)
 
     def release(self, blocks: Iterable[int], priority: int) -> None:
         """Take one user from each of these blocks, children first."""

@@ -109,6 +109,17 @@ class Index:
             return 0
         return count
 
+    def missing(self, tokens: Sequence[int], chain: Chain) -> list[list[bytes]]:
+        """By group, the names of whole blocks that are not cached, up to the last boundary that leaves a token to
+        compute."""
+        end = max(0, len(tokens) - 1) // self.step * self.step if self.enabled else 0
+        chain.extend(tokens, end // self.unit)
+        named = [(ledger, self.names(ledger, chain.names, 0, end)) for ledger in self.ledgers]
+        return [
+            [name for name, has in zip(names, ledger.has(names), strict=True) if not has]
+            for ledger, names in named
+        ]
+
     def match_with(
         self, tokens: Sequence[int], chain: Chain, holds: Callable[[int, list[bytes]], Sequence[bool]]
     ) -> int:

@@ -159,6 +159,12 @@ class Pool:
         ]
         return self._keep(Hold(list(zip(self._ledgers, blocks, strict=True)), end))
 
+    def missing(
+        self, tokens: Sequence[int], salt: bytes = b"", hashes: Sequence[bytes] | None = None
+    ) -> list[list[bytes]]:
+        """By group, the names of the blocks of `tokens` that are not cached and that a load could bring. O(blocks)."""
+        return self._index.missing(tokens, self._index.chain(tokens, salt, hashes))
+
     def _keep(self, hold: Hold) -> Hold:
         self._holds.add(hold)
         return hold

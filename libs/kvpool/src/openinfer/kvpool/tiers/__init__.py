@@ -19,6 +19,19 @@ except ImportError as error:
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
-from .tiers import Tiers, TierStats
+from .peers import Peers, Sharing, TransferConfig, parse_addresses
+from .stats import TierStats
+from .tiers import Tiers
 
-__all__ = ["Disk", "HostMemory", "Layout", "Slot", "TierStats", "Tiers"]
+__all__ = [
+    "Disk",
+    "HostMemory",
+    "Layout",
+    "Peers",
+    "Sharing",
+    "Slot",
+    "TierStats",
+    "Tiers",
+    "TransferConfig",
+    "parse_addresses",
+]

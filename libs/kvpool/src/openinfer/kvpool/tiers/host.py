@@ -35,10 +35,13 @@ class Slot:
     """Copies, reads and writes under way. A slot in use is not evicted."""
     readable: bool = False
     """Whether the record is there, or will be when the store stream has done its work."""
+    whole: bool = False
+    """Whether the record is there, so that another thread may read it."""
 
 
 class HostMemory:
-    """`num_bytes` of host memory, divided among groups as the pool's memory is. One thread calls it.
+    """`num_bytes` of host memory, divided among groups as the pool's memory is. One thread calls it; other threads may
+    lend records (`lend`, `leave`).
 
     eviction: makes the policy of a group; it says which blocks are worth their room.
 
@@ -72,17 +75,19 @@ class HostMemory:
         self._index: list[dict[bytes, Slot]] = [{} for _ in groups]
         self._idle = [eviction(group) for group in groups]  # records without a user
         self._made: deque[tuple[int, PinnedBuffer]] = deque()  # by the thread, not cut into slots yet
+        self._lock = threading.RLock()  # of slots, the index and the policies
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def grow(self, device: Device) -> None:
-        """Start to lock the memory for copies of this device."""
+    def grow(self, device: Device, register: Callable[[int, int], None] = lambda ptr, nbytes: None) -> None:
+        """Start to lock the memory for copies of this device. register: is called in that thread with the address and
+        the bytes of each piece, before the piece is used."""
         self._thread = threading.Thread(
-            target=self._lock, args=(device,), name="kv-offload-memory", daemon=True
+            target=self._lock_pages, args=(device, register), name="kv-offload-memory", daemon=True
         )
         self._thread.start()
 
-    def _lock(self, device: Device) -> None:
+    def _lock_pages(self, device: Device, register: Callable[[int, int], None]) -> None:
         left = list(self.num_slots)
         while any(left) and not self._stop.is_set():
             for group, size in enumerate(self._sizes):
@@ -91,12 +96,14 @@ class HostMemory:
                     continue
                 self.num_slabs += 1
                 try:
-                    self._made.append((group, PinnedBuffer(device, count * size + ALIGNMENT)))
+                    slab = PinnedBuffer(device, count * size + ALIGNMENT)
                 except TensorError as error:
                     log.warning(
                         "KV offload: no more host memory could be locked (%s); the tier stays smaller", error
                     )
                     return
+                register(slab.ptr, slab.nbytes)
+                self._made.append((group, slab))
                 left[group] -= count
 
     def _cut(self) -> None:
@@ -114,50 +121,65 @@ class HostMemory:
 
     def take(self, group: int, name: bytes) -> Slot | None:
         """A slot for a new record, with one user. Evicts a record without a user for it. None: all slots are in use."""
-        self._cut()
-        if self._free[group]:
-            slot = self._free[group].pop()
-        elif len(self._idle[group]):
-            old = self._idle[group].pop()
-            slot = self._index[group].pop(old)
-            self.evicted.append((group, old))
-        else:
-            return None
-        if slot.readable:
-            self.used_bytes -= self._sizes[group]
-        slot.name, slot.users, slot.readable = name, 1, False
-        self._index[group][name] = slot
-        return slot
+        with self._lock:
+            self._cut()
+            if self._free[group]:
+                slot = self._free[group].pop()
+            elif len(self._idle[group]):
+                old = self._idle[group].pop()
+                slot = self._index[group].pop(old)
+                self.evicted.append((group, old))
+            else:
+                return None
+            if slot.readable:
+                self.used_bytes -= self._sizes[group]
+            slot.name, slot.users, slot.readable, slot.whole = name, 1, False, False
+            self._index[group][name] = slot
+            return slot
 
     def fill(self, slot: Slot) -> None:
         """The record is in its slot, or on its way there."""
-        slot.readable = True
-        self.used_bytes += self._sizes[slot.group]
+        with self._lock:
+            slot.readable = True
+            self.used_bytes += self._sizes[slot.group]
 
     def use(self, slot: Slot) -> None:
         """Add a user."""
-        if not slot.users:
-            self._idle[slot.group].use(slot.name)
-        slot.users += 1
+        with self._lock:
+            if not slot.users:
+                self._idle[slot.group].use(slot.name)
+            slot.users += 1
 
     def leave(self, slot: Slot) -> None:
         """Take a user away. A slot without a record is free then."""
-        slot.users -= 1
-        if slot.users:
-            return
-        if slot.readable and self._index[slot.group].get(slot.name) is slot:
-            self._idle[slot.group].add(slot.name, None, 0)
-        else:
-            self.forget(slot)
-            self._free[slot.group].append(slot)
+        with self._lock:
+            slot.users -= 1
+            if slot.users:
+                return
+            if slot.readable and self._index[slot.group].get(slot.name) is slot:
+                self._idle[slot.group].add(slot.name, None, 0)
+            else:
+                self.forget(slot)
+                self._free[slot.group].append(slot)
 
     def forget(self, slot: Slot) -> None:
         """Drop the record. The slot stays with its users."""
-        if self._index[slot.group].get(slot.name) is slot:
-            del self._index[slot.group][slot.name]
-        if slot.readable:
-            slot.readable = False
-            self.used_bytes -= self._sizes[slot.group]
+        with self._lock:
+            if self._index[slot.group].get(slot.name) is slot:
+                del self._index[slot.group][slot.name]
+            if slot.readable:
+                slot.readable = slot.whole = False
+                self.used_bytes -= self._sizes[slot.group]
+
+    def lend(self, group: int, name: bytes) -> Slot | None:
+        """The slot of a record that is whole, with one user more; `leave` takes that user away. Any thread may call
+        it."""
+        with self._lock:
+            slot = self._index[group].get(name)
+            if slot is None or not slot.whole:
+                return None
+            self.use(slot)
+            return slot
 
     def touch(self, slot: Slot) -> None:
         """Note that the record is wanted."""
@@ -166,13 +188,14 @@ class HostMemory:
 
     def clear(self) -> None:
         """Drop all records. Slots in use are free when their last user leaves."""
-        for index, idle in zip(self._index, self._idle, strict=True):
-            while len(idle):
-                slot = index[idle.pop()]
-                self.forget(slot)
-                self._free[slot.group].append(slot)
-            for slot in list(index.values()):
-                self.forget(slot)
+        with self._lock:
+            for index, idle in zip(self._index, self._idle, strict=True):
+                while len(idle):
+                    slot = index[idle.pop()]
+                    self.forget(slot)
+                    self._free[slot.group].append(slot)
+                for slot in list(index.values()):
+                    self.forget(slot)
 
     @property
     def has_room(self) -> bool:

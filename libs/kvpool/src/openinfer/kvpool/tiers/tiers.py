@@ -24,6 +24,8 @@ from ..pool import Pool
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
+from .peers import Sharing
+from .stats import TierStats
 
 log = logging.getLogger("openinfer.kvpool")
 
@@ -32,26 +34,6 @@ BACKLOG_BYTES = 1 << 30
 _TICK_S = 0.0002
 _AT_ONCE = 64
 """Blocks of a group that `take_all` evicts before it waits: the host's memory must have room for them."""
-
-
-@dataclass(slots=True)
-class TierStats:
-    """Counters of blocks since the start."""
-
-    saved: int = 0
-    """Blocks that left the pool for host memory."""
-    dropped: int = 0
-    """Blocks that left the pool and were not saved, because all host memory was in use."""
-    from_host: int = 0
-    """Blocks copied from host memory into the pool, those that the disk brought there included."""
-    from_disk: int = 0
-    """Blocks read from the disk."""
-    to_disk: int = 0
-    """Blocks written to the disk."""
-    not_written: int = 0
-    """Blocks that were not written, because the disk was full, broken or too slow."""
-    failed: int = 0
-    """Blocks that a load did not bring: gone, damaged or too late. Their tokens were computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +60,8 @@ class Tiers:
     host_bytes: page-locked memory. eviction: makes the policy of a group's records in it; the pool's policy fits.
     disk: a tier behind it, which this object closes; records then go on to the disk, and survive a restart. events:
     keep events for `take_events`, which the caller must call then. load_timeout_s: a load that waits longer for the
-    disk fails, and its tokens are computed.
+    disk or a peer fails, and its tokens are computed. sharing: other engines that blocks come from and go to, which
+    this object opens and closes.
 
     Before `attach` nothing is saved or loaded. Raises InvalidTiers for too little memory.
     """
@@ -92,10 +75,12 @@ class Tiers:
         eviction: Callable[[Group], Eviction] = Lru,
         events: bool = False,
         load_timeout_s: float = 5.0,
+        sharing: Sharing | None = None,
     ) -> None:
         self.groups, self.stats = tuple(groups), TierStats()
         self._host, self._disk = HostMemory(groups, host_bytes, eviction), disk
         self._load_timeout_s = load_timeout_s
+        self._sharing, self._peers = sharing, sharing.peers if sharing is not None else None
         self._expected: list[Slot] = []  # of the load that is about to begin
         self._events: list[BlockStored | BlockRemoved] | None = [] if events else None
         self._layout: Layout | None = None
@@ -111,7 +96,11 @@ class Tiers:
         self._steps = stream
         self._out, self._in = Stream(stream.device), Stream(stream.device)
         self._saved = Event(stream.device)  # all saves so far
-        self._host.grow(stream.device)
+        if self._sharing is None:
+            self._host.grow(stream.device)
+        else:
+            self._host.grow(stream.device, self._sharing.register)
+            self._sharing.open(self._host)
         if self._disk is not None:
             self._disk.start()
 
@@ -192,20 +181,28 @@ class Tiers:
 
     def clear(self) -> None:
         """Forget every block, as after a change of weights. Nothing loads."""
+        if self._sharing is not None:
+            self._sharing.clear()
         self._host.clear()
         if self._disk is not None:
             self._disk.clear()
 
+    def collect(self) -> None:
+        """Take note of copies, reads and writes that have ended, so that peers get what has come."""
+        self._collect(0.0)
+
     # -- loading --
 
     def holds(self, group: int, names: Sequence[bytes]) -> Sequence[bool]:
-        """Which blocks are in host memory or on the disk."""
+        """Which blocks are in host memory or on the disk, or have been promised by a peer."""
         if self._layout is None or not self._host.has_room:
             return [False] * len(names)
         self._collect(0.0)
-        find, disk = self._host.find, None if self._behind else self._disk
+        find = self._host.find
+        sources = [s for s in (None if self._behind else self._disk, self._peers) if s is not None]
         return [
-            find(group, name) is not None or (disk is not None and disk.has(group, name)) for name in names
+            find(group, name) is not None or any(source.has(group, name) for source in sources)
+            for name in names
         ]
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:
@@ -250,17 +247,14 @@ class Tiers:
         late = time.monotonic() > loading.deadline
         for piece in loading.waiting:
             slot = self._host.find(piece.group, piece.name)
-            if (
-                slot is None
-                and not late
-                and self._disk is not None
-                and self._disk.has(piece.group, piece.name)
-            ):
+            sources = (self._disk, self._peers) if slot is None and not late else ()
+            source = next((s for s in sources if s is not None and s.has(piece.group, piece.name)), None)
+            if source is not None:
                 slot = self._host.take(piece.group, piece.name)
                 if slot is None:  # until other copies have ended
                     waiting.append(piece)
                     continue
-                self._disk.read(slot)
+                source.read(slot)
             if slot is None or layout is None or (late and not slot.readable):
                 loading.load.failed.add(piece)
                 self.stats.failed += 1
@@ -294,10 +288,14 @@ class Tiers:
         self._tell_removed(self._host.evicted, "CPU")  # before the same blocks may come again
         while self._saves and self._saves[0].event.query():
             self._end(self._saves.popleft())
-        if self._disk is None:
-            if wait_s:
-                time.sleep(wait_s)
-        else:
+        if self._peers is not None:
+            for slot, _, problem in self._peers.done(0.0 if self._disk is not None else wait_s):
+                self.stats.from_peer += problem is None
+                self._read(slot, problem)
+                self._host.leave(slot)
+        elif self._disk is None and wait_s:
+            time.sleep(wait_s)
+        if self._disk is not None:
             ended = self._disk.done(wait_s)
             self._tell_disk()
             for slot, ticket, problem in ended:
@@ -307,26 +305,31 @@ class Tiers:
                     if self._disk.has(slot.group, slot.name):
                         self._tell(self._stored(slot, "DISK"))
                 else:
-                    self._read(slot, problem)
+                    self._from_disk(slot, problem)
                 self._host.leave(slot)
 
-    def _read(self, slot: Slot, problem: str | None) -> None:
+    def _from_disk(self, slot: Slot, problem: str | None) -> None:
         self._behind = False
+        self.stats.from_disk += problem is None
+        if problem is not None and self._disk is not None:
+            log.warning("KV offload: a block could not be read, so its tokens are computed: %s", problem)
+            self._disk.drop(slot.group, slot.name)
+        self._read(slot, problem)
+
+    def _read(self, slot: Slot, problem: str | None) -> None:
         if problem is None:
             self._host.fill(slot)
-            self.stats.from_disk += 1
+            slot.whole = True
             if self._host.find(slot.group, slot.name) is slot:  # not cleared meanwhile
                 self._tell(self._stored(slot, "CPU"))
         else:
-            log.warning("KV offload: a block could not be read, so its tokens are computed: %s", problem)
             self._host.forget(slot)
-            if self._disk is not None:
-                self._disk.drop(slot.group, slot.name)
 
     def _end(self, copies: _Copies) -> None:
         """Copies have ended: give back their slots, or write them to the disk."""
         self._marks.append(copies.event)
         for slot in copies.slots:
+            slot.whole = slot.readable
             if not self._write(slot):
                 self._host.leave(slot)
 
@@ -383,6 +386,8 @@ class Tiers:
             return
         for stream in (self._out, self._in):
             stream.close()
+        if self._sharing is not None:
+            self._sharing.close()
         self._collect(0.0)
         if self._disk is not None:
             self._disk.close()

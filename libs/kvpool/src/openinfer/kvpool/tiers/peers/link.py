@@ -1,0 +1,115 @@
+"""Link: a conversation of two engines over a socket: JSON objects, each behind its length, and blocks of bytes.
+
+Both sides prove that they know one secret before either believes a word (HMAC-SHA-256 over both sides' random numbers).
+Later messages are neither signed nor encrypted, so peers need a network of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import select
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+from ...errors import PeerRefused
+
+PROTOCOL = "openinfer-kv/1"
+"""Changes with the meaning of any message. Engines of other protocols refuse each other."""
+MAX_WORDS = 32 << 20
+"""Bytes of a JSON object at most."""
+_LENGTH = struct.Struct("!I")
+
+
+class Link:
+    """One end of a connected socket, which it owns. Not thread-safe.
+
+    All methods raise OSError once the other end is lost, or silent for timeout_s.
+    """
+
+    def __init__(self, connected: socket.socket, timeout_s: float) -> None:
+        connected.settimeout(timeout_s)
+        self._socket = connected
+
+    def say(self, **words: Any) -> None:
+        """Send an object."""
+        data = json.dumps(words).encode()
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def hear(self) -> dict[str, Any]:
+        """The next object."""
+        head = bytearray(_LENGTH.size)
+        self.fill(memoryview(head))
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_WORDS:
+            raise PeerRefused(f"a message of {length} bytes came; at most {MAX_WORDS} are allowed")
+        data = bytearray(length)
+        self.fill(memoryview(data))
+        try:
+            words = json.loads(data)
+        except ValueError as error:
+            raise PeerRefused(f"a message is no JSON: {error}") from None
+        if not isinstance(words, dict):
+            raise PeerRefused("a message is no JSON object")
+        return words
+
+    def heard(self, wait_s: float) -> bool:
+        """Whether the other end has said more, or has gone. Waits up to wait_s seconds."""
+        return bool(select.select([self._socket], [], [], wait_s)[0])
+
+    def give(self, data: memoryview) -> None:
+        """Send bytes."""
+        self._socket.sendall(data)
+
+    def fill(self, room: memoryview) -> None:
+        """Receive as many bytes as there is room for."""
+        while room:
+            count = self._socket.recv_into(room)
+            if not count:
+                raise ConnectionResetError("the other engine has closed the connection")
+            room = room[count:]
+
+    def close(self) -> None:
+        """End the conversation, also for a thread that waits in it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def greet(link: Link, secret: bytes, card: dict[str, Any], *, server: bool) -> dict[str, Any]:
+    """Exchange proofs and cards: what each side says of itself. Returns the other's. Raises PeerRefused, OSError."""
+    own = os.urandom(32).hex()
+    link.say(protocol=PROTOCOL, number=own)
+    hello = link.hear()
+    if hello.get("protocol") != PROTOCOL:
+        raise PeerRefused(
+            f"it speaks {str(hello.get('protocol'))[:40]!r}, this engine {PROTOCOL!r}; run one version"
+        )
+    other = str(hello.get("number"))
+    link.say(proof=_proof(secret, own, other, server=server), card=card)
+    answer = link.hear()
+    if not hmac.compare_digest(
+        str(answer.get("proof")).encode(), _proof(secret, other, own, server=not server).encode()
+    ):
+        raise PeerRefused("it does not know this engine's secret; give both the same secret_file")
+    found = answer.get("card")
+    if not isinstance(found, dict):
+        raise PeerRefused("it sent no card")
+    return found
+
+
+def _proof(secret: bytes, speaker: str, listener: str, *, server: bool) -> str:
+    role = "server" if server else "client"
+    return hmac.digest(secret, f"{PROTOCOL} {role} {speaker} {listener}".encode(), hashlib.sha256).hex()
+
+
+def differences(own: dict[str, Any], other: object) -> list[str]:
+    """The names of the entries that differ; [] if the blocks of both engines are equal."""
+    if not isinstance(other, dict):
+        return ["everything"]
+    own = json.loads(json.dumps(own))  # tuples become lists, as the other's did
+    return sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key))

@@ -1,0 +1,137 @@
+"""Records over NIXL (https://github.com/ai-dynamo/nixl): the receiver reads the sender's host memory, through UCX by
+RDMA, shared memory or TCP.
+
+The wheel declares PyTorch as a requirement and does not need it, so it is installed alone:
+
+    pip install --no-deps nixl-cu13
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import InvalidConfig
+from .link import Link
+from .transport import Record, StillWriting
+
+_MODULES = ("nixl_cu13._api", "nixl_cu12._api")
+_TICK_S = 0.0005
+
+
+class Nixl:
+    """A NIXL agent with these backends. Raises InvalidConfig where NIXL is missing or has no such backend.
+
+    The agent has no progress thread, because that thread would keep a core busy. A sender makes progress while it
+    waits for its receiver.
+    """
+
+    name = "nixl"
+
+    def __init__(self, backends: Sequence[str], timeout_s: float) -> None:
+        api = _api()
+        os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+        self._timeout_s, self._errors = timeout_s, (api.nixlBind.nixlBackendError, RuntimeError, OSError)
+        sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=list(backends), sync_mode=sync)
+        self._agent = api.nixl_agent(f"openinfer-{os.urandom(8).hex()}", config)
+        if not set(backends) <= set(self._agent.backends):
+            raise InvalidConfig(
+                f"NIXL has no backend {', '.join(backends)}; it has {', '.join(self._agent.get_plugin_list())}"
+            )
+        self._regions: list[Any] = []
+        self._known: dict[str, int] = {}  # agents, and how many regions of each have been told
+        self._lock = threading.Lock()  # of the agents known
+
+    def card(self) -> dict[str, Any]:
+        return {"agent": self._agent.name}
+
+    def register(self, ptr: int, nbytes: int) -> None:
+        self._regions.append(self._agent.register_memory([(ptr, nbytes, 0, "")], "DRAM"))
+
+    def send(self, link: Link, records: Sequence[Record]) -> None:
+        link.say(regions=len(self._regions), at=[record.ptr for record in records])
+        while True:
+            until = time.monotonic() + self._timeout_s
+            while not link.heard(_TICK_S):
+                self._agent.get_new_notifs()  # makes progress
+                if time.monotonic() > until:
+                    raise TimeoutError(f"the receiver has read nothing for {self._timeout_s:g} s")
+            if not link.hear().get("metadata"):
+                return
+            link.say(metadata=self._agent.get_agent_metadata().hex())
+
+    def receive(self, link: Link, card: dict[str, Any], rooms: Sequence[Record]) -> None:
+        offer, name = link.hear(), str(card.get("agent"))
+        try:
+            with self._lock:
+                if self._known.get(name) != offer["regions"]:
+                    link.say(metadata=True)
+                    self._meet(name, bytes.fromhex(link.hear()["metadata"]), offer["regions"])
+            mine = [(room.ptr, len(room.memory), 0) for room in rooms]
+            theirs = [(int(ptr), len(room.memory), 0) for ptr, room in zip(offer["at"], rooms, strict=True)]
+            self._read(name, mine, theirs)
+        except StillWriting:
+            raise
+        except (*self._errors, KeyError, ValueError, TypeError) as error:
+            with self._lock:
+                self._part(name)
+            raise ConnectionError(f"NIXL: {type(error).__name__}: {error}") from None
+        link.say(metadata=False)
+
+    def _meet(self, name: str, metadata: bytes, regions: int) -> None:
+        self._part(name)
+        found = self._agent.add_remote_agent(metadata)
+        if (found.decode() if isinstance(found, bytes) else found) != name:
+            raise ValueError(f"the metadata is of agent {found!r}, not of {name}")
+        self._known[name] = regions
+
+    def _part(self, name: str) -> None:
+        if self._known.pop(name, None) is not None:
+            try:
+                self._agent.remove_remote_agent(name)
+            except self._errors:
+                pass  # it is gone already
+
+    def _read(
+        self, name: str, mine: Sequence[tuple[int, int, int]], theirs: Sequence[tuple[int, int, int]]
+    ) -> None:
+        agent, until = self._agent, time.monotonic() + self._timeout_s
+        local, remote = agent.get_xfer_descs(mine, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
+        handle = agent.initialize_xfer("READ", local, remote, name)
+        try:
+            state = agent.transfer(handle)
+            while state == "PROC" and time.monotonic() < until:
+                time.sleep(_TICK_S)
+                state = agent.check_xfer_state(handle)
+        finally:
+            try:
+                agent.release_xfer_handle(handle)
+            except self._errors as error:
+                raise StillWriting(f"NIXL cannot stop a transfer: {error}") from None
+        if state != "DONE":
+            raise TimeoutError(f"a transfer is in state {state} after {self._timeout_s:g} s")
+
+    def close(self) -> None:
+        for name in list(self._known):
+            self._part(name)
+        for region in self._regions:
+            self._agent.deregister_memory(region)
+        self._regions.clear()
+
+
+def _api() -> Any:
+    for name in _MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.partition(".")[0]:
+                raise InvalidConfig(f"NIXL cannot be imported: {error}") from None
+    raise InvalidConfig(
+        "nixl_cu13 is missing; NixlConnector needs it: pip install --no-deps nixl-cu13 "
+        "(its requirement PyTorch is not used), or take kv_connector TcpConnector"
+    )

@@ -1,0 +1,124 @@
+"""Sharing: what one engine lends to its peers, and what it asks them for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import InvalidConfig
+from ...group import Group
+from ...pool import Pool
+from ...saving import Saver
+from ..host import HostMemory
+from .client import Address, Peers
+from .config import TransferConfig, is_loopback
+from .lending import Lending
+from .nixl import Nixl
+from .server import Server
+from .transport import Tcp, Transport
+
+TIMEOUT_S = 5.0
+"""A peer that is silent for so long is lost."""
+
+
+class Sharing:
+    """The peers of an engine, for its `Tiers`, which open and close this object. One thread calls it.
+
+    about: all that blocks depend on besides tokens and salt, for JSON; engines of another are refused. addresses: peers
+    that are asked for every prompt. Raises InvalidConfig for an address that cannot be had, and where NIXL is missing.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        groups: Sequence[Group],
+        about: dict[str, Any],
+        addresses: Sequence[Address] = (),
+    ) -> None:
+        self.config, self._groups, self._about, self._secret = config, groups, about, config.secret()
+        tcp = Tcp()
+        self._transports: dict[str, Transport] = {tcp.name: tcp}
+        if config.kv_connector == "NixlConnector":
+            nixl = Nixl(config.backends, TIMEOUT_S)
+            self._transports[nixl.name] = nixl
+        own = list(self._transports.values())[-1]
+        self.peers = Peers(groups, own, self._secret, about, addresses, TIMEOUT_S)
+        self.lending: Lending | None = None
+        """The records that peers may read; None before the tiers are attached, and in a kv_consumer."""
+        self._server: Server | None = None
+        # Before the weights, because an address that is taken is refused here.
+        self._listener = Server.listen(config.kv_ip, config.kv_port) if config.serves else None
+
+    @property
+    def address(self) -> Address | None:
+        """Where this engine listens; None: nowhere."""
+        if self._listener is None:
+            return None
+        return self.config.kv_ip, int(self._listener.getsockname()[1])
+
+    def check(self, address: Address) -> None:
+        """Raise InvalidConfig for a peer that a request may not name: one beyond this host, without a secret."""
+        if not self._secret and not is_loopback(address[0]):
+            raise InvalidConfig(
+                f"remote_host is {address[0]!r}; without a secret_file it must be a loopback address"
+            )
+
+    def register(self, ptr: int, nbytes: int) -> None:
+        """Host memory in which records will be."""
+        for transport in self._transports.values():
+            transport.register(ptr, nbytes)
+
+    def open(self, host: HostMemory) -> None:
+        """Begin to lend the records of this memory."""
+        if self._listener is None:
+            return
+        self.lending = Lending(host, self.config.lease_s)
+        card = {"about": self._about, "engine_id": self.config.engine_id}
+        self._server = Server(
+            self._listener, self.lending, self._groups, self._transports, self._secret, card
+        )
+
+    def export(
+        self,
+        lease: str,
+        pool: Pool,
+        saver: Saver,
+        tokens: Sequence[int],
+        salt: bytes,
+        hashes: Sequence[bytes] | None,
+    ) -> tuple[int, list[list[str]]]:
+        """Copy a cached prefix to the host memory of `saver`, and keep it there for a peer under this lease.
+
+        The prefix leaves one of `tokens` to compute. Returns its length, and by group the name of its last block in
+        hexadecimal digits. `exported` says when the copies are done.
+        """
+        if self.lending is None:
+            return 0, []
+        with pool.pin(tokens[:-1], salt, hashes) as hold:
+            records = list(hold.records())
+            for group, names, blocks in records:
+                saver.save(group, names, blocks)
+            self.lending.grant(lease, ((group, name) for group, names, _ in records for name in names))
+            return hold.num_tokens, [[name.hex() for name in names[-1:]] for _, names, _ in records]
+
+    def exported(self, lease: str) -> bool:
+        """Whether all records of a lease can be read. The tiers must have collected their copies."""
+        return self.lending is None or self.lending.landed(lease)
+
+    def clear(self) -> None:
+        """Forget what peers have, and end all leases: the weights have changed."""
+        self.peers.clear()
+        if self.lending is not None:
+            self.lending.clear()
+
+    def close(self) -> None:
+        """End all conversations."""
+        self.peers.close()
+        if self._server is not None:
+            self._server.close()
+        elif self._listener is not None:
+            self._listener.close()
+        if self.lending is not None:
+            self.lending.clear()
+        for transport in self._transports.values():
+            transport.close()
