@@ -35,6 +35,8 @@ TYPED_SCRIPTS = (
     "check_clients",
     "check_language",
     "check_ranges",
+    "check_manifests",
+    "check_ray",
     "check_routers",
     "check_wheels",
     "clients/run",

@@ -20,8 +20,8 @@ from unittest import mock
 from openinfer.cli import main as openinfer
 from openinfer.frontend.flag_parser import FlagParser
 
-NOT_HERE = ("torch", "transformers")
-"""What only those need who make references and demo models."""
+NOT_HERE = ("torch", "transformers", "ray")
+"""What only those need who make references and demo models, or serve with Ray."""
 
 
 class Taken(BaseException):
@@ -74,7 +74,8 @@ def script(words: list[str]) -> int:
     wants_more = any(re.search(rf"^\s*(import|from) {name}\b", source, re.M) for name in NOT_HERE)
     if "parse_args(" not in source or wants_more:
         compile(source, str(path), "exec")
-        flags = [word for word in words[1:] if word.startswith("--")]
+        own = words[1 : words.index("--")] if "--" in words else words[1:]
+        flags = [word for word in own if word.startswith("--")]
         missing = [flag for flag in flags if f'"{flag}"' not in source]
         if missing:
             print(f"{path} has no {' '.join(missing)}")
