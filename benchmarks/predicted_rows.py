@@ -1,9 +1,10 @@
-"""The predictions of `openinfer plan` for recorded server rows beside the measured figures, for docs/planning.md.
+"""The predictions of `openinfer plan` for recorded rows and steps beside the measured figures, for docs/planning.md.
 
     python benchmarks/predicted_rows.py [--write]
 
 The rows are those of `openinfer bench serve` in benchmarks/results. The fit has seen none of them: speeds come from the
 recorded steps, the time of an arrival from another run, of 2026-11-21. Arrivals are the client's (same seeds).
+The second table has steps of several GPUs, where no server was measured. The fit has seen none of them either.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from openinfer.cli import bench_recipe
+from openinfer.cli import bench_recipe, tune_speed
 from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_load import Point, Server
 from openinfer.cli.plan_text import name_of
-from openinfer.kernels import GPUS, H200
+from openinfer.cli.segments import Outline
+from openinfer.kernels import GPUS, H200, Parts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
@@ -28,7 +30,21 @@ RUNS = {
     "serve-minute-qwen3-4b-2026-11-21-h200.json": "qwen3-4B",
     "qwen3_5-4b/2026-11-22-h200-serve.json": "qwen3_5-4B",
 }
+TWO_GPUS = "two-gpus-2026-11-22-h200.json"
+ONE_OF_SEVERAL = "rank-deepseek_v4-flash-2026-11-22-h200.json"
+STEP_RUNS = {
+    "Qwen3-4B, 2 ranks": ("qwen3-4B", 2, ()),
+    "Qwen3-32B, 1 rank": ("qwen3-32B", 1, ()),
+    "Qwen3-32B, 2 ranks": ("qwen3-32B", 2, ()),
+    "V4-Flash, 43 layers, 2 ranks": (
+        "deepseek_v4-Flash",
+        2,
+        ("--max-num-seqs", "128", "--max-model-len", "8192"),
+    ),
+}
+"""The model, GPUs and flags of the steps of TWO_GPUS, by their names there."""
 BEGIN, END = "<!-- table of benchmarks/predicted_rows.py -->\n", "<!-- end of table -->"
+STEPS_BEGIN = "<!-- steps of benchmarks/predicted_rows.py -->\n"
 LIMITS = {"p50": 0.10, "p99": 0.20}
 
 
@@ -92,6 +108,54 @@ def table() -> str:
     return "\n".join([*lines, "", f"Predicted / measured; {held}; others are bold.", ""])
 
 
+def steps() -> Iterator[tuple[str, str, float, float]]:
+    """Each recorded step of several GPUs: model, point, predicted and measured milliseconds."""
+    for name, run in json.loads((RESULTS / TWO_GPUS).read_text())["steps"].items():
+        model, gpus, flags = STEP_RUNS[name]
+        made = outline(model, gpus, flags)
+        for result in run["results"]:
+            if "device_ms" in result:
+                measured = result["device_ms"]
+                yield (
+                    f"{model}, {gpus} GPUs",
+                    result["point"],
+                    predicted(made, result["point"], gpus),
+                    measured,
+                )
+    made = {gpus: outline("deepseek_v4-Flash", gpus, ("--max-num-seqs", "128")) for gpus in (4, 8)}
+    for result in json.loads((RESULTS / ONE_OF_SEVERAL).read_text())["figures"]:
+        gpus, words = result["ranks"], result["step"].split()
+        point = f"decode:{words[1]},{words[3]}" if words[0] == "decode" else f"prefill:{words[2]}"
+        name = f"deepseek_v4-Flash, the part of 1 of {gpus} GPUs without collectives"
+        yield name, point, predicted(made[gpus], point, 1, links=False), result["device_ms"]
+
+
+def outline(model: str, gpus: int, flags: Sequence[str]) -> Outline:
+    """The engine of a published model on GPUs that share it."""
+    _, asked = bench_recipe.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
+    return Outline(asked.recipe, asked.source(), asked.options, H200, ranks=gpus)
+
+
+def predicted(made: Outline, point: str, gpus: int, *, links: bool = True) -> float:
+    """Milliseconds of a point. links: with the collectives."""
+    found = 0.0
+    for calls, workload in tune_speed.point_steps(made, point):
+        kept = [call for call in calls if links or not call.cost(workload).link]
+        found += sum(Parts.of(kept, workload, GPUS[H200.gpu], gpus))
+    return 1e3 * found
+
+
+def steps_table() -> str:
+    """The steps in Markdown, and how many are within the limit."""
+    lines, within = ["| model | step | ms |", "| --- | --- | --- |"], []
+    for name, point, guess, measured in steps():
+        figure = Figure("step p50", guess, measured)
+        within.append(figure.within)
+        lines.append(f"| {name.replace(', 1 GPUs', ', 1 GPU')} | {point} | {figure} |")
+    held = f"{sum(within)} of {len(within)} within {LIMITS['p50']:.0%}"
+    return "\n".join([*lines, "", f"Predicted / measured; {held}; others are bold.", ""])
+
+
 def main() -> int:
     """Print the table, or write it into the page."""
     parser = argparse.ArgumentParser(
@@ -99,10 +163,11 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help=f"put it into {PAGE.name}")
     if not parser.parse_args().write:
-        print(table())
+        print(table(), steps_table(), sep="\n")
         return 0
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
+    for begin, text in ((BEGIN, table()), (STEPS_BEGIN, steps_table())):
+        before, _, rest = PAGE.read_text().partition(begin)
+        PAGE.write_text(f"{before}{begin}\n{text}\n{END}{rest.partition(END)[2]}")
     return 0
 
 

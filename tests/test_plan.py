@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -63,6 +64,37 @@ def test_a_published_name_needs_no_folder(tmp_path: Path) -> None:
     assert "recurrent states" in other["memory"]
 
 
+@pytest.mark.slow
+def test_drafts_help_few_requests_and_not_many(tmp_path: Path) -> None:
+    drafts = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 2}' --acceptance"""
+    flags = ["--rate", "4", "--compare", f"{drafts} 0.8", "--compare", f"{drafts} 0.0"]
+    plain, often, never = (one["points"] for one in served(tmp_path, "qwen3_5-4B", *flags)["results"])
+    rush, alone = (index for index in (0, 1))
+    gained = 1 + 0.8 + 0.8**2  # tokens a step
+    ratio = plain[alone]["tpot_ms"]["p50"] / often[alone]["tpot_ms"]["p50"]
+    assert 1.5 < ratio < gained  # the layer that drafts and the wider step cost something
+    assert never[alone]["tpot_ms"]["p50"] > 1.05 * plain[alone]["tpot_ms"]["p50"]
+    assert never[rush]["requests_per_s"] < plain[rush]["requests_per_s"]
+    assert often[rush]["output_tokens_per_s"] > never[rush]["output_tokens_per_s"]
+
+
+@pytest.mark.slow
+def test_policies_quantised_weights_and_gpus_stand_beside_each_other(tmp_path: Path) -> None:
+    compared = [
+        "qwen3_5-4B-FP8",
+        "--scheduling-policy fcfs,tpot_s=0.0060",
+        "--scheduling-policy fair-share",
+        "--gpus 2",
+    ]
+    words = [word for flags in compared for word in ("--compare", flags)]
+    first, fp8, paced, fair, two = served(tmp_path, "qwen3_5-4B", "--rate", "32", *words)["results"]
+    assert fp8["memory"]["weights"] < 0.75 * first["memory"]["weights"]
+    assert fp8["points"][1]["tpot_ms"]["p50"] < first["points"][1]["tpot_ms"]["p50"]
+    assert paced["points"][2]["tpot_ms"]["p99"] < first["points"][2]["tpot_ms"]["p99"]
+    assert fair["points"][0]["requests_per_s"] == pytest.approx(first["points"][0]["requests_per_s"], rel=0.1)
+    assert two["points"][0]["requests_per_s"] > 1.3 * first["points"][0]["requests_per_s"]
+
+
 def test_gpus_that_share_a_model_are_named_either_way(tmp_path: Path) -> None:
     flags = ["--rate", "8", "--compare", "--tensor-parallel-size 2"]
     one, two = served(tmp_path, "qwen3-4B", *flags)["results"]
@@ -85,6 +117,17 @@ def test_gpus_that_share_a_model_are_named_either_way(tmp_path: Path) -> None:
         ([str(TINY), "--gpus", "0"], "at least one GPU"),
         ([str(TINY), "--gpus", "2", "--tensor-parallel-size", "4"], "--tensor-parallel-size is 4"),
         ([str(TINY), "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "drafts"),
+        ([str(TINY), "--acceptance", "0.5"], "need each other"),
+        (
+            [
+                str(TINY),
+                "--speculative-config",
+                '{"method": "ngram", "num_speculative_tokens": 2}',
+                "--acceptance",
+                "2",
+            ],
+            "from 0 to 1",
+        ),
         ([str(TINY), "--input", "99999999"], "together at most"),
         ([str(TINY), "--output", "1"], "at least 1 and 2"),
         ([str(TINY), "--scheduling-policy", "best"], "best"),
@@ -123,6 +166,19 @@ def test_rows_and_room_that_run_out_are_named() -> None:
     calm = server(str(TINY)).serve(Load(4.0, 8, 0, 200, 60, 0))
     assert calm.limits == []
     assert "queue" not in plan_text.row(calm, 100.0)
+
+
+def test_steps_with_drafts_are_verifying_steps() -> None:
+    config = '{"method": "ngram", "num_speculative_tokens": 2}'
+    one = server(str(TINY), "--speculative-config", config)
+    cost = StepCost(one.outline.steps, one.outline.buckets, one.figures)
+    shape = one.outline.buckets.choose(24, 8, drafts=True, chunks=False)
+    assert shape[:4] == (24, 8, 3, 2)
+    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
+    assert cost(StepWork(8, 800, 0, 0, 16)) == step.seconds(800, 2400, 8) > cost(StepWork(8, 800, 0, 0))
+    alone = Load(float("inf"), 3, 1, 50, 40, 0)
+    never, often = (dataclasses.replace(one, acceptance=chance).serve(alone) for chance in (0.0, 1.0))
+    assert never.tpot_ms["p50"] > 2.5 * often.tpot_ms["p50"]
 
 
 def point(rate: float, ttft_ms: float, tpot_ms: float) -> Point:
@@ -183,6 +239,17 @@ def test_the_page_has_the_table_that_the_script_makes() -> None:
     found = page[page.index(begin) + len(begin) : page.index(end)].strip()
     assert found == script.table().strip(), "python benchmarks/predicted_rows.py --write"
     assert found.count("**") // 2 <= 2, "more figures than before are outside the limits"
+
+
+@pytest.mark.slow
+def test_the_page_has_the_steps_of_several_gpus() -> None:
+    script = script_of("predicted_rows")
+    _, _, steps = script.PAGE.read_text().partition(script.STEPS_BEGIN)
+    found = steps[: steps.index(script.END)].strip()
+    assert found == script.steps_table().strip(), "python benchmarks/predicted_rows.py --write"
+    dense = [line for line in found.splitlines() if line.startswith("| qwen3")]
+    assert len(dense) == 18
+    assert sum("**" in line for line in dense) <= 2
 
 
 def test_no_plan_has_grown_unseen() -> None:

@@ -12,6 +12,7 @@ from openinfer.scheduler.sim import (
     Percentiles,
     Request,
     SimPool,
+    SteadyDrafts,
     StepWork,
     bursts,
     chats,
@@ -26,6 +27,42 @@ from openinfer.scheduler.testing import Schedule, SimplePool
 def flat(work):
     """A second a step, whatever is in it."""
     return 1.0
+
+
+# Drafts
+
+
+@pytest.mark.parametrize(("acceptance", "steps"), [(0.0, 13), (1.0, 5)])
+def test_accepted_drafts_save_steps(acceptance, steps):
+    drafts = SteadyDrafts(2, 64, acceptance)
+    workload = [Request(0.0, [1] * 10, [7] * 13, 13)]
+    report = simulate(workload, FirstCome(64), SimPool(10), flat, max_rows=2, drafts=drafts)
+    [record] = report.records
+    assert record.num_output == 13
+    assert record.last_token == steps  # the first token, then one or three a step
+
+
+def test_every_token_comes_whatever_is_accepted():
+    seen = []
+
+    def cost(work):
+        seen.append(work)
+        return 0.01 + 0.001 * work.drafts
+
+    workload = poisson(60, 40.0, (8, 40), (1, 30), seed=3)
+    plain = simulate(workload, FirstCome(64), SimPool(40, 4), cost, max_rows=12)
+    assert not any(work.drafts for work in seen)
+    for acceptance in (0.2, 0.7):
+        found = []
+        for _ in range(2):
+            drafts = SteadyDrafts(3, 64, acceptance, seed=1)
+            found.append(simulate(workload, FirstCome(64), SimPool(40, 4), cost, max_rows=12, drafts=drafts))
+        assert [one.num_output for one in found[0].records] == [one.num_output for one in plain.records]
+        assert found[0].steps < plain.steps
+        assert found[0].preemptions > 0
+        assert found[0].tpot == found[1].tpot  # seeded
+    assert max(work.drafts for work in seen) > 3
+    assert all(work.decode_rows + work.drafts + work.prefill_tokens <= 64 for work in seen)
 
 
 # One request whose times can be counted on fingers

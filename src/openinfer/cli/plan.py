@@ -49,6 +49,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="requests a second, each load twice the one before; or as 4,16,32; default: %(default)s")  # fmt: skip
     add("--ttft-ms", type=float, metavar="MS", help="objective: 99 of 100 first tokens come within this time")
     add("--tpot-ms", type=float, metavar="MS", help="objective: the same for the time of a later token")
+    add("--acceptance", type=float, metavar="A",
+        help="with --speculative-config: the chance that a draft is accepted where those before it were, as "
+        "vllm:spec_decode_num_accepted_tokens_per_pos says of a text")  # fmt: skip
     add("--compare", action="append", default=[], metavar="FLAGS",
         help="the same loads with other flags too, or another model: --compare 'qwen3_5-4B --max-num-seqs 64'; may be "
         "repeated; default: other step sizes and a paced policy")  # fmt: skip
@@ -76,9 +79,9 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     print(plan_text.verdict(first, objectives))
     print(plan_text.comparison(variants, objectives))
     print(plan_text.advice(first, best, objectives))
-    if any(one.binds.get("links") for one in points):
+    if any(one.server.gpus > 1 for one in variants):
         print(
-            "(links at the vendor's speed, without the latency of a collective: no such server was measured)"
+            "(several GPUs: steps and collectives were measured, no server was; docs/planning.md has the errors)"
         )
     if args.plot:
         plan_text.plot(variants, args.plot)
@@ -105,16 +108,17 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
         raise BadFlags(
             f"--gpus {gpus}: a model is on at least one GPU, and --tensor-parallel-size is {named}"
         )
-    if asked.options.speculative_config is not None:
+    acceptance = 0.0 if args.acceptance is None else args.acceptance
+    if (asked.options.speculative_config is None) != (args.acceptance is None) or not 0 <= acceptance <= 1:
         raise BadFlags(
-            "--speculative-config: a plan does not know how many drafts a text accepts; leave it out, and measure with "
-            "`openinfer bench serve`"
+            "--speculative-config and --acceptance need each other: a plan does not know how many drafts a text "
+            "accepts; give a chance from 0 to 1"
         )
     progress(f"the steps of {asked.model_dir.name}")
     target, figures = TARGETS[gpu], GPUS[gpu]
     if args.speeds:
         figures = tune_speed.load(args.speeds, target, figures)
-    server = Server.of(asked, target, figures, gpus)
+    server = Server.of(asked, target, figures, gpus, acceptance)
     if args.input < 1 or args.output < 2 or args.input + args.output > server.max_model_len:
         raise BadFlags(
             f"--input {args.input} --output {args.output}: at least 1 and 2, and together at most "

@@ -30,12 +30,14 @@ class _Total:
 class StepCost:
     """Seconds of a step (a sim.CostModel), padded as the engine pads it. It also keeps what the steps were made of.
 
-    steps: the calls of every recorded step by its shape. most_rows: the largest number of rows in a step so far.
+    steps: the calls of every recorded step by its shape. ranks: the GPUs that share each step. most_rows: the largest
+    number of rows in a step so far.
     """
 
     steps: Mapping[Shape, Sequence[Call]]
     buckets: Buckets
     figures: Figures
+    ranks: int = 1
     most_rows: int = 0
     prompt_steps: int = 0
     _totals: dict[Shape, _Total] = field(default_factory=dict)
@@ -44,10 +46,13 @@ class StepCost:
     def __call__(self, work: StepWork) -> float:
         new = work.prefill_tokens
         rows = work.decode_rows + (new > 0)
-        shape = self.buckets.choose(work.decode_rows + new, rows)
+        tokens, drafts = work.decode_rows + work.drafts + new, work.drafts > 0
+        shape = self.buckets.choose(tokens, rows, drafts=drafts, chunks=not drafts or new > 0)
         # A chunk of n tokens after m has n * m + n * (n + 1) / 2 pairs and reads m + n tokens.
         read = round(work.prefill_context / new + (new - 1) / 2) if new else 0
-        kv_tokens, qk_pairs = work.decode_context + read, work.decode_context + work.prefill_context
+        queries = 1 + work.drafts / max(1, work.decode_rows)  # of a decode row
+        kv_tokens = work.decode_context + read
+        qk_pairs = round(queries * work.decode_context) + work.prefill_context
         total = self._totals.setdefault(shape, _Total())
         total.steps += 1
         total.rows += rows
@@ -62,7 +67,9 @@ class StepCost:
         """The prediction of a shape, and the seconds of its links, which depend on the shape alone."""
         if shape not in self._predictions:
             calls = self.steps[shape]
-            link_s = Parts.of(calls, Workload(shape.tokens, shape.rows, 0, 0), self.figures).link_s
+            link_s = Parts.of(
+                calls, Workload(shape.tokens, shape.rows, 0, 0), self.figures, self.ranks
+            ).link_s
             prediction = Prediction.of(calls, shape.tokens, shape.rows, self.figures.fitted)
             self._predictions[shape] = prediction, link_s
         return self._predictions[shape]
@@ -73,7 +80,7 @@ class StepCost:
         for shape, total in self._totals.items():
             sums = (total.rows, total.kv_tokens, total.qk_pairs)
             mean = Workload(shape.tokens, *(one // total.steps for one in sums))
-            for name, one in Parts.of(self.steps[shape], mean, self.figures).names.items():
+            for name, one in Parts.of(self.steps[shape], mean, self.figures, self.ranks).names.items():
                 seconds[name] = seconds.get(name, 0.0) + total.steps * one
         whole = sum(seconds.values())
         largest = sorted(seconds.items(), key=lambda item: -item[1])

@@ -16,7 +16,7 @@ from openinfer.cli.plan_cost import ARRIVAL_S, StepCost
 from openinfer.cli.segments import Outline
 from openinfer.kernels import Figures, Target
 from openinfer.scheduler import Policy, make_policy
-from openinfer.scheduler.sim import Record, Request, simulate
+from openinfer.scheduler.sim import Record, Request, SteadyDrafts, simulate
 
 FULL = 0.97
 """A part of the pool, or of the most that a server completes, that counts as all of it."""
@@ -62,23 +62,24 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Server:
     """An engine with these options on GPUs that need not be here. cache_bytes: the memory of each that is left for the
-    cache."""
+    cache. acceptance: the chance that a draft is accepted where those before it were."""
 
     asked: Asked
     outline: Outline
     figures: Figures
     cache_bytes: int
     gpus: int
+    acceptance: float = 0.0
 
     @classmethod
-    def of(cls, asked: Asked, target: Target, figures: Figures, gpus: int) -> Server:
+    def of(cls, asked: Asked, target: Target, figures: Figures, gpus: int, acceptance: float = 0.0) -> Server:
         """Trace its steps and plan its memory. Raises SetupError. Prompts share nothing, so there is no prefix
         cache."""
         options = dataclasses.replace(asked.options, enable_prefix_caching=False)
         outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)
         room = int(figures.memory_bytes * options.gpu_memory_utilization) - sum(outline.memory.values())
         wanted = options.kv_cache_memory_bytes
-        server = cls(asked, outline, figures, room if wanted is None else wanted, gpus)
+        server = cls(asked, outline, figures, room if wanted is None else wanted, gpus, acceptance)
         outline.cache(server.cache_bytes)  # too little room is said before the work
         return server
 
@@ -94,10 +95,17 @@ class Server:
             return asked
         return make_policy(asked, max_batched_tokens=self.outline.buckets.max_tokens)
 
+    def _drafts(self, seed: int) -> SteadyDrafts | None:
+        speculation = self.asked.options.speculation()
+        if speculation is None:
+            return None
+        count, most = speculation.num_speculative_tokens, self.outline.buckets.max_tokens
+        return SteadyDrafts(count, most, self.acceptance, seed)
+
     def serve(self, load: Load) -> Point:
         """Simulate one load. Raises SchedulerError."""
         options, pool = self.asked.options, self.outline.cache(self.cache_bytes)
-        cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures), 0.0
+        cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures, self.gpus), 0.0
 
         def timed(work: Any) -> float:
             nonlocal most_used
@@ -107,7 +115,7 @@ class Server:
         report = simulate(
             requests(load), self.policy(), pool, timed, max_rows=options.max_num_seqs,
             max_model_len=self.max_model_len,
-            max_queued=options.max_num_queued_reqs,
+            max_queued=options.max_num_queued_reqs, drafts=self._drafts(load.seed),
         )  # fmt: skip
         done = [record for record in report.records if record.num_output]
         full = most_used > FULL or report.preemptions > 0

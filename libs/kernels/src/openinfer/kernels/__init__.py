@@ -60,7 +60,7 @@ from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import Call, NullPack, Repeated
 from openinfer.kernels.prediction import Parts, Prediction, predictions
 from openinfer.kernels.store import Compiled, Prepared, Store
-from openinfer.kernels.target import GPUS, H200, Figures, Speed, Target
+from openinfer.kernels.target import GPUS, H200, Figures, Link, Speed, Target
 
 __all__ = [
     "GPUS",
@@ -88,6 +88,7 @@ __all__ = [
     "Launch",
     "LaunchError",
     "LaunchPack",
+    "Link",
     "Matmul",
     "MissingExtra",
     "NullPack",

@@ -86,7 +86,7 @@ class Parts(NamedTuple):
     """Predicted seconds of a step by what its ops wait for.
 
     `memory_s`: ops whose bytes take longer than their FLOPs. `compute_s`: ops whose FLOPs take longer. `kernels_s`:
-    the time of a kernel besides, summed. `link_s`: bytes to other ranks, at the vendor's speed of the links."""
+    the time of a kernel besides, summed. `link_s`: what collectives of several GPUs take besides."""
 
     memory_s: float
     compute_s: float
@@ -99,8 +99,10 @@ class Parts(NamedTuple):
         return dict(zip(("bandwidth", "tensor cores", "launches", "links"), self, strict=True))
 
     @classmethod
-    def of(cls, calls: Iterable[Call], workload: Workload, figures: Figures) -> Parts:
-        """The parts of a step of these calls. Without its links, their sum is Prediction.seconds of the workload."""
+    def of(cls, calls: Iterable[Call], workload: Workload, figures: Figures, ranks: int = 1) -> Parts:
+        """The parts of a step of these calls. Without its links, their sum is Prediction.seconds of the workload.
+        ranks: the GPUs that share the step."""
+        link = figures.link(ranks)
         speed, memory_s, compute_s, kernels_s, link_s = figures.fitted, 0.0, 0.0, 0.0, 0.0
         for call in calls:
             cost = call.cost(workload)
@@ -110,7 +112,9 @@ class Parts(NamedTuple):
             else:
                 compute_s += call.times * compute
             kernels_s += call.times * len(call.commands) * speed.kernel_s
-            link_s += call.times * cost.link / figures.link_bytes_per_s
+            if cost.link:
+                once = max(0.0, link.call_s - speed.kernel_s)  # one of its kernels is the collective
+                link_s += call.times * (once + cost.link / link.bytes_per_s)
         return cls(memory_s, compute_s, kernels_s, link_s)
 
 

@@ -1,6 +1,7 @@
 """A simulator of serving: any policy and any pool, through the real StepLoop, in virtual time."""
 
 from .cost import CostModel, LinearCost, StepWork
+from .drafts import SteadyDrafts
 from .pool import SimLease, SimPool
 from .report import Percentiles, Record, Report
 from .runner import SimRunner
@@ -17,6 +18,7 @@ __all__ = [
     "SimLease",
     "SimPool",
     "SimRunner",
+    "SteadyDrafts",
     "StepWork",
     "bursts",
     "chats",

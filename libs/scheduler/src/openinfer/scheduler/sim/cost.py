@@ -21,6 +21,8 @@ class StepWork(NamedTuple):
     prefill_context: int
     """Sum over prompt tokens of the tokens that they attend to, themselves included. A chunk of n tokens after m tokens
     has n * m + n * (n + 1) / 2."""
+    drafts: int = 0
+    """Drafts that decode rows verify: tokens besides one for each row."""
 
 
 CostModel: TypeAlias = Callable[[StepWork], float]
@@ -41,7 +43,7 @@ class LinearCost:
     def __call__(self, work: StepWork) -> float:
         return (
             self.step
-            + self.decode_row * work.decode_rows
+            + self.decode_row * (work.decode_rows + work.drafts)
             + self.decode_context * work.decode_context
             + self.prefill_token * work.prefill_tokens
             + self.prefill_context * work.prefill_context
@@ -50,9 +52,9 @@ class LinearCost:
     @classmethod
     def fit(cls, records: Iterable[tuple[StepWork, float]]) -> LinearCost:
         """The model with the least relative squared error over measured (work, seconds), without negative factors.
-        Work that does not vary over the records gets the factor 0. Raises InvalidSetup if there is no record or a
-        time is not positive."""
-        rows = [([1.0, *work], seconds) for work, seconds in records]
+        Drafts are left out. Work that does not vary over the records gets the factor 0. Raises InvalidSetup if there is
+        no record or a time is not positive."""
+        rows = [([1.0, *work[:4]], seconds) for work, seconds in records]
         if not rows or any(seconds <= 0 for _, seconds in rows):
             raise InvalidSetup(
                 f"a cost is fitted to steps of positive seconds; {len(rows)} records were given"
@@ -91,7 +93,7 @@ class LinearCost:
 
 
 def _work(record: Mapping[str, float]) -> StepWork:
-    return StepWork(*(int(record[name]) for name in StepWork._fields))
+    return StepWork(*(int(record[name]) for name in StepWork._fields[:4]))
 
 
 def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:

@@ -7,6 +7,7 @@ from collections import deque
 from ..runner import Step, StepResult
 from ..sequence import FinishReason, Seq
 from .cost import CostModel, StepWork
+from .drafts import SteadyDrafts
 from .report import Record
 
 
@@ -14,18 +15,20 @@ class SimRunner:
     """A Runner in virtual time. Steps run one after the other; the cost model gives their time. A row ends after the
     output of its request (Seq.owner is a Record).
 
-    now: seconds. Time passes while the caller waits for a result, and when the caller sets it.
+    now: seconds. Time passes while the caller waits for a result, and when the caller sets it. drafts: says how many
+    of a row's drafts are accepted.
     """
 
-    def __init__(self, cost: CostModel) -> None:
+    def __init__(self, cost: CostModel, drafts: SteadyDrafts | None = None) -> None:
         self.now = 0.0
         self.busy_s = 0.0
-        self._cost = cost
+        self._cost, self._drafts = cost, drafts
         self._free_at = 0.0  # when the device is done with all that was launched
         self._running: deque[tuple[float, StepResult[None]]] = deque()
         self._endings: dict[
             int, list[tuple[Seq[Record], int]]
         ] = {}  # by step, with num_preemptions at the time
+        self._last: dict[Seq[Record], int] = {}  # step in which a row ends; accepted drafts bring it closer
         self._context = 0
 
     def launch(self, step: Step[Record]) -> None:
@@ -34,15 +37,19 @@ class SimRunner:
         for row in step.rows[step.num_decode :]:
             if row.emits:
                 self._schedule_ending(row.seq, step.index)
-        finished = [
-            (seq.slot, self._reason(seq))
-            for seq, preemptions in self._endings.pop(step.index, ())
-            if seq.num_preemptions == preemptions and seq.finish_reason is None
-        ]
+        advanced = self._advance(step)
+        finished = []
+        for seq, preemptions in self._endings.pop(step.index, ()):
+            due = self._last.get(seq) == step.index and seq.num_preemptions == preemptions
+            if due and seq.finish_reason is None:
+                finished.append((seq.slot, self._reason(seq)))
+                del self._last[seq]
         seconds = self._cost(work)
         self.busy_s += seconds
         self._free_at = max(self._free_at, self.now) + seconds
-        self._running.append((self._free_at, StepResult(step.index, finished, seconds=seconds)))
+        self._running.append(
+            (self._free_at, StepResult(step.index, finished, advanced=advanced, seconds=seconds))
+        )
 
     def _work(self, step: Step[Record]) -> StepWork:
         if step.changed:
@@ -53,12 +60,30 @@ class SimRunner:
         for _, num_tokens, _, start in step.rows[step.num_decode :]:
             tokens += num_tokens
             context += num_tokens * (start or 0) + num_tokens * (num_tokens + 1) // 2
-        return StepWork(step.num_decode, self._context, tokens, context)
+        return StepWork(step.num_decode, self._context, tokens, context, sum(step.drafts.values()))
+
+    def _advance(self, step: Step[Record]) -> dict[int, int] | None:
+        """Accept drafts. Returns StepResult.advanced."""
+        advanced = {}
+        for seq, count in step.drafts.items():
+            left = self._last.get(seq, -1) - step.index
+            if self._drafts is None or left < 0:
+                continue  # the row has ended, and the loop does not know yet
+            accepted = min(self._drafts.accepted(count), left)
+            self._context += accepted
+            if accepted < count:
+                advanced[seq.slot] = 1 + accepted
+            if accepted:
+                self._end_at(seq, self._last[seq] - accepted)
+        return advanced or None
 
     def _schedule_ending(self, seq: Seq[Record], index: int) -> None:
         """Note the last step of a row, which yields a token in this step and in each later one."""
         said = seq.target - seq.prompt_len
-        last = index + self._length(seq) - said - 1
+        self._end_at(seq, index + self._length(seq) - said - 1)
+
+    def _end_at(self, seq: Seq[Record], last: int) -> None:
+        self._last[seq] = last
         self._endings.setdefault(last, []).append((seq, seq.num_preemptions))
 
     def _length(self, seq: Seq[Record]) -> int:

@@ -13,6 +13,7 @@ from ..policy import Policy
 from ..pool import Pool
 from ..sequence import Seq
 from .cost import CostModel
+from .drafts import SteadyDrafts
 from .report import Record, Report
 from .runner import SimRunner
 from .workloads import Request
@@ -30,14 +31,15 @@ def simulate(
     max_headroom: float = 0.1,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
+    drafts: SteadyDrafts | None = None,
 ) -> Report:
     """Serve a workload and report. Policy, pool and loop are real, and must be new; `cost` models the time of the
-    device. ttft_s, tpot_s: objectives of Report.goodput.
+    device. ttft_s, tpot_s: objectives of Report.goodput. drafts: the speculation; None: no row has drafts.
 
     Raises SchedulerError if requests wait and the policy runs none. Exceptions of the parts pass through.
     """
     return _Simulation(
-        workload, policy, pool, cost, max_rows, max_model_len, max_queued, max_headroom
+        workload, policy, pool, cost, max_rows, max_model_len, max_queued, max_headroom, drafts
     ).run(ttft_s, tpot_s)  # fmt: skip
 
 
@@ -52,8 +54,9 @@ class _Simulation:
         max_model_len: int,
         max_queued: int,
         max_headroom: float,
+        drafts: SteadyDrafts | None,
     ) -> None:
-        self.runner = SimRunner(cost)
+        self.runner = SimRunner(cost, drafts)
         self.loop = StepLoop(
             self.runner,
             pool,
@@ -62,6 +65,7 @@ class _Simulation:
             max_model_len=max_model_len,
             max_queued=max_queued,
             max_headroom=max_headroom,
+            speculation=drafts,
             clock=lambda: self.runner.now,
         )
         self.workload = workload
@@ -124,16 +128,17 @@ class _Simulation:
         match event:
             case Tokens():
                 gaps = self.gaps
-                for _, seq in event.emitting():
+                for position, seq in event.emitting():
                     record = seq.owner
-                    number = record.num_output
-                    seq.tokens.append(record.request.output[number])
-                    record.num_output = number + 1
-                    if number:
-                        gaps.append(now - record.last_token)
-                    else:
-                        record.first_token = now
-                    record.last_token = now
+                    for _ in range(event.num_tokens(position)):
+                        number = record.num_output
+                        seq.tokens.append(record.request.output[number])
+                        record.num_output = number + 1
+                        if number:
+                            gaps.append(now - record.last_token)
+                        else:
+                            record.first_token = now
+                        record.last_token = now
             case Scheduled(seq, num_cached):
                 seq.owner.num_cached = num_cached
             case Finished(seq):
