@@ -11,7 +11,7 @@ import pytest
 
 from openinfer.graph import Buckets
 from openinfer.kernels import CpuPack, InterpDriver, LaunchPack, Pack, Target, apply_writes
-from openinfer.kernels.adapters import Adapter, AdapterSizes
+from openinfer.kernels.adapters import AdapterSizes
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.startup import make_plan
@@ -56,7 +56,7 @@ def two_steps(
         own = np.random.default_rng(4)
         for at in (1, 2):
             values = (own.standard_normal(model.batch.adapters.place_bytes // 2) * 0.07).astype(bfloat16)
-            model.batch.adapters.put(at, Adapter("", "", values, b""), Stream(CPU))
+            model.batch.adapters.put(at, values, Stream(CPU))
         rows.set("adapters", 1, 2)
         rows.set("adapters", 3, 1)
     for slot, pages in {1: [4, 2], 3: [7]}.items():

@@ -140,6 +140,19 @@ def test_tokens_are_those_of_merged_checkpoints_in_one_batch(made: Made) -> None
     session.engine.close()
 
 
+def test_ranks_have_their_parts_of_adapters(made: Made) -> None:
+    """Adapters take turns in one place, and one more is loaded while requests run."""
+    session = made.serving("all", "two", max_loras=1, tensor_parallel_size=2)
+    asked = {ask(session, made.prompts[0], adapter): (adapter, 0) for adapter in ("all", "", "two")}
+    session.step()
+    loaded = session.engine.control(LoadAdapter("mlp", str(made.folder / "mlp")))
+    assert isinstance(loaded, Future)
+    loaded.result(10)
+    asked |= {ask(session, made.prompts[1], adapter): (adapter, 1) for adapter in ("mlp", "all")}
+    made.check(session, asked)
+    session.engine.close()
+
+
 @pytest.mark.parametrize("places", [1, 2])
 def test_more_adapters_than_places_take_turns(made: Made, places: int) -> None:
     session = made.serving(
@@ -275,7 +288,6 @@ def test_engines_without_adapters_refuse_them(small: Made) -> None:
     [
         ({"lora_modules": ["a=b"]}, "--lora-modules needs --enable-lora"),
         ({"enable_lora": True, "max_loras": 0}, "--max-loras 0: it must be at least 1"),
-        ({"enable_lora": True, "tensor_parallel_size": 2}, "not possible with --tensor-parallel-size 2"),
         ({"enable_lora": True, "max_lora_rank": 9}, "--max-lora-rank 9: 8, 16, 32"),
         ({"enable_lora": True, "lora_modules": ["a"]}, "--lora-modules a: give NAME=PATH"),
         ({"enable_lora": True, "lora_modules": ["a=x", "a=y"]}, "'a' comes twice"),

@@ -160,6 +160,24 @@ def test_after_a_sleep_answers_are_the_same(recipe: Any, name: str) -> None:
     engine.close()
 
 
+def test_ranks_take_weights_and_sleep_together(tmp_path: Path) -> None:
+    engine = build(RECIPE, TINY, **FLAGS, enable_sleep_mode=True, tensor_parallel_size=2).engine
+    before = generate(engine, [request(PROMPT)])
+    engine.control(Sleep())
+    engine.control(WakeUp())
+    assert generate(engine, [request(PROMPT)]) == before
+    name = "model.layers.0.mlp.down_proj.weight"
+    other = changed(tmp_path / "new", TINY, **{name: -3 * weights_of(TINY)[name]})
+    engine.control(UpdateWeights(str(other), "step 1"))
+    alone = build(RECIPE, other, **FLAGS).engine
+    ((tokens, logprobs),) = generate(engine, [request(PROMPT)])
+    ((expected, close_to),) = generate(alone, [request(PROMPT)])
+    assert tokens == expected != before[0][0]
+    assert logprobs == pytest.approx(close_to, abs=1e-4)  # ranks add in another order
+    engine.close()
+    alone.close()
+
+
 def _tensors(engine: Engine) -> list[Any]:
     """The weights of the first layer, and the batch's words."""
     model = engine.runner.model
@@ -170,13 +188,11 @@ def _tensors(engine: Engine) -> list[Any]:
     return [one for one in found if hasattr(one, "numpy")] + [model.batch.rows.words]
 
 
-def test_sleep_wants_its_flag_and_one_gpu() -> None:
+def test_sleep_wants_its_flag() -> None:
     engine = build(RECIPE, TINY, **FLAGS).engine
     with pytest.raises(Unsupported, match="--enable-sleep-mode"):
         engine.control(Sleep())
     engine.close()
-    with pytest.raises(ValueError, match="--enable-sleep-mode is not possible with"):
-        build(RECIPE, TINY, **FLAGS, enable_sleep_mode=True, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,6 @@ REFUSED = {
     ("several ranks", "host memory"): "--kv-offload is not possible with --tensor-parallel-size",
     ("several ranks", "a disk"): "--kv-offload is not possible with --tensor-parallel-size",
     ("prompt log-probabilities", "streaming"): "prompt_logprobs is not possible with stream: true",
-    ("adapters", "several ranks"): "--enable-lora is not possible with --tensor-parallel-size 2",
-    ("several ranks", "sleep"): "--enable-sleep-mode is not possible with --tensor-parallel-size",
     ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",
     ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",
     ("several HTTP processes", "replicas"): "--data-parallel-size is not possible with --frontends",

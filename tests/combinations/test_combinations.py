@@ -375,13 +375,13 @@ def test_an_adapter_changes_tokens() -> None:
 )
 @pytest.mark.parametrize(
     "without",
-    [{*TIERS, "adapters", "sleep"}, {"several ranks"}],
+    [TIERS, {"several ranks"}],
     ids=["ranks", "one rank"],
 )
 def test_a_server_with_every_flag_changes_no_token(
     model: str, features: tuple[str, ...], without: set[str], server: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Ranks refuse tiers, adapters and sleep, so there are two servers."""
+    """Ranks refuse tiers, so there are two servers."""
     found = alone(model)
     flags = ["--max-num-seqs", "8", *server_flags(features)]
     alien = {name for pair in F.REFUSED for name in pair if set(features) & set(pair)}

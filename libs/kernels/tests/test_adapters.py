@@ -85,8 +85,8 @@ def test_an_adapter_adds_what_its_matrices_say(tmp_path: Path, stored: Any, rslo
     one = adapters.read("one", write(tmp_path / "one", first, use_rslora=rslora))
     two = adapters.read("two", write(tmp_path / "two", second, lora_alpha=2))
     with Stream(CPU) as stream:
-        adapters.put(2, one, stream)
-        adapters.put(1, two, stream)
+        adapters.put(2, one.values, stream)
+        adapters.put(1, two.values, stream)
     x = RNG.standard_normal((3, HIDDEN)).astype(float32)
     got, (scale, small) = added(adapters, qkv, x, [2, 0, 1]), (8 / (2 if rslora else 4), 0.5)
 

@@ -7,7 +7,7 @@ as a tensor over all places, whose stride is the size of a place.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +37,8 @@ class AdapterSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter in host memory. values: the content of a place, in the model's dtype. digest: of the values; two
-    adapters with the same digest compute the same."""
+    """An adapter in host memory. values: its matrices for whole layers, in the model's dtype; with one rank they are
+    the content of a place. digest: of the values; two adapters with the same digest compute the same."""
 
     name: str
     path: str
@@ -47,23 +47,62 @@ class Adapter:
 
 
 class Projection(NamedTuple):
-    """A linear layer of the checkpoint, and the rows of a fused weight that hold it."""
+    """A linear layer of the checkpoint, and the rows of a fused weight that hold it, or the part `source` of it. The
+    rows of `weight` may hold several parts one after the other, each as a projection of its own."""
 
     module: str
     weight: Tensor
+    source: tuple[slice, ...] = ()
+    """Rows and columns of the layer; empty: all of them."""
+
+
+class _Part(NamedTuple):
+    """A layer in a fused weight, and which rows of the whole layer its rows are."""
+
+    module: str
+    rows: tuple[slice, ...]
+
+    @property
+    def height(self) -> int:
+        return sum(part.stop - part.start for part in self.rows)
+
+
+class _Span(NamedTuple):
+    """The matrices of a fused weight in a row of values: A [P R, columns] from start_a on, then B
+    [sum(rows), R]."""
+
+    rows: tuple[int, ...]
+    columns: int
+    rank: int
+    start_a: int
+    start_b: int
+
+    @property
+    def end(self) -> int:
+        return self.start_b + _aligned(sum(self.rows) * self.rank)
+
+    @classmethod
+    def after(cls, start: int, rows: tuple[int, ...], columns: int, rank: int) -> _Span:
+        return cls(rows, columns, rank, start, start + _aligned(len(rows) * rank * columns))
+
+    def of(self, values: Array) -> tuple[Array, Array]:
+        """Views of A and B."""
+        height, width = len(self.rows) * self.rank, sum(self.rows)
+        a = values[self.start_a : self.start_a + height * self.columns].reshape(height, self.columns)
+        return a, values[self.start_b : self.start_b + width * self.rank].reshape(width, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """The matrices of a fused weight: a [places, P R, K] and b [places, N, R]; `modules` and `rows`: of its parts.
-    start_a, start_b: elements from the beginning of a place."""
+    """The matrices of a fused weight: a [places, P R, K] and b [places, N, R]. `columns`: of the whole layers, those
+    that the weight has. `own`: in a place; `whole`: in an adapter's values."""
 
-    modules: tuple[str, ...]
-    rows: tuple[int, ...]
+    parts: tuple[_Part, ...]
+    columns: slice
     a: Tensor
     b: Tensor
-    start_a: int
-    start_b: int
+    own: _Span
+    whole: _Span
 
 
 class Adapters:
@@ -83,6 +122,8 @@ class Adapters:
         self.sizes = sizes
         self._unused = unused
         self._memory, self._products, self._added = memory, products, added
+        self.num_values = max(product.whole.end for product in products.values())
+        """Elements of an adapter's values."""
 
     @classmethod
     def allocate(
@@ -95,30 +136,38 @@ class Adapters:
         dtype: np.dtype[Any],
         max_tokens: int,
         unused: tuple[str, ...] = (),
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Adapters:
         """Places in `arena` for adapters of these fused weights [N, K]. A weight's parts are the projections that lie
         in it; other projections cannot be adapted. dtype: of activations. max_tokens: of a step. unused: see read_peft.
+        shapes: of whole layers, by module, where the weights are a rank's parts of them.
         """
-        rank, end = max(16, sizes.max_rank), 0
+        rank, end, whole_end = max(16, sizes.max_rank), 0, 0
         known = list(projections)
-        found: list[tuple[Tensor, list[Projection], int, int]] = []
+        found: list[tuple[Tensor, list[_Part], slice, _Span, _Span]] = []
         for weight in weights:
             inside = range(weight.ptr, weight.ptr + weight.nbytes)
-            parts = sorted((p for p in known if p.weight.ptr in inside), key=lambda p: p.weight.ptr)
+            lying = sorted((p for p in known if p.weight.ptr in inside), key=lambda p: p.weight.ptr)
+            parts = _parts(lying)
             if not 1 <= len(parts) <= MOST_PARTS:
                 raise ValueError(
                     f"{len(parts)} projections lie in {weight!r}; 1 to {MOST_PARTS} are possible"
                 )
-            start_a, columns = end, parts[0].weight.shape[1]
-            start_b = start_a + _aligned(len(parts) * rank * columns)
-            end = start_b + _aligned(sum(p.weight.shape[0] for p in parts) * rank)
-            found.append((weight, parts, start_a, start_b))
+            counts, columns = tuple(part.height for part in parts), weight.shape[1]
+            own = _Span.after(end, counts, columns, rank)
+            if shapes is not None:
+                counts = tuple(shapes[part.module][0] for part in parts)
+                columns = shapes[parts[0].module][1]
+            whole = _Span.after(whole_end, counts, columns, rank)
+            taken = lying[0].source[1:] or (slice(None),)
+            found.append((weight, parts, taken[0], own, whole))
+            end, whole_end = own.end, whole.end
         memory = arena.alloc((sizes.places, end), dtype, "adapters")
         products = {
-            weight.ptr: _product(memory, parts, rank, start_a, start_b)
-            for weight, parts, start_a, start_b in found
+            weight.ptr: _Product(tuple(parts), taken, *_matrices(memory, own), own, whole)
+            for weight, parts, taken, own, whole in found
         }
-        widest = max(sum(product.rows) for product in products.values())
+        widest = max(sum(product.own.rows) for product in products.values())
         added = arena.alloc((max_tokens * widest,), dtype, "added by adapters")
         return cls(sizes, memory, products, added, unused)
 
@@ -129,26 +178,36 @@ class Adapters:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of an adapter, on the device and on the host."""
+        """Device memory of an adapter."""
         return self._memory[0].nbytes
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of an adapter's values."""
+        return self._memory.dtype
 
     def read(self, name: str, folder: Path) -> Adapter:
         """The adapter in a PEFT folder. Any thread may call it. Raises InvalidAdapter."""
         shapes = {
-            text_module(module): (rows, product.a.shape[2])
+            text_module(part.module): (rows, product.whole.columns)
             for product in self._products.values()
-            for module, rows in zip(product.modules, product.rows, strict=True)
+            for part, rows in zip(product.parts, product.whole.rows, strict=True)
         }
         peft = read_peft(folder, shapes, self.sizes.max_rank, self._unused)
-        values = np.zeros(self._memory.shape[1], self._memory.dtype)
+        values = np.zeros(self.num_values, self._memory.dtype)
         for product in self._products.values():
             _fill(values, product, peft.matrices, peft.rank, peft.scale)
         digest = hashlib.sha256(values.view(np.uint8).data).digest()
         return Adapter(name, str(folder), values, digest)
 
-    def put(self, place: int, adapter: Adapter, stream: Stream) -> None:
-        """Copy an adapter into a place, after the work that is on the stream."""
-        self._memory[place - 1].copy_from(adapter.values, stream)
+    def put(self, place: int, values: Array, stream: Stream) -> None:
+        """Copy an adapter's values, or a rank's part of them, into a place, after the work that is on the stream."""
+        own = values
+        if any(product.own != product.whole for product in self._products.values()):
+            own = np.zeros(self._memory.shape[1], self._memory.dtype)
+            for product in self._products.values():
+                _take(own, product, values)
+        self._memory[place - 1].copy_from(own, stream)
 
     def add(
         self, pack: Pack, weight: Tensor, *, out: Tensor, x: Tensor, ids: Tensor, token_slots: Tensor,
@@ -158,7 +217,17 @@ class Adapters:
         projection are left alone. Nothing for a weight without places."""
         product = self._products.get(weight.ptr)
         if product is not None:
-            _add(pack, product, out[:, : sum(product.rows)], x, ids, token_slots, norm_weight, eps, add=True)
+            _add(
+                pack,
+                product,
+                out[:, : sum(product.own.rows)],
+                x,
+                ids,
+                token_slots,
+                norm_weight,
+                eps,
+                add=True,
+            )
 
     def added(
         self, pack: Pack, weight: Tensor, *, x: Tensor, ids: Tensor, token_slots: Tensor,
@@ -168,7 +237,7 @@ class Adapters:
         product = self._products.get(weight.ptr)
         if product is None:
             return None
-        tokens, width = x.shape[0], sum(product.rows)
+        tokens, width = x.shape[0], sum(product.own.rows)
         out = self._added[: tokens * width].reshape(tokens, width)
         _add(pack, product, out, x, ids, token_slots, norm_weight, eps, add=False)
         return out
@@ -178,32 +247,54 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNED) * ALIGNED
 
 
-def _product(memory: Tensor, parts: Sequence[Projection], rank: int, start_a: int, start_b: int) -> _Product:
-    rows, columns = tuple(p.weight.shape[0] for p in parts), parts[0].weight.shape[1]
+def _parts(lying: Iterable[Projection]) -> list[_Part]:
+    """The layers in a fused weight. A layer may lie there in several pieces, one after the other."""
+    parts: list[_Part] = []
+    for module, weight, source in lying:
+        rows = source[0] if source and source[0].start is not None else slice(0, weight.shape[0])
+        if parts and parts[-1].module == module:
+            parts[-1] = _Part(module, (*parts[-1].rows, rows))
+        else:
+            parts.append(_Part(module, (rows,)))
+    return parts
+
+
+def _matrices(memory: Tensor, span: _Span) -> tuple[Tensor, Tensor]:
+    """A and B over all places."""
 
     def over_places(start: int, height: int, width: int) -> Tensor:
         first = memory[:, start:]
         shape, strides = (memory.shape[0], height, width), (memory.strides[0], width, 1)
         return Tensor(first.ptr, shape, memory.dtype, memory.device, strides, memory.owner, memory.name)
 
-    a, b = over_places(start_a, len(parts) * rank, columns), over_places(start_b, sum(rows), rank)
-    return _Product(tuple(p.module for p in parts), rows, a, b, start_a, start_b)
+    a = over_places(span.start_a, len(span.rows) * span.rank, span.columns)
+    return a, over_places(span.start_b, sum(span.rows), span.rank)
 
 
 def _fill(
     values: Array, product: _Product, matrices: Mapping[str, tuple[Array, Array]], rank: int, scale: float
 ) -> None:
-    """Write an adapter's matrices for one product into a place; B times the scale."""
-    (_, height, columns), (_, width, room) = product.a.shape, product.b.shape
-    a = values[product.start_a : product.start_a + height * columns].reshape(height, columns)
-    b = values[product.start_b : product.start_b + width * room].reshape(width, room)
-    start = 0
-    for part, (name, rows) in enumerate(zip(product.modules, product.rows, strict=True)):
-        pair = matrices.get(text_module(name))
+    """Write an adapter's matrices for one product into its values; B times the scale."""
+    (a, b), room, start = product.whole.of(values), product.whole.rank, 0
+    for index, (part, rows) in enumerate(zip(product.parts, product.whole.rows, strict=True)):
+        pair = matrices.get(text_module(part.module))
         if pair is not None:
-            a[part * room : part * room + rank] = pair[0].astype(np.float32)
+            a[index * room : index * room + rank] = pair[0].astype(np.float32)
             b[start : start + rows, :rank] = pair[1].astype(np.float32) * np.float32(scale)
         start += rows
+
+
+def _take(own: Array, product: _Product, values: Array) -> None:
+    """Write a rank's part of one product's matrices into the content of a place."""
+    (a, b), (whole_a, whole_b) = product.own.of(own), product.whole.of(values)
+    a[:] = whole_a[:, product.columns]
+    start = first = 0
+    for part, rows in zip(product.parts, product.whole.rows, strict=True):
+        for piece in part.rows:
+            count = piece.stop - piece.start
+            b[start : start + count] = whole_b[first + piece.start : first + piece.stop]
+            start += count
+        first += rows
 
 
 def _add(
@@ -211,6 +302,6 @@ def _add(
     norm_weight: Tensor | None, eps: float | None, *, add: bool,
 ) -> None:  # fmt: skip
     add_lora(
-        pack, out=out, x=x, a=product.a, b=product.b, parts=product.rows, adapters=ids, token_slots=token_slots,
+        pack, out=out, x=x, a=product.a, b=product.b, parts=product.own.rows, adapters=ids, token_slots=token_slots,
         add=add, norm_weight=norm_weight, eps=eps,
     )  # fmt: skip

@@ -36,7 +36,7 @@ def member(communicator: Communicator | None, what: str, ranks: int) -> Communic
     return communicator
 
 
-def added(communicator: Communicator | None, x: Array) -> Array:
+def sum_over(communicator: Communicator | None, x: Array) -> Array:
     """The float32 sum of the x of all ranks, in their order; of this process alone without a communicator."""
     if communicator is None:
         return x.astype(np.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from openinfer.scheduler import Seq
 from openinfer.tensor import Arena, Load, Stream, Tensor
 
 if TYPE_CHECKING:
+    from openinfer.recipes.engine.followers import Followers
     from openinfer.recipes.engine.options import Options
 
 
@@ -28,20 +29,23 @@ def adapters_of(
     limits: Limits,
     weights: Iterable[Tensor],
     loads: Iterable[Load],
+    whole: Callable[[], Iterable[Load]],
     unused: tuple[str, ...] = (),
 ) -> Adapters | None:
-    """Places for adapters of these weights, which the loads fill; None in an engine without adapters. unused: the
-    beginnings of modules that the checkpoint may have and that are not run."""
+    """Places for adapters of these weights, which the loads fill; None in an engine without adapters. whole: the loads
+    of the model of which this is a rank's part. unused: the beginnings of modules that the checkpoint may have and that
+    are not run."""
     if limits.adapters is None:
         return None
     return Adapters.allocate(
         arena,
         limits.adapters,
         weights,
-        (Projection(load.name.removesuffix(".weight"), load.dst) for load in loads),
+        (Projection(load.name.removesuffix(".weight"), load.dst, load.source) for load in loads),
         dtype=limits.dtype,
         max_tokens=limits.max_tokens,
         unused=unused,
+        shapes={load.name.removesuffix(".weight"): load.dst.shape for load in whole()},
     )
 
 
@@ -81,9 +85,15 @@ class AdapterDesk:
     sequence has ended.
     """
 
-    def __init__(self, adapters: Adapters | None, stream: Stream, loaded: Iterable[Adapter]) -> None:
-        self._adapters = adapters
-        self._queue = AdapterQueue(adapters, stream) if adapters is not None else None
+    def __init__(
+        self,
+        adapters: Adapters | None,
+        stream: Stream,
+        loaded: Iterable[Adapter],
+        followers: Followers | None = None,
+    ) -> None:
+        self._adapters, tell = adapters, None if followers is None else followers.put_adapter
+        self._queue = AdapterQueue(adapters, stream, tell) if adapters is not None else None
         self._loaded = {adapter.name: adapter for adapter in loaded}
         self._loading: set[str] = set()
         self._reader = ThreadPoolExecutor(1, "adapters")

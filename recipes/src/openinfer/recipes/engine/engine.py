@@ -93,7 +93,7 @@ class Engine:
         desk: WeightsDesk | None = None,
     ) -> None:
         self._followers = followers
-        adapters = self._adapters = AdapterDesk(runner.model.batch.adapters, runner.stream, loaded)
+        adapters = self._adapters = AdapterDesk(runner.model.batch.adapters, runner.stream, loaded, followers)
         self._pool, self._store, self._publisher, self._tiers = pool, store, publisher, tiers
         self._vocab_size, self._eos_token_ids = runner.model.vocab_size, tuple(eos_token_ids)
         self.runner = runner

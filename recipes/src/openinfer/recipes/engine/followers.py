@@ -11,17 +11,23 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from openinfer.frontend.logs import log_settings
-from openinfer.graph.runner import Leader, Ring, Writer
+from openinfer.graph.runner import Leader, Ring, Runner, WeightsDesk, Writer
 from openinfer.kernels import RankLost
 from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe
 
 log = logging.getLogger("openinfer.engine")
+
+Array = np.ndarray[Any, Any]
 
 CLOSE_TIMEOUT_S = 5.0
 OWN = ("scheduling_policy", "eviction_policy", "kv_events_config", "trace")
@@ -82,6 +88,23 @@ class Followers:
         self._leader = Leader(Writer(self._ring, self._bells, lost=lambda: shared.aborted), keys)
         return self._leader
 
+    def put_adapter(self, place: int, values: Array) -> None:
+        """The other ranks copy their parts of an adapter into a place."""
+        self.ranks.staged[place - 1] = values
+        self._command("adapter", place)
+
+    @contextmanager
+    def together(self, command: str, *args: str | int) -> Iterator[None]:
+        """All ranks carry out a command of the desk of weights. Raises RankLost."""
+        self._command(command, *args)
+        with self.ranks.all_done():
+            yield
+
+    def _command(self, name: str, *args: str | int) -> None:
+        if self._leader is None:
+            raise RankLost("the other ranks have ended, or were not told to begin")
+        self._leader.command(name, *args)
+
     @property
     def reason(self) -> str:
         """Why a rank is lost; empty while all are there."""
@@ -133,3 +156,22 @@ class Followers:
         for bell in self._bells:
             os.close(bell)
         self._bells = []
+
+
+def commands(runner: Runner, desk: WeightsDesk, ranks: Ranks) -> Mapping[str, Callable[..., object]]:
+    """The commands that Followers sends, by name: a rank above 0 carries them out."""
+
+    def put_adapter(place: int) -> None:
+        adapters = runner.model.batch.adapters
+        if adapters is not None:
+            adapters.put(place, ranks.staged[place - 1], runner.stream)
+
+    def together(method: Callable[..., None]) -> Callable[..., None]:
+        def command(*args: str | int) -> None:
+            with ranks.all_done():
+                method(*args)
+
+        return command
+
+    of_desk = {method.__name__: together(method) for method in (desk.update, desk.sleep, desk.wake)}
+    return {"adapter": put_adapter, **of_desk}

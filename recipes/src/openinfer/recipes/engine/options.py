@@ -151,16 +151,6 @@ class Options:
             raise SetupError(f"--max-loras {self.max_loras}: it must be at least 1")
         if self.lora_modules and not self.enable_lora:
             raise SetupError("--lora-modules needs --enable-lora")
-        if self.enable_lora and self.tensor_parallel_size > 1:
-            raise SetupError(
-                f"--enable-lora is not possible with --tensor-parallel-size {self.tensor_parallel_size}: the matrices "
-                "of adapters are not shared out over ranks yet; leave one of the flags out"
-            )
-        if self.enable_sleep_mode and self.tensor_parallel_size > 1:
-            raise SetupError(
-                "--enable-sleep-mode is not possible with --tensor-parallel-size: ranks above 0 keep their memory; "
-                "leave one of them out"
-            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
         if self.proposes and self.enable_lora:

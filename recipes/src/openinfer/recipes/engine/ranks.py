@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from openinfer.kernels import GpuRanks, SharedMemory
+from openinfer.kernels.adapters import Adapters
 from openinfer.tensor import Device, NcclRanks, Stream
+
+Array = np.ndarray[Any, Any]
 
 START_TIMEOUT_S = 3600.0
 """How long a rank waits for the others at start-up, where one may load or compile much longer than another."""
@@ -29,6 +36,8 @@ class Ranks:
     shared: SharedMemory | None = None
     links: Sequence[socket.socket] = ()
     gpus: GpuRanks | None = field(default=None)
+    staged: Array = field(default_factory=lambda: np.empty((0, 0)))
+    """[places, values]: adapters that rank 0 hands to the others; all ranks see the same memory."""
 
     @classmethod
     def joined(cls, file: int, rank: int, size: int, links: Sequence[socket.socket]) -> Ranks:
@@ -53,10 +62,33 @@ class Ranks:
         self.gpus.connect(self.links, stream)
         self.meet()
 
+    def stage(self, adapters: Adapters | None) -> None:
+        """Make the memory for adapters."""
+        if self.shared is None or adapters is None:
+            return
+        shape = (adapters.sizes.places, adapters.num_values)
+        if self.rank == 0:
+            file = os.memfd_create("openinfer-adapters")
+            os.ftruncate(file, shape[0] * shape[1] * adapters.dtype.itemsize)
+            for link in self.links:
+                socket.send_fds(link, [b"a"], [file])
+        else:
+            _, (file,), *_ = socket.recv_fds(self.links[0], 1, 1)
+        self.staged = np.frombuffer(mmap.mmap(file, 0), adapters.dtype).reshape(shape)
+        os.close(file)
+
     def meet(self) -> None:
         """Wait for all ranks. Raises RankLost."""
         if self.shared is not None:
             self.shared.exchange(np.zeros(1))
+
+    @contextmanager
+    def all_done(self) -> Iterator[None]:
+        """Work of every rank that may take long; at its end all ranks have done it. Raises RankLost."""
+        if self.shared is not None:
+            self.shared.timeout_s = START_TIMEOUT_S
+        yield
+        self.serve()
 
     def serve(self) -> None:
         """Wait until all ranks are ready to serve; from then on a rank that is late is lost. Raises RankLost."""

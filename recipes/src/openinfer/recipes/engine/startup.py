@@ -38,7 +38,7 @@ from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.devices import devices_of, open_device
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
-from openinfer.recipes.engine.followers import Followers
+from openinfer.recipes.engine.followers import Followers, commands
 from openinfer.recipes.engine.limits import Limits, Room, decide, fit
 from openinfer.recipes.engine.offload import check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
@@ -131,6 +131,7 @@ def _build(
         made = _make(blueprint, checkpoint, path, options, limits, device, trace, open_publisher, ranks)
     if followers is not None:
         made.runner.leader = followers.leader(made.runner.graphs.keys())
+        made.desk.together = followers.together
     engine = Engine(
         made.runner, made.pool, policy, made.store,
         name=path.name, eos_token_ids=blueprint.eos_token_ids, max_rows=limits.max_rows,
@@ -151,10 +152,13 @@ def _build(
     return Built(engine, blueprint)
 
 
-def join(recipe: Recipe[O], path: Path, options: O, ranks: Ranks) -> Runner:
-    """The runner of a rank above 0, with its part of the weights and all steps recorded."""
+def join(
+    recipe: Recipe[O], path: Path, options: O, ranks: Ranks
+) -> tuple[Runner, Mapping[str, Callable[..., object]]]:
+    """The runner of a rank above 0, with all steps recorded, and what rank 0 may command."""
     with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
-        return _make(blueprint, checkpoint, path, options, limits, device, None, None, ranks).runner
+        made = _make(blueprint, checkpoint, path, options, limits, device, None, None, ranks)
+    return made.runner, commands(made.runner, made.desk, ranks)
 
 
 @contextmanager
@@ -226,7 +230,8 @@ def _make(
             size, stream = plan.fixed_bytes + cache + (1 << 20), Stream(device)
             arena = Arena(device, size, mapped=options.enable_sleep_mode)
             model = blueprint.lay_out(arena, stream, limits, blocks)
-        loaded = read_modules(options, model.batch.adapters)
+        loaded = read_modules(options, model.batch.adapters) if ranks.rank == 0 else ()
+        ranks.stage(model.batch.adapters)
         # Recording depends on no weight's value.
         bar = ProgressBar("loading weights") if ranks.rank == 0 else _no_progress  # all ranks load as much
         weights = worker.submit(_load, blueprint, model, checkpoint, device, bar)
@@ -251,7 +256,9 @@ def _make(
             ranks.serve()
     if store is not None:
         store.seal()
-    desk = desk_of(blueprint, model, arena, stream, limits, ranks.size, report.filled)
+    desk = desk_of(blueprint, model, arena, stream, limits, report.filled)
+    if ranks.rank:
+        desk.progress = lambda: _no_progress
     return _Made(runner, pool, store, limits, publisher, tiers, loaded, desk)
 
 

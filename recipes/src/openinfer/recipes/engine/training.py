@@ -27,14 +27,12 @@ def desk_of(
     arena: Arena,
     stream: Stream,
     limits: Limits,
-    ranks: int,
     weights: Sequence[Tensor],
 ) -> WeightsDesk:
     """The desk of a model that is laid out in `arena`. weights: the tensors that its first load filled."""
     cache = [tensor for group in blueprint.cache(model) for tensor in group]
     check, load = partial(_validate, blueprint, limits), partial(blueprint.load, model)
-    refused = f"the weights are spread over {ranks} ranks; this is possible on one GPU" if ranks > 1 else ""
-    return WeightsDesk(check, load, arena, stream, cache, refused, weights)
+    return WeightsDesk(check, load, arena, stream, cache, weights)
 
 
 def _validate(blueprint: Blueprint[Any], limits: Limits, checkpoint: Checkpoint) -> None:

@@ -38,8 +38,10 @@ class Qwen3(Blueprint[Model]):
         return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        weights = Weights.allocate(self.whole, Arena(Device("null"), None), limits.dtype)
-        validate(checkpoint, self.whole, weights)
+        validate(checkpoint, self.whole, self._whole(limits))
+
+    def _whole(self, limits: Limits) -> Weights:
+        return Weights.allocate(self.whole, Arena(Device("null"), None), limits.dtype)
 
     def _page_bytes(self, limits: Limits) -> int:
         return self.config.kv_bytes_per_token(limits.dtype.itemsize) * self.page_size
@@ -65,7 +67,10 @@ class Qwen3(Blueprint[Model]):
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts,
-            adapters=adapters_of(arena, limits, weights.adapted(), weights.loads(c)),
+            adapters=adapters_of(
+                arena, limits, weights.adapted(), weights.loads(c),
+                lambda: self._whole(limits).loads(self.whole),
+            ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)
         shape = (pages, c.num_layers, 2, c.num_kv_heads, self.page_size, c.head_dim)

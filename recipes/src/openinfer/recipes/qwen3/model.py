@@ -18,7 +18,6 @@ from openinfer.kernels import (
     embed,
     gate_up_silu,
     gather_columns,
-    linear_add,
     norm_linear,
     norm_rope_attend,
 )
@@ -106,15 +105,13 @@ class Model:
                 window=c.windows[n],
                 max_q_len=max_q_len,
             )
-            linear_add(pack, x=x, h=heads, weight=layer.o, scales=s.o, ranks=c.ranks)
-            batch.adapt(pack, layer.o, out=x, x=heads)
+            batch.add(pack, x, h=heads, weight=layer.o, scales=s.o, ranks=c.ranks)
             norm, up = layer.post_norm, layer.gate_up
             added = batch.adapted(pack, up, x=x, norm_weight=norm, eps=eps)
             gate_up_silu(
                 pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, scales=s.gate_up, added=added
             )
-            linear_add(pack, x=x, h=mlp, weight=layer.down, scales=s.down, ranks=c.ranks)
-            batch.adapt(pack, layer.down, out=x, x=mlp)
+            batch.add(pack, x, h=mlp, weight=layer.down, scales=s.down, ranks=c.ranks)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
     def head(self, pack: Pack, num_rows: int) -> None:

@@ -47,9 +47,11 @@ class Qwen35(Blueprint[Model]):
         return (1, 2, 4, 8, 16, *range(32, max_rows, 32))
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
+        validate(checkpoint, self._whole(limits))
+
+    def _whole(self, limits: Limits) -> Weights:
         whole = self.config.whole or self.config
-        weights = Weights.allocate(whole, Arena(Device("null"), None), limits.dtype, self.form)
-        validate(checkpoint, weights)
+        return Weights.allocate(whole, Arena(Device("null"), None), limits.dtype, self.form)
 
     def _block_bytes(self, limits: Limits) -> tuple[int, int]:
         c, itemsize = self.config, limits.dtype.itemsize
@@ -97,7 +99,10 @@ class Qwen35(Blueprint[Model]):
             ],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
-            adapters=adapters_of(arena, limits, weights.adapted(), weights.places.weights(), NOT_RUN),
+            adapters=adapters_of(
+                arena, limits, weights.adapted(), weights.places.weights(),
+                lambda: self._whole(limits).places.weights(), NOT_RUN,
+            ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens, batch.logits)
         page = (c.num_full + self.form.mtp, 2, c.num_kv_heads, self.page_size, c.head_dim)

@@ -221,8 +221,7 @@ class Model:
             scale=c.head_dim**-0.5,
             max_q_len=max_q_len,
         )
-        linear_add(pack, x=x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales, ranks=c.ranks)
-        batch.adapt(pack, mixer.o.weight, out=x, x=heads)
+        batch.add(pack, x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales, ranks=c.ranks)
 
     def _delta_net(
         self, pack: Pack, norm: Tensor, mixer: DeltaNet, index: int, t: int, r: int, max_q_len: int
@@ -272,8 +271,7 @@ class Model:
             num_drafts=None if self.recent is None else rows["num_drafts"][:r],
         )
         out, values = mixer.out, b.values[:t]
-        linear_add(pack, x=x, h=values, weight=out.weight, scales=out.scales, ranks=c.ranks)
-        adapt(pack, out.weight, out=x, x=values)
+        self.batch.add(pack, x, h=values, weight=out.weight, scales=out.scales, ranks=c.ranks)
 
     def _mlp(self, pack: Pack, layer: Layer, t: int) -> None:
         """x += the MLP of its norm, or the mixture's."""
@@ -329,8 +327,7 @@ class Model:
     def _down(self, pack: Pack, down: Linear, x: Tensor, t: int, ranks: int = 1) -> None:
         """x += the hidden layer times `down`."""
         hidden = self.buffers.mlp[:t]
-        linear_add(pack, x=x, h=hidden, weight=down.weight, scales=down.scales, ranks=ranks)
-        self.batch.adapt(pack, down.weight, out=x, x=hidden)
+        self.batch.add(pack, x, h=hidden, weight=down.weight, scales=down.scales, ranks=ranks)
 
 
 def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:

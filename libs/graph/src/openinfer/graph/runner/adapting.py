@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from openinfer.graph.runner.sampling import Sampling
 from openinfer.kernels.adapters import Adapter, Adapters
 from openinfer.scheduler import Seq
 from openinfer.tensor import Stream
+
+Array = np.ndarray[Any, Any]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -61,10 +65,15 @@ class Places(Generic[K]):
 
 class AdapterQueue:
     """The adapters of sequences, from `wait` to `end`. A place is filled on `stream`, after the steps that are there
-    and before those that follow. Sequences get places in the order of their arrival, as far as places allow."""
+    and before those that follow. Sequences get places in the order of their arrival, as far as places allow.
 
-    def __init__(self, adapters: Adapters, stream: Stream) -> None:
-        self._adapters, self._stream = adapters, stream
+    tell: called with place and values before a place is filled, for the followers to do the same.
+    """
+
+    def __init__(
+        self, adapters: Adapters, stream: Stream, tell: Callable[[int, Array], None] | None = None
+    ) -> None:
+        self._adapters, self._stream, self._tell = adapters, stream, tell
         self._places: Places[Adapter] = Places(adapters.sizes.places)
         self._waiting: deque[Seq[Sampling]] = deque()
         self._changed = False
@@ -97,7 +106,9 @@ class AdapterQueue:
                 continue
             seq.owner.place, fresh = taken
             if fresh:
-                self._adapters.put(seq.owner.place, adapter, self._stream)
+                if self._tell is not None:
+                    self._tell(seq.owner.place, adapter.values)
+                self._adapters.put(seq.owner.place, adapter.values, self._stream)
             self.waiting[adapter.name] -= 1
             self.running[adapter.name] += 1
             ready.append(seq)

@@ -11,7 +11,7 @@ import numpy as np
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.runner.scoring import padded, score_fields
 from openinfer.graph.runner.verifying import Proposals, draft_fields, proposal_fields
-from openinfer.kernels import Pack, expand_rows, select_rows
+from openinfer.kernels import Pack, expand_rows, linear_add, select_rows
 from openinfer.kernels.adapters import Adapters
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.tensor import Arena, Stream, Tensor, int32
@@ -125,13 +125,37 @@ class Batch:
             self.adapters.add(pack, weight, out=out, x=x, **by_row, norm_weight=norm_weight, eps=eps)
 
     def adapted(
-        self, pack: Pack, weight: Tensor, *, x: Tensor, norm_weight: Tensor, eps: float
+        self,
+        pack: Pack,
+        weight: Tensor,
+        *,
+        x: Tensor,
+        norm_weight: Tensor | None = None,
+        eps: float | None = None,
     ) -> Tensor | None:
         """The sum that `adapt` adds, [T, N], until the next call; None where nothing is added."""
         if self.adapters is None:
             return None
         by_row = {"ids": self.rows["adapters"], "token_slots": self.token_slots[: x.shape[0]]}
         return self.adapters.added(pack, weight, x=x, **by_row, norm_weight=norm_weight, eps=eps)
+
+    def add(
+        self,
+        pack: Pack,
+        x: Tensor,
+        *,
+        h: Tensor,
+        weight: Tensor,
+        scales: Tensor | None = None,
+        ranks: int = 1,
+    ) -> None:
+        """x += h @ weight^T and what each row's adapter adds to it (linear_add); the sum of all ranks."""
+        if self.adapters is None or ranks == 1:
+            linear_add(pack, x=x, h=h, weight=weight, scales=scales, ranks=ranks)
+            self.adapt(pack, weight, out=x, x=h)
+        else:
+            added = self.adapted(pack, weight, x=h)
+            linear_add(pack, x=x, h=h, weight=weight, scales=scales, ranks=ranks, added=added)
 
     def expand(self, pack: Pack, num_tokens: int, num_rows: int) -> Tensor:
         """Write id, position and slot of each token of the step; every forward pass begins so. The ids, int32 [T]."""

@@ -6,7 +6,8 @@ batch come as the packed deltas that the leader sends to its own device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from openinfer.graph.runner.ring import Reader, Writer
 if TYPE_CHECKING:
     from openinfer.graph.runner.runner import Runner
 
-_DELTA, _END = -1, -2
+_DELTA, _END, _COMMAND = -1, -2, -3
 
 
 class Leader:
@@ -35,13 +36,18 @@ class Leader:
         """The followers launch this segment."""
         self._writer.send(self._numbers[key])
 
+    def command(self, name: str, *args: str | int) -> None:
+        """The followers carry out one of their commands, after the launches so far."""
+        text = json.dumps([name, *args]).encode()
+        self._writer.send(_COMMAND, np.frombuffer(text + b" " * (-len(text) % 4), np.int32))
+
     def end(self) -> None:
         """The followers leave their loops."""
         self._writer.send(_END)
 
 
-def follow(runner: Runner, reader: Reader) -> None:
-    """Do what the leader says, until it says that it ends. The runner must be recorded."""
+def follow(runner: Runner, reader: Reader, commands: Mapping[str, Callable[..., object]]) -> None:
+    """Do what the leader says, until it says that it ends. The runner must be recorded. commands: by their names."""
     keys, rows = list(runner.graphs.keys()), runner.model.batch.rows
     while True:
         number, words = reader.take()
@@ -50,5 +56,8 @@ def follow(runner: Runner, reader: Reader) -> None:
         elif number == _DELTA:
             half = len(words) // 2
             rows.send(Delta(words[:half], words[half:]), runner.stream)
+        elif number == _COMMAND:
+            name, *args = json.loads(words.tobytes())
+            commands[name](*args)
         else:
             return

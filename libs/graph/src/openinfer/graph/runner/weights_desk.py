@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,13 @@ class WeightsDesk:
     """Changes an engine's memory while no request runs; the caller sees to that.
 
     check: raises CheckpointError for a checkpoint of another model. load: fills the weights, on a stream.
-    cache: the tensors whose content need not survive a sleep. refused: why none of this is possible; "" if it is.
+    cache: the tensors whose content need not survive a sleep.
     weights: the tensors that the first load filled, which a sleep of level 2 drops.
     """
+
+    together: Callable[..., AbstractContextManager[None]] | None = None
+    """The first of several ranks tells the others to do the same, by the name of the method and its arguments. At the
+    end it waits for them."""
 
     def __init__(
         self,
@@ -39,11 +44,12 @@ class WeightsDesk:
         arena: Arena,
         stream: Stream,
         cache: Sequence[Tensor],
-        refused: str = "",
         weights: Sequence[Tensor] = (),
     ) -> None:
         self._check_model, self._load, self._arena, self._stream = check, load, arena, stream
-        self._cache, self._refused, self.weights = cache, refused, weights
+        self._cache, self.weights = cache, weights
+        self.progress: Callable[[], Progress] = partial(ProgressBar, "updating weights")
+        """Makes the bar of an update."""
         self._saved: list[tuple[int, np.ndarray[Any, Any]]] | None = None
         self.version = ""
         self.dropped = False
@@ -65,7 +71,7 @@ class WeightsDesk:
             else ""
         )
 
-    def update(self, path: Path, version: str) -> None:
+    def update(self, path: Path | str, version: str) -> None:
         """Take all weights from another checkpoint of the same model; `version` names them from now on. path: its
         folder, or the socket of a process that shares them (tensor.SharedWeights).
 
@@ -75,6 +81,7 @@ class WeightsDesk:
             raise NotPossible("the new weights need a version, which answers name")
         with ExitStack() as stack:
             try:
+                path = Path(path)
                 shared = path.is_socket()
                 opened = SharedCheckpoint(path, self._arena.device) if shared else Checkpoint(path)
                 checkpoint = stack.enter_context(opened)
@@ -82,9 +89,8 @@ class WeightsDesk:
             except (CheckpointError, OSError, ValueError) as error:
                 raise NotPossible(f"{path} has no weights for this model: {error}") from error
             self._stream.synchronize()
-            self._load(
-                checkpoint, stack.enter_context(Stream(self._arena.device)), ProgressBar("updating weights")
-            )
+            stack.enter_context(self._all_ranks("update", str(path), version))
+            self._load(checkpoint, stack.enter_context(Stream(self._arena.device)), self.progress())
         self.version, self.dropped = version, False
 
     def sleep(self, level: int = 1) -> None:
@@ -97,29 +103,32 @@ class WeightsDesk:
             )
         if not self._arena.mapped:
             raise NotPossible("the memory cannot be given back; start the server with --enable-sleep-mode")
-        self._stream.synchronize()
-        saved, gone = [], [*self._cache, *(self.weights if level == 2 else ())]
-        for start, end in self._without(gone):
-            buffer = np.empty(end - start, np.uint8)
-            self._stream.copy_async(buffer.ctypes.data, start, end - start, "d2h")
-            saved.append((start, buffer))
-        self._stream.synchronize()
-        self._arena.give_back()
-        self._saved, self.dropped = saved, self.dropped or level == 2
+        with self._all_ranks("sleep", level):
+            self._stream.synchronize()
+            saved, gone = [], [*self._cache, *(self.weights if level == 2 else ())]
+            for start, end in self._without(gone):
+                buffer = np.empty(end - start, np.uint8)
+                self._stream.copy_async(buffer.ctypes.data, start, end - start, "d2h")
+                saved.append((start, buffer))
+            self._stream.synchronize()
+            self._arena.give_back()
+            self._saved, self.dropped = saved, self.dropped or level == 2
 
     def wake(self) -> None:
         """Take the memory again, with what was kept; the rest is zero. Raises NotPossible, OutOfMemory."""
         self._check(asleep=True)
-        self._arena.take_back()
-        self._stream.memset_async(self._arena.base, 0, self._arena.used)
-        for start, buffer in self._saved or ():
-            self._stream.copy_async(start, buffer.ctypes.data, len(buffer), "h2d")
-        self._stream.synchronize()
-        self._saved = None
+        with self._all_ranks("wake"):
+            self._arena.take_back()
+            self._stream.memset_async(self._arena.base, 0, self._arena.used)
+            for start, buffer in self._saved or ():
+                self._stream.copy_async(start, buffer.ctypes.data, len(buffer), "h2d")
+            self._stream.synchronize()
+            self._saved = None
+
+    def _all_ranks(self, name: str, *args: str | int) -> AbstractContextManager[None]:
+        return nullcontext() if self.together is None else self.together(name, *args)
 
     def _check(self, *, asleep: bool) -> None:
-        if self._refused:
-            raise NotPossible(self._refused)
         if self.asleep != asleep:
             raise NotPossible(
                 "the engine sleeps; wake it up first" if self.asleep else "the engine does not sleep"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.communicator import Communicator, added
+from openinfer.kernels.communicator import Communicator, sum_over
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.exchange import columns_of_ranks, sum_of_ranks
 from openinfer.kernels.launch import Collective, CollectiveKind, Command
@@ -26,7 +26,7 @@ def combine(kind: CollectiveKind, out: Array, x: Array, communicator: Communicat
     if kind == "all_gather":
         np.concatenate(communicator.exchange(x), out=out)
         return
-    total = added(communicator, x)
+    total = sum_over(communicator, x)
     if kind == "reduce_scatter":
         total = np.split(total, communicator.size)[communicator.rank]
     out[:] = total
@@ -100,7 +100,7 @@ def _reduce_add(*, x: Tensor, y: Tensor, ranks: int) -> None:
 def _reduce_add_reference(
     *, x: Array, y: Array, ranks: int, communicator: Communicator | None = None
 ) -> None:
-    x[:] = x.astype(np.float32) + added(communicator, y)
+    x[:] = x.astype(np.float32) + sum_over(communicator, y)
 
 
 def _reduce_add_launches(target: Target, *, x: Tensor, y: Tensor, ranks: int) -> Iterator[Command]:

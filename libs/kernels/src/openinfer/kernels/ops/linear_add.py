@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from openinfer.kernels.benchmark import Case, Memory
-from openinfer.kernels.communicator import Communicator, added
+from openinfer.kernels.communicator import Communicator, sum_over
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
 from openinfer.kernels.exchange import sum_of_ranks
 from openinfer.kernels.formats import dequantized
@@ -17,12 +17,22 @@ from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
 
 
-def _contract(*, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None, ranks: int = 1) -> None:
+def _contract(
+    *,
+    x: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    ranks: int = 1,
+    added: Tensor | None = None,
+) -> None:
     """x += h @ weight^T, in place. With several ranks, h and weight are a rank's part of K, and x gets the sum of all.
 
     x [T, H], h [T, K], weight [H, K] of one float dtype. The product accumulates in float32; the published models round
     it before the addition, an implementation may round once after it. H and K are multiples of 16. With `scales` the
     weight is float8_e4m3fn (contract.expect_weight); h is not quantised. A rank's product is rounded before the sum.
+
+    added [T, H]: of several ranks, what adapters add to a rank's product, see add_lora. It is overwritten.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -31,6 +41,9 @@ def _contract(*, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = N
     require(
         hidden % 16 == 0 and h.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16"
     )
+    if added is not None:
+        expect("added", added, x.shape, x.dtype)
+        require(ranks > 1, "added is for a rank of several; add_lora adds onto x itself")
 
 
 def _reference(
@@ -40,20 +53,29 @@ def _reference(
     weight: Array,
     scales: Array | None = None,
     ranks: int = 1,
+    added: Array | None = None,
     communicator: Communicator | None = None,
 ) -> None:
-    y = rounded(matmul_nt(h, dequantized(weight, scales)), x.dtype)
-    x[:] = f32(x) + added(communicator, y)
+    y = matmul_nt(h, dequantized(weight, scales))
+    y = rounded(y if added is None else f32(added) + y, x.dtype)
+    x[:] = f32(x) + sum_over(communicator, y)
 
 
 def _launches(
-    target: Target, *, x: Tensor, h: Tensor, weight: Tensor, scales: Tensor | None = None, ranks: int = 1
+    target: Target,
+    *,
+    x: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    ranks: int = 1,
+    added: Tensor | None = None,
 ) -> Iterator[Command]:
     if ranks == 1:
         yield from product(target, "linear_add", x, h, weight, scales, add=True)
         return
-    y = Scratch(x.shape, x.dtype)
-    yield from product(target, "linear_add", y, h, weight, scales)
+    y = Scratch(x.shape, x.dtype) if added is None else added
+    yield from product(target, "linear_add", y, h, weight, scales, add=added is not None)
     yield from sum_of_ranks(target, x, y, ranks)
 
 
@@ -65,6 +87,7 @@ def _cost(
     weight: Tensor,
     scales: Tensor | None = None,
     ranks: int = 1,
+    added: Tensor | None = None,
 ) -> Cost:
     n, k = weight.shape
     weights = weight.nbytes + (scales.nbytes if scales else 0)
