@@ -341,14 +341,14 @@ def test_two_flags_of_an_engine_change_no_token(
 
 
 class WarmSlot:
-    """A pack that samples slot 3 with a temperature."""
+    """A pack that samples slot 3 with a high temperature."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
         if op.name == "sample":
-            args["temperatures"].numpy()[3] = 0.7
+            args["temperatures"].numpy()[3] = 5.0
         self.inner.run(op, args)
 
 
