@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from openinfer.cli import recipes
+from openinfer.cli import gate, recipes
 from openinfer.recipes.deepseek_v4.choices import Choices, Witness
 from openinfer.recipes.deepseek_v4.layers import Injected, LayerCheck
-from openinfer.recipes.engine import gate
 from openinfer.recipes.engine.forced import Forced, NoRoom
 from openinfer.recipes.engine.routing import Recorder, routed
 from openinfer.recipes.engine.startup import Built, build

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from openinfer.cli import gate
 from openinfer.kernels import RankLost
-from openinfer.recipes.engine import gate
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.qwen3 import RECIPE

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.cli import recipes, selftest_model
+from openinfer.cli import gate, recipes, selftest_model
 from openinfer.cli.selftest_ops import check
 from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.ops import route
 from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.recipes.deepseek_v4.ops.cases import cases as attention_cases
-from openinfer.recipes.engine import gate
 from openinfer.recipes.engine.startup import build
 from openinfer.tensor import Device
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_idle, steps
+from openinfer.cli import bench_idle, gate, steps
 from openinfer.cli.http_check import check_server
 from openinfer.frontend.errors import is_users_error, one_line
-from openinfer.recipes.engine import Recipe, gate
+from openinfer.recipes.engine import Recipe
 from openinfer.recipes.engine.startup import Built, build
 from openinfer.recipes.engine.verdict import Reference, load_reference
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.cli.forced_sampling import sampled
 from openinfer.graph.runner import Runner
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced, ForcedSeq
-from openinfer.recipes.engine.forced_sampling import sampled
 from openinfer.recipes.engine.routing import Recorder, routed
 from openinfer.recipes.engine.startup import Built
 from openinfer.recipes.engine.verdict import Check, Reference, Verdict, judge, limits, read
