@@ -64,21 +64,23 @@ CHECKS: dict[str, list[str]] = {
     "mypy": ["mypy", *(part for package in PACKAGES for part in ("-p", package))],
     "mypy scripts": ["mypy", *(f"scripts/{name}.py" for name in TYPED_SCRIPTS)],
 }
-# Parts of tests/ that take long are suites of their own, for the lanes to be of one length.
+# Parts of tests/ that take long are suites of their own, for the lanes to be of one length. A name may be a pattern.
 SUITES = [
     *(f"libs/{name}" for name in LIBRARIES),
     "recipes",
     "examples/llama",
     "tests",
     "tests/combinations",
+    "tests/test_[a-f]*.py",
     "tests/test_independence.py",
     "tests/test_recipes.py",
     "tests/test_speculation.py",
 ]
 # These take longest, so they are begun first.
 LONGEST = (
-    "tests",
     "libs/frontend",
+    "tests",
+    "tests/test_[a-f]*.py",
     "tests/test_recipes.py",
     "tests/combinations",
     "libs/kernels",
@@ -173,14 +175,15 @@ def run_python(arguments: list[str]) -> tuple[bool, str]:
 
 
 def run_suite(folder: str, *, slow: bool) -> tuple[bool, Counter[str], str]:
-    """Run a folder's tests and count them. A suite without tests fails."""
+    """Run the tests of a folder, a file or a pattern of files, and count them. A suite without tests fails."""
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.xml"
         which = "slow or not slow" if slow else "not slow"
         # A base folder of its own: pytest's default one is cleaned up by other runs on the machine.
         places = [f"--junitxml={report}", f"--basetemp={temporary}/pytest"]
-        others = [f"--ignore={suite}" for suite in SUITES if suite.startswith(f"{folder}/")]
-        ok, printed = run_python(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, *others, folder])
+        paths = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(folder))
+        others = [f"--ignore-glob={ROOT / suite}" for suite in SUITES if suite.startswith(f"{folder}/")]
+        ok, printed = run_python(["-m", "pytest", "-q", "-r", "fE", "-m", which, *places, *others, *paths])
         return ok, count(report), printed
 
 

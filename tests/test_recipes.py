@@ -28,6 +28,7 @@ class TestQwen3(Suite):
     chunks, seeds = (1, 3, 16, 17, 128, 352), (0, 1, 2)
 
 
+@pytest.mark.slow  # test_qwen3_goldens has its tokens and logits
 class TestQwen3Untied(Suite):
     recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
 

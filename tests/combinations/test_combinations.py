@@ -7,6 +7,7 @@ servers have every flag at once. features.py has the lists.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import functools
 import importlib.util
 import itertools
@@ -17,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -367,17 +368,25 @@ def test_an_adapter_changes_tokens() -> None:
         assert sum(not same(one, other) for one, other in pairs) > len(PAIRS) // 2
 
 
-@pytest.mark.parametrize("model", F.MODELS)
-@pytest.mark.parametrize(
-    "features",
-    [("several HTTP processes", "an engine that comes back"), ("the engine in a thread",), ("replicas",)],
-    ids=["processes", "thread", "replicas"],
-)
-@pytest.mark.parametrize(
-    "without",
-    [TIERS, {"several ranks"}],
-    ids=["ranks", "one rank"],
-)
+SERVERS = {
+    "processes": ("several HTTP processes", "an engine that comes back"),
+    "thread": ("the engine in a thread",),
+    "replicas": ("replicas",),
+}
+WITHOUT = {"ranks": TIERS, "one rank": {"several ranks"}}
+TODAY = datetime.date.today().toordinal()
+
+
+def servers() -> Iterator[Any]:
+    """Model, features of the server, features that the engine lacks. A third is of the day, the others are slow."""
+    every = itertools.product(F.MODELS, SERVERS.items(), WITHOUT.items())
+    for number, (model, (kind, features), (name, without)) in enumerate(every):
+        of_the_day = (number + number // 3 + TODAY) % 3 == 0
+        marks = () if of_the_day else pytest.mark.slow
+        yield pytest.param(model, features, without, id=f"{name}-{kind}-{model}", marks=marks)
+
+
+@pytest.mark.parametrize(("model", "features", "without"), [*servers()])
 def test_a_server_with_every_flag_changes_no_token(
     model: str, features: tuple[str, ...], without: set[str], server: Callable[..., Any], tmp_path: Path
 ) -> None:
