@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from openinfer.kernels.contract import require
+from openinfer.kernels.kv_cache import FP8_ARCH
 from openinfer.kernels.launch import (
     INT32_MAX,
     Aligned,
@@ -114,11 +116,13 @@ HOPPER_TOKENS = 512
 
 
 def _is_matrix(target: Target, call: Call) -> bool:
-    """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns."""
+    """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns. No product
+    takes codes beside queries in bfloat16."""
     page_stride = call.kv.strides[0]
     return (
         target.arch == 90
         and not target.interpreted
+        and "kv_scales" not in call.args
         and call.page_size >= 8
         and page_stride % call.dim == 0
         and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
@@ -182,12 +186,12 @@ class Call:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Any], scale: float, window: int) -> Call:
-        """`tensors`: what the kernels are given, by name; all are Tensor, but q may be Scratch."""
+        """`tensors`: what the kernels are given, by name; all are Tensor, but q may be Scratch and kv_scales None."""
         kv, table_width = tensors["kv"], tensors["block_tables"].shape[1]
         tokens, heads, dim = tensors["q"].shape
         _, _, kv_heads, page_size, _ = kv.shape
         args: dict[str, Arg] = {
-            **tensors,
+            **{name: value for name, value in tensors.items() if value is not None},
             "table_width": table_width,
             "page_stride": Aligned(kv.strides[0]),
             "window": window or NO_WINDOW,
@@ -198,6 +202,16 @@ class Call:
 
     def constants(self, tile: Tile | HopperTile) -> dict[str, int]:
         return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}
+
+    @property
+    def cache(self) -> dict[str, Arg]:
+        """The tensors of the cache by their names: kv, and kv_scales of an FP8 cache."""
+        return {name: self.args[name] for name in ("kv", "kv_scales") if name in self.args}
+
+    @property
+    def without(self) -> dict[str, None]:
+        """The constant in place of the scales that the cache does not have."""
+        return {} if "kv_scales" in self.args else {"kv_scales": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +228,12 @@ class Choice:
 
 
 def choose(target: Target, call: Call) -> Choice:
-    """The choice for a call. The choice depends on static sizes, never on lengths."""
+    """The choice for a call. The choice depends on static sizes, never on lengths. Raises ContractError for an FP8
+    cache on a GPU that has no instructions for it."""
+    require(
+        "kv_scales" not in call.args or target.arch >= FP8_ARCH,
+        f"the cache is FP8; that takes sm_{FP8_ARCH} or newer, and this is sm_{target.arch}",
+    )
     short = short_tile(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
@@ -254,7 +273,7 @@ def _long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
         "attend_long",
         (call.kv_heads, tiles),
         {**call.args, "rows": call.rows, "tokens": call.tokens, "short": short},
-        call.constants(tile),
+        {**call.constants(tile), **call.without},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -303,7 +322,12 @@ def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: i
             "short": short,
             "part_size": choice.part_size,
         },
-        {**call.constants(tile), "MR": merged, "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim))},
+        {
+            **call.constants(tile),
+            "MR": merged,
+            "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
+            **call.without,
+        },
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -321,7 +345,8 @@ def new_tokens(
     items = (call.rows + SPARE_PARTS, 1) if filling else (call.rows, choice.splits)
     parts = (call.kv_heads, math.prod(items), group)
     args = {
-        **{name: call.args[name] for name in ("out", "kv")},
+        "out": call.args["out"],
+        **call.cache,
         **new,
         **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
         **{name: call.args[name] for name in ("table_width", "page_stride", "window", "scale")},
@@ -340,6 +365,7 @@ def new_tokens(
         "WINDOWED": call.args["window"] != NO_WINDOW,
         "SEARCH": power_of_two(call.rows) if filling else 0,
         **left_out,
+        **call.without,
     }
     tile = choice.short
     grid = (call.kv_heads, *items)

@@ -10,7 +10,7 @@ An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pa
    `aligned`, `power_of_two`, `Target`; tiles that fit: `shared_bytes`, `CONSUMER_SHARED_BYTES`, `depth`
  - parts of ops here that another op may launch: products (`matmul`, `takes_codes`, `expect_bf16`, `expect_q8`),
    attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
-   `write_launch`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
+   `expect_cache`, `cached_bytes`, `write_launch`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
  - cost: `Cost`, `Workload`
 
 Kernels themselves import Triton functions from the modules of openinfer.kernels.device by
@@ -38,6 +38,7 @@ from openinfer.kernels.formats import (
     q8,
     unpack_fp4,
 )
+from openinfer.kernels.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.launch import (
     Aligned,
     Arg,
@@ -88,12 +89,14 @@ __all__ = [
     "aligned",
     "attention_launches",
     "beside",
+    "cached_bytes",
     "choose_attention",
     "depth",
     "dequantized",
     "e8m0",
     "expect",
     "expect_bf16",
+    "expect_cache",
     "expect_columns",
     "expect_packed",
     "expect_q8",

@@ -15,6 +15,7 @@ Array = np.ndarray[Any, Any]
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """E2M1 by code; bit 3 is the sign."""
 
+_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _E8M0_VALUES = np.append(2.0 ** np.arange(-127.0, 128), np.nan).astype(np.float32)
 
 SCALE_BLOCK = 128
@@ -78,12 +79,22 @@ def _scale(x: Array, least: float, most: float) -> Array:
     return np.asarray(np.ldexp(np.float32(1), exponent - (mantissa == 0.5)), np.float32)
 
 
+def q8_codes(x: Array) -> tuple[Array, Array]:
+    """Float32 x [..., n] as e4m3 codes, and the E8M0 bytes [...] of their scales: one power of two for n elements."""
+    scale = _scale(x, Q8_LEAST, E4M3_MAX)
+    codes = np.clip(x / scale, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+    return codes, (np.frexp(scale[..., 0])[1] + 126).astype(np.uint8)
+
+
+def q8_values(codes: Array, scales: Array) -> Array:
+    """The values of q8_codes, float32 [..., n]."""
+    return np.asarray(_E4M3_VALUES[codes.view(np.uint8)] * e8m0(scales)[..., None])
+
+
 def q8(x: Array, block: int) -> Array:
     """Float32 x with every `block` consecutive elements of the last axis rounded to e4m3 with a power-of-two scale."""
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
-    scale = _scale(blocks, Q8_LEAST, E4M3_MAX)
-    codes = np.clip(blocks / scale, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
-    return np.asarray((codes.astype(np.float32) * scale).reshape(x.shape))
+    return q8_values(*q8_codes(blocks)).reshape(x.shape)
 
 
 def q4(x: Array) -> Array:

@@ -3,11 +3,18 @@
 A program works on the query heads that share one key head: its tile is BM (token, query head) pairs, token by token,
 GROUP heads each. `scale` holds log2(e) and is positive; `window` is huge for a layer without a window. A page of the
 cache is [K heads | V heads, PAGE, D] at kv + page * page_stride.
+
+An FP8 cache has e4m3 codes and, for each head of a token, a power of two as an E8M0 byte: [K heads | V heads, PAGE] at
+kv_scales + page * page_stride. Other caches have no scales, and kv_scales is None. Codes become bfloat16, which is
+exact. Scores are multiplied by the scales of the keys, and weights by those of the values. So products and their
+float32 sums are those of a cache in bfloat16, however long the context is.
 """
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+
+from openinfer.kernels.device.formats import e8m0
 
 LOW = tl.constexpr(-1.0e30)
 """The maximum before any key was seen. It must be finite, so that its distance to a hidden score is not NaN."""
@@ -46,18 +53,38 @@ def _seen(n, position, window, stop, BN: tl.constexpr):
 
 
 @triton.jit
-def online_softmax(m, l, acc, score, v, scale):
-    """One block of the online softmax: running maximum m, sum l and product acc with the values."""
+def online_softmax(m, l, acc, score, v, scale, value_scale):
+    """One block of the online softmax: running maximum m, sum l and product acc with the values. value_scale: factors
+    of the values, or None."""
     top = tl.maximum(m, tl.max(score, 1) * scale)
     p = tl.exp2(score * scale - top[:, None])
     decay = tl.exp2(m - top)
-    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
+    share = p
+    if value_scale is not None:
+        share = p * value_scale[None, :]
+    acc = tl.dot(share.to(v.dtype), v, acc * decay[:, None])
     return top, l * decay + tl.sum(p, 1), acc
 
 
 @triton.jit
+def add_block(m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride,
+              PAGE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """online_softmax over the keys n to n + BN - 1, n a multiple of BN: their scores, HIDDEN or of the numbers in the
+    cache, and the numbers of their values."""
+    if kv_scales is None:
+        m, l, acc = online_softmax(m, l, acc, score, v, scale, None)
+    else:
+        where = kv_scales + head * PAGE + cache_places(table, n, stop, page_stride, 1, PAGE, BN)
+        written = n + tl.arange(0, BN) < stop
+        key_scale = e8m0(tl.load(where, mask=written, other=127))
+        value_scale = e8m0(tl.load(where + kv_heads * PAGE, mask=written, other=127))
+        m, l, acc = online_softmax(m, l, acc, score * key_scale[None, :], v, scale, value_scale)
+    return m, l, acc
+
+
+@triton.jit
 def attend_long(
-    out, q, kv, slots, q_starts, seq_lens, alive, block_tables,
+    out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, rows, tokens, short,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -108,14 +135,20 @@ def attend_long(
     acc = tl.zeros((BM, D), tl.float32)
     for n in range(low, whole, BN):
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
-        score = tl.dot(query, tl.trans(tl.load(key + where)))
-        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where), scale)
+        score = tl.dot(query, tl.trans(tl.load(key + where).to(query.dtype)))
+        v = tl.load(value + where).to(query.dtype)
+        m, l, acc = add_block(
+            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
+        )
     for n in range(whole, stop, BN):
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
-        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
+        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0).to(query.dtype)))
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+        v = tl.load(value + where, mask=written, other=0.0).to(query.dtype)
+        m, l, acc = add_block(
+            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
+        )
     l = tl.where(l > 0.0, l, 1.0)  # pairs past the row's end may see nothing
     tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -147,7 +180,7 @@ def merge_parts(partial, weight, parts, used, live, D: tl.constexpr, MR: tl.cons
 
 @triton.jit
 def attend_short(
-    out, q, kv, slots, q_starts, seq_lens, alive, block_tables,
+    out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, partial, weight, arrived, tokens, short, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MR: tl.constexpr, MERGE: tl.constexpr,
@@ -199,9 +232,12 @@ def attend_short(
     for n in range(begin, stop, BN):
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
-        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0)))
+        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0).to(query.dtype)))
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=written, other=0.0), scale)
+        v = tl.load(value + where, mask=written, other=0.0).to(query.dtype)
+        m, l, acc = add_block(
+            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
+        )
     # A row's first tokens may see no key of its last part. Their weight is then LOW.
     l = tl.where(l > 0.0, l, 1.0)
     acc = acc / l[:, None]

@@ -11,11 +11,12 @@ import triton.language as tl
 from openinfer.kernels.device.attention import (
     HIDDEN,
     LOW,
+    add_block,
     cache_places,
     merge_parts,
-    online_softmax,
     pair_places,
 )
+from openinfer.kernels.device.formats import e4m3, e8m0, q8_exponent
 from openinfer.kernels.device.norm import weighted
 
 
@@ -29,6 +30,23 @@ def _normed(a, b, gain, column, cos, sin, D: tl.constexpr, eps):
         wide_a = weighted(wide_a * scale, tl.load(gain + column), dtype).to(tl.float32)
         wide_b = weighted(wide_b * scale, tl.load(gain + D // 2 + column), dtype).to(tl.float32)
     return (wide_a * cos - wide_b * sin).to(dtype), (wide_b * cos + wide_a * sin).to(dtype)
+
+
+@triton.jit
+def write_scale(to, size):
+    """Store the scale of a head of a token in an FP8 cache; `size`: its magnitudes [1, N]. Returns the E8M0 byte as
+    int32 [1, 1]."""
+    exponent = q8_exponent(tl.max(size.to(tl.float32), 1)[:, None])
+    tl.store(to + tl.zeros((1, 1), tl.int32), exponent.to(tl.uint8))
+    return exponent
+
+
+@triton.jit
+def write_codes(to, value, exponent):
+    """Store `value` as e4m3 codes. Returns their values in its dtype, as they will be read from the cache."""
+    codes = e4m3(value.to(tl.float32), exponent)
+    tl.store(to, codes)
+    return (codes.to(tl.float32) * e8m0(exponent)).to(value.dtype)
 
 
 @triton.jit
@@ -60,7 +78,7 @@ def _dealt(item, slots, seq_lens, rows, spare, part_size, window, BN: tl.constex
 
 @triton.jit
 def attend_new(
-    out, kv, qkv, q_norm, k_norm, cos_sin, slots, q_starts, seq_lens, alive, block_tables,
+    out, kv, kv_scales, qkv, q_norm, k_norm, cos_sin, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, eps, partial, weight, arrived, tokens, rows, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MR: tl.constexpr, MERGE: tl.constexpr, WINDOWED: tl.constexpr, SEARCH: tl.constexpr,
@@ -75,7 +93,7 @@ def attend_new(
     qkv [tokens, GROUP * G + 2 G heads, D]; q_norm and k_norm [D], or None: no norms; cos_sin float32 [positions, 2, D /
     2]. partial: float32 [key heads, rows * parts at most, or items at most, GROUP, D], weight the same less D; arrived:
     int32 [rows, key heads], zero before and after. MR: GROUP or the next power of two. WINDOWED: whether `window` hides
-    anything.
+    anything. kv_scales: see `attention`; the new key and value are attended to as the cache will have them.
     """
     HALF: tl.constexpr = D // 2
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
@@ -134,13 +152,16 @@ def attend_new(
         where = cache_places(table, n, before, page_stride, D, PAGE, BN)[:, None]
         number = n + tl.arange(0, BN)
         cached = (number < before)[:, None]  # what was never written may be NaN
-        score = tl.dot(qa, tl.trans(tl.load(key + where, mask=cached, other=0.0)))
-        score = tl.dot(qb, tl.trans(tl.load(key + HALF + where, mask=cached, other=0.0)), score)
+        score = tl.dot(qa, tl.trans(tl.load(key + where, mask=cached, other=0.0).to(qa.dtype)))
+        score = tl.dot(qb, tl.trans(tl.load(key + HALF + where, mask=cached, other=0.0).to(qb.dtype)), score)
         seen = number < before
         if WINDOWED:
             seen = seen & (number > before - window)
         score = tl.where(seen[None, :], score, HIDDEN)
-        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=cached, other=0.0), scale)
+        v = tl.load(value + where, mask=cached, other=0.0).to(qa.dtype)
+        m, l, acc = add_block(
+            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, before, page_stride, PAGE, BN
+        )
     if (before - low) // BN % parts == part:
         mine = source + (heads + head) * D
         ka, kb = _normed(
@@ -149,9 +170,17 @@ def attend_new(
         v = tl.load(mine + kv_heads * D + wide)
         page = tl.load(table + before // PAGE).to(tl.int64)
         to_key = kv + page * page_stride + (head * PAGE + before % PAGE) * D
-        tl.store(to_key + column, ka)
-        tl.store(to_key + HALF + column, kb)
-        tl.store(to_key + kv_heads * PAGE * D + wide, v)
+        if kv_scales is None:
+            tl.store(to_key + column, ka)
+            tl.store(to_key + HALF + column, kb)
+            tl.store(to_key + kv_heads * PAGE * D + wide, v)
+        else:
+            to_scale = kv_scales + page * page_stride + head * PAGE + before % PAGE
+            of_key = write_scale(to_scale, tl.maximum(tl.abs(ka), tl.abs(kb)))
+            of_value = write_scale(to_scale + kv_heads * PAGE, tl.abs(v))
+            ka = write_codes(to_key + column, ka, of_key)
+            kb = write_codes(to_key + HALF + column, kb, of_key)
+            v = write_codes(to_key + kv_heads * PAGE * D + wide, v, of_value)
         score = (
             tl.sum(qa.to(tl.float32) * ka.to(tl.float32) + qb.to(tl.float32) * kb.to(tl.float32), 1) * scale
         )

@@ -39,13 +39,24 @@ def e8m0(byte):
 
 
 @triton.jit
-def q8_codes(value):
-    """Float32 [..., 128] as e4m3 codes, a row with one scale [..., 1] of 2^ceil(log2(max / 448)); 448 = 1.75 * 2^8."""
-    largest = tl.maximum(tl.max(tl.abs(value), len(value.shape) - 1, keep_dims=True), 1e-4)
-    exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+def q8_exponent(largest):
+    """The E8M0 byte, as int32, of the scale 2^ceil(log2(largest / 448)); 448 = 1.75 * 2^8."""
+    largest = tl.maximum(largest, 1e-4)
+    return ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
+
+
+@triton.jit
+def e4m3(value, exponent):
+    """Float32 values as e4m3 codes; `exponent`: of q8_exponent."""
     shrink = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)
-    return (value * shrink).to(tl.float8e4nv), scale
+    return (value * shrink).to(tl.float8e4nv)
+
+
+@triton.jit
+def q8_codes(value):
+    """Float32 [..., 128] as e4m3 codes, a row with one scale [..., 1] of q8_exponent."""
+    exponent = q8_exponent(tl.max(tl.abs(value), len(value.shape) - 1, keep_dims=True))
+    return e4m3(value, exponent), (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -4,12 +4,13 @@
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.formats import e4m3, q8_exponent
 from openinfer.kernels.device.norm import weighted
 
 
 @triton.jit
 def qk_norm_rope_write(
-    q, kv, qkv, q_norm, k_norm, cos_sin, positions, token_slots, block_tables,
+    q, kv, kv_scales, qkv, q_norm, k_norm, cos_sin, positions, token_slots, block_tables,
     heads, kv_heads, table_width, page_stride, eps,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
@@ -19,6 +20,7 @@ def qk_norm_rope_write(
     Heads are numbered queries, keys, values; in qkv each query head is followed by its gate if GATED. A head is taken
     in three parts: the two halves of the ROTARY elements that are rotated, and the rest. HALF_BLOCK, REST_BLOCK: their
     sizes or the next powers of two; REST_BLOCK is 0 where there is no rest. q_norm and k_norm may be None: no norms.
+    kv_scales: the E8M0 bytes of an FP8 cache (see attention.py), or None.
     """
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
@@ -67,11 +69,26 @@ def qk_norm_rope_write(
     to_cache = (head >= heads) & (slot != 0)
     tl.store(to_q + column, a, mask=inside & is_q)
     tl.store(to_q + HALF + column, b, mask=inside & is_q)
-    tl.store(to_kv + column, a, mask=inside & to_cache)
-    tl.store(to_kv + HALF + column, b, mask=inside & to_cache)
+    if kv_scales is None:
+        tl.store(to_kv + column, a, mask=inside & to_cache)
+        tl.store(to_kv + HALF + column, b, mask=inside & to_cache)
     if REST_BLOCK:
         if q_norm is not None:
             rest_gain = tl.load(gain + rest_column, mask=in_rest & is_k, other=0.0)
             rest = tl.where(is_k, weighted(wide_rest * scale, rest_gain, dtype), rest)
         tl.store(to_q + rest_column, rest, mask=in_rest & is_q)
-        tl.store(to_kv + rest_column, rest, mask=in_rest & to_cache)
+        if kv_scales is None:
+            tl.store(to_kv + rest_column, rest, mask=in_rest & to_cache)
+    if kv_scales is not None:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        largest = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), 1)[:, None]
+        if REST_BLOCK:
+            rest = rest.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), 1)[:, None])
+        exponent = q8_exponent(largest)
+        to_scale = kv_scales + page * page_stride + (head - heads) * PAGE + position % PAGE
+        tl.store(to_scale, exponent.to(tl.uint8), mask=is_head & to_cache)
+        tl.store(to_kv + column, e4m3(a, exponent), mask=inside & to_cache)
+        tl.store(to_kv + HALF + column, e4m3(b, exponent), mask=inside & to_cache)
+        if REST_BLOCK:
+            tl.store(to_kv + rest_column, e4m3(rest, exponent), mask=in_rest & to_cache)

@@ -11,6 +11,8 @@ import numpy as np
 from openinfer.kernels.attention import Call, Choice, Tile, choose, launches
 from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.formats import q8_values
+from openinfer.kernels.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.launch import Command, Launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32
@@ -23,6 +25,7 @@ def _contract(
     out: Tensor,
     q: Tensor,
     kv: Tensor,
+    kv_scales: Tensor | None = None,
     slots: Tensor,
     q_starts: Tensor,
     seq_lens: Tensor,
@@ -36,16 +39,15 @@ def _contract(
 
     Rows, slots, q_starts, seq_lens and alive as in expand_rows. Token i of row r is at position p = seq_lens[slot] + i.
     It sees the positions j <= p, and with window > 0 only those with p - j < window. Its own key and value are in the
-    cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] as in
-    qk_norm_rope_write; query head a uses key head a // (A / G). block_tables int32 [S, B]. max_q_len: no row has more
-    tokens than this (1 in a decode step). scale > 0. Softmax in float32. The values written for tokens of dead rows and
-    for tokens past q_starts[R] are finite and otherwise unspecified. On a GPU d is a power of two.
+    cache already. q [T, A, d] and out [T, A * d] of one float dtype; kv [pages, 2, G, page_size, d] and kv_scales as in
+    kv_cache.expect_cache; query head a uses key head a // (A / G). block_tables int32 [S, B]. max_q_len: no row has
+    more tokens than this (1 in a decode step). scale > 0. Softmax in float32. The values written for tokens of dead
+    rows and for tokens past q_starts[R] are finite and otherwise unspecified. On a GPU d is a power of two.
     """
     expect("q", q, (-1, -1, -1), *FLOATS)
     tokens, heads, dim = q.shape
     expect("out", out, (tokens, heads * dim), q.dtype)
-    expect("kv", kv, (-1, 2, -1, -1, dim), q.dtype, dense=False)
-    expect("kv[0]", kv[0], kv.shape[1:])
+    expect_cache(kv, kv_scales, dim, q.dtype)
     rows, size = slots.shape[0], seq_lens.shape[0]
     expect("slots", slots, (rows,), int32)
     expect("q_starts", q_starts, (rows + 1,), int32)
@@ -64,6 +66,7 @@ def _reference(
     out: Array,
     q: Array,
     kv: Array,
+    kv_scales: Array | None = None,
     slots: Array,
     q_starts: Array,
     seq_lens: Array,
@@ -83,8 +86,10 @@ def _reference(
         first = int(seq_lens[slot])
         length = first + end - start
         pages = block_tables[slot, : -(-length // page_size)]
-        keys = f32(kv[pages, 0]).transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, :length]
-        values = f32(kv[pages, 1]).transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, :length]
+        keys, values = (
+            _cached(kv, kv_scales, pages, part).transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, :length]
+            for part in range(2)
+        )
         for token in range(start, end):  # one query at a time: the result must not depend on the chunk
             position = first + token - start
             low = max(0, position + 1 - window) if window else 0
@@ -94,6 +99,13 @@ def _reference(
             total = weights.sum(axis=-1, keepdims=True)
             weights = weights if q.dtype == np.float32 else f32(weights.astype(q.dtype))
             out[token] = (np.matmul(weights, values[:, low : position + 1]) / total).reshape(-1)
+
+
+def _cached(kv: Array, kv_scales: Array | None, pages: Array, part: int) -> Array:
+    """Keys (part 0) or values (1) of pages in float32."""
+    if kv_scales is None:
+        return f32(kv[pages, part])
+    return q8_values(kv[pages, part], kv_scales[pages, part])
 
 
 def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
@@ -115,6 +127,7 @@ def _launches(
     out: Tensor,
     q: Tensor,
     kv: Tensor,
+    kv_scales: Tensor | None = None,
     slots: Tensor,
     q_starts: Tensor,
     seq_lens: Tensor,
@@ -129,6 +142,7 @@ def _launches(
         "out": out,
         "q": q,
         "kv": kv,
+        "kv_scales": kv_scales,
         "slots": slots,
         "q_starts": q_starts,
         "seq_lens": seq_lens,
@@ -139,9 +153,11 @@ def _launches(
     yield from launches(call, choose(target, call), max_q_len)
 
 
-def _cost(workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, **rest: object) -> Cost:
+def _cost(
+    workload: Workload, *, out: Tensor, q: Tensor, kv: Tensor, kv_scales: Tensor | None = None, **rest: object
+) -> Cost:
     _, heads, dim = q.shape
-    cached = 2 * workload.kv_tokens * kv.shape[2] * dim * kv.itemsize
+    cached = workload.kv_tokens * cached_bytes(kv, kv_scales)
     return Cost(cached + 2 * workload.tokens * heads * dim * q.itemsize, 4 * workload.qk_pairs * heads * dim)
 
 

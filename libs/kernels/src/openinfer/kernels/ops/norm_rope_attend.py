@@ -9,6 +9,7 @@ import numpy as np
 
 from openinfer.kernels.attention import NEW_PAIRS, Call, choose, launches, new_tokens
 from openinfer.kernels.contract import FLOATS, expect, require
+from openinfer.kernels.kv_cache import cached_bytes, expect_cache
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.ops.attend import attend, require_attention
@@ -17,14 +18,26 @@ from openinfer.kernels.reference import Array
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
-WRITING = ("kv", "qkv", "q_norm", "k_norm", "cos_sin", "positions", "token_slots", "block_tables", "eps")
-ATTENDING = ("kv", "slots", "q_starts", "seq_lens", "alive", "block_tables")
+WRITING = (
+    "kv",
+    "kv_scales",
+    "qkv",
+    "q_norm",
+    "k_norm",
+    "cos_sin",
+    "positions",
+    "token_slots",
+    "block_tables",
+    "eps",
+)
+ATTENDING = ("kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
 
 
 def _contract(
     *,
     out: Tensor,
     kv: Tensor,
+    kv_scales: Tensor | None = None,
     qkv: Tensor,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -46,17 +59,16 @@ def _contract(
     Arguments are those of the two ops; positions and token_slots are made by expand_rows from slots, q_starts, seq_lens
     and alive.
     """
-    expect("kv", kv, (-1, 2, -1, -1, -1), *FLOATS, dense=False)
-    expect("kv[0]", kv[0], kv.shape[1:])
+    expect("out", out, (-1, -1), *FLOATS)
+    expect_cache(kv, kv_scales, -1, out.dtype)
     _, _, kv_heads, page_size, dim = kv.shape
-    expect("out", out, (-1, -1), kv.dtype)
     tokens, heads = out.shape[0], out.shape[1] // dim
     require(
         heads * dim == out.shape[1] and heads % kv_heads == 0,
         f"out is {out.shape}: not a multiple of {kv_heads} heads of {dim}",
     )
-    expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), kv.dtype)
-    expect_norms(q_norm, k_norm, dim, kv.dtype)
+    expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * dim), out.dtype)
+    expect_norms(q_norm, k_norm, dim, out.dtype)
     expect("cos_sin", cos_sin, (-1, 2, dim // 2), float32)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
@@ -79,7 +91,7 @@ def _reference(*, out: Array, scale: float, window: int, max_q_len: int, **rest:
     dim = rest["kv"].shape[-1]
     q = np.empty((out.shape[0], out.shape[1] // dim, dim), out.dtype)
     qk_norm_rope_write.reference(q=q, **{name: rest.get(name) for name in WRITING})
-    given = {name: rest[name] for name in ATTENDING}
+    given = {name: rest.get(name) for name in ATTENDING}
     attend.reference(out=out, q=q, scale=scale, window=window, max_q_len=max_q_len, **given)
 
 
@@ -90,7 +102,7 @@ def _launches(
     dim, page_size = kv.shape[4], kv.shape[3]
     require_attention(out.dtype, dim, page_size)
     q = Scratch((out.shape[0], out.shape[1] // dim, dim), out.dtype)
-    tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest[name] for name in ATTENDING}}
+    tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest.get(name) for name in ATTENDING}}
     call = Call.of(tensors, scale, window)
     if max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant:
         norms, left_out = norm_args(rest.get("q_norm"), rest.get("k_norm"))
@@ -102,10 +114,12 @@ def _launches(
     yield from launches(call, choose(target, call), max_q_len)
 
 
-def _cost(workload: Workload, *, out: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:
-    tokens, written = workload.tokens, kv.shape[2] * 2 * kv.shape[4]
-    cached = workload.kv_tokens * written * kv.itemsize
-    moved = tokens * (qkv.shape[1] + written + out.shape[1]) * out.itemsize
+def _cost(
+    workload: Workload, *, out: Tensor, kv: Tensor, kv_scales: Tensor | None = None, qkv: Tensor, **_: object
+) -> Cost:
+    tokens = workload.tokens
+    cached = (workload.kv_tokens + tokens) * cached_bytes(kv, kv_scales)
+    moved = tokens * (qkv.shape[1] + out.shape[1]) * out.itemsize
     return Cost(cached + moved, 4 * workload.qk_pairs * out.shape[1] + 8 * tokens * qkv.shape[1])
 
 

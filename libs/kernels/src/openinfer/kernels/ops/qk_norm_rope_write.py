@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.launch import Aligned, Command, Launch, Scratch, launch, power_of_two
+from openinfer.kernels.formats import q8_codes
+from openinfer.kernels.kv_cache import cached_bytes, expect_cache
+from openinfer.kernels.launch import Aligned, Arg, Command, Launch, Scratch, launch, power_of_two
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, rms_norm
 from openinfer.kernels.target import Target
@@ -19,6 +21,7 @@ def _contract(
     *,
     q: Tensor,
     kv: Tensor,
+    kv_scales: Tensor | None = None,
     qkv: Tensor,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -32,19 +35,19 @@ def _contract(
     and v to the cache.
 
     qkv [T, (A + 2 G) d]: A query heads, G key heads, G value heads; or [T, (2 A + 2 G) d]: each query head is followed
-    by d columns of its output gate, which are not read here. q out [T, A, d]. kv out [pages, 2, G, page_size, d]: one
-    layer of the cache (K, then V), dense within a page, pages at any stride. q_norm, k_norm [d]. All of one float
-    dtype; q_norm and k_norm may both be float32 (as in norm_linear), or both be left out: then q and k are rotated
-    without a norm. cos_sin float32 [P, 2, r/2]: cosines and sines by position, P > every position; of each head the
+    by d columns of its output gate, which are not read here. q out [T, A, d]. kv out [pages, 2, G, page_size, d], and
+    kv_scales out of an FP8 cache: one layer of the cache (K, then V; kv_cache.expect_cache). Codes are those of the
+    values rounded to q's dtype (formats.q8_codes). q_norm, k_norm [d]. All but an FP8 cache of one float dtype; q_norm
+    and k_norm may both be float32 (as in norm_linear), or both be left out: then q and k are rotated without a norm.
+    cos_sin float32 [P, 2, r/2]: cosines and sines by position, P > every position; of each head the
     first r <= d elements are rotated, element i with i + r/2. positions, token_slots int32 [T]; block_tables int32
     [S, B]: the page of position p of slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the
     padding page, which no row reads, so tokens of slot 0 may write there or not at all. d is a multiple of 16.
     """
     tokens, heads, dim = q.shape
     expect("q", q, (-1, -1, -1), *FLOATS)
-    expect("kv", kv, (-1, 2, -1, -1, dim), q.dtype, dense=False)
+    expect_cache(kv, kv_scales, dim, q.dtype)
     kv_heads, page_size = kv.shape[2:4]
-    expect("kv[0]", kv[0], kv.shape[1:])
     gated = qkv.shape[-1] == 2 * (heads + kv_heads) * dim
     expect("qkv", qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), q.dtype)
     expect_norms(q_norm, k_norm, dim, q.dtype, float32)
@@ -78,6 +81,7 @@ def _reference(
     *,
     q: Array,
     kv: Array,
+    kv_scales: Array | None = None,
     qkv: Array,
     q_norm: Array | None = None,
     k_norm: Array | None = None,
@@ -100,9 +104,14 @@ def _reference(
     live = np.flatnonzero(token_slots)
     position = positions[live]
     page = block_tables[token_slots[live], position // page_size]
-    key = _rope(f32(keys), cos, sin)
-    kv[page, 0, :, position % page_size] = key[live].astype(kv.dtype)
-    kv[page, 1, :, position % page_size] = split[live, first + kv_heads :]
+    key = _rope(f32(keys), cos, sin)[live].astype(q.dtype)
+    for part, vectors in enumerate((key, split[live, first + kv_heads :])):
+        if kv_scales is None:
+            kv[page, part, :, position % page_size] = vectors
+        else:
+            codes, scales = q8_codes(f32(vectors))
+            kv[page, part, :, position % page_size] = codes
+            kv_scales[page, part, :, position % page_size] = scales
 
 
 def norm_args(q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[dict[str, Tensor], dict[str, None]]:
@@ -117,6 +126,7 @@ def write_launch(
     *,
     q: Tensor | Scratch,
     kv: Tensor,
+    kv_scales: Tensor | None = None,
     qkv: Tensor,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -134,6 +144,8 @@ def write_launch(
     block = 4 if tokens <= 128 and not target.batch_invariant else 16
     rotary = 2 * cos_sin.shape[2]
     given, left_out = norm_args(q_norm, k_norm)
+    scales: dict[str, Arg] = {} if kv_scales is None else {"kv_scales": kv_scales}
+    without = {"kv_scales": None} if kv_scales is None else {}
     parts = [power_of_two(rotary // 2), power_of_two(dim - rotary) if rotary < dim else 0]
     return launch(
         "openinfer.kernels.device.qk_norm_rope_write",
@@ -142,6 +154,7 @@ def write_launch(
         {
             "q": q,
             "kv": kv,
+            **scales,
             "qkv": qkv,
             **given,
             "cos_sin": cos_sin,
@@ -163,6 +176,7 @@ def write_launch(
             "PAGE": page_size,
             "GATED": qkv.shape[1] != (heads + 2 * kv_heads) * dim,
             **left_out,
+            **without,
         },
         num_warps=max(1, block * power_of_two(dim) // 512),
     )
@@ -172,8 +186,12 @@ def _launches(target: Target, **args: Any) -> Iterator[Command]:
     yield write_launch(target, **args)
 
 
-def _cost(workload: Workload, *, q: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:
-    return Cost(2 * workload.tokens * (qkv.shape[1] * qkv.itemsize), 8 * workload.tokens * qkv.shape[1])
+def _cost(
+    workload: Workload, *, q: Tensor, kv: Tensor, kv_scales: Tensor | None = None, qkv: Tensor, **_: object
+) -> Cost:
+    queries = q.shape[1] * q.shape[2] * q.itemsize
+    moved = qkv.shape[1] * qkv.itemsize + queries + cached_bytes(kv, kv_scales)
+    return Cost(workload.tokens * moved, 8 * workload.tokens * qkv.shape[1])
 
 
 qk_norm_rope_write = Op("qk_norm_rope_write", _contract, reference=_reference, launches=_launches, cost=_cost)

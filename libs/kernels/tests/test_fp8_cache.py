@@ -1,0 +1,400 @@
+"""Attention over an FP8 cache: the kernels in the interpreter, and on a GPU, against the reference; and the reference
+against a cache in bfloat16."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    H200,
+    ContractError,
+    CpuPack,
+    NullPack,
+    Store,
+    Target,
+    Workload,
+    attend,
+    attention,
+    norm_rope_attend,
+    qk_norm_rope_write,
+)
+from openinfer.kernels.formats import q8_codes, q8_values
+from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32
+
+BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
+FLIPPED = 2e-2
+"""Relative error of what is written: a value that differs in bfloat16's last bit may get the code beside."""
+NEVER = 0xFF
+"""Every byte that was never written: NaN as a code and as a scale."""
+
+
+def cache_of(pages, kv_heads, page_size, dim, layers=3):
+    """Codes and scales of the middle layer, as arrays over memory that was never written."""
+    layout = KvLayout(layers, kv_heads, page_size, dim, np.dtype(float8_e4m3fn))
+    cache = layout.allocate(Arena(Device("cpu"), pages * layout.page_bytes + 512), pages)
+    cache.pages.numpy()[:] = NEVER
+    return {name: tensor.numpy() for name, tensor in cache.layer(1).items()}
+
+
+def step(
+    rng, normal, lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, window=0, dead=(), **more
+):
+    """Arguments of norm_rope_attend for rows of `lengths` new tokens after `before` cached ones. Heads are of very
+    different sizes. more: `tokens`, the bucket, and `max_q_len`."""
+    rows, total = len(lengths), sum(lengths)
+    size, tokens = rows + 3, more.get("tokens", total)
+    slots = rng.permutation(np.arange(1, size))[:rows].astype(np.int32)
+    width = -(-(max(n + b for n, b in zip(lengths, before, strict=True)) + 1) // page_size)
+    pages = 1 + rows * width
+    tables = np.zeros((size, width), np.int32)
+    tables[slots] = 1 + rng.permutation(pages - 1).reshape(rows, width)
+    cache = cache_of(pages, kv_heads, page_size, dim)
+    seq_lens, alive = np.zeros(size, np.int32), np.zeros(size, np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions, token_slots = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
+    sizes = np.float32(2.0) ** np.arange(-kv_heads, kv_heads).reshape(2, kv_heads, 1)
+    for row, slot in enumerate(slots):
+        seq_lens[slot], alive[slot] = before[row], row not in dead
+        for position in range(before[row]):
+            fill(cache, tables[slot], position, normal(2, kv_heads, dim).astype(np.float32) * sizes)
+        place = np.arange(starts[row], starts[row + 1])
+        positions[place] = before[row] + place - starts[row]
+        token_slots[place] = slot if row not in dead else 0
+    angle = np.arange(int(positions.max()) + 1)[:, None] * 10000.0 ** -np.linspace(0, 1, dim // 2)
+    return {
+        "out": np.full((tokens, heads * dim), np.nan, bfloat16),
+        **cache,
+        "qkv": normal(tokens, (heads + 2 * kv_heads) * dim, scale=3.0),
+        "q_norm": normal(dim),
+        "k_norm": normal(dim),
+        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
+        "positions": positions,
+        "token_slots": token_slots,
+        "slots": slots,
+        "q_starts": starts,
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "block_tables": tables,
+        "eps": 1e-6,
+        "scale": dim**-0.5,
+        "window": window,
+        "max_q_len": more.get("max_q_len", max(lengths)),
+    }
+
+
+def fill(cache, table, position, vectors):
+    """Put a token's keys and values, float32 [2, G, d], into the cache."""
+    page_size = cache["kv"].shape[3]
+    codes, scales = q8_codes(vectors)
+    cache["kv"][table[position // page_size], :, :, position % page_size] = codes
+    cache["kv_scales"][table[position // page_size], :, :, position % page_size] = scales
+
+
+def check(run_both, args, target=None):
+    """Every token within the bound by itself; what is written has the reference's values, and the rest is untouched."""
+    got, want = run_both(norm_rope_attend, args, target)
+    ours, right = got["out"].astype(float32), want["out"].astype(float32)
+    live = np.linalg.norm(right, axis=1) > 0
+    error = np.linalg.norm(ours - right, axis=1)[live] / np.linalg.norm(right, axis=1)[live]
+    assert error.size
+    assert error.max() < 3 * BF16
+    assert (ours[~live] == 0).all()
+    written = want["kv_scales"] != NEVER
+    assert written.any()
+    assert (got["kv_scales"][~written] == NEVER).all()
+    assert (got["kv"].view(np.uint8)[~written] == NEVER).all()
+    ours, right = (q8_values(x["kv"][written], x["kv_scales"][written]) for x in (got, want))
+    assert np.linalg.norm(ours - right) <= FLIPPED * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (5, 1, 64), (8, 1, 256)])
+def test_decode(run_both, rng, normal, page_size, heads, kv_heads, dim):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
+    check(run_both, step(rng, normal, [1] * 6, [0, 1, 63, 64, 65, 200], **sizes))
+
+
+@pytest.mark.parametrize("sms", [1, 16])
+def test_decode_of_one_row_is_split(run_both, rng, normal, sms):
+    check(run_both, step(rng, normal, [1], [300], page_size=32), Target(90, sms, interpreted=True))
+
+
+def test_rows_that_fill_the_gpu_share_the_spare_parts(run_both, rng, normal, monkeypatch):
+    monkeypatch.setattr(attention, "LARGE_PART", 64)
+    monkeypatch.setattr(attention, "SPARE_PARTS", 4)
+    args = step(rng, normal, [1, 1, 0, 1], [0, 300, 9, 64], dead=(3,), tokens=4, max_q_len=1, window=130)
+    check(run_both, args, Target(90, 1, interpreted=True))
+
+
+@pytest.mark.parametrize(("page_size", "dim"), [(16, 64), (64, 128)])
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_mixed_step(run_both, rng, normal, page_size, dim, window):
+    lengths, before = [1, 40, 0, 1, 33, 1, 9], [100, 30, 7, 64, 0, 3, 130]
+    args = step(
+        rng, normal, lengths, before, dead=(3,), tokens=sum(lengths) + 20,
+        page_size=page_size, dim=dim, window=window,
+    )  # fmt: skip
+    check(run_both, args)
+
+
+def test_few_tokens_a_row(run_both, rng, normal):
+    check(run_both, step(rng, normal, [3, 1, 4], [70, 130, 0], kv_heads=1, tokens=20, max_q_len=4))
+
+
+def test_one_kernel_for_all_rows(run_both, rng, normal):
+    target = Target(90, 4, interpreted=True, batch_invariant=True)
+    check(run_both, step(rng, normal, [1, 1, 1], [70, 130, 0]), target)
+
+
+def test_heads_without_norms(run_both, rng, normal):
+    for lengths in ([1, 1], [3, 20]):
+        args = step(rng, normal, lengths, [70, 0])
+        del args["q_norm"], args["k_norm"]
+        check(run_both, args)
+
+
+def write_args(rng, normal, tokens, *, heads=4, kv_heads=2, dim=64, rotary=None, gated=False):
+    """Arguments of qk_norm_rope_write for one row, whose last token is padding."""
+    angle = np.arange(tokens)[:, None] * 10000.0 ** -np.linspace(0, 1, (rotary or dim) // 2)
+    return {
+        "q": np.full((tokens, heads, dim), np.nan, bfloat16),
+        **cache_of(1 + -(-tokens // 16), kv_heads, 16, dim),
+        "qkv": normal(tokens, ((1 + gated) * heads + 2 * kv_heads) * dim, scale=5.0),
+        "q_norm": normal(dim),
+        "k_norm": normal(dim),
+        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
+        "positions": np.arange(tokens, dtype=np.int32),
+        "token_slots": np.array([1] * (tokens - 1) + [0], np.int32),
+        "block_tables": np.stack([np.zeros(-(-tokens // 16)), 1 + np.arange(-(-tokens // 16))]).astype(
+            np.int32
+        ),
+        "eps": 1e-6,
+    }
+
+
+@pytest.mark.parametrize(("dim", "rotary", "gated"), [(64, None, False), (128, 32, True), (48, None, False)])
+def test_writing_a_cache(run_both, rng, normal, dim, rotary, gated):
+    args = write_args(rng, normal, 20, dim=dim, rotary=rotary, gated=gated)
+    got, want = run_both(qk_norm_rope_write, args)
+    written = want["kv_scales"] != NEVER
+    assert written.sum() == 19 * 2 * 2, "padding tokens write nothing"
+    ours, right = (q8_values(x["kv"][written], x["kv_scales"][written]) for x in (got, want))
+    assert np.linalg.norm(ours - right) <= FLIPPED * np.linalg.norm(right)
+    assert (got["kv_scales"][~written] == NEVER).all()
+    assert (got["kv"].view(np.uint8)[~written] == NEVER).all()
+    value = args["qkv"][0].reshape(-1, dim)[-2:].astype(float32)  # values are not rotated: the same bits
+    codes, scales = q8_codes(value)
+    np.testing.assert_array_equal(got["kv"][1, 1, :, 0].view(np.uint8), codes.view(np.uint8))
+    np.testing.assert_array_equal(got["kv_scales"][1, 1, :, 0], scales)
+
+
+def test_a_cache_has_the_same_bits_however_its_tokens_came(rng, normal):
+    """In one step, in chunks that end within a page, and over what was there before, as after rejected drafts."""
+    args, left = write_args(rng, normal, 40), []
+    for chunks in ([40], [7, 20, 1, 12], [20, -5, 25]):
+        arrays = {k: v.copy() if k not in ("kv", "kv_scales") else v for k, v in args.items() if k != "eps"}
+        arrays |= cache_of(4, 2, 16, 64)
+        at = 0
+        for chunk in chunks:
+            if chunk < 0:  # other tokens have been there
+                at += chunk
+                continue
+            part = {k: arrays[k][at : at + chunk] for k in ("q", "qkv", "positions", "token_slots")}
+            if at + chunk < 40 and -5 in chunks:
+                part["qkv"] = np.concatenate([part["qkv"][:-5], part["qkv"][-5:] * bfloat16.type(37)])
+            tensors = {
+                k: Tensor.from_numpy(v.copy() if k == "qkv" else v) for k, v in {**arrays, **part}.items()
+            }
+            qk_norm_rope_write(CpuPack(), **tensors, eps=1e-6)
+            at += chunk
+        left.append((arrays["kv"][1:].tobytes(), arrays["kv_scales"][1:].tobytes()))
+    assert left[0] == left[1] == left[2]
+
+
+def test_codes_and_scales_keep_what_e4m3_can(rng):
+    """Heads of any size lose the same; a head of zeros stays one."""
+    heads = rng.standard_normal((60, 128)).astype(np.float32) * np.float32(10.0) ** rng.uniform(
+        -3, 30, (60, 1)
+    )
+    heads[7] = 0
+    codes, scales = q8_codes(heads.astype(np.float32))
+    values = q8_values(codes, scales)
+    assert (values[7] == 0).all()
+    error = np.linalg.norm(values - heads, axis=1)[heads.any(1)] / np.linalg.norm(heads, axis=1)[heads.any(1)]
+    assert error.min() > 0.02
+    assert error.max() < 0.035
+    assert (values.astype(bfloat16).astype(np.float32) == values).all(), "codes are exact in bfloat16"
+
+
+def test_layers_of_a_page_do_not_overlap():
+    for dtype, per_vector in ((float8_e4m3fn, 33), (bfloat16, 64)):
+        layout = KvLayout(3, 2, 16, 32, np.dtype(dtype))
+        assert layout.page_bytes == 3 * 2 * 2 * 16 * per_vector
+        cache = layout.allocate(Arena(Device("cpu"), 5 * layout.page_bytes + 512), 5)
+        assert cache.pages.nbytes == 5 * layout.page_bytes
+        cache.pages.numpy().view(np.uint8)[:] = NEVER
+        for layer in range(3):
+            for tensor in cache.layer(layer).values():
+                if tensor is not None:
+                    array = tensor.numpy()
+                    assert (array.view(np.uint8) == NEVER).all(), "nobody else has been here"
+                    array.view(np.uint8)[...] = layer
+        assert not (cache.pages.numpy().view(np.uint8) == NEVER).any(), "and nothing is left over"
+
+
+def test_half_the_bytes_are_read(rng, normal):
+    args = step(rng, normal, [1, 1], [1000, 30], dim=128)
+    fp8 = norm_rope_attend.cost(Workload.decode(2, 1000), **as_tensors(args))
+    kv = np.zeros(args["kv"].shape, bfloat16)
+    bf16 = norm_rope_attend.cost(
+        Workload.decode(2, 1000), **as_tensors({**args, "kv": kv, "kv_scales": None})
+    )
+    assert fp8.flops == bf16.flops
+    assert fp8.bytes / bf16.bytes == pytest.approx(129 / 256, abs=0.01)
+
+
+def as_tensors(args):
+    return {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a | {"kv_scales": None}, "kv is float8_e4m3fn; it must be bfloat16"),
+        (lambda a: a | {"kv": a["kv"].astype(bfloat16)}, "kv is bfloat16; it must be float8_e4m3fn"),
+        (
+            lambda a: a | {"kv_scales": a["kv_scales"].astype(np.float32)},
+            "kv_scales is float32; it must be uint8",
+        ),
+        (
+            lambda a: a | {"kv_scales": a["kv_scales"].copy()},
+            "bytes apart; both must be the same multiple of 16",
+        ),
+    ],
+)
+def test_what_it_refuses(rng, normal, change, words):
+    args = change(step(rng, normal, [1, 1], [5, 30]))
+    with pytest.raises(ContractError, match=words):
+        norm_rope_attend(CpuPack(), **as_tensors(args))
+
+
+def test_a_gpu_without_float8_is_refused(rng, normal):
+    args = step(rng, normal, [1, 1], [5, 30])
+    with pytest.raises(ContractError, match="that takes sm_89 or newer, and this is sm_80"):
+        norm_rope_attend(NullPack(Target(80, 108)), **as_tensors(args))
+
+
+def needles(rng, normal, context, heads=2, dim=128):
+    """Arguments of attend for one query whose key stands far back in a long context of random keys; and the needle's
+    value. The needle has about 0.6 of the weight."""
+    pages = 1 + context // 64
+    kv = rng.standard_normal((2, context, heads, dim)).astype(np.float32)
+    query = rng.standard_normal((1, heads, dim)).astype(np.float32)
+    at = int(rng.integers(0, context))
+    others = np.log(context) + 0.5  # of the sum of exp of random scores of deviation 1
+    kv[0, at] = query[0] * (others + 0.4) / (query[0] ** 2).sum(-1, keepdims=True) * dim**0.5
+    order = kv.reshape(2, -1, 64, heads, dim).transpose(1, 0, 3, 2, 4)
+    wide = np.concatenate([np.zeros_like(order[:1]), order])
+    args = {
+        "out": np.full((1, heads * dim), np.nan, bfloat16), "q": query.astype(bfloat16),
+        "slots": np.array([1], np.int32), "q_starts": np.array([0, 1], np.int32),
+        "seq_lens": np.array([0, context - 1], np.int32), "alive": np.array([0, 1], np.int32),
+        "block_tables": np.stack([np.zeros(pages - 1), 1 + np.arange(pages - 1)]).astype(np.int32),
+        "scale": dim**-0.5, "window": 0, "max_q_len": 1,
+    }  # fmt: skip
+    codes, scales = q8_codes(wide.astype(bfloat16).astype(np.float32))
+    fp8 = cache_of(pages, heads, 64, dim, layers=3)
+    fp8["kv"][:], fp8["kv_scales"][:] = codes, scales
+    return args | {"kv": np.ascontiguousarray(wide, bfloat16)}, args | fp8, kv[1, at].reshape(-1)
+
+
+def share(out, value):
+    """How much of the needle's value is in the result."""
+    return float(out.astype(np.float32).reshape(-1) @ value / (value @ value))
+
+
+@pytest.mark.parametrize("context", [16384, pytest.param(65536, marks=pytest.mark.slow)])
+def test_a_needle_is_found_as_in_bfloat16(rng, normal, reference, context):
+    for _ in range(4):
+        bf16, fp8, value = needles(rng, normal, context)
+        found, wanted = (share(reference(attend, args)["out"], value) for args in (fp8, bf16))
+        assert 0.4 < wanted < 0.8
+        assert found == pytest.approx(wanted, rel=0.06)
+
+
+def test_a_needle_is_lost_with_another_heads_scales(rng, normal, reference):
+    """The negative control. The heads are of different sizes, as a model's are."""
+    bf16, fp8, value = needles(rng, normal, 16384)
+    fp8["kv_scales"][:, 0, 0] += 3  # keys eight times as large, with queries as much smaller
+    args = {k: v.copy() if k == "q" else v for k, v in fp8.items()}
+    args["q"][:, 0] = args["q"][:, 0] * bfloat16.type(0.125)
+    halves = [slice(0, 128), slice(128, 256)]
+
+    def shares(args):
+        out = reference(attend, args)["out"]
+        return np.array([share(out[:, half], value[half]) for half in halves])
+
+    wanted = shares(bf16)
+    assert shares(args) == pytest.approx(wanted, rel=0.06)
+    args["kv_scales"][:] = args["kv_scales"][:, :, ::-1].copy()
+    assert (np.abs(shares(args) - wanted) > 0.3).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [16384])
+def test_a_needle_in_the_kernels(interpreted, rng, normal, context):
+    bf16, fp8, value = needles(rng, normal, context)
+    ours, wanted = interpreted(attend, fp8)["out"], interpreted(attend, bf16)["out"]
+    assert share(ours, value) == pytest.approx(share(wanted, value), rel=0.06)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [16384, 65536])
+def test_a_needle_on_a_gpu(on_gpu, rng, normal, context):
+    for _ in range(4):
+        bf16, fp8, value = needles(rng, normal, context)
+        found, wanted = (share(on_gpu(attend, args)["out"], value) for args in (fp8, bf16))
+        assert 0.4 < wanted < 0.8
+        assert found == pytest.approx(wanted, rel=0.06)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_decode_of_a_model_on_a_gpu(run_both, rng, normal, rows, page_size):
+    before = rng.integers(0, 900, rows).tolist()
+    sizes = {"heads": 32, "kv_heads": 8, "dim": 128, "page_size": page_size}
+    check(run_both, step(rng, normal, [1] * rows, before, dead=(rows // 2,) if rows > 1 else (), **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_prompts_on_a_gpu(run_both, rng, normal, dim, window):
+    lengths, before = [1, 300, 0, 1, 65, 1, 9, 700], [800, 100, 7, 64, 0, 3, 130, 260]
+    sizes = {"heads": 16, "kv_heads": 4, "dim": dim, "window": window}
+    check(run_both, step(rng, normal, lengths, before, dead=(3, 6), tokens=1200, **sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "sms"), [(89, 128), (90, 132), (100, 148), (120, 188)])
+def test_kernels_compile_and_fit(cubins, rng, normal, arch, sms):
+    pack, store = NullPack(Target(arch, sms)), Store(arch, cubins, folders=[])
+    for heads, kv_heads, dim in [(32, 8, 128), (16, 4, 256), (8, 2, 64)]:
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
+        for lengths in ([1], [1] * 40, [600], [4, 4], [1, 70]):
+            args = step(rng, normal, lengths, [3] * len(lengths), **sizes)
+            norm_rope_attend(pack, **as_tensors(args))
+    store.prepare(pack.specs())
+    assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(arch)
+    names = {spec.function for spec in pack.specs()}
+    assert names == {"attend_new", "attend_long", "attend_short", "qk_norm_rope_write"}
+
+
+def test_prompts_take_the_kernel_for_any_gpu(rng, normal):
+    pack = NullPack(dataclasses.replace(H200))
+    norm_rope_attend(pack, **as_tensors(step(rng, normal, [600], [0], dim=128)))
+    assert "attend_prompt" not in {spec.function for spec in pack.specs()}
