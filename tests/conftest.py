@@ -116,6 +116,7 @@ def place() -> Place:
                 adapters=adapters,
                 max_drafts=speculation.num_speculative_tokens if speculation else 0,
                 proposes=options.proposes,
+                fp8_cache=options.kv_cache_dtype == "fp8",
             )
             model = blueprint.lay_out(Arena(Device("cpu"), nbytes), stream, limits, blocks)
             blueprint.load(model, checkpoint, stream, lambda done, total: None)

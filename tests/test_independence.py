@@ -116,7 +116,7 @@ def test_imports_that_are_allowed() -> None:
     assert not violations("graph", "runner/runner.py", "from openinfer.scheduler import Step")
 
 
-KERNELS_FOR_OTHERS = {"adapters", "authoring", "testing", "tuner", "weights", "benchmark"}
+KERNELS_FOR_OTHERS = {"adapters", "authoring", "kv_cache", "testing", "tuner", "weights", "benchmark"}
 """Modules of kernels that other packages name. Device code may name all of openinfer.kernels.device."""
 
 
@@ -176,7 +176,7 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert {str(path): n for path, n in lines.items() if n > allowed.get(path, MAX_MODULE_LINES)} == {}
 
 
-BUDGETS = {"engine": 3330, "engine/testing": 680, "qwen3": 720, "qwen3_5": 3260, "deepseek_v4": 6800}
+BUDGETS = {"engine": 3364, "engine/testing": 680, "qwen3": 720, "qwen3_5": 3286, "deepseek_v4": 6800}
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
 MAX_RECIPE_LINES = 12500
 

@@ -215,7 +215,7 @@ def test_ranks_share_every_part_of_a_hybrid():
             assert sum(part.num_kv_heads for part in parts) == max(ranks, whole.num_kv_heads)
             assert sum(part.state_bytes(2) for part in parts) == whole.state_bytes(2)
             shared = min(ranks, whole.num_kv_heads)  # among ranks with different heads
-            assert {part.kv_bytes_per_token(2) * shared for part in parts} == {whole.kv_bytes_per_token(2)}
+            assert {part.num_kv_heads * shared for part in parts} == {whole.num_kv_heads}
             if whole.experts:
                 assert [part.experts.first for part in parts] == list(
                     range(0, whole.experts.count, whole.experts.count // ranks)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from openinfer.kernels import Target
+from openinfer.kernels.kv_cache import KvLayout
 from openinfer.recipes.engine import Source, UnsupportedModel
 from openinfer.recipes.engine.startup import kernel_specs
 from openinfer.recipes.qwen3_5 import RECIPE
@@ -42,7 +43,11 @@ def test_published_sizes_have_their_parameters(size: str) -> None:
     count = sum(math.prod(place.dst.shape) for place in names)
     parameters, cache, states = PUBLISHED[size]
     assert count == parameters
-    assert config.kv_bytes_per_token(2) == cache
+    heads = config.num_full, config.num_kv_heads, 1, config.head_dim
+    assert KvLayout(*heads, bfloat16).page_bytes == cache
+    assert (
+        KvLayout(*heads, float8_e4m3fn).page_bytes == cache // 2 + 2 * config.num_full * config.num_kv_heads
+    )
     ring_row = config.num_linear * config.conv_size * 2  # ours has four, the published state three
     assert config.state_bytes(2) - ring_row == pytest.approx(states, rel=0.005)
     assert (weights.lm_head is weights.embed) == SIZES[size][-1]

@@ -24,13 +24,15 @@ from openinfer.kernels import (
     Store,
     Target,
 )
+from openinfer.kernels.formats import q8_codes, q8_values
+from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
-from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
+from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32, int32
 
 Array = np.ndarray[Any, Any]
 SMALL = Target(arch=90, num_sms=4)
@@ -393,6 +395,18 @@ ATTENDED = 6e-3
 ONE_KERNEL = Target(arch=90, num_sms=32)  # for as many rows as here; with fewer SMs a decode step takes three
 
 
+def in_fp8(args: dict[str, Any]) -> dict[str, Any]:
+    """The same call over an FP8 cache."""
+    pages, _, heads, page_size, dim = args["kv"].shape
+    cpu, layout = Device("cpu"), KvLayout(2, heads, page_size, dim, np.dtype(float8_e4m3fn))
+    cache = layout.allocate(Arena(cpu, pages * layout.page_bytes + 512), Stream(cpu), pages)
+    arrays = {name: tensor.numpy() for name, tensor in cache.layer(1).items() if tensor is not None}
+    arrays["kv"][...], arrays["kv_scales"][...] = q8_codes(
+        np.nan_to_num(args["kv"].astype(float32), posinf=0)
+    )
+    return args | arrays
+
+
 def check_attention(args: dict[str, Any], target: Target = ONE_KERNEL) -> None:
     got, want = run_both(gated_attention, args, target)
     kv, kv_wanted = got.pop("kv").astype(float32), want.pop("kv").astype(float32)
@@ -422,6 +436,19 @@ def test_attention_of_a_decode_step(
 @pytest.mark.parametrize("context", [0, 1, 63, 64, 127, 600])
 def test_attention_of_one_row_is_split(rng: np.random.Generator, context: int) -> None:
     check_attention(attention_step(rng, [1], [context]))
+
+
+@pytest.mark.parametrize("target", [ONE_KERNEL, SMALL])
+def test_attention_over_an_fp8_cache(rng: np.random.Generator, target: Target) -> None:
+    sizes: dict[str, Any] = {"heads": (4, 2, 64), "rotary": 16}
+    step = attention_step(rng, [1] * 5, [0, 1, 63, 200, 70], dead=(4,), **sizes)
+    mixed = attention_step(rng, [1, 40, 3, 0, 1], [70, 30, 62, 5, 0], tokens=50, **sizes)
+    for args in map(in_fp8, (step, mixed)):
+        got, want = run_both(gated_attention, args, target)
+        ours, right = (q8_values(x["kv"], x["kv_scales"])[1:] for x in (got, want))
+        assert error(ours, right) < 2e-2  # a value beside a tie may get the code beside
+        for token in np.flatnonzero(args["token_slots"]):
+            assert error(got["out"][token], want["out"][token]) < 3 * ATTENDED, token
 
 
 def test_attention_of_a_mixed_step(rng: np.random.Generator) -> None:

@@ -22,11 +22,12 @@ from openinfer.kernels import (
 from openinfer.kernels.formats import q8_codes, q8_values
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kernels.tuning import shared_bytes
-from openinfer.tensor import Arena, Device, Tensor, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
 FLIPPED = 2e-2
 """Relative error of what is written: a value that differs in bfloat16's last bit may get the code beside."""
+CPU = Device("cpu")
 NEVER = 0xFF
 """Every byte that was never written: NaN as a code and as a scale."""
 
@@ -34,7 +35,7 @@ NEVER = 0xFF
 def cache_of(pages, kv_heads, page_size, dim, layers=3):
     """Codes and scales of the middle layer, as arrays over memory that was never written."""
     layout = KvLayout(layers, kv_heads, page_size, dim, np.dtype(float8_e4m3fn))
-    cache = layout.allocate(Arena(Device("cpu"), pages * layout.page_bytes + 512), pages)
+    cache = layout.allocate(Arena(CPU, pages * layout.page_bytes + 512), Stream(CPU), pages)
     cache.pages.numpy()[:] = NEVER
     return {name: tensor.numpy() for name, tensor in cache.layer(1).items()}
 
@@ -233,7 +234,7 @@ def test_layers_of_a_page_do_not_overlap():
     for dtype, per_vector in ((float8_e4m3fn, 33), (bfloat16, 64)):
         layout = KvLayout(3, 2, 16, 32, np.dtype(dtype))
         assert layout.page_bytes == 3 * 2 * 2 * 16 * per_vector
-        cache = layout.allocate(Arena(Device("cpu"), 5 * layout.page_bytes + 512), 5)
+        cache = layout.allocate(Arena(CPU, 5 * layout.page_bytes + 512), Stream(CPU), 5)
         assert cache.pages.nbytes == 5 * layout.page_bytes
         cache.pages.numpy().view(np.uint8)[:] = NEVER
         for layer in range(3):

@@ -158,9 +158,10 @@ def memory(outline: Outline, gpu_bytes: float, utilization: float) -> str:
         return "\n".join([*rows, f"  {error}"])
     rows += [
         f"  {f'cache: {group.name}':<26} {format_bytes(group.num_blocks * group.block_bytes):>8}: "
-        f"{group.num_blocks - 1} blocks of {group.block_size} tokens"
+        f"{group.num_blocks - 1} blocks of {group.block_size} tokens, {format_bytes(group.block_bytes)} each"
         for group in pool.groups
     ]
+    rows.append(f"  the cache of keys and values is {outline.kv_dtype.name}")
     rows.append(f"  the longest sequence that fits alone has {min(pool.capacity_tokens, 1 << 40)} tokens")
     return "\n".join(rows)
 

@@ -11,6 +11,7 @@ import numpy as np
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated
+from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.limits import Limits, Room
@@ -49,20 +50,20 @@ class Llama(Blueprint[Model]):
         expected = {load.name: (load.dst.shape, dtypes.WEIGHTS) for load in weights.loads(self.config)}
         checkpoint.require(expected, ignore=("lm_head.weight",) if self.config.tied else ())
 
-    def _page_bytes(self, limits: Limits) -> int:
+    def _layout(self, limits: Limits) -> KvLayout:
         c = self.config
-        return 2 * c.num_layers * c.kv_size * limits.dtype.itemsize * self.page_size
+        return KvLayout(c.num_layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         """No more pages than every row at full length uses, and the padding page."""
-        pages = min(room.nbytes // self._page_bytes(limits), limits.max_rows * limits.max_blocks + 1)
+        pages = min(room.nbytes // self._layout(limits).page_bytes, limits.max_rows * limits.max_blocks + 1)
         if pages < 3:
             raise room.refusal("the KV cache")
         return (pages,)
 
     def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
         (pages,) = blocks or (2,)
-        return [Group("kv", self.page_size, pages, self._page_bytes(limits))]
+        return [Group("kv", self.page_size, pages, self._layout(limits).page_bytes)]
 
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (pages,), (t, dtype) = self.config, blocks, (limits.max_tokens, limits.dtype)
@@ -76,13 +77,11 @@ class Llama(Blueprint[Model]):
         )  # fmt: skip
         widths = (c.hidden_size, c.q_size + 2 * c.kv_size, c.q_size, c.intermediate_size)
         x, qkv, heads, mlp = (arena.alloc((t, width), dtype) for width in widths)
-        kv = arena.alloc((pages, c.num_layers, 2, c.num_kv_heads, self.page_size, c.head_dim), dtype, "kv")
-        if arena.device.kind == "cuda":  # elsewhere it is zero
-            kv.zero_(stream)
+        kv = self._layout(limits).allocate(arena, stream, pages)
         return Model(c, c.vocab_size, weights, kv, cos_sin, batch, x, qkv, heads, mlp)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
-        return [[model.kv]]
+        return [[model.kv.pages]]
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
@@ -94,7 +93,7 @@ class Llama(Blueprint[Model]):
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=kinds))
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        _, arena = self._weights(Limits(2, 1, 1, self.page_size, model.kv.dtype))
+        _, arena = self._weights(Limits(2, 1, 1, self.page_size, model.hidden.dtype))
         buffers = sum(one.nbytes for one in (model.hidden, model.qkv, model.heads, model.mlp))
         return {"weights": arena.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}
 

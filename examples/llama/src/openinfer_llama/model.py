@@ -20,6 +20,7 @@ from openinfer.kernels import (
     norm_linear,
     norm_rope_attend,
 )
+from openinfer.kernels.kv_cache import KvCache
 from openinfer.tensor import Arena, Load, Stream, Tensor
 from openinfer_llama.config import Config
 
@@ -80,7 +81,7 @@ class Model:
     config: Config
     vocab_size: int
     weights: Weights
-    kv: Tensor  # [pages, L, 2, G, page_size, d]: a page holds all layers
+    kv: KvCache
     cos_sin: Tensor  # float32 [max_model_len, 2, d / 2]
     batch: Batch
     hidden: Tensor  # [T, H]
@@ -101,7 +102,7 @@ class Model:
         for n, layer in enumerate(w.layers):
             norm_linear(pack, out=qkv, x=x, norm_weight=layer.input_norm, weight=layer.qkv, eps=eps)
             norm_rope_attend(
-                pack, out=heads, kv=self.kv[:, n], qkv=qkv, cos_sin=self.cos_sin, block_tables=tables, **step,
+                pack, out=heads, **self.kv.layer(n), qkv=qkv, cos_sin=self.cos_sin, block_tables=tables, **step,
                 eps=eps, scale=c.head_dim**-0.5, window=c.window, max_q_len=max_q_len,
             )  # fmt: skip
             linear_add(pack, x=x, h=heads, weight=layer.o)
@@ -116,4 +117,4 @@ class Model:
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page."""
-        self.kv[0].zero_(stream)
+        self.kv.clear(stream, 1)

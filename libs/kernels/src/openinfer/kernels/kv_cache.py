@@ -44,8 +44,14 @@ class KvLayout:
         """Bytes of a page, which holds all layers."""
         return self.layers * self.layer_bytes
 
-    def allocate(self, arena: Arena, pages: int) -> KvCache:
-        """A cache of `pages` pages, not initialised."""
+    def allocate(self, arena: Arena, stream: Stream, pages: int) -> KvCache:
+        """A cache of `pages` pages. On a GPU it is zeroed; elsewhere an arena's memory is zero already."""
+        cache = self._views(arena, pages)
+        if arena.device.kind == "cuda":
+            cache.clear(stream)
+        return cache
+
+    def _views(self, arena: Arena, pages: int) -> KvCache:
         name, shape = "kv cache", (pages, self.layers, 2, self.heads, self.page_size, self.dim)
         if self.dtype != float8_e4m3fn:
             kv = arena.alloc(shape, self.dtype, name)

@@ -12,7 +12,7 @@ import numpy as np
 from openinfer.kernels.adapters import AdapterSizes
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
-from openinfer.tensor import Device, bfloat16, dtypes, float32, format_bytes
+from openinfer.tensor import Device, bfloat16, dtypes, float8_e4m3fn, float32, format_bytes
 
 log = logging.getLogger("openinfer.engine")
 
@@ -34,6 +34,12 @@ class Limits:
     adapters: AdapterSizes | None = None
     max_drafts: int = 0
     proposes: bool = False
+    fp8_cache: bool = False
+
+    @property
+    def kv_dtype(self) -> np.dtype[Any]:
+        """The dtype of the numbers in the cache of keys and values."""
+        return float8_e4m3fn if self.fp8_cache else self.dtype
 
     @property
     def max_logits(self) -> int:
@@ -84,6 +90,10 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
         raise SetupError(
             f"--dtype {options.dtype} is not possible on {device}: cuda runs bfloat16, cpu float32 or bfloat16"
         )
+    if options.kv_cache_dtype == "bfloat16" and dtype != bfloat16:
+        raise SetupError(
+            "--kv-cache-dtype bfloat16 needs --dtype bfloat16; give both, or fp8, or leave it out"
+        )
     wanted = max_positions if options.max_model_len is None else options.max_model_len
     if not 2 <= wanted <= max_positions:
         raise SetupError(
@@ -98,7 +108,10 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
     adapters = AdapterSizes(options.max_loras, options.max_lora_rank) if options.enable_lora else None
     speculation = options.speculation()
     drafts = speculation.num_speculative_tokens if speculation else 0
-    return Limits(wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts, options.proposes)
+    return Limits(
+        wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts, options.proposes,
+        fp8_cache=options.kv_cache_dtype.startswith("fp8"),
+    )  # fmt: skip
 
 
 def fit(limits: Limits, options: Options, capacity: int) -> Limits:

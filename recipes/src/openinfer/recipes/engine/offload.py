@@ -78,6 +78,7 @@ def description(
         "version": importlib.metadata.version("openinfer-recipes"),
         "device": device.kind,
         "dtype": limits.dtype.name,
+        "kv_cache_dtype": limits.kv_dtype.name,
         "load_format": options.load_format,
         "options": own,
         "groups": [[g.name, g.block_size, g.block_bytes, g.window, g.snapshots] for g in groups],

@@ -51,6 +51,12 @@ class Options:
         "bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
         choices=("auto", "bfloat16", "float32"),
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "numbers of the KV cache; auto: those of --dtype; fp8 (or fp8_e4m3): half of the bytes of bfloat16, with a "
+        "scale for each head of a token",
+        choices=("auto", "bfloat16", "fp8", "fp8_e4m3"),
+    )
     load_format: str = option(
         "safetensors",
         "dummy: random weights, for measuring; MODEL_DIR then needs no more than config.json",

@@ -31,6 +31,7 @@ from openinfer.kernels import (
     predictions,
 )
 from openinfer.kernels.adapters import Adapter
+from openinfer.kernels.kv_cache import FP8_ARCH
 from openinfer.kvpool import Eviction, Group, Pool, make_eviction
 from openinfer.kvpool.tiers import Tiers
 from openinfer.recipes.engine.adapters import read_modules
@@ -141,9 +142,10 @@ def _build(
     if made.tiers is not None:  # after everything else, because it goes on to lock memory
         made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream)
     log.info(
-        "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache (%s), %d recorded steps",
+        "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache in %s (%s), "
+        "%d recorded steps",
         path.name, device, limits.dtype, limits.max_rows, limits.max_tokens, made.limits.max_model_len,
-        engine.info.kv_capacity_tokens,
+        engine.info.kv_capacity_tokens, limits.kv_dtype,
         ", ".join(f"{group.num_blocks - 1} blocks of {group.name}" for group in made.pool.groups),
         len(made.runner.graphs),
     )  # fmt: skip
@@ -269,7 +271,12 @@ def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
 
 
 def options_target(options: Options, target: Target) -> Target:
-    """The target as the flags want it. cuBLASLt's kernels depend on the number of tokens."""
+    """The target as the flags want it. cuBLASLt's kernels depend on the number of tokens. Raises SetupError."""
+    if options.kv_cache_dtype.startswith("fp8") and target.arch < FP8_ARCH:
+        raise SetupError(
+            f"--kv-cache-dtype {options.kv_cache_dtype} needs a GPU of sm_{FP8_ARCH} or newer, and this is "
+            f"sm_{target.arch}; leave it out"
+        )
     if not options.batch_invariant:
         return target
     return dataclasses.replace(target, batch_invariant=True, cublas=False)

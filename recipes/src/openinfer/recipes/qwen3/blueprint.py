@@ -12,6 +12,7 @@ import numpy as np
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated
+from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
@@ -43,19 +44,20 @@ class Qwen3(Blueprint[Model]):
     def _whole(self, limits: Limits) -> Weights:
         return Weights.allocate(self.whole, Arena(Device("null"), None), limits.dtype)
 
-    def _page_bytes(self, limits: Limits) -> int:
-        return self.config.kv_bytes_per_token(limits.dtype.itemsize) * self.page_size
+    def _layout(self, limits: Limits) -> KvLayout:
+        c = self.config
+        return KvLayout(c.num_layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         """No more pages than every row at full length uses."""
-        pages = min(room.nbytes // self._page_bytes(limits), limits.max_rows * limits.max_blocks + 1)
+        pages = min(room.nbytes // self._layout(limits).page_bytes, limits.max_rows * limits.max_blocks + 1)
         if pages < 3:
             raise room.refusal("the KV cache")
         return (pages,)
 
     def groups(self, limits: Limits, blocks: Sequence[int] | None = None) -> list[Group]:
         (pages,) = blocks or (2,)
-        return [Group("kv", self.page_size, pages, self._page_bytes(limits))]
+        return [Group("kv", self.page_size, pages, self._layout(limits).page_bytes)]
 
     def lay_out(self, arena: Arena, stream: Stream, limits: Limits, blocks: Sequence[int]) -> Model:
         c, (pages,) = self.config, blocks
@@ -73,14 +75,11 @@ class Qwen3(Blueprint[Model]):
             ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)
-        shape = (pages, c.num_layers, 2, c.num_kv_heads, self.page_size, c.head_dim)
-        kv = arena.alloc(shape, limits.dtype, "kv cache")
-        if arena.device.kind == "cuda":
-            kv.zero_(stream)
+        kv = self._layout(limits).allocate(arena, stream, pages)
         return Model(c, weights, kv, cos_sin, batch, buffers)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
-        return [[model.kv]]
+        return [[model.kv.pages]]
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
@@ -98,7 +97,7 @@ class Qwen3(Blueprint[Model]):
 
     def memory(self, model: Model) -> Mapping[str, int]:
         weights = Arena(Device("null"), None)
-        Weights.allocate(self.config, weights, model.kv.dtype)
+        Weights.allocate(self.config, weights, model.buffers.x.dtype)
         names = {field.name for field in dataclasses.fields(model.buffers)} - {"local_logits"}
         buffers = sum(getattr(model.buffers, name).nbytes for name in names)
         return {"weights": weights.used, "activations": buffers, "rotary table": model.cos_sin.nbytes}

@@ -86,10 +86,6 @@ class Config:
         """Rows of the fused q, k and v projections."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
     @classmethod
     def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
         """From the parsed config.json; eos None: those of config.json. Raises UnsupportedModel naming the key."""

@@ -21,6 +21,7 @@ from openinfer.kernels import (
     norm_linear,
     norm_rope_attend,
 )
+from openinfer.kernels.kv_cache import KvCache
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.weights import Weights
 from openinfer.tensor import Arena, Stream, Tensor
@@ -56,12 +57,11 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Weights, cache and buffers. kv [pages, L, 2, G, page_size, d]: a page holds all layers. cos_sin float32
-    [max_model_len, 2, d / 2]."""
+    """Weights, cache and buffers. cos_sin float32 [max_model_len, 2, d / 2]."""
 
     config: Config
     weights: Weights
-    kv: Tensor
+    kv: KvCache
     cos_sin: Tensor
     batch: Batch
     buffers: Buffers
@@ -93,7 +93,7 @@ class Model:
             norm_rope_attend(
                 pack,
                 out=heads,
-                kv=self.kv[:, n],
+                **self.kv.layer(n),
                 qkv=qkv,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
@@ -126,4 +126,4 @@ class Model:
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page."""
-        self.kv[0].zero_(stream)
+        self.kv.clear(stream, 1)

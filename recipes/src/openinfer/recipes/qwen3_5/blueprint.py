@@ -13,6 +13,7 @@ from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated
 from openinfer.kernels.authoring import power_of_two
+from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
@@ -53,10 +54,12 @@ class Qwen35(Blueprint[Model]):
         whole = self.config.whole or self.config
         return Weights.allocate(whole, Arena(Device("null"), None), limits.dtype, self.form)
 
+    def _layout(self, limits: Limits) -> KvLayout:
+        c, layers = self.config, self.config.num_full + self.form.mtp
+        return KvLayout(layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
+
     def _block_bytes(self, limits: Limits) -> tuple[int, int]:
-        c, itemsize = self.config, limits.dtype.itemsize
-        layer = c.kv_bytes_per_token(itemsize) // c.num_full * self.page_size
-        return layer * (c.num_full + self.form.mtp), c.state_bytes(itemsize)
+        return self._layout(limits).page_bytes, self.config.state_bytes(limits.dtype.itemsize)
 
     def _states_wanted(self) -> int:
         """The most blocks of states: one a row, as many again for snapshots, and the padding block."""
@@ -105,14 +108,13 @@ class Qwen35(Blueprint[Model]):
             ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens, batch.logits)
-        page = (c.num_full + self.form.mtp, 2, c.num_kv_heads, self.page_size, c.head_dim)
-        kv = arena.alloc((pages, *page), dtype, "kv cache")
+        kv = self._layout(limits).allocate(arena, stream, pages)
         recurrent = (c.num_linear, c.value_heads, c.key_dim, c.value_dim)
         state = arena.alloc((num_states, *recurrent), float32, "recurrent states")
         ring = (c.num_linear, c.conv_kernel, c.conv_size)
         conv_state = arena.alloc((num_states, *ring), dtype, "convolution states")
         if arena.device.kind == "cuda":
-            for memory in (kv, state, conv_state):
+            for memory in (state, conv_state):
                 memory.zero_(stream)
         recent = None
         if limits.max_drafts:
@@ -121,7 +123,7 @@ class Qwen35(Blueprint[Model]):
         return Model(c, weights, kv, state, conv_state, cos_sin, batch, buffers, states, recent)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
-        return [[model.kv], [model.state, model.conv_state]]
+        return [[model.kv.pages], [model.state, model.conv_state]]
 
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
@@ -135,7 +137,7 @@ class Qwen35(Blueprint[Model]):
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        weights, dtype = Arena(Device("null"), None), model.kv.dtype
+        weights, dtype = Arena(Device("null"), None), model.buffers.x.dtype
         Weights.allocate(self.config, weights, dtype, self.form)
         names = [field.name for field in dataclasses.fields(model.buffers) if field.name != "drafting"]
         tensors = [*(getattr(model.buffers, name) for name in names), *model.buffers.drafting]

@@ -169,10 +169,6 @@ class Config:
         """Columns of a linear layer's values, and of its output gate."""
         return self.value_heads * self.value_dim
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token, all layers."""
-        return 2 * self.num_full * self.num_kv_heads * self.head_dim * itemsize
-
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of one sequence's recurrent and convolution states, all layers."""
         recurrent = 4 * self.value_heads * self.key_dim * self.value_dim

@@ -23,6 +23,7 @@ from openinfer.kernels import (
     reduce_add,
     route_topk,
 )
+from openinfer.kernels.kv_cache import KvCache
 from openinfer.kernels.weights import Linear
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
@@ -97,15 +98,15 @@ class Buffers:
 class Model:
     """Weights, cache, states and buffers that the two segments run on.
 
-    kv [pages, full layers, 2, G, page_size, d], state float32 [blocks, linear layers, Hv, dk, dv] and conv_state
-    [blocks, linear layers, K, C]: page-first, so that a page or a block holds all layers. cos_sin float32
+    kv: of the full-attention layers. state float32 [blocks, linear layers, Hv, dk, dv] and conv_state [blocks, linear
+    layers, K, C]: page-first, so that a block holds all layers. cos_sin float32
     [max_model_len, 2, rotary_dim / 2]. recent [slots, linear layers, tokens, C + 2 Hv]: inputs of drafts, from which
     the accepted ones move the states on; None without drafts.
     """
 
     config: Config
     weights: Weights
-    kv: Tensor
+    kv: KvCache
     state: Tensor
     conv_state: Tensor
     cos_sin: Tensor
@@ -136,7 +137,7 @@ class Model:
         for layer in w.layers:
             if isinstance(layer.mixer, Attention):
                 step = batch.step(t, r)
-                self._attention(pack, layer.input_norm, layer.mixer, self.kv[:, full], step, max_q_len)
+                self._attention(pack, layer.input_norm, layer.mixer, full, step, max_q_len)
                 full += 1
             else:
                 self._delta_net(pack, layer.input_norm, layer.mixer, linear, t, r, max_q_len)
@@ -172,8 +173,8 @@ class Model:
         linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
         if not isinstance(mtp.layer.mixer, Attention):
             raise TypeError("the MTP head's layer has no attention")
-        kv = self.kv[:, self.config.num_full]
-        self._attention(pack, mtp.layer.input_norm, mtp.layer.mixer, kv, step, max_q_len)
+        last = self.config.num_full
+        self._attention(pack, mtp.layer.input_norm, mtp.layer.mixer, last, step, max_q_len)
         self._mlp(pack, mtp.layer, t)
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
@@ -188,13 +189,14 @@ class Model:
 
     def clear(self, stream: Stream) -> None:
         """Zero the padding page and the padding block of state."""
-        for memory in (self.kv, self.state, self.conv_state):
+        self.kv.clear(stream, 1)
+        for memory in (self.state, self.conv_state):
             memory[0].zero_(stream)
 
     def _attention(
-        self, pack: Pack, norm: Tensor, mixer: Attention, kv: Tensor, step: StepRows, max_q_len: int
+        self, pack: Pack, norm: Tensor, mixer: Attention, index: int, step: StepRows, max_q_len: int
     ) -> None:
-        """x += the gated full attention of its norm."""
+        """x += the gated full attention of its norm; `index`: of the layer among its kind."""
         c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
         norm_linear(
@@ -210,7 +212,7 @@ class Model:
         gated_attention(
             pack,
             out=heads,
-            kv=kv,
+            **self.kv.layer(index),
             qkv=qkv,
             q_norm=mixer.q_norm,
             k_norm=mixer.k_norm,

@@ -11,11 +11,12 @@ import triton.language as tl
 from openinfer.kernels.device.attention import (
     HIDDEN,
     LOW,
+    add_block,
     cache_places,
     merge_parts,
-    online_softmax,
     pair_places,
 )
+from openinfer.kernels.device.decode_attention import write_codes, write_scale
 from openinfer.kernels.device.norm import weighted
 from openinfer.recipes.qwen3_5.device.gates import sigmoid
 
@@ -51,7 +52,7 @@ def _store_gated(out, place, value, gate, inside):
 
 @triton.jit
 def attend_gated(
-    out, kv, qkv, q_norm, k_norm, cos_sin, slots, q_starts, seq_lens, alive, block_tables,
+    out, kv, kv_scales, qkv, q_norm, k_norm, cos_sin, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, scale, eps, partial, weight, arrived, tokens, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr,
@@ -61,7 +62,7 @@ def attend_gated(
 
     qkv [tokens, 2 GROUP * G + 2 G heads, D], each query head followed by its gate; cos_sin float32 [positions, 2,
     ROTARY / 2]. partial: float32 [rows, key heads, parts, GROUP, D], weight the same less D; arrived: int32 [rows, key
-    heads], zero before and after. MR: GROUP or the next power of two.
+    heads], zero before and after. MR: GROUP or the next power of two. kv_scales as in decode_attention.
     """
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, kv_heads, splits = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
@@ -100,17 +101,26 @@ def attend_gated(
         where = cache_places(table, n, before, page_stride, D, PAGE, BN)[:, None]
         number = n + tl.arange(0, BN)
         cached = (number < before)[:, None]  # what was never written may be NaN
-        score = tl.dot(q, tl.trans(tl.load(key + where, mask=cached, other=0.0)))
+        score = tl.dot(q, tl.trans(tl.load(key + where, mask=cached, other=0.0).to(q.dtype)))
         score = tl.where((number < before)[None, :], score, HIDDEN)
-        m, l, acc = online_softmax(m, l, acc, score, tl.load(value + where, mask=cached, other=0.0), scale)
+        v = tl.load(value + where, mask=cached, other=0.0).to(q.dtype)
+        m, l, acc = add_block(
+            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, before, page_stride, PAGE, BN
+        )
     if before // BN % parts == part:
         new = source + (2 * heads + head) * D + tl.zeros((1, 1), tl.int32)
         k = _rotated(new, True, k_norm, angle, eps, D, ROTARY)
         v = tl.load(new + kv_heads * D + column)
         page = tl.load(table + before // PAGE).to(tl.int64)
         to = kv + page * page_stride + (head * PAGE + before % PAGE) * D + column
-        tl.store(to, k)
-        tl.store(to + kv_heads * PAGE * D, v)
+        if kv_scales is None:
+            tl.store(to, k)
+            tl.store(to + kv_heads * PAGE * D, v)
+        else:
+            to_scale = kv_scales + page * page_stride + head * PAGE + before % PAGE
+            of_value = write_scale(to_scale + kv_heads * PAGE, tl.abs(v))
+            k = write_codes(to, k, write_scale(to_scale, tl.abs(k)))
+            v = write_codes(to + kv_heads * PAGE * D, v, of_value)
         score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         top = tl.maximum(m, score)
         decay, p = tl.exp2(m - top), tl.exp2(score - top)

@@ -17,8 +17,10 @@ from openinfer.kernels.authoring import (
     AttentionCall,
     AttentionChoice,
     attention_launches,
+    cached_bytes,
     choose_attention,
     expect,
+    expect_cache,
     power_of_two,
     require,
     require_attention,
@@ -27,14 +29,26 @@ from openinfer.kernels.authoring import (
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
 from openinfer.tensor import Tensor, float32, int32
 
-WRITING = ("kv", "qkv", "q_norm", "k_norm", "cos_sin", "positions", "token_slots", "block_tables", "eps")
-ATTENDING = ("kv", "slots", "q_starts", "seq_lens", "alive", "block_tables")
+WRITING = (
+    "kv",
+    "kv_scales",
+    "qkv",
+    "q_norm",
+    "k_norm",
+    "cos_sin",
+    "positions",
+    "token_slots",
+    "block_tables",
+    "eps",
+)
+ATTENDING = ("kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
 
 
 def _contract(
     *,
     out: Tensor,
     kv: Tensor,
+    kv_scales: Tensor | None = None,
     qkv: Tensor,
     q_norm: Tensor,
     k_norm: Tensor,
@@ -56,17 +70,16 @@ def _contract(
     sigmoid_gate multiplies out by the sigmoid of the gates in qkv. Arguments are those of the three ops; positions and
     token_slots are made by expand_rows from slots, q_starts, seq_lens and alive.
     """
-    expect("kv", kv, (-1, 2, -1, -1, -1), *FLOATS, dense=False)
-    expect("kv[0]", kv[0], kv.shape[1:])
+    expect("out", out, (-1, -1), *FLOATS)
+    expect_cache(kv, kv_scales, -1, out.dtype)
     _, _, kv_heads, page_size, dim = kv.shape
-    expect("out", out, (-1, -1), kv.dtype)
     tokens, heads = out.shape[0], out.shape[1] // dim
     require(
         heads * dim == out.shape[1] and heads % kv_heads == 0,
         f"out is {out.shape}: not a multiple of {kv_heads} heads of {dim}",
     )
-    expect("qkv", qkv, (tokens, 2 * (heads + kv_heads) * dim), kv.dtype)
-    expect("q_norm", q_norm, (dim,), kv.dtype, float32)
+    expect("qkv", qkv, (tokens, 2 * (heads + kv_heads) * dim), out.dtype)
+    expect("q_norm", q_norm, (dim,), out.dtype, float32)
     expect("k_norm", k_norm, (dim,), q_norm.dtype)
     expect("cos_sin", cos_sin, (-1, 2, -1), float32)
     require(2 * cos_sin.shape[2] <= dim, f"cos_sin rotates {2 * cos_sin.shape[2]} elements of heads of {dim}")
@@ -89,8 +102,8 @@ def _reference(*, out: Array, qkv: Array, scale: float, max_q_len: int, **rest: 
     dim = rest["kv"].shape[-1]
     shape = (out.shape[0], out.shape[1] // dim, dim)
     q = np.empty(shape, out.dtype)
-    qk_norm_rope_write.reference(q=q, qkv=qkv, **{name: rest[name] for name in WRITING if name != "qkv"})
-    given = {name: rest[name] for name in ATTENDING}
+    qk_norm_rope_write.reference(q=q, qkv=qkv, **{name: rest.get(name) for name in WRITING if name != "qkv"})
+    given = {name: rest.get(name) for name in ATTENDING}
     attend.reference(out=out, q=q, scale=scale, window=0, max_q_len=max_q_len, **given)
     gates = qkv[:, : 2 * shape[1] * dim].reshape(*shape[:2], 2, dim)[:, :, 1]
     sigmoid_gate.reference(out=out.reshape(shape), gate=gates)
@@ -111,7 +124,7 @@ def _launches(
     require_attention(out.dtype, dim, page_size)
     shape = (out.shape[0], out.shape[1] // dim, dim)
     q = Scratch(shape, out.dtype)
-    tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest[name] for name in ATTENDING}}
+    tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest.get(name) for name in ATTENDING}}
     call = AttentionCall.of(tensors, scale, 0)
     choice = choose_attention(target, call)
     rotary = 2 * rest["cos_sin"].shape[2]
@@ -120,7 +133,8 @@ def _launches(
         new = {"qkv": qkv, **{name: rest[name] for name in ("q_norm", "k_norm", "cos_sin")}}
         yield _decode(call, choice, new, eps, rotary)
         return
-    yield write_launch(target, q=q, qkv=qkv, **{name: rest[name] for name in WRITING if name != "qkv"})
+    writing: Mapping[str, Any] = {name: rest.get(name) for name in WRITING if name != "qkv"}
+    yield write_launch(target, q=q, qkv=qkv, **writing)
     yield from attention_launches(call, choice, max_q_len)
     yield from sigmoid_gate.launches(target, out=out.reshape(*shape), gate=gates_of(qkv, shape[1], dim))
 
@@ -137,7 +151,8 @@ def _decode(
     merged = power_of_two(group)
     heads, parts = (call.rows, call.kv_heads), (call.rows, call.kv_heads, splits, group)
     args: dict[str, Arg] = {
-        **{name: call.args[name] for name in ("out", "kv")},
+        "out": call.args["out"],
+        **call.cache,
         **new,
         **{name: call.args[name] for name in ("slots", "q_starts", "seq_lens", "alive", "block_tables")},
         **{name: call.args[name] for name in ("table_width", "page_stride", "scale")},
@@ -153,6 +168,7 @@ def _decode(
         "ROTARY": rotary,
         "MR": merged,
         "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
+        **call.without,
     }
     return launch(
         "openinfer.recipes.qwen3_5.device.gated_attention",
@@ -165,10 +181,12 @@ def _decode(
     )
 
 
-def _cost(workload: Workload, *, out: Tensor, kv: Tensor, qkv: Tensor, **_: object) -> Cost:
-    tokens, written = workload.tokens, kv.shape[2] * 2 * kv.shape[4]
-    cached = workload.kv_tokens * written * kv.itemsize
-    moved = tokens * (qkv.shape[1] + written + out.shape[1]) * out.itemsize
+def _cost(
+    workload: Workload, *, out: Tensor, kv: Tensor, kv_scales: Tensor | None = None, qkv: Tensor, **_: object
+) -> Cost:
+    tokens = workload.tokens
+    cached = (workload.kv_tokens + tokens) * cached_bytes(kv, kv_scales)
+    moved = tokens * (qkv.shape[1] + out.shape[1]) * out.itemsize
     return Cost(cached + moved, 4 * workload.qk_pairs * out.shape[1] + 8 * tokens * qkv.shape[1])
 
 
