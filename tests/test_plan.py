@@ -172,7 +172,7 @@ def test_steps_with_drafts_are_verifying_steps() -> None:
     config = '{"method": "ngram", "num_speculative_tokens": 2}'
     one = server(str(TINY), "--speculative-config", config)
     cost = StepCost(one.outline.steps, one.outline.buckets, one.figures)
-    shape = one.outline.buckets.choose(24, 8, drafts=True, chunks=False)
+    shape = one.outline.buckets.choose(24, 8, drafts=2, chunks=False)
     assert shape[:4] == (24, 8, 3, 2)
     step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
     assert cost(StepWork(8, 800, 0, 0, 16)) == step.seconds(800, 2400, 8) > cost(StepWork(8, 800, 0, 0))

@@ -218,7 +218,7 @@ def drafting_steps(place: Callable[..., Any], pack: Pack, seed: int) -> list[np.
 
     run(("forward", shape))
     found.append(logits[:1].numpy().copy())
-    run(("sample", 1, 0), ("draft", shape))
+    run(("sample", 1, 0), ("draft", shape, 2))
     found.append(logits[:1].numpy().copy())
     rows.write("prompt", 0, [-1] * 16)
     verify = Shape(3, 1, 3, 2)
@@ -226,7 +226,7 @@ def drafting_steps(place: Callable[..., Any], pack: Pack, seed: int) -> list[np.
     rows.write("q_starts", 0, [0, 3])
     run(("forward", verify))
     found.append(logits[:3].numpy().copy())
-    run(("sample", 1, 2), ("draft", verify))
+    run(("sample", 1, 2), ("draft", verify, 2))
     found.append(logits[:1].numpy().copy())
     return [*found, rows["drafts"].numpy()[1].copy(), model.batch.sampled.result[:3].numpy()[:, :2].copy()]
 

@@ -2,18 +2,20 @@
 
 import pytest
 
+from openinfer.graph import Buckets, StepPace
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.qwen3 import RECIPE as QWEN3
 from openinfer.scheduler import Suffixes
 from openinfer.tensor import Device
 
+BUCKETS = Buckets.up_to(8, 64, (1, 2, 4), 4)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
 def test_the_keys_of_suffixes_are_vllms():
     text = '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 0.5}'
-    drafter = QWEN3.options(speculative_config=text).drafting(64).make_drafter()
+    drafter = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace()).make_drafter()
     assert isinstance(drafter, Suffixes)
     assert list(drafter.propose([1, 2, 3, 4, 5, 1, 2, 3, 4], 4)) == [5, 1]
     with pytest.raises(SetupError, match="never from another's"):
@@ -27,13 +29,13 @@ def test_the_engine_has_room_for_logits_after_each_draft():
     options.check("qwen3")
     limits = decide(options, Device("cpu"), 1024, 16)
     assert (limits.max_drafts, limits.max_logits) == (3, 32)
-    assert QWEN3.options().drafting(64) is None
+    assert QWEN3.options().drafting(BUCKETS, StepPace()) is None
     assert decide(QWEN3.options(), Device("cpu"), 1024, 16).max_drafts == 0
 
 
 def test_n_grams_are_as_long_as_the_config_says():
     text = '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 3, "prompt_lookup_max": 3}'
-    drafting = QWEN3.options(speculative_config=text).drafting(64)
+    drafting = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace())
     assert list(drafting.make_drafter().propose([1, 2, 3, 9, 2, 3], 1)) == []
     assert list(drafting.make_drafter().propose([1, 2, 3, 9, 1, 2, 3], 1)) == [9]
 

@@ -139,6 +139,7 @@ def run(
         engine = startup.build(recipe, path, device="cpu", max_num_seqs=rows, **flags).engine
         if engine.runner.drafting is not None:
             engine.runner.drafting.make_drafter = lambda: Planted(known)
+            engine.runner.drafting.costs = None
         made.append(engine)
         return forgetful(engine) if TIERS & set(names) else engine
 

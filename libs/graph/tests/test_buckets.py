@@ -43,11 +43,13 @@ def test_every_step_with_drafts_has_a_segment(max_rows, max_tokens, most):
         for tokens in {rows + 1, rows + most, rows * (1 + most), max_tokens}:
             for chunks in (False, True):
                 if rows < tokens <= max_tokens and (chunks or tokens <= rows * (1 + most)):
-                    chosen = buckets.choose(tokens, rows, drafts=True, chunks=chunks)
+                    drafts = min(most, tokens - rows)
+                    chosen = buckets.choose(tokens, rows, drafts=drafts, chunks=chunks)
                     assert chosen in segments
-                    assert chosen.drafts == most
+                    assert chosen.drafts in (0, *buckets.draft_levels)
+                    assert drafts <= chosen.drafts
                     assert chosen.tokens >= tokens
-                    assert chosen.longest >= (tokens if chunks else min(tokens, 1 + most))
+                    assert chosen.longest >= (tokens if chunks else min(tokens, 1 + drafts))
                     assert chosen.rows >= rows
                     assert chosen.rows in sampled
         assert buckets.choose(rows, rows).drafts == 0
@@ -55,7 +57,10 @@ def test_every_step_with_drafts_has_a_segment(max_rows, max_tokens, most):
 
 def test_a_decode_step_with_drafts_has_a_shape_of_its_own():
     buckets = Buckets.up_to(256, 2048, DECODE_ROWS, 3)
-    shape = buckets.choose(9, 3, drafts=True, chunks=False)
+    shape = buckets.choose(9, 3, drafts=3, chunks=False)
     assert shape == (16, 4, 4, 3)
+    assert buckets.choose(5, 3, drafts=1, chunks=False) == (8, 4, 2, 1)
+    assert Buckets.up_to(4, 64, (1,), 8).draft_levels == (1, 2, 4, 8)
+    assert Buckets.up_to(4, 64, (1,), 5).draft_levels == (1, 2, 4, 5)
     assert str(shape) == "decode, 4 rows, 3 drafts"
-    assert str(buckets.choose(9, 3, drafts=True)) == "16 tokens, 8 rows, 3 drafts"
+    assert str(buckets.choose(9, 3, drafts=1)) == "16 tokens, 8 rows, 3 drafts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,7 +47,10 @@ class StepCost:
     def __call__(self, work: StepWork) -> float:
         new = work.prefill_tokens
         rows = work.decode_rows + (new > 0)
-        tokens, drafts = work.decode_rows + work.drafts + new, work.drafts > 0
+        tokens, drafts = (
+            work.decode_rows + work.drafts + new,
+            math.ceil(work.drafts / max(1, work.decode_rows)),
+        )
         shape = self.buckets.choose(tokens, rows, drafts=drafts, chunks=not drafts or new > 0)
         # A chunk of n tokens after m has n * m + n * (n + 1) / 2 pairs and reads m + n tokens.
         read = round(work.prefill_context / new + (new - 1) / 2) if new else 0

@@ -1,6 +1,7 @@
 """The batch on the device, and captured steps over it."""
 
 from openinfer.graph.buckets import Buckets, Shape
+from openinfer.graph.costs import StepCosts
 from openinfer.graph.errors import FieldError, GraphError, MissingExtra, NotPossible, RingFull, UnknownStep
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
@@ -22,6 +23,7 @@ __all__ = [
     "RingFull",
     "Rows",
     "Shape",
+    "StepCosts",
     "StepGraphs",
     "StepPace",
     "StepTrace",

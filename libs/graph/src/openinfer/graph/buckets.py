@@ -31,7 +31,8 @@ class Shape(NamedTuple):
 class Buckets:
     """The shapes that steps are recorded in. A step runs in the smallest shape that holds it. All are ascending.
 
-    max_drafts: the most drafts of a row. Above 0, each shape exists twice: for steps without and with drafts."""
+    max_drafts: the most drafts of a row. Above 0, each shape exists for steps without and with drafts: a decode step's
+    for each of `draft_levels`, a mixed step's for the most."""
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
@@ -69,6 +70,12 @@ class Buckets:
         """Tokens of the largest step."""
         return self.mixed_tokens[-1]
 
+    @property
+    def draft_levels(self) -> tuple[int, ...]:
+        """The most drafts of a row in decode steps that are recorded: powers of two, and max_drafts."""
+        powers = (1 << n for n in range(self.max_drafts.bit_length()))
+        return tuple(sorted({*powers, self.max_drafts})) if self.max_drafts else ()
+
     def segments(self) -> Iterator[Shape]:
         """The shape of every forward segment, largest first."""
         for drafts in sorted({0, self.max_drafts}):
@@ -77,6 +84,7 @@ class Buckets:
                 yield from (Shape(tokens, n, tokens, drafts) for n in rows)
                 if tokens <= LONE_TOKENS and 1 not in rows:
                     yield Shape(tokens, 1, tokens, drafts)
+        for drafts in (0, *self.draft_levels):
             for n in reversed(self.decode_rows):
                 if n * (1 + drafts) <= self.max_tokens:
                     yield Shape(n * (1 + drafts), n, 1 + drafts, drafts)
@@ -85,14 +93,15 @@ class Buckets:
         """Rows of every sample segment."""
         return sorted({1, *self.decode_rows, *self.mixed_rows})
 
-    def choose(self, tokens: int, rows: int, *, drafts: bool = False, chunks: bool = True) -> Shape:
-        """The shape for a step. drafts: whether a row has drafts; such a step may be without chunks of prompts. Raises
+    def choose(self, tokens: int, rows: int, *, drafts: int = 0, chunks: bool = True) -> Shape:
+        """The shape for a step. drafts: the most of a row; a step with drafts may be without chunks of prompts. Raises
         UnknownStep if the step is larger than every shape."""
         most = self.max_drafts if drafts else 0
         if tokens == rows or not chunks:
+            level = bucket_for(self.draft_levels, drafts) if drafts else 0
             bucket = bucket_for(self.decode_rows, rows)
-            if bucket * (1 + most) <= self.max_tokens:
-                return Shape(bucket * (1 + most), bucket, 1 + most, most)
+            if bucket * (1 + level) <= self.max_tokens:
+                return Shape(bucket * (1 + level), bucket, 1 + level, level)
         num_rows = bucket_for(self.mixed_rows, rows)
         num_tokens = bucket_for(self.mixed_tokens, max(tokens, num_rows))
         if rows == 1 and bucket_for(self.mixed_tokens, tokens) <= LONE_TOKENS:

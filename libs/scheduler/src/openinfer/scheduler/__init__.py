@@ -22,6 +22,7 @@ from .sequence import FinishReason, Seq, SeqState
 from .speculation import Speculation
 from .stats import Stats
 from .suffixes import Suffixes
+from .worth import Worth
 
 __all__ = [
     "POLICIES",
@@ -61,5 +62,6 @@ __all__ = [
     "Suffixes",
     "Tokens",
     "View",
+    "Worth",
     "make_policy",
 ]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from openinfer.recipes.engine.errors import SetupError
 
 if TYPE_CHECKING:
+    from openinfer.graph import Buckets, StepPace
     from openinfer.graph.runner import Drafting
     from openinfer.kvpool import Eviction, Group
     from openinfer.recipes.engine.speculation import SpeculativeConfig
@@ -179,10 +180,10 @@ class Options:
         speculation = self.speculation()
         return speculation is not None and speculation.proposes
 
-    def drafting(self, max_tokens: int) -> Drafting | None:
-        """The choice of drafts, for steps of at most `max_tokens` tokens. Raises SetupError."""
+    def drafting(self, buckets: Buckets, pace: StepPace) -> Drafting | None:
+        """The choice of drafts, for steps of these shapes and times. Raises SetupError."""
         speculation = self.speculation()
-        return None if speculation is None else speculation.drafting(max_tokens)
+        return None if speculation is None else speculation.drafting(buckets, pace)
 
 
 O = TypeVar("O", bound=Options)

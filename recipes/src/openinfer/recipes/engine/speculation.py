@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from openinfer.graph import Buckets, StepCosts, StepPace
 from openinfer.graph.runner import Drafting
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.scheduler import Drafter, NGram, Suffixes
@@ -59,16 +60,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Whether layers of the model draft."""
         return self.method == "mtp"
 
-    def drafting(self, max_tokens: int) -> Drafting:
-        """The choice of drafts, for steps of at most `max_tokens` tokens."""
-        if self.proposes:
-            return Drafting(self.num_speculative_tokens, max_tokens, None)
-        make: Callable[[], Drafter] = partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
-        if self.method == "suffix":
-            make = partial(
-                Suffixes,
-                self.suffix_decoding_max_tree_depth,
-                self.suffix_decoding_max_spec_factor,
-                self.suffix_decoding_min_token_prob,
-            )
-        return Drafting(self.num_speculative_tokens, max_tokens, make)
+    def drafting(self, buckets: Buckets, pace: StepPace) -> Drafting:
+        """The choice of drafts, for steps of these shapes and times."""
+        return Drafting(buckets, None if self.proposes else self._make_drafter(), StepCosts(buckets, pace))
+
+    def _make_drafter(self) -> Callable[[], Drafter]:
+        if self.method == "ngram":
+            return partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
+        return partial(
+            Suffixes,
+            self.suffix_decoding_max_tree_depth,
+            self.suffix_decoding_max_spec_factor,
+            self.suffix_decoding_min_token_prob,
+        )

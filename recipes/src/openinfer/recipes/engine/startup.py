@@ -247,7 +247,7 @@ def _make(
             pack = TimedPack(pack, trace)
         pace, watch = StepPace(predicted.result()), Watch(trace) if trace is not None else None
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
-        runner.drafting = options.drafting(limits.max_tokens)
+        runner.drafting = options.drafting(buckets, pace)
         with _phase("steps"):
             runner.record()
         with _phase("rest of the weights"):
@@ -293,8 +293,10 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     pack = NullPack(target)
     traced = blueprint.traced(model, pack)
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
-    sampled = {s: calls["sample", s.rows, s.drafts] + calls.get(("draft", s), []) for s in buckets.segments()}
-    steps = {s: calls["forward", s] + rest for s, rest in sampled.items()}
+    parts = {
+        s: (("forward", s), ("sample", s.rows, s.drafts), ("draft", s, s.drafts)) for s in buckets.segments()
+    }
+    steps = {s: [call for key in keys for call in calls.get(key, [])] for s, keys in parts.items()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     workspace = scratch + zeroed + 1024
     return Plan(fixed + workspace, pack.specs(), scratch, zeroed, steps, pack.peer_widths())

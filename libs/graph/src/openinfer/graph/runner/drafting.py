@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
+from openinfer.graph.buckets import Buckets
+from openinfer.graph.costs import StepCosts
 from openinfer.graph.rows import Rows
 from openinfer.graph.runner.model import Constraint
 from openinfer.graph.runner.verifying import DraftCounts, write_drafts
-from openinfer.scheduler import Drafter, Seq, Step, View
+from openinfer.scheduler import Drafter, Seq, Step, View, Worth
 
 if TYPE_CHECKING:
     from openinfer.graph.runner.sampling import Sampling
-
-
-WORTH = 0.4
-"""A draft that is accepted less often is left out: its tokens cost about what it brings."""
-REMEMBERED = 16
-"""Rows over which the chance of a draft is averaged."""
-PROBED = 32
-"""In one of this many steps rows have all drafts, whatever their chances."""
 
 
 @dataclass(slots=True)
@@ -46,60 +41,80 @@ class Proposal:
 class Drafting:
     """scheduler.Speculation of an engine.
 
-    max_drafts: of a row. max_tokens: of a step. make_drafter: a drafter for a sequence that starts; None: layers of the
-    model draft, for every row.
+    buckets: the shapes of its steps. make_drafter: a drafter for a sequence that starts; None: layers of the model
+    draft, for every row. costs: of steps; None: drafts cost nothing.
 
     A proposal covers every position that the next step can reach, because the step before is still under way: up to
     max_drafts + 1 tokens from that one, and max_drafts from the next.
     """
 
-    max_drafts: int
-    max_tokens: int
+    buckets: Buckets
     make_drafter: Callable[[], Drafter] | None
+    costs: StepCosts | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
-    _chances: list[float] = field(init=False)  # that the first, second, ... draft of a row is accepted
-    _asked: int = 0
+    places: int = field(init=False)
+    """Drafts that layers of the model make of a row after this step, for the next one."""
+    worth: Worth = field(init=False)
 
     def __post_init__(self) -> None:
-        self._chances = [1.0] * self.max_drafts
+        self.worth, self.places = Worth(self.buckets.draft_levels), self.max_drafts
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a row."""
+        return self.buckets.max_drafts
 
     def saw(self, num_drafts: int, accepted: int) -> None:
         """A row with drafts has been read."""
         self.counts.add(num_drafts, accepted)
-        for place in range(num_drafts):
-            self._chances[place] += ((place < accepted) - self._chances[place]) / REMEMBERED
-
-    def _most(self) -> int:
-        """Drafts of a row in this step: those that are accepted often enough. All of them now and then, to see more."""
-        self._asked += 1
-        if self._asked % PROBED == 0:
-            return self.max_drafts
-        return next((n for n, chance in enumerate(self._chances) if chance < WORTH), self.max_drafts)
+        self.worth.saw(num_drafts, accepted)
 
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation."""
-        room, most = self.max_tokens - 1 - len(view.decoding), self._most()
-        if not most:
-            return {}
+        rows = len(view.decoding)
+        if self.make_drafter is None:
+            made, self.places = (
+                self.places,
+                self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows)),
+            )
+            found = {seq: self._available(seq, made) for seq in view.decoding}
+            return self._fitting(found, rows, made)  # the choice of the step before
+        if not self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows)):
+            return {}  # no drafter is asked
+        found = {seq: self._available(seq, self.max_drafts) for seq in view.decoding}
+        available = [count for count in found.values() if count > 0]
+        return self._fitting(found, rows, self.worth.choose(available, rows, self._cost(rows)))
+
+    def _cost(self, rows: int) -> Callable[[int], float | None]:
+        costs = self.costs
+        return (lambda level: 1.0) if costs is None else partial(costs.decode, rows)
+
+    def _fitting(self, found: Mapping[Seq[Sampling], int], rows: int, most: int) -> dict[Seq[Sampling], int]:
+        """At most `most` drafts a row, and room for a prompt's token."""
         wanted: dict[Seq[Sampling], int] = {}
-        for seq in view.decoding:
-            sampling: Sampling = seq.owner
-            if sampling.draftless:
-                continue
-            count = min(most, room)
-            if self.make_drafter is not None or sampling.constraint is not None:
-                proposal = sampling.proposal
-                if proposal is None:
-                    drafter = None if self.make_drafter is None else self.make_drafter()
-                    proposal = sampling.proposal = Proposal(drafter)
-                proposal.renew(seq.tokens, 2 * self.max_drafts + 1, sampling.constraint)
-                if self.make_drafter is not None:
-                    # The tokens of the step under way come first, all of its drafts if they are right.
-                    count = min(count, len(proposal.tokens) - (seq.bound - seq.confirmed))
+        room = self.buckets.max_tokens - 1 - rows
+        for seq, available in found.items():
+            count = min(available, most, room)
             if count > 0:
                 wanted[seq] = count
                 room -= count
         return wanted
+
+    def _available(self, seq: Seq[Sampling], most: int) -> int:
+        """Drafts that a row could have."""
+        sampling: Sampling = seq.owner
+        if sampling.draftless:
+            return 0
+        if self.make_drafter is None and sampling.constraint is None:
+            return most
+        proposal = sampling.proposal
+        if proposal is None:
+            drafter = None if self.make_drafter is None else self.make_drafter()
+            proposal = sampling.proposal = Proposal(drafter)
+        proposal.renew(seq.tokens, 2 * self.max_drafts + 1, sampling.constraint)
+        # The tokens of the step under way come first, all of its drafts if they are right.
+        left = len(proposal.tokens) - (seq.bound - seq.confirmed)
+        return min(left, most) if self.make_drafter is not None else most
 
     def write(self, rows: Rows, step: Step[Sampling]) -> None:
         """Write the proposals of the step's rows with drafts."""

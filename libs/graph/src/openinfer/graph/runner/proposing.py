@@ -28,9 +28,9 @@ class Proposer(Protocol):
         """batch.logits[:num_rows] of the drafting layers' states in batch.last[:num_rows]."""
 
 
-def draft(model: Model, pack: Pack, shape: Shape) -> None:
-    """Propose `batch.max_drafts` tokens for each row of a step that has sampled. It overwrites `hidden` and the step's
-    ids, positions and slots of tokens."""
+def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
+    """Propose `places` tokens for each row of a step that has sampled. Without any, the drafting layers only keep their
+    cache whole. It overwrites `hidden` and the step's ids, positions and slots of tokens."""
     batch = model.batch
     made, rows = batch.proposals, batch.rows
     if made is None or not isinstance(model, Proposer):
@@ -55,9 +55,11 @@ def draft(model: Model, pack: Pack, shape: Shape) -> None:
         **of_rows,
     )
     model.further(pack, made.next_ids[:t], StepRows({**step, "seq_lens": lens}), shape.longest, first=True)
+    if not places:
+        return
     select_rows(pack, out=batch.last[:r], x=model.hidden[:t], q_starts=made.ends[: r + 1])
     alone = StepRows({**batch.step(r, r), "seq_lens": lens, "q_starts": made.alone[: r + 1]})
-    for place in range(1, batch.max_drafts + 1):
+    for place in range(1, places + 1):
         if place > 1:
             select_rows(pack, out=model.hidden[:r], x=batch.last[:r], q_starts=alone["q_starts"])
             model.further(pack, made.next_ids[:r], alone, 1, first=False)

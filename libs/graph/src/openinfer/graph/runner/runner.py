@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -54,6 +55,10 @@ class _Launched(NamedTuple):
     constrained: Constrained
     wants_logprobs: bool
     shares: Sequence[Share]
+    places: int
+    """Drafts that layers make after it."""
+    spent: tuple[float, float] | None
+    """Its cost and the cost without drafts; None: not known."""
 
 
 @dataclass(slots=True)
@@ -79,6 +84,7 @@ class Runner:
     """Needed for steps with drafts."""
     _launched: list[_Launched] = field(default_factory=list)
     _shape: Shape = field(default_factory=lambda: Shape(0, 0, 0))
+    _plain: Shape = field(default_factory=lambda: Shape(0, 0, 0))  # of the same rows without drafts
     _wants_logprobs: bool = False
     _constrained: Constrained = ()
     masking: Masking = field(init=False)
@@ -86,6 +92,8 @@ class Runner:
     _asks_logprobs: Array = field(init=False)  # by slot
     _shares: Sequence[Share] = ()
     _scores: list[Scores] = field(default_factory=list)
+    _collected_at: float = 0.0  # time.monotonic() of the last result
+    _accepted: int = 0  # drafts, when the last result was read
     _waiting: _Launched | None = None
     """The last launched step, if its `sample` waits for the result of the step before."""
 
@@ -113,7 +121,7 @@ class Runner:
                 ("forward", Shape(1, 1, 1)),
                 ("sample", 1, 0),
                 ("score", 0),
-                ("draft", Shape(tokens, 1, tokens)),
+                ("draft", Shape(tokens, 1, tokens), self.buckets.max_drafts),
             ):
                 if key in work:
                     work[key]()
@@ -169,13 +177,20 @@ class Runner:
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
         self.replay(("forward", self._shape))
-        self._launched.append(
-            _Launched(step, self._shape, self._constrained, self._wants_logprobs, self._shares)
-        )
+        places = self.drafting.places if self.drafting is not None else 0
+        asked = self._constrained, self._wants_logprobs, self._shares
+        self._launched.append(_Launched(step, self._shape, *asked, places, self._spent(step)))
         if waits:
             self._waiting = self._launched[-1]
         else:
             self._sample_now(self._launched[-1])
+
+    def _spent(self, step: Step[Sampling]) -> tuple[float, float] | None:
+        """_Launched.spent of a step that is launched."""
+        if self.drafting is None or self.drafting.costs is None or not step.num_decode:
+            return None
+        seconds, plain = map(self.drafting.costs.seconds, (self._shape, self._plain))
+        return None if seconds is None or plain is None else (seconds, plain)
 
     def upload(self) -> None:
         """Bring the batch on the device up to date with the host's writes."""
@@ -200,7 +215,7 @@ class Runner:
             results += [b.top_ids[:n], b.top_values[:n]]
         drafts_later = proposes = self.model.batch.proposals is not None
         if proposes and launched.constrained:  # the next step's masks follow these drafts
-            self.replay(("draft", shape))
+            self.replay(("draft", shape, launched.places))
             results.append(self.model.batch.rows["drafts"])
             drafts_later = False
         if launched.shares:
@@ -211,7 +226,7 @@ class Runner:
             results += [tensor[:scored] for tensor in scores]
         self.readback.enqueue(self.stream, results)
         if drafts_later:
-            self.replay(("draft", shape))
+            self.replay(("draft", shape, launched.places))
 
     def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
@@ -256,6 +271,8 @@ class Runner:
         ]
         payload = Payload(result[:, :, 0], result[:, :, 2].view(np.float32), *(tops or (None, None)))
         advanced = self._drafted(step, result) if step.drafts else None
+        if self.drafting is not None and self.drafting.costs is not None:
+            self._book(launched, self.drafting)
         return StepResult(step.index, finished, payload, advanced, seconds)
 
     def _drafted(self, step: Step[Sampling], result: Array) -> dict[int, int]:
@@ -269,6 +286,18 @@ class Runner:
                 advanced[seq.slot] = num_tokens
                 self.pace.fall_short(seq.slot, 1 + num_drafts - num_tokens)
         return advanced
+
+    def _book(self, launched: _Launched, drafting: Drafting) -> None:
+        """Note what a step that was read cost, and what its drafts brought."""
+        began, self._collected_at = max(launched.step.launched_at, self._collected_at), time.monotonic()
+        if drafting.costs is not None:
+            drafting.costs.took(launched.shape, self._collected_at - began)
+        accepted, self._accepted = (
+            drafting.counts.accepted_tokens - self._accepted,
+            drafting.counts.accepted_tokens,
+        )
+        if launched.spent is not None:
+            drafting.worth.spent(launched.step.num_decode, accepted, *launched.spent)
 
     def take_scores(self) -> list[Scores]:
         """Scores of prompts from the steps collected since the last call; a sequence's in the order of its tokens."""
@@ -318,7 +347,9 @@ class Runner:
         starts = np.zeros(count + 1, np.int32)
         lengths.cumsum(out=starts[1:])
         total = int(starts[-1])
-        self._shape = self.buckets.choose(total, count, drafts=bool(step.drafts), chunks=bool(chunks))
+        most = max(step.drafts.values(), default=0)
+        self._shape = self.buckets.choose(total, count, drafts=most, chunks=bool(chunks))
+        self._plain = self.buckets.choose(total - sum(step.drafts.values()), count) if most else self._shape
         num_rows = self._shape.rows
         slots, emits = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         slots[:count] = [row.seq.slot for row in step.rows]

@@ -19,7 +19,7 @@ from openinfer.sampler.gpu import sample_rows, score_tokens, verify_rows
 def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, ...], Callable[[], None]]:
     """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
     ("forward", shape), ("sample", rows, drafts), ("score", first token), and where
-    layers of the model draft, ("draft", shape)."""
+    layers of the model draft, ("draft", shape, drafts)."""
     batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
     work: dict[tuple[object, ...], Callable[[], None]] = {
         ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
@@ -27,12 +27,13 @@ def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, .
     for shape in buckets.segments():
         work["forward", shape] = partial(model.forward, pack, *shape)
         if batch.proposals is not None:
-            work["draft", shape] = partial(draft, model, pack, shape)
+            for places in (0, *buckets.draft_levels):
+                work["draft", shape, places] = partial(draft, model, pack, shape, places)
     for rows in buckets.sample_rows():
         if not buckets.max_drafts:
             work["sample", rows, 0] = partial(sample_rows, pack, batch.rows, batch.sampled, rows)
             continue
-        for drafts in (0, buckets.max_drafts):
+        for drafts in (0, *buckets.draft_levels):
             work["sample", rows, drafts] = partial(verify_rows, pack, batch.rows, batch.sampled, rows, drafts)
     for offset in range(0, most, batch.logits.shape[0]):
         work["score", offset] = partial(_score, model, pack, offset)

@@ -226,7 +226,7 @@ class EngineConformance:
         if not isinstance(session.engine, Engine) or session.engine.runner.drafting is None:
             raise TypeError("the suite drives an engine of openinfer.recipes.engine that drafts")
         drafting = session.engine.runner.drafting
-        drafting.make_drafter = lambda: Planted(answers)
+        drafting.make_drafter, drafting.costs = lambda: Planted(answers), None
         for want, other, (_, _, chosen) in zip(truth, session.outcomes_of(asked), asked, strict=True):
             expect(other.tokens == want.tokens, f"{chosen}: other tokens than without drafts")
             expect(same_logprobs(want, other), f"{chosen}: other log-probabilities than without drafts")

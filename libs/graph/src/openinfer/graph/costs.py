@@ -1,0 +1,64 @@
+"""StepCosts: how long a step of a shape takes, as predicted and as it took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from openinfer.graph.buckets import Buckets, Shape
+from openinfer.graph.pace import StepPace
+
+WEIGHT = 1 / 8
+"""The weight of the newest step in a shape's average."""
+MOST = 3.0
+"""A step counts as at most this many times the average: what held it up is not its shape."""
+FRESH = 1 / 32
+"""A prediction is used again while the number of cached tokens has changed by no more than this part."""
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Seconds of steps of an engine by their shapes.
+
+    A prediction is multiplied by what steps of the shape took in terms of theirs. So the host's work counts where a
+    step waits for it. Where nothing is predicted, the shape costs what its steps took.
+    """
+
+    buckets: Buckets
+    pace: StepPace
+    _averages: dict[Shape, float] = field(
+        default_factory=dict
+    )  # ratios, or seconds where nothing is predicted
+    _ratio: float = 1.0  # of all shapes
+    _predicted: dict[Shape, tuple[int, float]] = field(default_factory=dict)  # cached tokens, and seconds
+
+    def decode(self, rows: int, drafts: int) -> float | None:
+        """Seconds of a step in which each of `rows` decode rows has `drafts` drafts; None: not known yet."""
+        tokens = min(rows * (1 + drafts), self.buckets.max_tokens)
+        return self.seconds(self.buckets.choose(tokens, rows, drafts=drafts, chunks=False))
+
+    def seconds(self, shape: Shape) -> float | None:
+        """Seconds of a step of a shape with the present cached tokens; None: not known yet."""
+        predicted, average = self._prediction(shape), self._averages.get(shape)
+        if predicted is None:
+            return average
+        return predicted * (self._ratio if average is None else average)
+
+    def took(self, shape: Shape, seconds: float) -> None:
+        """A step of a shape took so long, by the host's clock and with the step before done when it began."""
+        predicted = self._prediction(shape)
+        value = seconds if predicted is None else seconds / predicted
+        if predicted is not None:
+            self._ratio += (min(value, MOST * self._ratio) - self._ratio) * WEIGHT
+        before = self._averages.get(shape, value)
+        self._averages[shape] = before + (min(value, MOST * before) - before) * WEIGHT
+
+    def _prediction(self, shape: Shape) -> float | None:
+        prediction = self.pace.predictions.get(shape)
+        if prediction is None:
+            return None
+        kv_tokens, _ = self.pace.workload
+        known = self._predicted.get(shape)
+        if known is None or abs(kv_tokens - known[0]) > FRESH * known[0]:
+            queries = (1 + shape.drafts) if shape.longest == 1 + shape.drafts else 1
+            known = self._predicted[shape] = kv_tokens, prediction.seconds(kv_tokens, kv_tokens * queries)
+        return known[1]

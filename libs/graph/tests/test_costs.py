@@ -1,0 +1,56 @@
+"""StepCosts: predictions, corrected by what steps took."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from openinfer.graph import Buckets, StepCosts, StepPace
+
+BUCKETS = Buckets.up_to(8, 64, (1, 2, 4), 2)
+
+
+def made(predicted=True):
+    pace = StepPace()
+    if predicted:
+        pace.predictions = {
+            shape: SimpleNamespace(seconds=lambda kv, pairs, n=shape.tokens: n + kv / 100 + pairs / 1000)
+            for shape in BUCKETS.segments()
+        }
+    return StepCosts(BUCKETS, pace)
+
+
+def test_a_prediction_has_the_present_cached_tokens():
+    costs = made()
+    costs.pace._kv_tokens = 1000
+    assert costs.decode(3, 2) == pytest.approx(12 + 10 + 3)
+    assert costs.decode(3, 1) == pytest.approx(8 + 10 + 2)
+    assert costs.decode(3, 0) == pytest.approx(4 + 10 + 1)
+    costs.pace._kv_tokens = 1010
+    assert costs.decode(3, 0) == pytest.approx(15)  # hardly changed
+    costs.pace._kv_tokens = 2000
+    assert costs.decode(3, 0) == pytest.approx(4 + 20 + 2)
+
+
+def test_steps_that_take_longer_correct_their_shape_first():
+    costs, shape = made(), BUCKETS.choose(8, 8)
+    for _ in range(60):
+        costs.took(shape, 2 * 8.0)
+    assert costs.decode(8, 0) == pytest.approx(16)
+    other = costs.decode(1, 0)
+    assert 1.5 < other <= 2  # other shapes are expected to be as late
+    costs.took(shape, 1e6)
+    assert costs.decode(8, 0) < 22  # one step that was held up counts little
+
+
+def test_without_predictions_a_shape_costs_what_its_steps_took():
+    costs = made(predicted=False)
+    assert costs.decode(2, 1) is None
+    costs.took(BUCKETS.choose(4, 2, drafts=1, chunks=False), 0.25)
+    assert costs.decode(2, 1) == 0.25
+    assert costs.decode(2, 0) is None
+
+
+def test_drafts_beyond_the_largest_step_cost_what_that_costs():
+    costs = made()
+    costs.buckets = Buckets.up_to(8, 16, (1, 2, 4), 2)
+    assert costs.decode(8, 2) == costs.seconds(costs.buckets.choose(16, 8, drafts=2))

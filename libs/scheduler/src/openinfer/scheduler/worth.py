@@ -1,0 +1,90 @@
+"""Worth: how many drafts pay, by the cost of the step and by how often drafts were accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .errors import InvalidSetup
+
+PRIOR = 0.7
+"""The chance of a draft before one was seen."""
+REMEMBERED = 32
+"""Rows over which a chance is averaged."""
+PROBED = 32
+"""One of this many steps has drafts although they do not pay, because the text may have changed."""
+LOSS = 0.02
+"""The part of the time that drafts may lose."""
+STEPS = 1024
+"""Steps over which losses are counted."""
+ADVANCE = 150
+"""Steps of time that losses may draw on at the start."""
+
+
+class Worth:
+    """Chooses the number of drafts that brings most tokens a second, and keeps books of what drafts lose.
+
+    Drafts are tried out, and chances and costs are estimates. So drafts can lose time: a step with drafts takes longer
+    than a step without, and may bring no more tokens. The books count the difference. While drafts have lost more than
+    LOSS of the time of the last STEPS steps, no row has any. So drafts cost at most about that much, whatever the load
+    and the text.
+
+    levels: the numbers of drafts to choose from, ascending, from 1 on. Raises InvalidSetup for others.
+    """
+
+    def __init__(self, levels: Sequence[int]) -> None:
+        if not levels or levels[0] < 1 or list(levels) != sorted(set(levels)):
+            raise InvalidSetup(f"levels {list(levels)}: give numbers from 1 on, ascending")
+        self._levels = tuple(levels)
+        self._chances = [PRIOR] * levels[-1]  # of a draft, where those before it were accepted
+        self._tried = [0] * levels[-1]
+        self._time = self._loss = 0.0
+        self._asked = 0
+
+    @property
+    def chances(self) -> Sequence[float]:
+        """The chance of the first, second, ... draft of a row, where those before it are accepted."""
+        return tuple(self._chances)
+
+    def choose(self, available: Sequence[int], rows: int, cost: Callable[[int], float | None]) -> int:
+        """The most drafts of a row in the next step, 0 or a level.
+
+        available: drafts that each row with any could have. rows: all decode rows. cost: seconds of a step with this
+        number of drafts a row; None: not known yet. A step of an unknown cost is taken, so that the cost gets known.
+        """
+        plain = cost(0)
+        if not available or plain is None or self._loss > LOSS * (self._time + ADVANCE * plain):
+            return 0
+        best, best_rate = 0, rows / plain
+        for level in self._levels:
+            seconds = cost(level)
+            if seconds is None:
+                return level
+            rate = (rows + self._expected(available, level)) / seconds
+            if rate > best_rate:
+                best, best_rate = level, rate
+            if level >= max(available):
+                break
+        self._asked += 1
+        return best or (self._levels[0] if self._asked % PROBED == 0 else 0)
+
+    def _expected(self, available: Sequence[int], level: int) -> float:
+        """Drafts that are accepted, of rows with up to `level`."""
+        found, chance = 0.0, 1.0
+        for place in range(level):
+            chance *= self._chances[place]
+            found += chance * sum(count > place for count in available)
+        return found
+
+    def saw(self, num_drafts: int, accepted: int) -> None:
+        """A row had drafts. Only those count that follow accepted ones."""
+        for place in range(min(num_drafts, accepted + 1, len(self._chances))):
+            self._tried[place] += 1
+            weight = 1 / min(self._tried[place] + 1, REMEMBERED)
+            self._chances[place] += ((place < accepted) - self._chances[place]) * weight
+
+    def spent(self, rows: int, accepted: int, seconds: float, plain: float) -> None:
+        """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts."""
+        worth = plain * (1 + accepted / rows)  # the time that its tokens take without drafts
+        kept = 1 - 1 / STEPS
+        self._time = self._time * kept + worth
+        self._loss = max(self._loss * kept + seconds - worth, 0.0)

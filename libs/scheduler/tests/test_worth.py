@@ -1,0 +1,107 @@
+"""Worth: drafts that pay are taken, and drafts that do not pay cost next to nothing, whatever the load and the text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from openinfer.scheduler import InvalidSetup, Worth
+
+LEVELS = (1, 2, 4)
+Cost = Callable[[int, int], float]
+
+
+def bandwidth(rows: int, drafts: int) -> float:
+    """Weights are read once for all tokens, up to 256 of them."""
+    return 2.8 + 0.02 * rows * (1 + drafts) if rows * (1 + drafts) < 256 else 0.033 * rows * (1 + drafts)
+
+
+def compute(rows: int, drafts: int) -> float:
+    """Each token costs the same, as on a CPU."""
+    return 0.3 + rows * (1 + drafts)
+
+
+def layered(rows: int, drafts: int) -> float:
+    """A head is read for each draft."""
+    return bandwidth(rows, drafts) + 0.32 * drafts
+
+
+def speed(
+    cost: Cost, rows: int, texts: Sequence[float], steps: int, available: int = 4, seed: int = 0
+) -> float:
+    """Time without drafts over time with them, for the same tokens. texts: the chance of a draft in each part of the
+    steps. Results come a step late."""
+    rng, worth = random.Random(seed), Worth(LEVELS)
+    spent = plain = 0.0
+    late: tuple[list[tuple[int, int]], float] | None = None
+    for step in range(steps):
+        chance = texts[step * len(texts) // steps]
+        level = worth.choose([available] * rows, rows, lambda drafts: cost(rows, drafts))
+        if late is not None:
+            for counts in late[0]:
+                worth.saw(*counts)
+            worth.spent(rows, sum(accepted for _, accepted in late[0]), late[1], cost(rows, 0))
+        taken = min(level, available)
+        found = []
+        for _ in range(rows if taken else 0):
+            right = 0
+            while right < taken and rng.random() < chance:
+                right += 1
+            found.append((taken, right))
+        accepted = sum(count for _, count in found)
+        late = found, cost(rows, level)
+        spent += cost(rows, level)
+        plain += cost(rows, 0) * (1 + accepted / rows)
+    return plain / spent
+
+
+@pytest.mark.parametrize("cost", [bandwidth, compute, layered])
+@pytest.mark.parametrize("rows", [1, 8, 32, 128, 256])
+def test_drafts_never_cost_more_than_three_per_cent(cost: Cost, rows: int) -> None:
+    texts = ([0.0], [0.2], [0.4], [0.6], [0.8], [0.95], [0.9, 0.0], [0.0, 0.9], [0.9, 0.1] * 6)
+    for text in texts:
+        for available in (1, 4):
+            assert speed(cost, rows, text, 1200, available) > 0.97, (text, available)
+
+
+def test_drafts_that_pay_are_taken() -> None:
+    assert speed(bandwidth, 1, [0.9], 600) > 3
+    assert speed(bandwidth, 8, [0.9], 600) > 2.5
+    assert speed(layered, 8, [0.7], 600) > 1.5
+    assert speed(compute, 8, [0.9], 600) < 1.01  # they cannot pay there
+    assert speed(bandwidth, 8, [0.0, 0.9], 2000) > 1.2  # they are tried again
+
+
+def test_a_control_without_books_loses_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openinfer.scheduler.worth.LOSS", 10.0)
+    monkeypatch.setattr("openinfer.scheduler.worth.PROBED", 2)
+    assert speed(compute, 32, [0.1], 600) < 0.9
+
+
+def test_a_step_of_an_unknown_cost_is_tried_once_the_plain_one_is_known() -> None:
+    worth, known = Worth((1, 3)), dict[int, float]()
+    assert worth.choose([3], 1, known.get) == 0
+    known[0] = 1.0
+    assert worth.choose([3], 1, known.get) == 1
+    known[1] = 1.1
+    assert worth.choose([3], 1, known.get) == 3
+    assert worth.choose([1], 1, known.get) == 1  # no row has three
+    assert worth.choose([], 1, known.get) == 0
+
+
+def test_a_chance_is_of_drafts_that_follow_accepted_ones() -> None:
+    worth = Worth((3,))
+    for _ in range(100):
+        worth.saw(3, 1)
+    first, second, third = worth.chances
+    assert first > 0.95
+    assert second < 0.05
+    assert third == 0.7
+
+
+@pytest.mark.parametrize("levels", [(), (0, 1), (2, 1), (1, 1)])
+def test_impossible_levels_are_refused(levels: Sequence[int]) -> None:
+    with pytest.raises(InvalidSetup, match="ascending"):
+        Worth(levels)
