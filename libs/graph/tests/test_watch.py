@@ -3,12 +3,15 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import deque
+from typing import Any, NamedTuple
 
 import pytest
 
-from openinfer.graph import StepTrace, Watch
+from openinfer.graph import SlowLoads, StepTrace, Watch
 from openinfer.graph.bound import WARM, Bound
 from openinfer.graph.watch import FINDINGS_KEPT
+from openinfer.tensor import ClockReading
 
 
 class Clock:
@@ -192,3 +195,87 @@ def test_a_step_costs_little() -> None:
             turn(index)
         best = min(best, (time.perf_counter() - start) / 200)
     assert best < 50e-6  # on a loaded machine; some 10 us of a step of 2.7 ms and more
+
+
+class FakeClock:
+    """A device's clock that a test sets."""
+
+    mhz, reasons = 1980, ()
+    readings = 0
+
+    def read(self) -> ClockReading:
+        self.readings += 1
+        return ClockReading(self.mhz, 1980, self.reasons)
+
+
+def test_a_clock_that_is_down_is_named(clock: Clock) -> None:
+    device: Any = FakeClock()
+    watch = Watch(StepTrace(), device)
+    calm(watch, clock, 4000)
+    assert 2 <= device.readings <= 5  # one in five seconds
+    device.mhz, device.reasons = 1200, ("power cap",)
+    for index in range(4000, 4200):
+        run(watch, clock, index, 0.004 * 1980 / 1200)
+    (found,) = watch.findings
+    assert found.kind == "run"
+    what, cause = found.line.split(": ")
+    assert what == "the last steps (decode, 8 rows) took 1.3 x what such steps did before"
+    assert cause.startswith("nothing that is traced; run with --trace to see kernels; ")
+    assert cause.endswith("clock 1,200 MHz where 1,980 are usual (power cap)")
+    assert found.facts["mhz"] == 1200
+    watch = Watch(StepTrace(), device)
+    calm(watch, clock)
+    run(watch, clock, 100, 0.02)
+    assert "clock" not in watch.findings[0].line  # it is always so
+
+
+def test_a_thread_without_a_cpu_is_told_from_one_that_works(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu_ns = 0
+    monkeypatch.setattr(time, "thread_time_ns", lambda: cpu_ns)
+    for had in (True, False):
+        watch = Watch(StepTrace())
+        calm(watch, clock)
+        cpu_ns += 50_000_000 * had
+        run(watch, clock, 100, plan_s=0.05)
+        (found,) = watch.findings
+        assert found.kind == "host"
+        assert ("; the thread had a CPU for 0 ms of it" in found.line) != had
+
+
+def test_a_finding_has_the_numbers_of_its_step(clock: Clock) -> None:
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    watch.note(waiting=3, running=8, preemptions=0)
+    run(watch, clock, 100, 0.02)
+    facts = watch.findings[0].facts
+    assert (facts["bucket"], facts["device_s"], facts["predicted_s"]) == ("decode, 8 rows", 0.02, 0.004)
+    assert (facts["waiting"], facts["running"]) == (3, 8)
+
+
+class Load(NamedTuple):
+    seconds: float
+    blocks: int = 8
+    from_disk: int = 8
+    from_peer: int = 0
+    failed: int = 0
+
+
+def test_a_slow_load_names_its_tier() -> None:
+    watch, rng = Watch(StepTrace()), random.Random(2)
+    watch.quiet_s = 0.0
+    loads: Any = SlowLoads(watch, deque())
+    for _ in range(300):
+        loads.times.append(Load(0.01 * rng.lognormvariate(0, 0.3)))
+        loads.times.append(Load(0.001 * rng.lognormvariate(0, 0.3), from_disk=0))
+        loads.look()
+    assert watch.num_findings == 0
+    for slow in (Load(0.4), Load(0.3, from_disk=0), Load(5.0, failed=2)):
+        loads.times.append(slow)
+        loads.look()
+    disk, host, late = (found.line for found in watch.findings)
+    assert disk.startswith("tier: a load of 8 blocks took 400 ms where 1")
+    assert disk.endswith(", 8 of its blocks from the disk")
+    assert host.endswith(", all from host memory")
+    assert late.endswith("; 2 did not come and are computed")

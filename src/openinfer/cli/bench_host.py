@@ -56,6 +56,7 @@ def engine_results(batches: tuple[int, ...] = (8, 256), steps: int = 2000) -> li
             times = bench_idle.measure(recipe, rows, steps=steps, changes=steps // 10)
             for what, us in (
                 ("decode step, nobody joins or leaves", times["steady"]),
+                ("trace and watch of such a step", times["watch"]),
                 ("two steps, one leaves and one of 1,000 joins", times["change"]),
             ):
                 results.append(_times(f"{name}: {what}", rows, us))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from openinfer.sampler.gpu import RowStatus
 from openinfer.tensor import Device, Stream
 
 CPU = Device("cpu")
+BLOCK = 10
 PROMPT_LENS = range(64, 80)
 """Prompt lengths of one request after the other, so that a sixteenth of the rows gets a block in every step."""
 
@@ -88,6 +90,17 @@ class IdleEngine:
         """Microseconds of steps in which no sequence joins or leaves."""
         return [self._step_us() for _ in range(count)]
 
+    def watch_us(self, count: int) -> list[float]:
+        """Microseconds that the trace and the watch add to a step, by turns of BLOCK steps with and without them."""
+        runner, found = self.engine.runner, []
+        kept = runner.trace, runner.watch
+        for _ in range(count // BLOCK):
+            runner.trace = runner.watch = None
+            without = statistics.median(self.steps_us(BLOCK))
+            runner.trace, runner.watch = kept
+            found.append(statistics.median(self.steps_us(BLOCK)) - without)
+        return found
+
     def changes_us(self, count: int) -> list[float]:
         """Microseconds of turns of two steps, in which the oldest sequence leaves and a waiting one joins.
 
@@ -118,7 +131,8 @@ class IdleEngine:
 def measure(
     recipe: Recipe[Any], rows: int, *, steps: int = 2000, changes: int = 200, waiting: int = 1000
 ) -> dict[str, list[float]]:
-    """Microseconds of every step at a batch of `rows`: "steady" ones, and "change" turns while `waiting` queue."""
+    """Microseconds of every step at a batch of `rows`: "steady" ones, and "change" turns while `waiting` queue, and
+    "watch", the time that trace and watch add to a steady step."""
     idle = IdleEngine(recipe, rows)
     idle.submit(rows)
     idle.fill()
@@ -126,9 +140,10 @@ def measure(
     gc.disable()
     try:
         steady = idle.steps_us(steps)
+        watch = idle.watch_us(steps // 4)  # a request has at most 4,000 steps
         idle.submit(waiting)
         idle.changes_us(2)
-        return {"steady": steady, "change": idle.changes_us(changes)}
+        return {"steady": steady, "watch": watch, "change": idle.changes_us(changes)}
     finally:
         gc.enable()
         idle.close()

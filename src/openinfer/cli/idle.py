@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from openinfer.graph import Readback, StepGraphs
+from openinfer.graph import Readback, StepGraphs, StepPace, StepTrace, Watch
 from openinfer.graph.runner import Runner, readback_bytes
 from openinfer.kernels import Pack
 from openinfer.kvpool import Pool
@@ -36,7 +36,9 @@ def idle_engine(recipe: Recipe[O], rows: int, stream: Stream, pack: Pack, graphs
     blueprint.lay_out(null, Stream(null.device), limits, [2] * groups)
     model = blueprint.lay_out(Arena(stream.device, null.used + (1 << 20)), stream, limits, [2] * groups)
     readback = Readback(stream.device, readback_bytes(rows, TOKENS), STEPS_IN_FLIGHT)
-    runner = Runner(model, pack, stream, graphs, buckets_for(blueprint, limits), readback)
+    trace = StepTrace()
+    buckets, pace, watch = buckets_for(blueprint, limits), StepPace(), Watch(trace)
+    runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
     runner.record()
     # Blocks without memory behind them: no op runs.
     pool = Pool(blueprint.groups(limits, [rows * limits.max_blocks // 4] * groups), prefix_cache=False)

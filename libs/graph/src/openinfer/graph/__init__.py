@@ -3,6 +3,7 @@
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.costs import StepCosts
 from openinfer.graph.errors import FieldError, GraphError, MissingExtra, NotPossible, RingFull, UnknownStep
+from openinfer.graph.loads import SlowLoads
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.rows import Delta, Field, Rows
@@ -23,6 +24,7 @@ __all__ = [
     "RingFull",
     "Rows",
     "Shape",
+    "SlowLoads",
     "StepCosts",
     "StepGraphs",
     "StepPace",

@@ -42,6 +42,8 @@ class TracedStep:
     read_ns: int = 0
     seconds: float = 0.0
     """Device time."""
+    cpu_s: float = 0.0
+    """CPU time of the host's thread since the step before was read."""
     phases: list[Bar] = field(default_factory=list)
     """Phases of the host since the step before was read; so they may be the work for the next step."""
     ops: list[Bar] = field(default_factory=list)
@@ -83,6 +85,7 @@ class StepTrace:
         self._phases: deque[Bar] = deque(maxlen=PHASES_KEPT)  # since the last result, as are the ops
         self._ops: deque[Bar] = deque(maxlen=OPS_KEPT)
         self._phase, self._since, self._turn = "", 0, 0
+        self._cpu_ns = 0
         self._recorder: ActivityRecorder | None = None
         self.source = "events around each step"
         if path is None:
@@ -120,6 +123,8 @@ class StepTrace:
         """The oldest step that is under way was read back; the device took `seconds`."""
         step = self._under_way.popleft()
         step.read_ns, step.seconds = time.perf_counter_ns(), seconds
+        before, self._cpu_ns = self._cpu_ns, time.thread_time_ns()
+        step.cpu_s = (self._cpu_ns - before) / 1e9
         step.phases, step.ops = list(self._phases), list(self._ops)
         self._phases.clear()
         self._ops.clear()
@@ -128,9 +133,14 @@ class StepTrace:
 
     def host_s(self) -> float:
         """Seconds of the host's own work between the last two results: without its ops and its waiting."""
-        step = self.steps[-1]
-        phases = sum(end - start for _, start, end in step.work())
-        return (phases - sum(end - start for _, start, end in step.ops)) / 1e9
+        step, total = self.steps[-1], 0
+        begun = step.begun_ns
+        for name, start, end in step.phases:
+            if name != WAITING and start >= begun:
+                total += end - start
+        for _, start, end in step.ops:
+            total -= end - start
+        return total / 1e9
 
     def times(self, step: TracedStep) -> dict[str, float]:
         """Seconds by name of what happened between the result before and this step's: ops and kernels, and phases of

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from openinfer.graph.bound import Bound
 from openinfer.graph.trace import StepTrace, TracedStep
+from openinfer.tensor import DeviceClock
 
 log = logging.getLogger("openinfer.graph")
 
@@ -29,14 +30,20 @@ HOST_FLOOR_S = 20e-3
 RUN = 64
 """Steps of a run. A run is slower by RUN_FACTOR than the steps before it."""
 RUN_FACTOR = 1.3
+CLOCK_S = 5.0
+"""Seconds between two readings of the device's clock."""
+SLOW_CLOCK = 0.95
+"""A clock below this part of the usual one is named."""
+CAUSE = 0.2
+"""A phase, op or kernel with less than this part of what a step took more is not named as the cause."""
 PREEMPTIONS, STORM = 8, 256
 """Preemptions that make a storm, and the steps in which they happen."""
 Json = dict[str, Any]
 
 
 class Finding(NamedTuple):
-    """Something out of line. kind: "step", "host", "run", "preemptions" or "first token". line: what, for a person.
-    time: Unix seconds. facts: numbers of the moment. events: bars for Chrome's and Perfetto's viewers."""
+    """Something out of line. kind: "step", "host", "run", "preemptions", "first token" or "tier". line: what, for a
+    person. time: Unix seconds. facts: numbers of the moment. events: bars for Chrome's and Perfetto's viewers."""
 
     kind: str
     line: str
@@ -63,9 +70,11 @@ class Watch:
 
     A shape with a prediction is judged by the ratio to it, any other by its own seconds. Runs need a prediction,
     because steps get longer with their sequences. One thread uses it. A finding costs a look at the ring of `trace`.
+    clock: of the device, read now and then, and at a finding.
     """
 
     trace: StepTrace
+    clock: DeviceClock | None = None
     findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=FINDINGS_KEPT))
     num_findings: int = 0
     quiet_s: float = QUIET_S
@@ -75,6 +84,8 @@ class Watch:
     _host: Bound = field(default_factory=Bound)
     _preemptions: deque[int] = field(default_factory=lambda: deque(maxlen=STORM))
     _quiet: dict[str, float] = field(default_factory=dict)
+    _usual_mhz: float = 0.0
+    _next_reading: int = 0
 
     def note(self, *, waiting: int, running: int, preemptions: int) -> None:
         """The loop's numbers after a turn; preemptions: since the start."""
@@ -86,6 +97,10 @@ class Watch:
         traced = self.trace.steps[-1]
         if seconds is None or not traced.facts["timed"]:
             return
+        if self.clock is not None and traced.read_ns >= self._next_reading:
+            self._next_reading = traced.read_ns + round(CLOCK_S * 1e9)
+            mhz = self.clock.read().mhz
+            self._usual_mhz += (mhz - self._usual_mhz) / (8 if self._usual_mhz else 1)
         shape = traced.facts["bucket"]
         pace, expected = self._paces.setdefault(shape, _Pace()), predicted_s or 1.0
         ratio, usual = seconds / expected, pace.bound.mean * expected
@@ -94,15 +109,20 @@ class Watch:
         host_s = self.trace.host_s()
         slow_host = self._host.take(host_s) and host_s - self._host.mean > max(HOST_FLOOR_S, seconds)
         if beyond or slow_host:
-            found = self._cause(traced, shape)
             total = seconds if beyond else host_s
             meant = (predicted_s or usual) if beyond else self._host.mean
+            found = self._cause(traced, shape, total - (usual if beyond else self._host.mean))
             word = "predicted" if beyond and predicted_s else "usual"
             what = f"step {traced.index} ({shape}) took {_ms(total)} on the {'device' if beyond else 'host'} where"
-            self.find("step" if beyond else "host", f"{what} {_ms(meant)} are {word}: {found}")
+            if not beyond and traced.cpu_s < host_s / 2:
+                found += f"; the thread had a CPU for {_ms(traced.cpu_s)} of it"
+            line = f"{what} {_ms(meant)} are {word}: {found}"
+            self.find("step" if beyond else "host", line, **_facts(traced, seconds, predicted_s))
         elif predicted_s is not None and pace.slow():
             what = f"the last steps ({shape}) took {pace.quick / pace.bound.mean:.1f} x what such steps did before"
-            self.find("run", f"{what}: {self._cause(traced, shape, RUN)}")
+            more = (pace.quick - pace.bound.mean) * expected
+            line = f"{what}: {self._cause(traced, shape, more, RUN)}"
+            self.find("run", line, **_facts(traced, seconds, predicted_s))
             pace.bound.mean = pace.quick  # the new pace counts from now on
         self._storm()
 
@@ -125,9 +145,21 @@ class Watch:
             return
         self._quiet[kind] = now + self.quiet_s
         self.num_findings += 1
+        line += self._read_clock(facts)
         log.warning("slow: %s", line)
         events = self.trace.recent(STEPS_SHOWN)[:EVENTS_SHOWN]
         self.findings.append(Finding(kind, line, time.time(), {**self.facts, **facts}, events))
+
+    def _read_clock(self, facts: Json) -> str:
+        """Put the clock into the facts. Returns what is to be said of it; "" where it is as usual."""
+        if self.clock is None:
+            return ""
+        reading = self.clock.read()
+        facts |= {"mhz": reading.mhz, "most_mhz": reading.most_mhz, "clock_reasons": list(reading.reasons)}
+        if reading.mhz >= SLOW_CLOCK * self._usual_mhz:
+            return ""
+        why = f" ({', '.join(reading.reasons)})" if reading.reasons else ""
+        return f"; clock {reading.mhz:,} MHz where {self._usual_mhz:,.0f} are usual{why}"
 
     def as_json(self) -> str:
         """All findings, the newest last: an object with `traces`, each of which a trace viewer opens."""
@@ -137,9 +169,9 @@ class Watch:
         ]
         return json.dumps({"found": self.num_findings, "traces": traces})
 
-    def _cause(self, step: TracedStep, shape: str, steps: int = 1) -> str:
-        """The op, kernel or host phase whose time is most above the usual one. steps: the last steps that are
-        looked at."""
+    def _cause(self, step: TracedStep, shape: str, more_s: float, steps: int = 1) -> str:
+        """The op, kernel or host phase whose time is most above the usual one. more_s: what the step took more, of
+        which the cause has at least the part CAUSE. steps: the last steps that are looked at."""
         self.trace.read()
         alike = [one for one in self.trace.steps if one.facts["bucket"] == shape]
         late, usual = alike[-steps:] or [step], alike[:-steps]
@@ -149,11 +181,19 @@ class Watch:
             took = statistics.fmean(times[one.index].get(name, 0.0) for one in late)
             before = statistics.median([times[one.index].get(name, 0.0) for one in usual] or [0.0])
             excess[name] = (took - before, took, before)
-        if not excess:
+        name, (most, took, before) = max(
+            excess.items(), key=lambda item: item[1][0], default=("", (0.0, 0.0, 0.0))
+        )
+        if most < CAUSE * more_s:
             return "nothing that is traced; run with --trace to see kernels"
-        name, (_, took, before) = max(excess.items(), key=lambda item: item[1][0])
         times_ = f"{took / before:.1f} x" if before else "new"
         return f"{name} {times_} ({_ms(took)} where {_ms(before)} are usual)"
+
+
+def _facts(step: TracedStep, seconds: float, predicted_s: float | None) -> Json:
+    """Numbers of a step: its batch, and its times."""
+    batch = {name: value for name, value in step.facts.items() if name != "timed"}
+    return {**batch, "device_s": seconds, "predicted_s": predicted_s}
 
 
 def _ms(seconds: float) -> str:

@@ -4,6 +4,7 @@ from openinfer.tensor import dtypes
 from openinfer.tensor.activity import Activity, ActivityRecorder
 from openinfer.tensor.arena import Arena
 from openinfer.tensor.checkpoint import Checkpoint
+from openinfer.tensor.clocks import ClockReading, DeviceClock
 from openinfer.tensor.cuda import DriverCounts, check, driver
 from openinfer.tensor.device import Device
 from openinfer.tensor.dtypes import (
@@ -57,11 +58,13 @@ __all__ = [
     "Arena",
     "Checkpoint",
     "CheckpointError",
+    "ClockReading",
     "ClosedError",
     "Conversion",
     "CudaError",
     "DTypeError",
     "Device",
+    "DeviceClock",
     "DeviceError",
     "DriverCounts",
     "DriverNotFound",

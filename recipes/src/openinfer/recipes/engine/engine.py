@@ -32,6 +32,7 @@ from openinfer.frontend.contract import (
     WakeUp,
 )
 from openinfer.frontend.errors import Unsupported
+from openinfer.graph import SlowLoads
 from openinfer.graph.runner import FirstTokens, Payload, PromptScore, Runner, Sampling, WeightsDesk
 from openinfer.kernels import Store
 from openinfer.kernels.adapters import Adapter
@@ -108,6 +109,7 @@ class Engine:
         self._updates: list[Update] = []
         self._stats = EngineStats()
         self._first_tokens = FirstTokens(runner.watch) if runner.watch is not None else None
+        self._slow_loads = SlowLoads(runner.watch, tiers.load_times) if runner.watch and tiers else None
         self._batch, self.training = NO_ROWS, Training(desk, tiers)
         self._counts_at_ready = DriverCounts.now()
         self.info = EngineInfo(
@@ -291,6 +293,8 @@ class Engine:
             trace.mark("outputs")
         if self._first_tokens is not None:
             self._first_tokens.events(events, self._loop.stats)
+        if self._slow_loads is not None:
+            self._slow_loads.look()
         self._prompt_logprobs(outputs)
         for event in events:
             match event:

@@ -51,6 +51,7 @@ from openinfer.tensor import (
     Arena,
     Checkpoint,
     Device,
+    DeviceClock,
     DummyCheckpoint,
     LoadReport,
     ProgressBar,
@@ -245,7 +246,8 @@ def _make(
         readback = Readback(device, results, STEPS_IN_FLIGHT)
         if device.kind == "cpu" and trace is not None:
             pack = TimedPack(pack, trace)
-        pace, watch = StepPace(predicted.result()), Watch(trace) if trace is not None else None
+        pace = StepPace(predicted.result())
+        watch = None if trace is None else Watch(trace, DeviceClock.of(device))
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
         runner.drafting = options.drafting(buckets, pace)
         with _phase("steps"):

@@ -84,6 +84,7 @@ class Runner:
     """Needed for steps with drafts."""
     _launched: list[_Launched] = field(default_factory=list)
     _shape: Shape = field(default_factory=lambda: Shape(0, 0, 0))
+    _bucket: str = ""  # its name
     _plain: Shape = field(default_factory=lambda: Shape(0, 0, 0))  # of the same rows without drafts
     _wants_logprobs: bool = False
     _constrained: Constrained = ()
@@ -172,7 +173,7 @@ class Runner:
         if trace is not None:
             kv_tokens, pairs = self.pace.workload
             facts = {"kv_tokens": kv_tokens, "qk_pairs": pairs, "timed": timed}
-            trace.launch(step.index, bucket=str(self._shape), rows=len(step.rows), **facts)
+            trace.launch(step.index, bucket=self._bucket, rows=len(step.rows), **facts)
             trace.mark("launch")
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
@@ -350,7 +351,7 @@ class Runner:
         most = max(step.drafts.values(), default=0)
         self._shape = self.buckets.choose(total, count, drafts=most, chunks=bool(chunks))
         self._plain = self.buckets.choose(total - sum(step.drafts.values()), count) if most else self._shape
-        num_rows = self._shape.rows
+        self._bucket, num_rows = str(self._shape), self._shape.rows
         slots, emits = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         slots[:count] = [row.seq.slot for row in step.rows]
         self.pace.change(slots[:count], lengths)

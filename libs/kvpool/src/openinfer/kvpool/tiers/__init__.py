@@ -20,13 +20,14 @@ from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
 from .peers import Peers, Sharing, TransferConfig, parse_addresses
-from .stats import TierStats
+from .stats import LoadTime, TierStats
 from .tiers import Tiers
 
 __all__ = [
     "Disk",
     "HostMemory",
     "Layout",
+    "LoadTime",
     "Peers",
     "Sharing",
     "Slot",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(slots=True)
@@ -25,3 +26,17 @@ class TierStats:
     """Blocks that peers sent."""
     failed: int = 0
     """Blocks that a load did not bring: gone, damaged or too late. Their tokens were computed."""
+
+
+class LoadTime(NamedTuple):
+    """A load that has ended."""
+
+    seconds: float
+    """From its begin to its end."""
+    blocks: int
+    from_disk: int
+    """Blocks that were read from the disk."""
+    from_peer: int
+    """Blocks that another engine sent."""
+    failed: int
+    """Blocks that did not come, and are computed."""

@@ -12,46 +12,29 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from openinfer.tensor import Event, Stream, Tensor
 
 from ..events import BlockRemoved, BlockStored
 from ..eviction import Eviction, Lru
 from ..group import Group
-from ..loading import Load, Piece
+from ..loading import Load
 from ..pool import Pool
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
+from .moves import Copies, Loading
 from .peers import Sharing
-from .stats import TierStats
+from .stats import LoadTime, TierStats
 
 log = logging.getLogger("openinfer.kvpool")
 
 BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most, so that an engine ends soon."""
+LOADS_KEPT = 256
 _TICK_S = 0.0002
 _AT_ONCE = 64
 """Blocks of a group that `take_all` evicts before it waits: the host's memory must have room for them."""
-
-
-@dataclass(slots=True, eq=False)
-class _Copies:
-    """Copies on a stream, and the slots that they use until `event`."""
-
-    event: Event
-    slots: list[Slot]
-
-
-@dataclass(slots=True, eq=False)
-class _Loading:
-    """A load under way."""
-
-    load: Load
-    waiting: list[Piece]
-    deadline: float
-    copies: list[_Copies] = field(default_factory=list)
 
 
 class Tiers:
@@ -84,9 +67,11 @@ class Tiers:
         self._expected: list[Slot] = []  # of the load that is about to begin
         self._events: list[BlockStored | BlockRemoved] | None = [] if events else None
         self._layout: Layout | None = None
-        self._saves: deque[_Copies] = deque()
-        self._loads: list[_Loading] = []
+        self._saves: deque[Copies] = deque()
+        self._loads: list[Loading] = []
         self._marks: list[Event] = []  # not in use
+        self.load_times: deque[LoadTime] = deque(maxlen=LOADS_KEPT)
+        """The last loads that have ended. The caller takes them out."""
         self._behind = False  # a load has timed out, and the disk has read nothing since
 
     def attach(self, cache: Sequence[Sequence[Tensor]], stream: Stream) -> None:
@@ -143,7 +128,7 @@ class Tiers:
         if slots:
             self._saved.record(self._out)
             self._steps.wait(self._saved)
-            self._saves.append(_Copies(self._mark(self._out), slots))
+            self._saves.append(Copies(self._mark(self._out), slots))
             self.stats.saved += len(slots)
             self._tell(BlockStored([s.name for s in slots], None, [], self.groups[group].block_size,
                                    medium="CPU", group_idx=group))  # fmt: skip
@@ -215,7 +200,8 @@ class Tiers:
 
     def begin(self, load: Load) -> None:
         """Start to fill the blocks of a load."""
-        loading = _Loading(load, list(load.pieces), time.monotonic() + self._load_timeout_s)
+        now = time.monotonic()
+        loading = Loading(load, list(load.pieces), now, now + self._load_timeout_s)
         self._loads.append(loading)
         self._advance(loading)
         for slot in self._expected:
@@ -232,6 +218,8 @@ class Tiers:
             ended = [loading for loading in self._loads if not loading.waiting and not loading.copies]
             if ended:
                 self._loads = [loading for loading in self._loads if loading not in ended]
+                now = time.monotonic()
+                self.load_times += [one.time(now) for one in ended]
                 return [loading.load for loading in ended]
             left = _TICK_S if until is None else min(_TICK_S, until - time.monotonic())
             if left <= 0:
@@ -239,7 +227,7 @@ class Tiers:
             self._collect(left)
         return []
 
-    def _advance(self, loading: _Loading) -> None:
+    def _advance(self, loading: Loading) -> None:
         """Start the copies of the pieces that are in host memory, and the reads of the others."""
         slots: list[Slot] = []
         waiting = []
@@ -255,6 +243,8 @@ class Tiers:
                     waiting.append(piece)
                     continue
                 source.read(slot)
+                loading.from_disk += source is self._disk
+                loading.from_peer += source is self._peers
             if slot is None or layout is None or (late and not slot.readable):
                 loading.load.failed.add(piece)
                 self.stats.failed += 1
@@ -276,7 +266,7 @@ class Tiers:
             )
         loading.waiting = waiting
         if slots:
-            loading.copies.append(_Copies(self._mark(self._in), slots))
+            loading.copies.append(Copies(self._mark(self._in), slots))
             self.stats.from_host += len(slots)
         while loading.copies and loading.copies[0].event.query():
             self._end(loading.copies.pop(0))
@@ -325,7 +315,7 @@ class Tiers:
         else:
             self._host.forget(slot)
 
-    def _end(self, copies: _Copies) -> None:
+    def _end(self, copies: Copies) -> None:
         """Copies have ended: give back their slots, or write them to the disk."""
         self._marks.append(copies.event)
         for slot in copies.slots:
