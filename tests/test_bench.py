@@ -406,6 +406,26 @@ def test_explain_knows_ranks(
     assert not experts or experts[1] == pytest.approx(experts[0] / 4, rel=0.1)  # those that a step reads
 
 
+def test_explain_shows_tiers(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--kv-offload-gb",
+        "0.5",
+        "--kv-offload-dir",
+        "kv",
+        "--kv-offload-disk-gb",
+        "4",
+        "--host-rate",
+        "20",
+    ]
+    assert explain.main([str(TINY), *flags]) == 0
+    host, disk = capsys.readouterr().out.splitlines()[-2:]
+    assert "tier: host memory 500 MB: " in host
+    assert "20 GB/s" in host
+    assert "6 GB/s" in disk
+    tokens = [int(line.split(": ")[2].split()[0].replace(",", "")) for line in (host, disk)]
+    assert tokens[1] == pytest.approx(8 * tokens[0], abs=8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -219,6 +219,44 @@ def test_a_picture_has_a_curve_for_each(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+# -- agents and tiers --
+
+
+def test_agents_find_more_where_there_are_tiers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--kv-cache-memory-bytes", "8000000", "--max-model-len", "700", "--max-num-seqs", "8"]
+    flags = ["--turns", "5", "--input", "100", "--output", "20", "--system", "50", "--rate", "6", *small]
+    tiers = "--kv-offload-gb 0.001 --kv-offload-dir kv --kv-offload-disk-gb 1 --disk-rate 50,50"
+    compared = ("--compare", "--kv-offload-gb 0.1", "--compare", tiers)
+    alone, host, disk = served(tmp_path, str(TINY), *flags, *compared)["results"]
+    assert 0 < alone["points"][2]["hits"] < 0.9 * host["points"][2]["hits"]
+    assert alone["points"][2]["hits"] < disk["points"][2]["hits"]
+    assert "% cached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kv-offload-gb", "1"], "give --turns too"),
+        (["--turns", "3", "--kv-offload-dir", "kv"], "need each other"),
+        (["--turns", "900"], "a prompt has up to"),
+        (["--disk-rate", "7"], "READ,WRITE such as 6,3"),
+    ],
+)
+def test_tiers_that_cannot_be_planned_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([str(TINY), *FLAGS, *words]) > 0
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_page_has_the_table_of_tiers_that_the_script_makes() -> None:
+    script = script_of("predicted_tiers")
+    page = script.PAGE.read_text()
+    found = page[page.index(script.BEGIN) + len(script.BEGIN) : page.index(script.END)].strip()
+    assert found == script.table().strip(), "python benchmarks/predicted_tiers.py --write"
+
+
 # -- predictions beside measured servers --
 
 

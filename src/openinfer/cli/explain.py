@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_ledger, bench_recipe
+from openinfer.cli import bench_ledger, bench_recipe, plan_tiers
 from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
@@ -64,6 +64,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="bandwidth of the GPU; default: %(default)s (H200)",
     )
     machine_flags(parser)
+    plan_tiers.flags(parser)
 
 
 def _explain(args: argparse.Namespace, asked: Asked) -> int:
@@ -85,6 +86,8 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
+    for line in plan_tiers.describe(asked.options, outline.groups, plan_tiers.speeds(args)):
+        print(f"  tier: {line}")
     if args.plot:
         plot(lines, title, args.plot)
     return 0

@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from openinfer.cli import bench_recipe, plan_text, recipes, tune_speed
+from openinfer.cli import bench_recipe, plan_text, plan_tiers, recipes, tune_speed
 from openinfer.cli.bench_recipe import Asked, BadFlags
 from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_compare import Objectives, Variant, candidates, choice
-from openinfer.cli.plan_load import Point, Server
+from openinfer.cli.plan_load import Agents, Point, Server
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200
 
@@ -57,6 +57,13 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         "repeated; default: other step sizes and a paced policy")  # fmt: skip
     add("--speeds", type=Path, metavar="FILE",
         help="speeds that `openinfer tune --from-trace` fitted; default: those that the GPU is known by")  # fmt: skip
+    add("--turns", type=int, default=1, metavar="N",
+        help="agents: each of N prompts is all that was said, and --input tokens more; default: 1")  # fmt: skip
+    add("--system", type=int, default=2048, metavar="N",
+        help="with --turns: tokens that all agents begin with; default: %(default)s")  # fmt: skip
+    add("--think-s", type=float, default=5.0, metavar="S",
+        help="with --turns: mean seconds between an answer and the next prompt; default: %(default)s")  # fmt: skip
+    plan_tiers.flags(parser)
     add("--seed", type=int, default=0, help="seed of the arrivals; default: %(default)s")
     add("--plot", type=Path, metavar="FILE.png", help="draw the curves into this file; needs openinfer[plot]")
     add_arguments(parser)
@@ -118,11 +125,17 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     target, figures = TARGETS[gpu], GPUS[gpu]
     if args.speeds:
         figures = tune_speed.load(args.speeds, target, figures)
-    server = Server.of(asked, target, figures, gpus, acceptance)
-    if args.input < 1 or args.output < 2 or args.input + args.output > server.max_model_len:
+    speeds, agents = plan_tiers.speeds(args), None
+    if args.turns > 1:
+        agents = Agents(args.turns, args.system, args.think_s, speeds)
+    elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:
+        raise BadFlags("tiers keep prefixes, and these prompts share none; give --turns too")
+    server = Server.of(asked, target, figures, gpus, acceptance, agents)
+    longest = args.turns * (args.input + args.output) + (args.system if agents else 0)
+    if args.input < 1 or args.output < 2 or longest > server.max_model_len:
         raise BadFlags(
-            f"--input {args.input} --output {args.output}: at least 1 and 2, and together at most "
-            f"{server.max_model_len} tokens (--max-model-len, and the cache)"
+            f"--input {args.input} --output {args.output} --turns {args.turns}: at least 1 and 2, and together at most "
+            f"{server.max_model_len} tokens (--max-model-len, and the cache); a prompt has up to {longest}"
         )
     return server
 

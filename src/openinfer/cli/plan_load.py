@@ -13,10 +13,13 @@ from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.bench_record import percentile
 from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_cost import ARRIVAL_S, StepCost
+from openinfer.cli.plan_tiers import tiers_of
 from openinfer.cli.segments import Outline
 from openinfer.kernels import Figures, Target
+from openinfer.kvpool import Pool
+from openinfer.recipes.engine import SetupError
 from openinfer.scheduler import Policy, make_policy
-from openinfer.scheduler.sim import Record, Request, SteadyDrafts, simulate
+from openinfer.scheduler.sim import Record, Request, SteadyDrafts, TierSpeeds, chats, simulate
 
 FULL = 0.97
 """A part of the pool, or of the most that a server completes, that counts as all of it."""
@@ -44,6 +47,8 @@ class Point:
     cache: float
     preemptions: int
     rejected: int
+    hits: float = 0.0
+    """Part of the prompts' tokens that was cached."""
 
     def as_dict(self) -> Json:
         """For JSON. An infinite rate is "inf", as in the results of bench serve."""
@@ -60,9 +65,22 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Agents:
+    """Clients that go on: each prompt is all that was said, and the load's input_len tokens more. They all begin with
+    the same `system` tokens, take `turns` turns, and think `think_s` seconds, on average, between an answer and the
+    next prompt. speeds: of the tiers."""
+
+    turns: int
+    system: int
+    think_s: float
+    speeds: TierSpeeds
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
     """An engine with these options on GPUs that need not be here. cache_bytes: the memory of each that is left for the
-    cache. acceptance: the chance that a draft is accepted where those before it were."""
+    cache. acceptance: the chance that a draft is accepted where those before it were. agents None: prompts share
+    nothing, so there is no prefix cache and no tier."""
 
     asked: Asked
     outline: Outline
@@ -70,17 +88,29 @@ class Server:
     cache_bytes: int
     gpus: int
     acceptance: float = 0.0
+    agents: Agents | None = None
 
     @classmethod
-    def of(cls, asked: Asked, target: Target, figures: Figures, gpus: int, acceptance: float = 0.0) -> Server:
-        """Trace its steps and plan its memory. Raises SetupError. Prompts share nothing, so there is no prefix
-        cache."""
-        options = dataclasses.replace(asked.options, enable_prefix_caching=False)
+    def of(
+        cls,
+        asked: Asked,
+        target: Target,
+        figures: Figures,
+        gpus: int,
+        acceptance: float = 0.0,
+        agents: Agents | None = None,
+    ) -> Server:
+        """Trace its steps and plan its memory. Raises SetupError."""
+        options = dataclasses.replace(asked.options, enable_prefix_caching=agents is not None)
         outline = Outline(asked.recipe, asked.source(), options, target, ranks=gpus)
         room = int(figures.memory_bytes * options.gpu_memory_utilization) - sum(outline.memory.values())
         wanted = options.kv_cache_memory_bytes
-        server = cls(asked, outline, figures, room if wanted is None else wanted, gpus, acceptance)
-        outline.cache(server.cache_bytes)  # too little room is said before the work
+        server = cls(asked, outline, figures, room if wanted is None else wanted, gpus, acceptance, agents)
+        groups = outline.cache(server.cache_bytes).groups  # too little room is said before the work
+        if agents is not None and any(group.snapshots for group in groups):
+            raise SetupError(
+                "a plan does not know where snapshots of recurrent states are kept: plan this model with --turns 1"
+            )
         return server
 
     @property
@@ -105,6 +135,10 @@ class Server:
     def serve(self, load: Load) -> Point:
         """Simulate one load. Raises SchedulerError."""
         options, pool = self.asked.options, self.outline.cache(self.cache_bytes)
+        tiers = None
+        if self.agents is not None:
+            tiers = tiers_of(options, pool.groups, self.agents.speeds)
+            pool = Pool(pool.groups, loader=tiers, saver=tiers)
         cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures, self.gpus), 0.0
 
         def timed(work: Any) -> float:
@@ -113,9 +147,9 @@ class Server:
             return cost(work)
 
         report = simulate(
-            requests(load), self.policy(), pool, timed, max_rows=options.max_num_seqs,
+            requests(load, self.agents), self.policy(), pool, timed, max_rows=options.max_num_seqs,
             max_model_len=self.max_model_len,
-            max_queued=options.max_num_queued_reqs, drafts=self._drafts(load.seed),
+            max_queued=options.max_num_queued_reqs, drafts=self._drafts(load.seed), tiers=tiers,
         )  # fmt: skip
         done = [record for record in report.records if record.num_output]
         full = most_used > FULL or report.preemptions > 0
@@ -123,12 +157,20 @@ class Server:
         return Point(
             load, report.requests_per_s, report.output_tokens_per_s, _figures([_ttft_s(one) for one in done]),
             _figures([one.tpot or 0.0 for one in done]), _figures([_e2el_s(one) for one in done]), report.busy,
-            cost.shares(), limits, cost.most_rows, most_used, report.preemptions, report.rejected,
+            cost.shares(), limits, cost.most_rows, most_used, report.preemptions, report.rejected, report.hit_rate,
         )  # fmt: skip
 
 
-def requests(load: Load) -> list[Request]:
-    """The requests of a load, at the times at which `bench serve` sends them. Prompts share nothing."""
+def requests(load: Load, agents: Agents | None = None) -> list[Request]:
+    """The requests of a load. Without agents, at the times at which `bench serve` sends them."""
+    if agents is not None:
+        found = chats(
+            load.num_prompts, load.request_rate, (load.input_len,) * 2, (load.output_len,) * 2, turns=agents.turns,
+            system_tokens=agents.system, think_s=agents.think_s, seed=load.seed,
+        )  # fmt: skip
+        for number, request in enumerate(found if load.max_concurrency else ()):
+            request.arrival, request.after = ARRIVAL_S, number - 1 if number else None
+        return found
     times = arrivals(load.num_prompts, load.request_rate, random.Random(load.seed))
     limit = load.max_concurrency
     found = []

@@ -10,6 +10,7 @@ from typing import Any
 from openinfer.cli.bench_recipe import BadFlags
 from openinfer.cli.plan_compare import Objectives, Variant
 from openinfer.cli.plan_load import FULL, Point, Server
+from openinfer.cli.plan_tiers import describe
 from openinfer.tensor import format_bytes
 
 
@@ -25,8 +26,11 @@ def title(server: Server) -> str:
 def memory(server: Server) -> str:
     """The memory of a GPU: the fixed parts and the cache."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in server.outline.memory.items())
-    tokens = server.outline.cache(server.cache_bytes).capacity_tokens
-    return f"memory: {parts}, cache {format_bytes(server.cache_bytes)} ({tokens} tokens)"
+    pool = server.outline.cache(server.cache_bytes)
+    lines = [f"memory: {parts}, cache {format_bytes(server.cache_bytes)} ({pool.capacity_tokens} tokens)"]
+    if server.agents is not None:
+        lines += describe(server.asked.options, pool.groups, server.agents.speeds)
+    return "\n".join(lines)
 
 
 def name_of(point: Point) -> str:
@@ -46,7 +50,8 @@ def row(p: Point, most: float) -> str:
     """A point as a line. most: requests a second that the server completes when all requests wait."""
     ttft = f"{p.ttft_ms['p50']:.1f} / {p.ttft_ms['p99']:.1f}"
     tpot = f"{p.tpot_ms['p50']:.2f} / {p.tpot_ms['p99']:.2f}"
-    found = [f"{name} {share:.0%}" for name, share in list(p.binds.items())[:2]]
+    found = [f"{p.hits:.0%} cached"] if p.hits else []
+    found += [f"{name} {share:.0%}" for name, share in list(p.binds.items())[:2]]
     if not p.load.max_concurrency and p.load.request_rate > FULL * most:
         found.append("queue" + (f" for {' and '.join(p.limits)}" if p.limits else ""))
     if p.rejected:

@@ -6,6 +6,7 @@ from .pool import SimLease, SimPool
 from .report import Percentiles, Record, Report
 from .runner import SimRunner
 from .simulate import simulate
+from .tiers import SimTiers, SimTierStats, TierSpeeds
 from .workloads import Request, bursts, chats, poisson, read_trace
 
 __all__ = [
@@ -18,8 +19,11 @@ __all__ = [
     "SimLease",
     "SimPool",
     "SimRunner",
+    "SimTierStats",
+    "SimTiers",
     "SteadyDrafts",
     "StepWork",
+    "TierSpeeds",
     "bursts",
     "chats",
     "poisson",

@@ -16,6 +16,7 @@ from .cost import CostModel
 from .drafts import SteadyDrafts
 from .report import Record, Report
 from .runner import SimRunner
+from .tiers import SimTiers
 from .workloads import Request
 
 
@@ -32,15 +33,20 @@ def simulate(
     ttft_s: float | None = None,
     tpot_s: float | None = None,
     drafts: SteadyDrafts | None = None,
+    tiers: SimTiers | None = None,
 ) -> Report:
     """Serve a workload and report. Policy, pool and loop are real, and must be new; `cost` models the time of the
-    device. ttft_s, tpot_s: objectives of Report.goodput. drafts: the speculation; None: no row has drafts.
+    device. ttft_s, tpot_s: objectives of Report.goodput. drafts: the speculation; None: no row has drafts. tiers: the
+    pool's loader and saver, which get this clock.
 
     Raises SchedulerError if requests wait and the policy runs none. Exceptions of the parts pass through.
     """
-    return _Simulation(
+    simulation = _Simulation(
         workload, policy, pool, cost, max_rows, max_model_len, max_queued, max_headroom, drafts
-    ).run(ttft_s, tpot_s)  # fmt: skip
+    )  # fmt: skip
+    if tiers is not None:
+        tiers.clock = simulation.runner
+    return simulation.run(ttft_s, tpot_s)
 
 
 class _Simulation:
