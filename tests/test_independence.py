@@ -116,7 +116,16 @@ def test_imports_that_are_allowed() -> None:
     assert not violations("graph", "runner/runner.py", "from openinfer.scheduler import Step")
 
 
-KERNELS_FOR_OTHERS = {"adapters", "authoring", "kv_cache", "testing", "tuner", "weights", "benchmark"}
+KERNELS_FOR_OTHERS = {
+    "adapters",
+    "authoring",
+    "benchmark",
+    "kv_cache",
+    "quantization",
+    "testing",
+    "tuner",
+    "weights",
+}
 """Modules of kernels that other packages name. Device code may name all of openinfer.kernels.device."""
 
 

@@ -96,9 +96,9 @@ def folders(request: Any, tmp_path_factory: Any) -> tuple[Path, Path]:
     return folder / "fp8", folder / "same"
 
 
-def answers(folder: Path, **flags: Any) -> list[Any]:
+def answers(folder: Path, recipe: Any = RECIPE, **flags: Any) -> list[Any]:
     """Tokens and log-probabilities of three prompts."""
-    session = Session(build(RECIPE, folder, **{**FLAGS, **flags}).engine)
+    session = Session(build(recipe, folder, **{**FLAGS, **flags}).engine)
     rng = np.random.default_rng(1)
     ids = [
         session.submit(rng.integers(0, 512, size).tolist(), 16, ignore_eos=True, logprobs=0)
@@ -116,7 +116,7 @@ def test_answers_are_those_of_the_dequantised_weights(folders: tuple[Path, Path]
     assert answers(fp8) == answers(same)
     engine = build(RECIPE, fp8, **FLAGS).engine
     layer = engine.runner.model.weights.layers[1]
-    assert layer.qkv.dtype == layer.down.dtype == float8_e4m3fn
+    assert layer.qkv.weight.dtype == layer.down.weight.dtype == float8_e4m3fn
     engine.close()
 
 
@@ -166,7 +166,7 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
         UnsupportedModel, match="queries of each of 4 ranks: 64; FP8 weights take multiples of 128"
     ):
         whole.of_rank(0, 4)
-    for other in ({"quant_method": "gptq"}, {**QUANTIZED, "weight_block_size": [64, 64]}):
+    for other in ({"quant_method": "bitsandbytes"}, {**QUANTIZED, "weight_block_size": [64, 64]}):
         with pytest.raises(UnsupportedModel, match="'fp8' in blocks of"):
             Config.parse(CONFIG | {"quantization_config": other})
 
@@ -174,11 +174,15 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"weights": {**FLOAT8, "strategy": "tensor", "dynamic": False}}, "strategy is 'tensor'"),
-        ({"weights": {**FLOAT8, "num_bits": 4, "strategy": "channel"}}, "num_bits is 4"),
-        ({"weights": None}, "num_bits is None"),
-        ({"input_activations": {**FLOAT8, "strategy": "tensor", "dynamic": False}}, "dynamic is False"),
-        ({"input_activations": "all"}, "num_bits is None"),
+        ({"weights": {**FLOAT8, "strategy": "group", "dynamic": False}}, "strategy is 'group'"),
+        (
+            {"weights": {**FLOAT8, "strategy": "block", "block_structure": [64, 64]}},
+            r"block_structure is \[64, 64\]",
+        ),
+        ({"weights": {**FLOAT8, "num_bits": 6, "strategy": "channel"}}, "num_bits is 6; it must be 4 or 8"),
+        ({"weights": {**FLOAT8, "type": "int", "strategy": "channel"}}, "type is 'int'"),
+        ({"weights": None}, "one group with weights is run"),
+        ({"input_activations": "all"}, "input_activations: num_bits is None"),
     ],
 )
 def test_what_of_compressed_tensors_is_refused(change: Any, why: str) -> None:
@@ -188,10 +192,12 @@ def test_what_of_compressed_tensors_is_refused(change: Any, why: str) -> None:
     with pytest.raises(UnsupportedModel, match=why):
         Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": {"group_0": group}}})
     for odd in (None, [], {}, {"a": 1}, {"a": group, "b": group}):
-        with pytest.raises(UnsupportedModel, match="num_bits is None"):
+        with pytest.raises(UnsupportedModel, match="one group with weights is run"):
             Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "config_groups": odd}})
     with pytest.raises(UnsupportedModel, match="kv_cache_scheme"):
         Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "kv_cache_scheme": FLOAT8}})
+    with pytest.raises(UnsupportedModel, match="quantization_config: it is 'all'; it must be an object"):
+        Config.parse(CONFIG | {"quantization_config": "all"})
 
 
 def test_fp8_takes_about_half_the_memory() -> None:

@@ -75,7 +75,7 @@ def test_a_cpu_keeps_the_values_of_float32(tmp_path: Path) -> None:
     for dtype, expected in (("auto", want), ("bfloat16", want.astype(dtypes.bfloat16))):
         sizes = {"max_model_len": 64, "max_num_seqs": 1, "kv_cache_memory_bytes": 1 << 20}
         engine = build(recipe, source, device="cpu", dtype=dtype, **sizes).engine
-        loaded = engine.runner.model.weights.layers[0].down.numpy()
+        loaded = engine.runner.model.weights.layers[0].down.weight.numpy()
         assert loaded.dtype == expected.dtype
         assert (loaded == expected).all()
         engine.close()

@@ -60,7 +60,7 @@ def test_a_file_gives_flags_and_the_command_line_counts_for_more(parser: FlagPar
     [
         ("port: 2", "it is TOML, a line a flag"),
         ("prot = 2", "unrecognized arguments: --prot; did you mean --port?"),
-        ("quantization = 'fp8'", "--quantization is a flag of vLLM that openinfer does not have"),
+        ("swap-space = 4", "--swap-space is a flag of vLLM that openinfer does not have"),
         ("[server]\nport = 2", "unrecognized arguments: --server"),
         ("[port]\nport = 2", "port is a table"),
     ],

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200, Cost, Op, Workload
-from openinfer.tensor import Tensor
+from openinfer.tensor import Tensor, uint8
 
 BATCH = ("slots", "q_starts")
 """Arguments of the ops whose work depends on how tokens are spread over rows."""
@@ -56,7 +56,10 @@ def key(op: Op[Any], args: Mapping[str, Any], workload: Workload) -> str:
     name, first = next((n, a) for n, a in args.items() if isinstance(a, Tensor))
     parts = [f"{op.name} {name}{_shape(first)}"]
     if "weight" in args:
-        parts.append(f"weight{_shape(args['weight'])}" + " in fp8" * (args.get("scales") is not None))
+        kind = (
+            "" if args.get("scales") is None else " in int4" if args["weight"].dtype == uint8 else " in fp8"
+        )
+        parts.append(f"weight{_shape(args['weight'])}" + kind)
     if args.get("window"):
         parts.append(f"window {args['window']}")
     if any(n in args for n in BATCH):

@@ -56,7 +56,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--otlp-traces-headers": "set OTEL_EXPORTER_OTLP_HEADERS in the environment",
     "--override-generation-config": "use --generation-config none, and fields of the request",
     "--pipeline-parallel-size": _BY_TENSOR,
-    "--quantization": "the checkpoint's own format is taken; leave it out",
     "--response-role": "answers have the role assistant; leave it out",
     "--return-tokens-as-token-ids": "ask for return_token_ids in the request",
     "--root-path": "let the proxy strip the path",

@@ -14,6 +14,7 @@ from openinfer.kernels.errors import (
     LaunchError,
     MissingExtra,
     RankLost,
+    UnsupportedQuantization,
     UntrustedCache,
 )
 from openinfer.kernels.gpu_ranks import GpuRanks
@@ -105,6 +106,7 @@ __all__ = [
     "Store",
     "Target",
     "TensorMap",
+    "UnsupportedQuantization",
     "UntrustedCache",
     "Workload",
     "add_lora",

@@ -55,6 +55,12 @@ class Projection(NamedTuple):
     source: tuple[slice, ...] = ()
     """Rows and columns of the layer; empty: all of them."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns of the part. A packed weight may have fewer columns."""
+        given = [part.stop - part.start for part in self.source if part.stop is not None]
+        return tuple(given) if len(given) == 2 else self.weight.shape
+
 
 class _Part(NamedTuple):
     """A layer in a fused weight, and which rows of the whole layer its rows are."""
@@ -153,7 +159,7 @@ class Adapters:
                 raise ValueError(
                     f"{len(parts)} projections lie in {weight!r}; 1 to {MOST_PARTS} are possible"
                 )
-            counts, columns = tuple(part.height for part in parts), weight.shape[1]
+            counts, columns = tuple(part.height for part in parts), lying[0].shape[1]
             own = _Span.after(end, counts, columns, rank)
             if shapes is not None:
                 counts = tuple(shapes[part.module][0] for part in parts)

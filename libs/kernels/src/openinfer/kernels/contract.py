@@ -8,7 +8,8 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, of_rows
-from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, uint8
+from openinfer.kernels.int4 import GROUPS, is_int4
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 FLOATS = (bfloat16, float32)
 """Dtypes of activations and weights: bf16 on a GPU, either on a CPU."""
@@ -53,10 +54,21 @@ def expect_weight(
 
     Scales are float32 [..., parts * ceil(N / parts / 128), ceil(K / 128)]: the value of a weight is its e4m3 number
     times the scale of the block of 128 x 128 that it is in. `parts`: projections that are stacked in N; blocks begin
-    anew at each. `rows`: scales may also be float32 [..., N, 1], one for each row.
+    anew at each. `rows`: scales may also be float32 [..., N, 1], one for each row; or int32, and the weight INT4 in
+    bytes [..., N, K / 2] (openinfer.kernels.int4).
     """
     if scales is None:
         expect(name, weight, shape, dtype)
+        return
+    if rows and is_int4(scales):
+        k = shape[-1]
+        expect(name, weight, (*shape[:-1], k // 2), uint8)
+        group = k // max(1, scales.shape[-1])
+        require(
+            group in GROUPS and k % group == 0,
+            f"{name} has {scales.shape[-1]} INT4 groups in {k} columns; a group has one of {GROUPS} columns",
+        )
+        expect(f"scales of {name}", scales, (*weight.shape[:-1], k // group), int32)
         return
     expect(name, weight, shape, float8_e4m3fn)
     n, k = weight.shape[-2:]

@@ -8,6 +8,7 @@ KernelsError
  ├── InvalidTable (ValueError)        a file that is no table of kernel choices
  ├── LaunchError (RuntimeError)       a launch record cannot be run on this device
  ├── RankLost (ConnectionError)       a rank did not come to a collective
+ ├── UnsupportedQuantization (ValueError) a checkpoint is packed in a way that no op reads
  ├── UntrustedCache (PermissionError) other users could have written what would be run as code
  └── MissingExtra (ImportError)       an optional dependency is needed; the message has the install command
 """
@@ -45,6 +46,12 @@ class InvalidTable(KernelsError, ValueError):
 
 class LaunchError(KernelsError, RuntimeError):
     """A launch record does not fit this device (shared memory, scratch, an unbound workspace)."""
+
+
+class UnsupportedQuantization(KernelsError, ValueError):
+    """A checkpoint's quantization_config asks for a packing that no op reads. The message names the key."""
+
+    user_can_mend = True
 
 
 class UntrustedCache(KernelsError, PermissionError):

@@ -10,6 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from openinfer.kernels.int4 import int4_values, is_int4
+
 Array = np.ndarray[Any, Any]
 
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -42,14 +44,16 @@ def unpack_fp4(packed: Array) -> Array:
 
 def of_rows(weight: Any, scales: Any) -> bool:
     """Whether scales of a float8 weight [..., N, K] are of its rows, [..., N, 1], and not of blocks."""
-    return bool(scales.shape[-2:] == (weight.shape[-2], 1) and weight.shape[-2] > 1)
+    return bool(scales.shape[-2:] == (weight.shape[-2], 1) and weight.shape[-2] > 1 and not is_int4(scales))
 
 
 def dequantized(weight: Array, scales: Array | None, *, parts: int = 1) -> Array:
-    """A weight [..., N, K] (FP4: [..., N, K / 2]) as float32, exactly: contract.expect_weight where scales are float32,
-    contract.expect_packed where they are bytes. `parts`: projections stacked in N."""
+    """A weight [..., N, K] (FP4: [..., N, K / 2]) as float32, exactly: contract.expect_weight where scales are float32
+    or the words of INT4, contract.expect_packed where they are bytes. `parts`: projections stacked in N."""
     if scales is None:
         return weight.astype(np.float32, copy=False)
+    if is_int4(scales):
+        return int4_values(weight, scales)
     wide = scales if scales.dtype == np.float32 else e8m0(scales)
     if weight.dtype == np.uint8:
         values = unpack_fp4(weight)

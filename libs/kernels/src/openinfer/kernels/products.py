@@ -8,6 +8,8 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import SCALE_BLOCK, of_rows
+from openinfer.kernels.int4 import is_int4
+from openinfer.kernels.int4_products import FEW_TOKENS, few, widened
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose, scaled_rule
@@ -87,7 +89,9 @@ def product(
 
 
 def _choose(target: Target, op: str, m: int, weight: Tensor, scales: Tensor | None) -> Choice:
-    """The tables are of bf16 weights."""
+    """The tables are of bf16 weights. For INT4 the choice is that of the weight made bf16."""
+    if is_int4(scales):
+        return choose(target, op, m, weight.shape[0], 2 * weight.shape[1])
     expect_float8(target, scales)
     return (choose if scales is None else scaled_rule)(target, op, m, *weight.shape)
 
@@ -107,7 +111,14 @@ def _product(
     """The product by the kernel of `choice`. Where that takes no scales, the weight is made bf16 first, which pays for
     many tokens only."""
     wide: Tensor | Scratch = weight
-    if scales is not None and choice.kind not in ("gemv", "small"):
+    if scales is not None and is_int4(scales):
+        if x.shape[0] <= FEW_TOKENS and not target.batch_invariant:
+            yield from _few(target, out, x, weight, scales, add=add, gated=gated)
+            return
+        wide = Scratch((weight.shape[0], x.shape[1]), bfloat16)
+        yield widened(wide, weight, scales)
+        scales = None
+    elif scales is not None and choice.kind not in ("gemv", "small"):
         wide, choice = Scratch(weight.shape, bfloat16), choose(target, op, x.shape[0], *weight.shape)
         yield _dequantize(wide, weight, scales, weight.shape[0] // (2 if gated else 1))
         scales = None
@@ -115,6 +126,25 @@ def _product(
         yield from gated_matmul(choice, target, out, x, wide, scales)
     else:
         yield matmul(choice, target, out, x, wide, scales, add=add)
+
+
+def _few(
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    words: Tensor,
+    *,
+    add: bool,
+    gated: bool,
+) -> Iterator[Command]:
+    """The product of a few tokens with an INT4 weight."""
+    if not gated:
+        yield few(target, out, x, weight, words, add=add)
+        return
+    both = Scratch((out.shape[0], weight.shape[0]), bfloat16)
+    yield few(target, both, x, weight, words, add=False)
+    yield silu_mul(out, both)
 
 
 def matmul(

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, dequantized
+from openinfer.kernels.formats import E4M3_MAX, FP4_BLOCK, SCALE_BLOCK, dequantized
+from openinfer.kernels.int4_checkpoints import Int4, Part, conversions
 from openinfer.tensor import (
     Conversion,
     Load,
     Places,
     Tensor,
+    dtypes,
     float8_e4m3fn,
     float8_e8m0fnu,
     float32,
     int8,
+    int32,
     uint8,
 )
 
@@ -26,7 +30,10 @@ __all__ = [
     "FP4_E8M0",
     "FP8_E8M0",
     "FP8_FLOAT32",
+    "FP8_MADE",
     "FP8_ROWS",
+    "FP8_TENSOR",
+    "Int4",
     "Linear",
     "LinearPlaces",
     "Packing",
@@ -40,12 +47,36 @@ Array = np.ndarray[Any, Any]
 
 class Packing(NamedTuple):
     """How a checkpoint stores a packed weight: the ending of its scales' name (the weight's is ".weight"), their dtype,
-    and whether values are FP4 pairs (int8) or float8_e4m3fn. by_row: float8 has scales of rows, not of blocks."""
+    and whether values are FP4 pairs (int8) or float8_e4m3fn. by_row: float8 has scales of rows, not of blocks. whole:
+    the checkpoint has one scale for all rows. made: the checkpoint's weights are plain, and become float8 by row while
+    they are loaded."""
 
     scales: str
     dtype: np.dtype[Any]
     fp4: bool = False
     by_row: bool = False
+    whole: bool = False
+    made: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name that messages use."""
+        return "FP8"
+
+    @property
+    def marker(self) -> str:
+        """The ending of a name that only packed modules have; every weight's where weights become float8."""
+        return self.scales
+
+    @property
+    def block(self) -> int:
+        """Columns of a rank's part are a multiple of this."""
+        return 16 if self.by_row else SCALE_BLOCK
+
+    @property
+    def block_rows(self) -> bool:
+        """Whether a scale is of several rows."""
+        return not self.by_row
 
 
 class WeightPart(NamedTuple):
@@ -62,6 +93,8 @@ AnyPart = WeightPart | tuple[str, int]
 
 FP8_FLOAT32 = Packing(".weight_scale_inv", float32)
 FP8_ROWS = Packing(".weight_scale", float32, by_row=True)
+FP8_TENSOR = Packing(".weight_scale", float32, by_row=True, whole=True)
+FP8_MADE = Packing(".weight", float32, by_row=True, made=True)
 FP8_E8M0 = Packing(".scale", float8_e8m0fnu)
 FP4_E8M0 = Packing(".scale", float8_e8m0fnu, fp4=True)
 
@@ -79,7 +112,7 @@ def padded(rows: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with scales: contract.expect_weight for
-    float32 scales, contract.expect_packed for E8M0 ones, which are uint8 here."""
+    float32 scales and the words of INT4, contract.expect_packed for E8M0 scales, which are uint8 here."""
 
     weight: Tensor
     scales: Tensor | None
@@ -91,12 +124,18 @@ class Linear:
 
 @dataclass(slots=True)
 class LinearPlaces(Places):
-    """Places for linear layers. `expand`: packed weights become the model's dtype while they are loaded, which a model
-    on a CPU does once instead of at every step."""
+    """Places for linear layers. `expand`: FP8 and FP4 weights become the model's dtype while they are loaded. A model
+    on a CPU does it once instead of at every step."""
 
     expand: bool = False
+    layers: list[Load] = field(default_factory=list)
+    """Which rows and columns of a layer's weight lie where, by the name of a plain weight."""
+    ignored: list[str] = field(default_factory=list)
+    """Tensors that belong to packed weights and say nothing that is needed."""
 
-    def linear(self, *parts: AnyPart, columns: int, packing: Packing | None = None, pad: int = 0) -> Linear:
+    def linear(
+        self, *parts: AnyPart, columns: int, packing: Packing | Int4 | None = None, pad: int = 0
+    ) -> Linear:
         """Projections stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew at each
         projection, so the rows of all but the last are whole blocks, or all have as many rows."""
         rows = [part[1] for part in parts]
@@ -104,7 +143,7 @@ class LinearPlaces(Places):
         self.fill(linear, parts, packing)
         if pad:
             self.pads.append(linear.weight[sum(rows) :])
-            if packing is not None and packing.by_row and linear.scales is not None:
+            if linear.scales is not None and linear.scales.shape[-2] == linear.weight.shape[-2]:
                 self.pads.append(linear.scales[sum(rows) :])
         return linear
 
@@ -113,12 +152,15 @@ class LinearPlaces(Places):
         count: tuple[int, ...],
         rows: Sequence[int],
         columns: int,
-        packing: Packing | None,
+        packing: Packing | Int4 | None,
         name: str,
         pad: int = 0,
     ) -> Linear:
         """A weight [*count, sum of rows + pad, columns] that nothing fills yet."""
         alloc, total = self.arena.alloc, sum(rows) + pad
+        if isinstance(packing, Int4):
+            words = alloc((*count, total, columns // packing.group), int32, name)
+            return Linear(alloc((*count, total, columns // 2), uint8, name), words)
         if packing is None or self.expand:
             return Linear(alloc((*count, total, columns), self.dtype, name), None)
         if packing.fp4:
@@ -131,40 +173,98 @@ class LinearPlaces(Places):
             scales = alloc((*count, sum(map(blocks, rows)), blocks(columns)), packing.dtype, name)
         return Linear(weight, scales if packing.dtype == float32 else scales.view_as(uint8))
 
-    def fill(self, linear: Linear, parts: Sequence[AnyPart], packing: Packing | None) -> None:
-        """Projections one below the other in a weight [N, K]. Raises ContractError where a part of an FP8 weight begins
-        within a block and ends in another."""
+    def fill(self, linear: Linear, parts: Sequence[AnyPart], packing: Packing | Int4 | None) -> None:
+        """Projections one below the other in a weight [N, K]. Raises ContractError where a part of a packed weight does
+        not begin with a block or group, and is not within one."""
         start = block = 0
-        for part in parts:
-            module, rows, row, column = WeightPart(*part)
-            dst, weight = linear.weight[start : start + rows], module + ".weight"
-            start += rows
-            pairs = 2 if packing is not None and packing.fp4 else 1  # columns of a byte
-            columns = dst.shape[1] * (pairs if linear.scales is not None else 1)
-            source = _range(row, rows), _range(column // pairs, columns // pairs)
+        for one in parts:
+            part = WeightPart(*one)
+            rows = _range(start, part.rows)
+            start += part.rows
+            weight, scales = linear.weight[rows], linear.scales
+            width = weight.shape[1] * (2 if weight.dtype == uint8 else 1)
+            source = _range(part.row, part.rows), _range(part.column, width)
+            layer = Load(part.module + ".weight", weight, source)
+            self.layers.append(layer)
             if packing is None:
-                self.loads.append(Load(weight, dst, source))
-                continue
-            of_scales: tuple[slice, ...]
-            if packing.by_row:
-                of_scales = (_range(row, rows),)
-            elif packing.fp4:
-                of_scales = _range(row, rows), _range(column // FP4_BLOCK, columns // FP4_BLOCK)
+                self.loads.append(layer)
+            elif isinstance(packing, Int4):
+                assert scales is not None
+                self._int4(part, weight, scales[rows], packing)
+            elif packing.by_row and scales is not None:
+                self._rows(part, weight, scales[rows], packing)
             else:
-                of_scales = _blocks_of(module, row, rows), _blocks_of(module, column, columns)
-            name = module + packing.scales
-            if linear.scales is None:
-                whole = Conversion((weight, name), dst, _expanded, (source, of_scales))
-                self.conversions.append(whole)
-                continue
-            height = of_scales[0].stop - of_scales[0].start
-            scales = linear.scales[block : block + height]
-            block += height
-            self.loads.append(Load(weight, dst.view_as(int8) if packing.fp4 else dst, source))
-            if packing.dtype == float32:  # checkpoints may hold them in bfloat16
-                self.conversions.append(Conversion((name,), scales, _wide, (of_scales,)))
-            else:
-                self.loads.append(Load(name, scales.view_as(packing.dtype), of_scales))
+                block += self._blocks(part, weight, None if scales is None else scales[block:], packing)
+
+    def _int4(self, part: WeightPart, codes: Tensor, words: Tensor, packing: Int4) -> None:
+        size = _range(part.row, part.rows), _range(part.column, 2 * codes.shape[1])
+        self.conversions += conversions(packing, Part(part.module, *size), codes, words)
+        self.ignored.append(part.module + ".weight_shape")
+
+    def _rows(self, part: WeightPart, weight: Tensor, scales: Tensor, packing: Packing) -> None:
+        name, rows = part.module + ".weight", _range(part.row, part.rows)
+        columns = _range(part.column, weight.shape[1])
+        if packing.made:  # whole rows, so that all ranks have the same codes
+            of_row = ((rows, slice(None)),)
+            codes = functools.partial(_codes, columns=columns)
+            self.conversions += [
+                Conversion((name,), weight, codes, of_row),
+                Conversion((name,), scales, _row_scales, of_row),
+            ]
+            return
+        self.loads.append(Load(name, weight, (rows, columns)))
+        of_scales = ((slice(0, 1),) if packing.whole else (rows, slice(0, 1)),)
+        convert = functools.partial(_repeated, part.rows) if packing.whole else _wide
+        self.conversions.append(Conversion((part.module + packing.scales,), scales, convert, of_scales))
+        self.ignored.append(part.module + ".input_scale")
+
+    def _blocks(self, part: WeightPart, dst: Tensor, left: Tensor | None, packing: Packing) -> int:
+        """left: the scales from the part's first on. Returns how many rows of them the part has."""
+        module, rows, row, column = part
+        pairs = 2 if packing.fp4 else 1  # columns of a byte
+        columns = dst.shape[1] * (pairs if left is not None else 1)
+        source = _range(row, rows), _range(column // pairs, columns // pairs)
+        of_scales: tuple[slice, ...]
+        if packing.by_row:
+            of_scales = (_range(row, rows),)
+        elif packing.fp4:
+            of_scales = _range(row, rows), _range(column // FP4_BLOCK, columns // FP4_BLOCK)
+        else:
+            of_scales = _blocks_of(module, row, rows), _blocks_of(module, column, columns)
+        weight, name = module + ".weight", module + packing.scales
+        if left is None:
+            self.conversions.append(Conversion((weight, name), dst, _expanded, (source, of_scales)))
+            return 0
+        height: int = of_scales[0].stop - of_scales[0].start
+        scales = left[:height]
+        self.loads.append(Load(weight, dst.view_as(int8) if packing.fp4 else dst, source))
+        if packing.dtype == float32:  # checkpoints may hold them in bfloat16
+            self.conversions.append(Conversion((name,), scales, _wide, (of_scales,)))
+        else:
+            self.loads.append(Load(name, scales.view_as(packing.dtype), of_scales))
+        return height
+
+    def expected(self) -> dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]]:
+        """The tensors that a checkpoint must have, their shapes and possible dtypes (see Checkpoint.require), where
+        these are places of whole tensors."""
+        found: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {
+            load.name: (
+                load.dst.shape,
+                dtypes.WEIGHTS if load.dst.dtype in dtypes.WEIGHTS else (load.dst.dtype,),
+            )
+            for load in self.loads
+        }
+        for conversion in self.conversions:
+            for name, source in zip(
+                conversion.names, conversion.sources or ((),) * len(conversion.names), strict=True
+            ):
+                stops = [one.stop for one in source]
+                shape = tuple(stops) if stops and None not in stops else conversion.dst.shape
+                packed = name.endswith(
+                    (".weight_packed", ".weight_zero_point", ".qweight", ".qzeros", ".g_idx")
+                )
+                found.setdefault(name, (shape, (int32,) if packed else dtypes.WEIGHTS))
+        return found
 
 
 def _range(start: int, size: int) -> slice:
@@ -182,6 +282,24 @@ def _blocks_of(module: str, start: int, size: int) -> slice:
 
 def _wide(scales: Array) -> Array:
     return scales.astype(np.float32)
+
+
+def _repeated(rows: int, scale: Array) -> Array:
+    return np.full((rows, 1), scale.astype(np.float32).item(), np.float32)
+
+
+def _row_scales(weight: Array) -> Array:
+    """Scales of rows that give the largest magnitude of each row the largest number of float8; 1 for a row of zeros."""
+    largest = np.abs(weight).max(axis=1, keepdims=True).astype(np.float32)
+    if not np.isfinite(largest).all():
+        raise ValueError("it has values that are not finite, which float8 cannot hold")
+    return np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1))
+
+
+def _codes(weight: Array, *, columns: slice) -> Array:
+    """Some columns of a weight as float8, by the scales of whole rows."""
+    values = weight[:, columns].astype(np.float32) / _row_scales(weight)
+    return np.clip(values, -E4M3_MAX, E4M3_MAX).astype(float8_e4m3fn)
 
 
 def _expanded(weight: Array, scales: Array) -> Array:

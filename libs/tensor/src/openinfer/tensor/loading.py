@@ -24,7 +24,7 @@ BUFFER_BYTES = 32 << 20
 _NUM_FILLING = 2  # threads start on the next buffer while the last piece of one is read
 _NUM_BUFFERS = 4  # two that fill, one that uploads, and one that waits for its upload
 _PIECE_BYTES = 4 << 20  # what one thread reads at a time
-_NUM_THREADS = min(8, os.cpu_count() or 1)
+NUM_THREADS = min(8, os.cpu_count() or 1)
 
 Progress = Callable[[int, int], None]
 
@@ -145,7 +145,7 @@ def _load_cpu(ckpt: Checkpoint, todo: list[_Task], total: int, progress: Progres
         return part.nbytes
 
     done = 0
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
         for nbytes in pool.map(copy, todo):
             done += nbytes
             if progress:
@@ -177,7 +177,7 @@ def _load_cuda(
     size = min(BUFFER_BYTES, sum(load.dst.nbytes for _, load in todo))
     filling: deque[tuple[int, list[_Piece], list[Future[None]]]] = deque()
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS))
+        pool = stack.enter_context(ThreadPoolExecutor(NUM_THREADS))
         buffers = [stack.enter_context(PinnedBuffer(device, size)) for _ in range(_NUM_BUFFERS)]
         uploaded = [stack.enter_context(Event(device)) for _ in range(_NUM_BUFFERS)]
         stack.callback(stream.synchronize)  # runs first: no buffer may go while an upload reads it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from openinfer.tensor.arena import Arena
 from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.dtypes import float32
 from openinfer.tensor.errors import CheckpointError
-from openinfer.tensor.loading import Load, LoadReport, Progress, load_tensors
+from openinfer.tensor.loading import NUM_THREADS, Load, LoadReport, Progress, load_tensors
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
 
@@ -32,6 +33,13 @@ class Conversion(NamedTuple):
         """The arguments of `convert`."""
         parts = self.sources or ((),) * len(self.names)
         return [checkpoint.array(name)[part] for name, part in zip(self.names, parts, strict=True)]
+
+    def converted(self, checkpoint: Checkpoint) -> np.ndarray[Any, Any]:
+        """The values of `dst`. Any thread may call it. Raises CheckpointError where `convert` raises ValueError."""
+        try:
+            return np.ascontiguousarray(self.convert(*self.arrays(checkpoint)), self.dst.dtype)
+        except ValueError as e:
+            raise CheckpointError(checkpoint.directory, self.names[0], str(e)) from e
 
 
 @dataclass(slots=True)
@@ -73,26 +81,19 @@ class Places:
         for conversion in self.conversions:
             yield from conversion.names
 
-    def weights(self) -> Iterator[Load]:
-        """Each tensor and the checkpoint's tensor that it is, or that it is made of together with scales."""
-        yield from self.loads
-        yield from (Load(conversion.names[0], conversion.dst) for conversion in self.conversions)
-
     def load(self, checkpoint: Checkpoint, stream: Stream, progress: Progress | None = None) -> LoadReport:
         """Fill all of them; `stream` is idle again afterwards. The report's bytes are those of `loads`.
 
         Raises what load_tensors does, and CheckpointError where a conversion raises ValueError.
         """
         report = load_tensors(checkpoint, self.loads, stream, progress)
-        converted = []  # uploads read these arrays until the stream is idle
-        for conversion in self.conversions:
-            dst = conversion.dst
-            try:
-                array = np.ascontiguousarray(conversion.convert(*conversion.arrays(checkpoint)), dst.dtype)
-            except ValueError as e:
-                raise CheckpointError(checkpoint.directory, conversion.names[0], str(e)) from e
-            dst.copy_from(array, stream)
-            converted.append(array)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            for first in range(0, len(self.conversions), 2 * NUM_THREADS):
+                some = self.conversions[first : first + 2 * NUM_THREADS]
+                arrays = list(pool.map(lambda one: one.converted(checkpoint), some))
+                for conversion, array in zip(some, arrays, strict=True):
+                    conversion.dst.copy_from(array, stream)
+                stream.synchronize()  # uploads read the arrays until then
         for pad in self.pads:
             pad.zero_(stream)
         stream.synchronize()

@@ -13,6 +13,7 @@ class DeepseekOptions(Options):
     """The options of every engine, and whether activations are rounded."""
 
     refused: ClassVar[dict[str, str]] = {
+        "quantization": "its checkpoints are in FP8 and FP4",
         "block_size": "its pages have 128 tokens, as many as one heavily compressed entry covers",
         "enable_lora": "no op adds an adapter to its grouped and packed projections yet",
         "kv_cache_dtype": "it caches latents in the model's dtype, whose values are rounded to FP8 as published",

@@ -41,12 +41,16 @@ def adapters_of(
         arena,
         limits.adapters,
         weights,
-        (Projection(load.name.removesuffix(".weight"), load.dst, load.source) for load in loads),
+        _projections(loads),
         dtype=limits.dtype,
         max_tokens=limits.max_tokens,
         unused=unused,
-        shapes={load.name.removesuffix(".weight"): load.dst.shape for load in whole()},
+        shapes={one.module: one.shape for one in _projections(whole())},
     )
+
+
+def _projections(loads: Iterable[Load]) -> list[Projection]:
+    return [Projection(load.name.removesuffix(".weight"), load.dst, load.source) for load in loads]
 
 
 def read_modules(options: Options, adapters: Adapters | None) -> list[Adapter]:

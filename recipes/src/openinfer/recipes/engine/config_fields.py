@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from openinfer.recipes.engine.errors import UnsupportedModel
 
 __all__ = [
     "FP8_BLOCK",
     "Fields",
-    "Fp8",
     "eos_ids",
-    "fp8_blocks",
-    "fp8_scales",
     "load_config",
     "read_json",
     "share_evenly",
@@ -146,55 +143,6 @@ def load_config(model_dir: Path) -> tuple[dict[str, Any], Any]:
     """config.json, and the eos_token_id of generation_config.json where that has one. Raises UnsupportedModel."""
     raw, generation = read_json(model_dir / "config.json"), model_dir / "generation_config.json"
     return raw, read_json(generation).get("eos_token_id") if generation.exists() else None
-
-
-def fp8_blocks(fields: Fields) -> bool:
-    """Whether weights are FP8 in blocks of 128 x 128, as published. Raises UnsupportedModel for
-    any other quantization_config."""
-    if "quantization_config" not in fields:
-        return False
-    found = fields.fields("quantization_config")
-    method, block = found.get("quant_method"), found.get("weight_block_size")
-    if method != "fp8" or block not in ([128, 128], (128, 128)):
-        raise UnsupportedModel(
-            f"config.json: quantization_config has quant_method {shown(method)} and weight_block_size "
-            f"{repr(block)[:80]}; this recipe runs BF16 checkpoints and those of 'fp8' in blocks of [128, 128]"
-        )
-    return True
-
-
-Fp8 = Literal["", "blocks", "rows"]
-"""The parts of FP8 weights that have a scale: blocks of 128 x 128, or rows; "": weights are not FP8."""
-
-
-def fp8_scales(fields: Fields) -> Fp8:
-    """The same as fp8_blocks, and compressed-tensors' FP8 with a scale for each output channel, whose activations are
-    quantised as they come, if at all. Raises UnsupportedModel for any other quantization_config."""
-    found = fields.fields("quantization_config")
-    if found.get("quant_method") != "compressed-tensors":
-        return "blocks" if fp8_blocks(fields) else ""
-    groups = found.get("config_groups")
-    group = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
-    parts = (
-        [group.get(key) for key in ("weights", "input_activations")] if isinstance(group, dict) else [None]
-    )
-    weights, activations = parts[0], parts[-1]
-    float8 = {"num_bits": 8, "type": "float"}
-    wanted = {
-        "weights": (weights, {**float8, "strategy": "channel", "dynamic": False}),
-        "input_activations": (activations or {**float8, "dynamic": True}, {**float8, "dynamic": True}),
-    }
-    for key, (given, values) in wanted.items():
-        for name, value in values.items():
-            has = given.get(name) if isinstance(given, dict) else None
-            if has != value:
-                raise UnsupportedModel(
-                    f"config.json: quantization_config, {key}: {name} is {shown(has)}; of "
-                    f"compressed-tensors this recipe runs one group with {name} {value!r}"
-                )
-    if found.get("kv_cache_scheme") is not None:
-        raise UnsupportedModel("config.json: kv_cache_scheme is given; the cache is not quantised")
-    return "rows"
 
 
 def eos_ids(value: object, vocab_size: int) -> tuple[int, ...]:

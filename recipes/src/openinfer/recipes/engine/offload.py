@@ -80,6 +80,7 @@ def description(
         "dtype": limits.dtype.name,
         "kv_cache_dtype": limits.kv_dtype.name,
         "load_format": options.load_format,
+        "quantization": options.quantization,
         "options": own,
         "groups": [[g.name, g.block_size, g.block_bytes, g.window, g.snapshots] for g in groups],
         "config": json.loads((model_dir / "config.json").read_text()),

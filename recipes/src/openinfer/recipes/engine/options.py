@@ -39,7 +39,7 @@ class Options:
     are the methods of --speculative-config that its models can have.
     """
 
-    refused: ClassVar[Mapping[str, str]] = {}
+    refused: ClassVar[Mapping[str, str]] = {"quantization": "its weights are taken as they are published"}
     draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix")
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
@@ -57,6 +57,12 @@ class Options:
         "numbers of the KV cache; auto: those of --dtype; fp8 (or fp8_e4m3): half of the bytes of bfloat16, with a "
         "scale for each head of a token",
         choices=("auto", "bfloat16", "fp8", "fp8_e4m3"),
+    )
+    quantization: str | None = option(
+        None,
+        "fp8: make FP8 of a plain checkpoint's projections while they are loaded, with a scale for each row; packed "
+        "checkpoints need no flag",
+        choices=("fp8",),
     )
     load_format: str = option(
         "safetensors",
@@ -148,7 +154,7 @@ class Options:
                     f"{flag} is not possible with {recipe}: {self.refused[field.name]}; leave the flag out"
                 )
             choices = field.metadata["choices"]
-            if choices is not None and value not in choices:
+            if choices is not None and value not in (field.default, *choices):
                 raise SetupError(f"{flag} {value}: {', '.join(map(str, choices))} are possible")
         if self.tensor_parallel_size < 1:
             raise SetupError(f"--tensor-parallel-size {self.tensor_parallel_size}: it must be at least 1")

@@ -20,7 +20,7 @@ from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.model import Buffers, Model
 from openinfer.recipes.qwen3.weights import Weights, validate
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32, load_tensors
+from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Qwen3(Blueprint[Model]):
         return (1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32))
 
     def validate(self, checkpoint: Checkpoint, limits: Limits) -> None:
-        validate(checkpoint, self.whole, self._whole(limits))
+        validate(checkpoint, self.whole, self._whole(limits).places)
 
     def _whole(self, limits: Limits) -> Weights:
         return Weights.allocate(self.whole, Arena(Device("null"), None), limits.dtype)
@@ -70,8 +70,7 @@ class Qwen3(Blueprint[Model]):
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts,
             adapters=adapters_of(
-                arena, limits, weights.adapted(), weights.loads(c),
-                lambda: self._whole(limits).loads(self.whole),
+                arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers
             ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)
@@ -84,7 +83,7 @@ class Qwen3(Blueprint[Model]):
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:
-        return load_tensors(checkpoint, model.weights.loads(self.config), stream, progress)
+        return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         windows = Counter(self.config.windows)
@@ -107,12 +106,13 @@ class Qwen3(Blueprint[Model]):
         backwards = table * np.array([1, -1], np.float32)[:, None]
         yield Control("rotation backwards", [(model.cos_sin, backwards)])
         layer = model.weights.layers[len(model.weights.layers) // 2]
-        weight = np.array(layer.gate_up.numpy())
+        weight = np.array(layer.gate_up.weight.numpy())
         swapped = np.roll(weight, len(weight) // 2, axis=0)
-        yield Control("gate and up swapped in one layer", [(layer.gate_up, swapped)])
+        yield Control("gate and up swapped in one layer", [(layer.gate_up.weight, swapped)])
         if self.config.ranks > 1:
-            o = np.array(layer.o.numpy())
+            o = np.array(layer.o.weight.numpy())
             yield Control(
-                "a rank has another's columns in one layer", [(layer.o, np.roll(o, o.shape[1] // 2, 1))]
+                "a rank has another's columns in one layer",
+                [(layer.o.weight, np.roll(o, o.shape[1] // 2, 1))],
             )
-            yield Control("a rank's part of one sum is missing", [(layer.o, np.zeros_like(o))])
+            yield Control("a rank's part of one sum is missing", [(layer.o.weight, np.zeros_like(o))])

@@ -11,21 +11,19 @@ from typing import Any
 import numpy as np
 
 from openinfer.recipes.engine.config_fields import (
-    FP8_BLOCK,
     Fields,
-    Fp8,
     eos_ids,
-    fp8_scales,
     share_evenly,
     share_or_repeat,
     shown,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine.quantization import AnyPacking, packing
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A dense Qwen3. fp8: the scales of its projections. `windows[l]` is layer l's sliding window in
+    """A dense Qwen3. packing: how its projections are packed. `windows[l]` is layer l's sliding window in
     tokens, 0 for full attention; `rope_scale` multiplies cosines and sines (YaRN), and `inv_freq` float32
     [head_dim / 2] are the rotation's frequencies."""
 
@@ -43,7 +41,7 @@ class Config:
     inv_freq: np.ndarray[Any, np.dtype[np.float32]]
     rope_scale: float
     eos_token_ids: tuple[int, ...]
-    fp8: Fp8 = ""
+    packing: AnyPacking | None = None
     rank: int = 0
     ranks: int = 1
     first_kv_head: int = 0
@@ -70,9 +68,10 @@ class Config:
         )
         parts = {"queries": made.num_heads * made.head_dim, "keys": made.num_kv_heads * made.head_dim}
         for what, size in {**parts, "intermediate_size": made.intermediate_size}.items():
-            if made.fp8 == "blocks" and size % FP8_BLOCK:
+            if made.packing is not None and size % made.packing.block:
                 raise UnsupportedModel(
-                    f"config.json: {what} of each of {ranks} ranks: {size}; FP8 weights take multiples of {FP8_BLOCK}"
+                    f"config.json: {what} of each of {ranks} ranks: {size}; {made.packing.kind} weights take "
+                    f"multiples of {made.packing.block}"
                 )
         return made
 
@@ -87,8 +86,9 @@ class Config:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
-        """From the parsed config.json; eos None: those of config.json. Raises UnsupportedModel naming the key."""
+    def parse(cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None) -> Config:
+        """From the parsed config.json; eos None: those of config.json. quantization: the flag. Raises UnsupportedModel
+        naming the key."""
         fields = Fields(raw)
         _refuse(fields)
         heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
@@ -114,7 +114,7 @@ class Config:
             inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
-            fp8=fp8_scales(fields),
+            packing=packing(fields, quantization),
         )
 
     def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -87,9 +87,10 @@ class Model:
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         for n, layer in enumerate(w.layers):
-            norm, eps, s = layer.input_norm, c.rms_norm_eps, layer.scales
-            norm_linear(pack, out=qkv, x=x, norm_weight=norm, weight=layer.qkv, eps=eps, scales=s.qkv)
-            batch.adapt(pack, layer.qkv, out=qkv, x=x, norm_weight=norm, eps=eps)
+            norm, eps = layer.input_norm, c.rms_norm_eps
+            weight, scales = layer.qkv.weight, layer.qkv.scales
+            norm_linear(pack, out=qkv, x=x, norm_weight=norm, weight=weight, eps=eps, scales=scales)
+            batch.adapt(pack, layer.qkv.weight, out=qkv, x=x, norm_weight=norm, eps=eps)
             norm_rope_attend(
                 pack,
                 out=heads,
@@ -105,13 +106,11 @@ class Model:
                 window=c.windows[n],
                 max_q_len=max_q_len,
             )
-            batch.add(pack, x, h=heads, weight=layer.o, scales=s.o, ranks=c.ranks)
-            norm, up = layer.post_norm, layer.gate_up
+            batch.add(pack, x, h=heads, weight=layer.o.weight, scales=layer.o.scales, ranks=c.ranks)
+            norm, up, scales = layer.post_norm, layer.gate_up.weight, layer.gate_up.scales
             added = batch.adapted(pack, up, x=x, norm_weight=norm, eps=eps)
-            gate_up_silu(
-                pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, scales=s.gate_up, added=added
-            )
-            batch.add(pack, x, h=mlp, weight=layer.down, scales=s.down, ranks=c.ranks)
+            gate_up_silu(pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, scales=scales, added=added)
+            batch.add(pack, x, h=mlp, weight=layer.down.weight, scales=layer.down.scales, ranks=c.ranks)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
     def head(self, pack: Pack, num_rows: int) -> None:

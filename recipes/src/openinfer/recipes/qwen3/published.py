@@ -14,12 +14,17 @@ SIZES = {  # hidden, layers, query heads, intermediate, tied embeddings
 }
 
 
-def config_json(size: str, *, fp8: bool = False) -> dict[str, Any]:
-    """The keys of config.json that matter, for a size of SIZES; `fp8`: of the block-scaled checkpoint."""
+IN_AWQ = ("4B", "8B", "14B", "32B")
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def config_json(size: str, *, fp8: bool = False, awq: bool = False) -> dict[str, Any]:
+    """The keys of config.json that matter, for a size of SIZES; `fp8`: of the block-scaled checkpoint; `awq`: of the
+    one in INT4."""
     hidden, layers, heads, intermediate, tied = SIZES[size]
-    packed = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     return {
-        **(packed if fp8 else {}),
+        **({"quantization_config": FP8 if fp8 else AWQ} if fp8 or awq else {}),
         "model_type": "qwen3",
         "vocab_size": 151936,
         "hidden_size": hidden,

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from openinfer.recipes.engine import Options, Recipe, Source
-from openinfer.recipes.qwen3.published import SIZES, config_json
+from openinfer.recipes.qwen3.published import IN_AWQ, SIZES, config_json
 
 if TYPE_CHECKING:
     from openinfer.recipes.engine.engine import Engine
     from openinfer.recipes.qwen3.blueprint import Qwen3
 
 
-class Qwen3Recipe(Recipe[Options]):
+@dataclass(frozen=True, slots=True)
+class Qwen3Options(Options):
+    """The options of every engine."""
+
+    refused: ClassVar[Mapping[str, str]] = {}
+
+
+class Qwen3Recipe(Recipe[Qwen3Options]):
     """Serves dense Qwen3 checkpoints."""
 
-    name, options, target = "qwen3", Options, "openinfer.recipes.qwen3.recipe:build"
+    name, options, target = "qwen3", Qwen3Options, "openinfer.recipes.qwen3.recipe:build"
     small: Mapping[str, Any] = {
         "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
         "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 16, "vocab_size": 1024,
@@ -27,25 +35,26 @@ class Qwen3Recipe(Recipe[Options]):
         """Whether config.json is a dense Qwen3's."""
         return config.get("model_type") == "qwen3"
 
-    def blueprint(self, source: Source, options: Options, *, ranks: int = 1, rank: int = 0) -> Qwen3:
+    def blueprint(self, source: Source, options: Qwen3Options, *, ranks: int = 1, rank: int = 0) -> Qwen3:
         """The model of a source."""
         from openinfer.recipes.qwen3.blueprint import Qwen3
         from openinfer.recipes.qwen3.config import Config
 
-        whole = Config.parse(source.config, source.eos)
+        whole = Config.parse(source.config, source.eos, options.quantization)
         return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
-        """The published sizes, in BF16 and FP8."""
+        """The published sizes, in BF16 and FP8, and those in INT4."""
         plain = {size: config_json(size) for size in SIZES}
-        return plain | {f"{size}-FP8": config_json(size, fp8=True) for size in SIZES}
+        plain |= {f"{size}-FP8": config_json(size, fp8=True) for size in SIZES}
+        return plain | {f"{size}-AWQ": config_json(size, awq=True) for size in IN_AWQ}
 
 
 RECIPE = Qwen3Recipe()
 
 
 def build(model_dir: str, **flags: Any) -> Engine:
-    """The engine for a checkpoint directory; `flags` are Options' fields."""
+    """The engine for a checkpoint directory; `flags` are Qwen3Options' fields."""
     from openinfer.recipes.engine import startup
 
     return startup.build(RECIPE, model_dir, **flags).engine

@@ -103,8 +103,8 @@ class Qwen35(Blueprint[Model]):
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(
-                arena, limits, weights.adapted(), weights.places.weights(),
-                lambda: self._whole(limits).places.weights(), NOT_RUN,
+                arena, limits, weights.adapted(), weights.places.layers,
+                lambda: self._whole(limits).places.layers, NOT_RUN,
             ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, weights, arena, dtype, limits.max_tokens, batch.logits)

@@ -10,16 +10,14 @@ from typing import Any
 import numpy as np
 
 from openinfer.recipes.engine.config_fields import (
-    FP8_BLOCK,
     Fields,
-    Fp8,
     eos_ids,
-    fp8_scales,
     share_evenly,
     share_or_repeat,
     shown,
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.recipes.engine.quantization import AnyPacking, packing
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Checkpoints with a vision tower (which is not loaded), and those of the text model alone."""
@@ -50,7 +48,7 @@ class Config:
     tie_word_embeddings: None where the file contradicts itself.
     inv_freq: float32 [rotary_dim / 2].
     mtp: the checkpoint has an MTP head, which predicts one more token.
-    fp8: the scales of FP8 weights.
+    packing: how packed weights are.
     text_only: there is no vision tower, and tensors have other names.
     whole: the model of which this is the part of a rank; None: there is one rank.
     """
@@ -73,7 +71,7 @@ class Config:
     tie_word_embeddings: bool | None
     inv_freq: np.ndarray[Any, np.dtype[np.float32]]
     mtp: bool
-    fp8: Fp8
+    packing: AnyPacking | None
     text_only: bool
     eos_token_ids: tuple[int, ...]
     rank: int = 0
@@ -86,7 +84,7 @@ class Config:
         UnsupportedModel where the model cannot be shared evenly."""
         if ranks == 1:
             return self
-        block, experts = FP8_BLOCK if self.fp8 == "blocks" else 16, self.experts
+        block, experts = self.packing.block if self.packing else 16, self.experts
         sizes = {
             "num_attention_heads": (self.num_heads, 1),
             "linear_num_value_heads": (self.value_heads, 1),
@@ -175,9 +173,9 @@ class Config:
         return self.num_linear * (recurrent + self.conv_kernel * self.conv_size * itemsize)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: object = None) -> Config:
-        """From the parsed config.json, nested or flat; eos None: those of config.json. Raises UnsupportedModel naming
-        the key."""
+    def parse(cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None) -> Config:
+        """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag. Raises
+        UnsupportedModel naming the key."""
         whole, model_type = Fields(raw), raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
@@ -203,7 +201,7 @@ class Config:
             tie_word_embeddings=_tied(whole, text),
             inv_freq=_rope(text, head_dim),
             mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
-            fp8=fp8_scales(whole),
+            packing=packing(whole, quantization),
             text_only=text is whole,
             eos_token_ids=eos_ids(eos, vocab),
         )

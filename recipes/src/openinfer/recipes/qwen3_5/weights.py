@@ -8,25 +8,25 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels import ContractError
 from openinfer.kernels.authoring import SCALE_BLOCK
-from openinfer.kernels.weights import FP8_FLOAT32, FP8_ROWS, Linear, LinearPlaces, Packing, WeightPart, padded
+from openinfer.kernels.weights import Linear, LinearPlaces, WeightPart, padded
 from openinfer.recipes.engine import UnsupportedModel
+from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.tensor import (
     Arena,
     Checkpoint,
     Load,
     LoadReport,
-    Places,
     Stream,
     Tensor,
     dtypes,
-    float8_e4m3fn,
 )
 
 Array = np.ndarray[Any, Any]
-NEVER_FP8 = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
-"""Modules that block-scaled checkpoints keep in BF16, by the ends of their names."""
+NEVER_PACKED = ("in_proj_a", "in_proj_b", "mlp.gate", "shared_expert_gate", "mtp.fc", "conv1d")
+"""Modules that packed checkpoints keep in BF16, by the ends of their names."""
 MTP_FC = "mtp.fc.weight"
 NOT_RUN = ("mtp.", "model.visual.")
 """The beginnings of modules that no engine runs, or only for drafts, which change no token."""
@@ -36,46 +36,45 @@ NOT_RUN = ("mtp.", "model.visual.")
 class Format:
     """How a checkpoint spells the weights.
 
-    prefix: the prefix of the text model's names. scaled: the modules with scales (None: as published for config.fp8).
-    unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded.
-    by_row: FP8 has a scale for each row, not for blocks."""
+    prefix: the prefix of the text model's names. packed: the modules that `packing` is of (None: all but NEVER_PACKED).
+    unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded."""
 
     prefix: str
-    scaled: frozenset[str] | None
+    packing: AnyPacking | None
+    packed: frozenset[str] | None
     unfused_experts: bool
     tied: bool
     mtp: bool = False
-    by_row: bool = False
 
     @classmethod
     def published(cls, config: Config) -> Format:
         """The format of the publisher's checkpoints with this config."""
         prefix = "model." if config.text_only else "model.language_model."
-        scaled = None if config.fp8 else frozenset[str]()
-        return cls(
-            prefix, scaled, bool(config.fp8), bool(config.tie_word_embeddings), by_row=config.fp8 == "rows"
-        )
+        apart = config.packing is not None and not config.packing.made
+        return cls(prefix, config.packing, None, apart, bool(config.tie_word_embeddings))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
         """The format of this checkpoint, found from the names of its tensors."""
-        by_row = config.fp8 == "rows"
-        suffix = (FP8_ROWS if by_row else FP8_FLOAT32).scales
+        packing = config.packing
+        ending = packing.marker if packing is not None else ""
+        packed = None
+        if packing is None or not packing.made:
+            packed = frozenset(n.removesuffix(ending) for n in checkpoint if ending and n.endswith(ending))
         nested = "model.language_model.embed_tokens.weight" in checkpoint
         tied = config.tie_word_embeddings
         return cls(
             prefix="model.language_model." if nested else "model.",
-            scaled=frozenset(n.removesuffix(suffix) for n in checkpoint if n.endswith(suffix)),
+            packing=packing,
+            packed=packed,
             unfused_experts=any(".mlp.experts.0." in name for name in checkpoint),
             tied="lm_head.weight" not in checkpoint if tied is None else tied,
-            by_row=by_row,
         )
 
-    def is_fp8(self, module: str) -> bool:
-        """Whether this module's weight is FP8."""
-        if self.scaled is None:
-            return not module.endswith(NEVER_FP8)
-        return module in self.scaled
+    def packing_of(self, module: str) -> AnyPacking | None:
+        """How this module's weight is packed."""
+        is_packed = not module.endswith(NEVER_PACKED) if self.packed is None else module in self.packed
+        return self.packing if is_packed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ class Weights:
     norm: Tensor
     lm_head: Tensor  # [V of the rank, H]
     mtp: Mtp | None
-    places: Places
+    places: LinearPlaces
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
@@ -191,16 +190,11 @@ class Weights:
 def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     """Raise CheckpointError unless the checkpoint holds exactly these tensors in the dtypes that they may have. (Vision
     weights, MTP weights that are not loaded and a head that is tied are ignored.)"""
-    expected: dict[str, tuple[tuple[int, ...], tuple[np.dtype[Any], ...]]] = {}
-    for load in weights.places.loads:
-        packed = load.dst.dtype == float8_e4m3fn
-        expected[load.name] = (load.dst.shape, (float8_e4m3fn,) if packed else dtypes.WEIGHTS)
+    expected = weights.places.expected()
     if weights.mtp is not None:  # two loads have its halves
         size = weights.mtp.of_hidden.shape[0]
         expected[MTP_FC] = ((size, 2 * size), dtypes.WEIGHTS)
-    for (name,), dst, *_ in weights.places.conversions:
-        expected[name] = (dst.shape, dtypes.WEIGHTS)
-    ignored = ["model.visual.*", *([] if weights.mtp else ["mtp.*"])]
+    ignored = ["model.visual.*", *weights.places.ignored, *([] if weights.mtp else ["mtp.*"])]
     if weights.lm_head is weights.embed:
         ignored.append("lm_head.weight")
     checkpoint.require(expected, ignore=ignored)
@@ -222,25 +216,23 @@ class _Places(LinearPlaces):
         """The weight of a norm that multiplies by 1 + w: in float32, where the sum is exact."""
         return self.wide(name, size, lambda w: np.float32(1) + w)
 
-    def packing(self, module: str) -> Packing | None:
-        """FP8 or, of a module that is not packed, None."""
-        if not self.form.is_fp8(module):
-            return None
-        return FP8_ROWS if self.form.by_row else FP8_FLOAT32
-
     def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear:
         """Projections in one weight, with `pad` rows of zeros after them."""
-        kinds = {self.packing(part.module) for part in parts}
+        kinds = {self.form.packing_of(part.module) for part in parts}
         names, rows = ", ".join(part.module for part in parts), [part.rows for part in parts]
         if len(kinds) == 2:
-            raise UnsupportedModel(f"{names}: some are FP8 and some are not; they are run as one product")
+            kind = next(one.kind for one in kinds if one is not None)
+            raise UnsupportedModel(f"{names}: some are {kind} and some are not; they are run as one product")
         (packing,) = kinds
         fits = not any(size % SCALE_BLOCK for size in rows[:-1]) or rows[0] * len(rows) == sum(rows)
-        if packing == FP8_FLOAT32 and not fits:
+        if packing is not None and packing.block_rows and not fits:
             raise UnsupportedModel(
                 f"{names}: FP8 blocks of {SCALE_BLOCK} rows do not fit projections of {rows} rows"
             )
-        return self.linear(*parts, columns=columns, packing=packing, pad=pad)
+        try:
+            return self.linear(*parts, columns=columns, packing=packing, pad=pad)
+        except ContractError as error:  # a rank's part
+            raise UnsupportedModel(str(error)) from None
 
 
 def _part(config: Config, size: int) -> slice:
@@ -292,7 +284,7 @@ def _delta_net(p: _Places, config: Config, at: str) -> DeltaNet:
     qkvz.append(WeightPart(at + "in_proj_z", c.z_size, c.rank * c.z_size))
     ba = [WeightPart(at + name, heads, c.rank * heads) for name in ("in_proj_b", "in_proj_a")]
     pad = padded(2 * heads) - 2 * heads
-    ba_too = p.form.is_fp8(at + "in_proj_qkv") == p.form.is_fp8(at + "in_proj_b")
+    ba_too = p.form.packing_of(at + "in_proj_qkv") == p.form.packing_of(at + "in_proj_b")
     if ba_too:
         qkvz += ba
     conv, start = p.arena.alloc((c.conv_size, c.conv_kernel), p.dtype, at + "conv1d"), 0
@@ -325,10 +317,10 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     assert experts is not None
     count, width, local = experts.count, experts.intermediate_size, experts.local
     router = (WeightPart(at + "gate", count), WeightPart(at + "shared_expert_gate", 1))
-    packing = p.packing(at + "experts.0.gate_proj")
-    if packing == FP8_ROWS:
+    packing = p.form.packing_of(at + "experts.0.gate_proj")
+    if packing is not None and not packing.block_rows:
         raise UnsupportedModel(
-            f"{at}experts: FP8 by channel is for dense models; experts take blocks of 128 x 128"
+            f"{at}experts: experts take blocks of 128 x 128 of FP8; {packing.kind} by row or group is for dense models"
         )
     gate_up = p.empty((local,), [width, width], hidden, packing, at + "experts")
     down = p.empty((local,), [hidden], width, packing, at + "experts")

@@ -8,6 +8,7 @@ import numpy as np
 
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
 from openinfer.kernels.formats import SCALE_BLOCK, halves, of_rows
+from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import norm, normed_product, product, silu_mul
@@ -31,10 +32,10 @@ def _contract(
     x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float
     dtype; norm_weight may also be float32 (as in norm_linear). g and u are rounded as outputs of a linear layer,
     silu(g) is rounded, and the product is rounded. H and I are multiples of 16. With `scales` the weight is
-    float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2); x is not quantised.
+    float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2), or INT4; x is not quantised.
 
-    `added` [T, 2 I] is added to [g, u] before they are rounded, and the call may overwrite it. With `scales`, I is then
-    a multiple of 128.
+    `added` [T, 2 I] is added to [g, u] before they are rounded, and the call may overwrite it. With scales of blocks, I
+    is then a multiple of 128.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -49,7 +50,7 @@ def _contract(
     if added is not None:
         expect("added", added, (tokens, weight.shape[0]), x.dtype)
         require(
-            scales is None or out.shape[1] % SCALE_BLOCK == 0 or of_rows(weight, scales),
+            scales is None or out.shape[1] % SCALE_BLOCK == 0 or of_rows(weight, scales) or is_int4(scales),
             f"weight is {weight.shape} in float8; something can be added where each half is of whole blocks",
         )
 
@@ -103,7 +104,7 @@ def _cost(
     scales: Tensor | None = None,
     added: Tensor | None = None,
 ) -> Cost:
-    n, h = weight.shape
+    n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens
     weights = weight.nbytes + norm_weight.nbytes + (scales.nbytes if scales else 0)
     columns = h + n // 2 + (n if added else 0)

@@ -22,7 +22,7 @@ def _contract(
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
     rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; a norm_weight of float32
     multiplies before the one rounding. The product accumulates in float32 and is rounded once. H and N are multiples
-    of 16. With `scales` the weight is float8_e4m3fn (contract.expect_weight); x is not quantised.
+    of 16. With `scales` the weight is float8_e4m3fn or INT4 (contract.expect_weight); x is not quantised.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -66,7 +66,7 @@ def _cost(
     eps: float,
     scales: Tensor | None = None,
 ) -> Cost:
-    n, h = weight.shape
+    n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens if out.dtype == x.dtype else workload.rows
     weights = weight.nbytes + norm_weight.nbytes + (scales.nbytes if scales else 0)
     return Cost(weights + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h)

@@ -1,0 +1,92 @@
+"""Matrix products with INT4 weights: codes uint8 [N, K / 2] and words int32 [N, K / GROUP] (openinfer.kernels.int4)."""
+
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _number(code):
+    """128 + a code 0 to 15, in bfloat16: the code is the lowest bits of the significand of 128."""
+    return (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _scale(word):
+    """The scale of a group."""
+    return (word & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store(out, acc, inside, ADD: tl.constexpr):
+    if ADD:
+        acc += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def project_int4(
+    out, x, weight, words, partial, counter, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = x [M, K] @ weight^T, or out += with ADD; BM tokens and BN rows of the weight at a time. Differences
+    of codes and zero points are exact in bfloat16. A group's sum is scaled in float32.
+
+    The groups are split over SPLIT programs, and the last one to finish sums their parts in a fixed order. partial:
+    float32 [SPLIT, M, N]; counter: int32 [cdiv(N, BN) * cdiv(M, BM)], zero before and after.
+    Grid (cdiv(N, BN), SPLIT, cdiv(M, BM)).
+    """
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    token = tl.program_id(2) * BM + tl.arange(0, BM)
+    byte = tl.arange(0, GROUP // 2)
+    column = byte // 16 * 32 + byte % 16
+    near = tl.minimum(row, N - 1).to(tl.int64)
+    of_codes = weight + near[:, None] * (K // 2) + byte[None, :]
+    of_words = words + near * (K // GROUP)
+    of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
+    steps = tl.cdiv(K // GROUP, SPLIT)
+    first = tl.program_id(1) * steps
+    acc = tl.zeros((BN, BM), tl.float32)
+    for group in range(first, tl.minimum(first + steps, K // GROUP)):
+        codes = tl.load(of_codes + group * (GROUP // 2))
+        word = tl.load(of_words + group)
+        zero = _number(word & 15)[:, None]
+        low, high = tl.load(of_x + group * GROUP), tl.load(of_x + group * GROUP + 16)
+        total = tl.dot(_number(codes & 15) - zero, low)
+        total = tl.dot(_number(codes >> 4) - zero, high, total)
+        acc += total * _scale(word)[:, None]
+    acc = tl.trans(acc)
+    inside = (token < M)[:, None] & (row < N)[None, :]
+    place = token.to(tl.int64)[:, None] * N + row[None, :]
+    if SPLIT == 1:
+        _store(out + place, acc, inside, ADD)
+    else:
+        size = M.to(tl.int64) * N
+        tl.store(partial + tl.program_id(1) * size + place, acc, mask=inside)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        ours = counter + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(ours, 1, sem="acq_rel") == SPLIT - 1:
+            acc = tl.zeros((BM, BN), tl.float32)
+            for part in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
+                acc += tl.load(partial + part * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            _store(out + place, acc, inside, ADD)
+            tl.store(ours, 0)
+
+
+@triton.jit
+def dequantize_int4(out, weight, words, N, K, BN: tl.constexpr, GROUP: tl.constexpr):
+    """out [N, K] = the values, rounded. Grid (cdiv(N, BN), K / GROUP)."""
+    row = tl.program_id(0) * BN + tl.arange(0, BN)
+    group = tl.program_id(1)
+    byte = tl.arange(0, GROUP // 2)
+    inside = (row < N)[:, None] & (byte >= 0)[None, :]
+    wide = row.to(tl.int64)
+    codes = tl.load(
+        weight + wide[:, None] * (K // 2) + group * (GROUP // 2) + byte[None, :], mask=inside, other=0
+    )
+    word = tl.load(words + wide * (K // GROUP) + group, mask=row < N, other=0)
+    zero, scale = (word & 15)[:, None], _scale(word)[:, None]
+    place = out + wide[:, None] * K + group * GROUP + (byte // 16 * 32 + byte % 16)[None, :]
+    for half in tl.static_range(2):
+        value = ((codes >> 4 * half & 15).to(tl.int32) - zero).to(tl.float32) * scale
+        tl.store(place + 16 * half, value.to(out.dtype.element_ty), mask=inside)

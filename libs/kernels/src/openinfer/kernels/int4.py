@@ -1,0 +1,67 @@
+"""INT4 weights as ops take them: codes of 4 bits, and one word for each group of columns.
+
+codes: uint8 [..., N, K / 2]. Byte 16 i + j of a row holds two columns: 32 i + j in its low half, and 32 i + 16 + j in
+its high half. So a kernel that splits bytes finds 16 columns side by side in each half.
+
+words: int32 [..., N, K / G], the bits of a float32. Its lowest 4 bits are the group's zero point, and the rest is the
+group's scale. Published scales are bfloat16 or float16, whose values leave these bits zero in float32. A group has 32,
+64 or 128 columns.
+
+A value is (code - zero point) * scale, which float32 holds exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from openinfer.tensor import int32
+
+Array = np.ndarray[Any, Any]
+
+GROUPS = (32, 64, 128)
+"""Columns that a group may have."""
+
+_RUN = 32  # columns whose codes share 16 bytes
+SCALE_BITS, ZERO_BITS = ~15, 15
+"""The bits of a word that hold the scale, and the zero point."""
+
+
+def is_int4(scales: Any) -> bool:
+    """Whether a weight with these scales (a tensor, an array or None) is INT4."""
+    return scales is not None and bool(scales.dtype == int32)
+
+
+def pack(codes: Array) -> Array:
+    """Codes 0 to 15 [..., K] as bytes [..., K / 2]."""
+    runs = codes.astype(np.uint8, copy=False).reshape(*codes.shape[:-1], -1, 2, _RUN // 2)
+    return np.asarray(runs[..., 0, :] | runs[..., 1, :] << 4).reshape(*codes.shape[:-1], -1)
+
+
+def unpack(packed: Array) -> Array:
+    """Bytes [..., K / 2] as codes [..., K]."""
+    runs = packed.reshape(*packed.shape[:-1], -1, _RUN // 2)
+    return np.stack([runs & 15, runs >> 4], axis=-2).reshape(*packed.shape[:-1], -1)
+
+
+def group_words(scales: Array, zeros: Array | int) -> Array:
+    """Words of scales (bfloat16 or float16) and zero points 0 to 15. Raises ValueError for scales that are not finite,
+    and for float32 scales that no word holds."""
+    wide = scales.astype(np.float32)
+    bits = wide.view(np.int32)
+    if not np.isfinite(wide).all():
+        raise ValueError("a scale is not finite")
+    if (bits & ZERO_BITS).any():
+        raise ValueError(
+            "a scale has more digits than bfloat16 and float16 have; convert scales to one of these"
+        )
+    return bits | np.asarray(zeros, np.int32)
+
+
+def int4_values(packed: Array, words: Array) -> Array:
+    """The float32 values [..., N, K]."""
+    codes = unpack(packed).astype(np.int32)
+    groups = codes.reshape(*words.shape, -1) - (words & ZERO_BITS)[..., None]
+    scales = (words & SCALE_BITS).view(np.float32)
+    return np.asarray(groups * scales[..., None], np.float32).reshape(codes.shape)

@@ -1,0 +1,108 @@
+"""quantization_config of a config.json, as the publishers of packed checkpoints write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from openinfer.kernels.errors import UnsupportedQuantization
+from openinfer.kernels.int4 import GROUPS
+from openinfer.kernels.int4_checkpoints import Int4
+from openinfer.kernels.weights import FP8_FLOAT32, FP8_MADE, FP8_ROWS, FP8_TENSOR, Packing
+
+__all__ = ["AnyPacking", "packing_of"]
+
+AnyPacking = Packing | Int4
+"""How a checkpoint stores its packed weights."""
+
+KNOWN = (
+    "BF16 checkpoints are run, and those of 'fp8' in blocks of [128, 128], 'compressed-tensors' (FP8, INT4), "
+    "'gptq' and 'awq' (INT4)"
+)
+_COMPRESSED_FP8 = {
+    "channel": FP8_ROWS,
+    "tensor": FP8_TENSOR,
+    "block": Packing(".weight_scale", FP8_FLOAT32.dtype),
+}
+
+
+def packing_of(config: Mapping[str, Any] | None, quantization: str | None = None) -> AnyPacking | None:
+    """The packing that a quantization_config describes; None for none.
+
+    quantization: what the command line asks for. "fp8" makes FP8 of plain weights while they are loaded. Raises
+    UnsupportedQuantization naming the key that is not supported.
+    """
+    if config is None:
+        return FP8_MADE if quantization == "fp8" else None
+    if not isinstance(config, Mapping):
+        raise UnsupportedQuantization(f"it is {_shown(config)}; it must be an object")
+    method = config.get("quant_method")
+    if quantization == "fp8":
+        raise UnsupportedQuantization(
+            f"--quantization fp8: the checkpoint is quantised already ({_shown(method)}); leave the flag out"
+        )
+    match method:
+        case "fp8":
+            if list(config.get("weight_block_size") or ()) == [128, 128]:
+                return FP8_FLOAT32
+            shape = _shown(config.get("weight_block_size"))
+            raise UnsupportedQuantization(f"quant_method is 'fp8' and weight_block_size {shape}; {KNOWN}")
+        case "compressed-tensors":
+            return _compressed(config)
+        case "gptq":
+            _expect(config, "quant_method 'gptq'", bits=(4,), group_size=GROUPS, sym=(True,))
+            _expect(config, "act-order (quant_method 'gptq')", desc_act=(False, None))
+            _expect(config, "quant_method 'gptq'", checkpoint_format=("gptq", "gptq_v2", None))
+            v2 = config.get("checkpoint_format") == "gptq_v2"
+            return Int4("gptq_v2" if v2 else "gptq", config["group_size"])
+        case "awq":
+            _expect(config, "quant_method 'awq'", bits=(4,), group_size=GROUPS, zero_point=(True,))
+            _expect(config, "quant_method 'awq'", version=("gemm", "GEMM", None))
+            return Int4("awq", config["group_size"], True)
+    raise UnsupportedQuantization(f"quant_method is {_shown(method)}; {KNOWN}")
+
+
+def _compressed(config: Mapping[str, Any]) -> AnyPacking:
+    """compressed-tensors: one group of layers. Activations are quantised as they come, by a published scale, or not."""
+    groups = config.get("config_groups")
+    group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
+        raise UnsupportedQuantization(
+            f"config_groups is {_shown(groups)}; of compressed-tensors one group with weights is run"
+        )
+    if config.get("kv_cache_scheme") is not None:
+        raise UnsupportedQuantization("kv_cache_scheme is given; scales of a published cache are not read")
+    where, activations = "compressed-tensors, weights", group.get("input_activations")
+    _expect(weights, where, num_bits=(4, 8), dynamic=(False, None))
+    if weights["num_bits"] == 8:
+        _expect(weights, where, type=("float",), strategy=tuple(_COMPRESSED_FP8))
+        if weights["strategy"] == "block":
+            _expect(weights, where, block_structure=([128, 128],))
+        if activations is not None:
+            given = activations if isinstance(activations, Mapping) else {}
+            _expect(given, "compressed-tensors, input_activations", num_bits=(8,), type=("float",))
+        return _COMPRESSED_FP8[weights["strategy"]]
+    _expect(config, "compressed-tensors", format=("pack-quantized",))
+    _expect(weights, where, type=("int",), strategy=("group",), group_size=GROUPS, symmetric=(True, False))
+    _expect(weights, "act-order (compressed-tensors)", actorder=(None, "weight", "static", False))
+    if activations is not None:
+        raise UnsupportedQuantization(
+            "compressed-tensors: input_activations is given; INT4 weights are run with plain activations"
+        )
+    return Int4("compressed-tensors", weights["group_size"], not weights["symmetric"])
+
+
+def _expect(config: Mapping[str, Any], where: str, **allowed: tuple[Any, ...]) -> None:
+    for key, values in allowed.items():
+        found = config.get(key)
+        if found not in values or isinstance(found, bool) != any(
+            isinstance(v, bool) for v in values if v == found
+        ):
+            known = " or ".join(repr(value) for value in values if value is not None)
+            raise UnsupportedQuantization(f"{where}: {key} is {_shown(found)}; it must be {known}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

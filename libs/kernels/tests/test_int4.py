@@ -1,0 +1,154 @@
+"""INT4 weights: what the bytes and words mean, and kernels against the reference."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    ContractError,
+    CpuPack,
+    NullPack,
+    Target,
+    Workload,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+)
+from openinfer.kernels.formats import dequantized, halves
+from openinfer.kernels.int4 import GROUPS, group_words, int4_values, pack, unpack
+from openinfer.kernels.testing import error, run_reference
+from openinfer.tensor import Tensor, bfloat16
+
+RNG = np.random.default_rng(4)
+BF16 = 8e-3
+OPS = [norm_linear, linear_add, gate_up_silu]
+
+
+def normal(*shape: int, scale: float = 1.0) -> Any:
+    return (RNG.standard_normal(shape) * scale).astype(bfloat16)
+
+
+def quantized(n: int, k: int, group: int, dtype: Any = np.float16) -> tuple[Any, Any, Any]:
+    """Bytes, words, and the values by the definition. Zero points and scales differ much."""
+    codes, zeros = RNG.integers(0, 16, (n, k)), RNG.integers(0, 16, (n, k // group))
+    scales = (RNG.uniform(0.1, 4, zeros.shape) * k**-0.5 / 5).astype(dtype)
+    wide = np.repeat(scales.astype(np.float64), group, axis=1)
+    values = (codes - np.repeat(zeros, group, axis=1)) * wide
+    return pack(codes), group_words(scales, zeros), values
+
+
+def test_where_a_column_is() -> None:
+    """Column 32 i + j is in the low half of byte 16 i + j, column 32 i + 16 + j in its high half."""
+    codes = RNG.integers(0, 16, (3, 96))
+    packed = pack(codes)
+    assert packed.shape == (3, 48)
+    assert packed.dtype == np.uint8
+    for column in range(96):
+        run, j = divmod(column, 32)
+        byte = packed[:, 16 * run + j % 16]
+        np.testing.assert_array_equal(byte >> 4 if j >= 16 else byte & 15, codes[:, column])
+    np.testing.assert_array_equal(unpack(packed), codes)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("group", GROUPS)
+def test_values_are_exact(group: int, dtype: Any) -> None:
+    packed, words, values = quantized(48, 256, group, dtype)
+    np.testing.assert_array_equal(int4_values(packed, words), values)
+    np.testing.assert_array_equal(dequantized(packed, words), values)
+    np.testing.assert_array_equal(np.concatenate(halves(packed, words)), values)
+
+
+def test_every_scale_keeps_its_bits() -> None:
+    """All finite numbers of both dtypes, subnormal ones too."""
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        scales = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+        scales = scales[np.isfinite(scales.astype(np.float32))]
+        words = group_words(scales, 15)
+        np.testing.assert_array_equal((words & ~15).view(np.float32), scales.astype(np.float32))
+        assert (words & 15 == 15).all()
+    with pytest.raises(ValueError, match="a scale is not finite"):
+        group_words(np.array([1, np.nan], np.float16), 8)
+
+
+def args_of(op: Any, tokens: int, n: int, k: int, group: int) -> dict[str, Any]:
+    weight, words, _ = quantized(2 * n if op is gate_up_silu else n, k, group)
+    common = {"weight": weight, "scales": words}
+    if op is linear_add:
+        return {"x": normal(tokens, n), "h": normal(tokens, k), **common}
+    out = np.full((tokens, n), np.nan, bfloat16)
+    return {"out": out, "x": normal(tokens, k, scale=3.0), "norm_weight": normal(k), "eps": 1e-6, **common}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "group"), [(1, 256, 128), (13, 1024, 64), (70, 384, 32), (300, 128, 128)]
+)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_kernels_agree_with_the_reference(op: Any, tokens: int, k: int, group: int, check_op: Any) -> None:
+    """n is no multiple of a tile. Few tokens, K in parts, several tiles of tokens, and the weight made bf16."""
+    check_op(op, {"x" if op is linear_add else "out": BF16}, **args_of(op, tokens, 80, k, group))
+
+
+@pytest.mark.parametrize(("k", "group"), [(128, 32), (128, 128), (384, 64)])
+def test_kernels_unpack_exactly(k: int, group: int, check_op: Any) -> None:
+    """Times the unit matrix: 384 tokens are those of a weight that is made bf16."""
+    weight, words, values = quantized(80, k, group)
+    args = {
+        "x": np.zeros((k, 80), bfloat16),
+        "h": np.eye(k).astype(bfloat16),
+        "weight": weight,
+        "scales": words,
+    }
+    np.testing.assert_array_equal(run_reference(linear_add, args)["x"], values.astype(bfloat16).T)
+    check_op(linear_add, {"x": 0.0}, **args)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_the_reference_is_that_of_the_weights_that_are_meant(op: Any) -> None:
+    args = args_of(op, 5, 48, 128, 32)
+    floats = {
+        n: v.astype(np.float32) if getattr(v, "dtype", None) == bfloat16 else v for n, v in args.items()
+    }
+    meant = {**floats, "weight": int4_values(args["weight"], args["scales"]), "scales": None}
+    name = "x" if op is linear_add else "out"
+    got, want = run_reference(op, floats)[name], run_reference(op, meant)[name]
+    np.testing.assert_array_equal(got, want)
+    for wrong in (np.roll(args["scales"], 1, axis=1), args["scales"] & ~15 | 8):  # negative controls
+        assert error(run_reference(op, {**floats, "scales": wrong})[name], want) > 0.05
+
+
+def test_a_sum_before_the_gate(check_op: Any) -> None:
+    args = args_of(gate_up_silu, 5, 80, 128, 64)
+    check_op(gate_up_silu, {"out": 2 * BF16, "added": np.inf}, **args, added=normal(5, 160))
+
+
+def test_kernels_for_every_size_are_planned() -> None:
+    """Batch-invariant engines have one product for all numbers of tokens: of the weight made bf16."""
+    weight, words, _ = quantized(256, 256, 128)
+    for invariant in (False, True):
+        pack_ = NullPack(Target(90, 132, batch_invariant=invariant))
+        for tokens in (1, 8, 64, 600):
+            x, h = (Tensor.from_numpy(normal(tokens, 256)) for _ in range(2))
+            linear_add(pack_, x=x, h=h, weight=Tensor.from_numpy(weight), scales=Tensor.from_numpy(words))
+        names = {spec.function for spec in pack_.specs()}
+        assert "dequantize_int4" in names
+        assert ("project_int4" in names) is not invariant
+
+
+def test_costs_count_the_bytes_of_codes_and_words() -> None:
+    args = {name: Tensor.from_numpy(array) for name, array in args_of(linear_add, 4, 256, 512, 128).items()}
+    cost = linear_add.cost(Workload(4, 4, 0, 0), **args)
+    assert cost.flops == 2 * 4 * 256 * 512
+    assert cost.bytes == 256 * 512 // 2 + 4 * 256 * 4 + 4 * (512 + 2 * 256) * 2
+
+
+def test_groups_of_another_size_are_refused() -> None:
+    args = args_of(linear_add, 2, 48, 128, 64)
+    args["scales"] = np.repeat(args["scales"], 4, axis=1)  # groups of 16
+    tensors = {name: Tensor.from_numpy(array) for name, array in args.items()}
+    with pytest.raises(
+        ContractError, match=r"8 INT4 groups in 128 columns; a group has one of \(32, 64, 128\)"
+    ):
+        linear_add(CpuPack(), **tensors)
