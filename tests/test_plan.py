@@ -72,10 +72,12 @@ def test_drafts_help_few_requests_and_not_many(tmp_path: Path) -> None:
     rush, alone = (index for index in (0, 1))
     gained = 1 + 0.8 + 0.8**2  # tokens a step
     ratio = plain[alone]["tpot_ms"]["p50"] / often[alone]["tpot_ms"]["p50"]
-    assert 1.5 < ratio < gained  # the layer that drafts and the wider step cost something
-    assert never[alone]["tpot_ms"]["p50"] > 1.05 * plain[alone]["tpot_ms"]["p50"]
-    assert never[rush]["requests_per_s"] < plain[rush]["requests_per_s"]
-    assert often[rush]["output_tokens_per_s"] > never[rush]["output_tokens_per_s"]
+    assert 1.4 < ratio < gained  # the layer that drafts and the wider step cost something
+    assert (
+        never[alone]["tpot_ms"]["p50"] < 1.12 * plain[alone]["tpot_ms"]["p50"]
+    )  # its states wait for drafts
+    for drafted in (often, never):  # steps without drafts where they do not pay
+        assert drafted[rush]["requests_per_s"] > 0.95 * plain[rush]["requests_per_s"]
 
 
 @pytest.mark.slow
@@ -178,7 +180,7 @@ def test_steps_with_drafts_are_verifying_steps() -> None:
     assert cost(StepWork(8, 800, 0, 0, 16)) == step.seconds(800, 2400, 8) > cost(StepWork(8, 800, 0, 0))
     alone = Load(float("inf"), 3, 1, 50, 40, 0)
     never, often = (dataclasses.replace(one, acceptance=chance).serve(alone) for chance in (0.0, 1.0))
-    assert never.tpot_ms["p50"] > 2.5 * often.tpot_ms["p50"]
+    assert never.tpot_ms["p50"] > 1.4 * often.tpot_ms["p50"]
 
 
 def point(rate: float, ttft_ms: float, tpot_ms: float) -> Point:

@@ -34,7 +34,7 @@ def flat(work):
 
 @pytest.mark.parametrize(("acceptance", "steps"), [(0.0, 13), (1.0, 5)])
 def test_accepted_drafts_save_steps(acceptance, steps):
-    drafts = SteadyDrafts(2, 64, acceptance)
+    drafts = SteadyDrafts([2], 64, acceptance, lambda rows, level: 1.0)
     workload = [Request(0.0, [1] * 10, [7] * 13, 13)]
     report = simulate(workload, FirstCome(64), SimPool(10), flat, max_rows=2, drafts=drafts)
     [record] = report.records
@@ -55,7 +55,7 @@ def test_every_token_comes_whatever_is_accepted():
     for acceptance in (0.2, 0.7):
         found = []
         for _ in range(2):
-            drafts = SteadyDrafts(3, 64, acceptance, seed=1)
+            drafts = SteadyDrafts([1, 2, 3], 64, acceptance, lambda rows, level: 0.01, seed=1)
             found.append(simulate(workload, FirstCome(64), SimPool(40, 4), cost, max_rows=12, drafts=drafts))
         assert [one.num_output for one in found[0].records] == [one.num_output for one in plain.records]
         assert found[0].steps < plain.steps
@@ -63,6 +63,19 @@ def test_every_token_comes_whatever_is_accepted():
         assert found[0].tpot == found[1].tpot  # seeded
     assert max(work.drafts for work in seen) > 3
     assert all(work.decode_rows + work.drafts + work.prefill_tokens <= 64 for work in seen)
+
+
+def test_drafts_that_do_not_pay_are_left_out():
+    dear = SteadyDrafts([1, 2], 64, 0.5, lambda rows, level: 1.0 + level)
+
+    def cost(work):
+        return 1.0 + work.drafts / max(1, work.decode_rows)
+
+    workload = [Request(0.0, [1] * 10, [7] * 400, 400)]
+    plain, drafting = (
+        simulate(workload, FirstCome(64), SimPool(100), cost, max_rows=2, drafts=one) for one in (None, dear)
+    )
+    assert drafting.seconds < 1.05 * plain.seconds
 
 
 # One request whose times can be counted on fingers

@@ -41,11 +41,22 @@ class StepCost:
     ranks: int = 1
     most_rows: int = 0
     prompt_steps: int = 0
+    context: int = 0
+    """Tokens that the decode rows of the last step attended to, on average."""
     _totals: dict[Shape, _Total] = field(default_factory=dict)
     _predictions: dict[Shape, tuple[Prediction, float]] = field(default_factory=dict)
 
+    def decode_s(self, rows: int, drafts: int) -> float:
+        """Seconds of a step in which each of `rows` decode rows has `drafts` drafts."""
+        rows = min(rows, self.buckets.max_tokens // (1 + drafts))
+        shape = self.buckets.choose(rows * (1 + drafts), rows, drafts=drafts, chunks=False)
+        prediction, link_s = self._prediction(shape)
+        read = rows * self.context
+        return prediction.seconds(read, read * (1 + drafts), rows) + link_s
+
     def __call__(self, work: StepWork) -> float:
         new = work.prefill_tokens
+        self.context = work.decode_context // max(1, work.decode_rows)
         rows = work.decode_rows + (new > 0)
         tokens, drafts = (
             work.decode_rows + work.drafts + new,

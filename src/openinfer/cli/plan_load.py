@@ -125,12 +125,9 @@ class Server:
             return asked
         return make_policy(asked, max_batched_tokens=self.outline.buckets.max_tokens)
 
-    def _drafts(self, seed: int) -> SteadyDrafts | None:
-        speculation = self.asked.options.speculation()
-        if speculation is None:
-            return None
-        count, most = speculation.num_speculative_tokens, self.outline.buckets.max_tokens
-        return SteadyDrafts(count, most, self.acceptance, seed)
+    def _drafts(self, cost: StepCost, seed: int) -> SteadyDrafts | None:
+        levels, most = self.outline.buckets.draft_levels, self.outline.buckets.max_tokens
+        return SteadyDrafts(levels, most, self.acceptance, cost.decode_s, seed) if levels else None
 
     def serve(self, load: Load) -> Point:
         """Simulate one load. Raises SchedulerError."""
@@ -149,7 +146,7 @@ class Server:
         report = simulate(
             requests(load, self.agents), self.policy(), pool, timed, max_rows=options.max_num_seqs,
             max_model_len=self.max_model_len,
-            max_queued=options.max_num_queued_reqs, drafts=self._drafts(load.seed), tiers=tiers,
+            max_queued=options.max_num_queued_reqs, drafts=self._drafts(cost, load.seed), tiers=tiers,
         )  # fmt: skip
         done = [record for record in report.records if record.num_output]
         full = most_used > FULL or report.preemptions > 0

@@ -37,7 +37,7 @@ class SimRunner:
         for row in step.rows[step.num_decode :]:
             if row.emits:
                 self._schedule_ending(row.seq, step.index)
-        advanced = self._advance(step)
+        accepted, advanced = self._advance(step)
         finished = []
         for seq, preemptions in self._endings.pop(step.index, ()):
             due = self._last.get(seq) == step.index and seq.num_preemptions == preemptions
@@ -45,6 +45,8 @@ class SimRunner:
                 finished.append((seq.slot, self._reason(seq)))
                 del self._last[seq]
         seconds = self._cost(work)
+        if self._drafts is not None and work.decode_rows and not work.prefill_tokens:
+            self._drafts.spent(work.decode_rows, accepted, seconds)
         self.busy_s += seconds
         self._free_at = max(self._free_at, self.now) + seconds
         self._running.append(
@@ -62,20 +64,21 @@ class SimRunner:
             context += num_tokens * (start or 0) + num_tokens * (num_tokens + 1) // 2
         return StepWork(step.num_decode, self._context, tokens, context, sum(step.drafts.values()))
 
-    def _advance(self, step: Step[Record]) -> dict[int, int] | None:
-        """Accept drafts. Returns StepResult.advanced."""
-        advanced = {}
+    def _advance(self, step: Step[Record]) -> tuple[int, dict[int, int] | None]:
+        """Accept drafts. Returns their number, and StepResult.advanced."""
+        advanced, total = {}, 0
         for seq, count in step.drafts.items():
             left = self._last.get(seq, -1) - step.index
             if self._drafts is None or left < 0:
                 continue  # the row has ended, and the loop does not know yet
             accepted = min(self._drafts.accepted(count), left)
-            self._context += accepted
+            total += accepted
             if accepted < count:
                 advanced[seq.slot] = 1 + accepted
             if accepted:
                 self._end_at(seq, self._last[seq] - accepted)
-        return advanced or None
+        self._context += total
+        return total, advanced or None
 
     def _schedule_ending(self, seq: Seq[Record], index: int) -> None:
         """Note the last step of a row, which yields a token in this step and in each later one."""
