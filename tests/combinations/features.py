@@ -88,6 +88,7 @@ PENALTIES = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_pena
 EVENTS = '{"enable_kv_cache_events": true, "endpoint": "inproc://events"}'
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
 FOLDER = tempfile.TemporaryDirectory(prefix="openinfer-kv-", ignore_cleanup_errors=True)
+TRANSFER = '{"kv_connector": "TcpConnector", "kv_port": 0, "kv_buffer_size": 5e7}'
 RANDOM = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 11}
 
 REQUEST = {
@@ -129,6 +130,10 @@ ENGINE = {
         {"kv_offload_dir": FOLDER.name, "kv_offload_disk_gb": 0.05, "enable_prefix_caching": True},
     ),
     "sleep": Flag("`--enable-sleep-mode`", {"enable_sleep_mode": True}),
+    "shared KV": Flag(
+        "`--kv-transfer-config`, `--kv-peer`",
+        {"kv_transfer_config": TRANSFER, "kv_peer": ["127.0.0.1:1"], "enable_prefix_caching": True},
+    ),
 }
 SERVER = {
     "several HTTP processes": Flag("`--frontends 2`"),
@@ -139,6 +144,8 @@ SERVER = {
 REFUSED = {
     ("several ranks", "host memory"): "--kv-offload is not possible with --tensor-parallel-size",
     ("several ranks", "a disk"): "--kv-offload is not possible with --tensor-parallel-size",
+    ("several ranks", "shared KV"): "--kv-transfer-config is not possible with --tensor-parallel-size",
+    ("shared KV", "replicas"): "--kv-transfer-config is not possible with --data-parallel-size",
     ("prompt log-probabilities", "streaming"): "prompt_logprobs is not possible with stream: true",
     ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",
     ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",

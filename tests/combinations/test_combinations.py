@@ -33,7 +33,7 @@ from openinfer.frontend.thread_driver import ThreadDriver
 from openinfer.graph import Readback
 from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
-from openinfer.recipes.engine.testing import Planted, Restless
+from openinfer.recipes.engine.testing import Planted, Restless, Session
 from openinfer.scheduler import make_policy
 from openinfer.tensor import Checkpoint
 
@@ -58,7 +58,7 @@ PAIRS = [pair for pair in itertools.combinations(F.REQUEST, 2) if pair not in F.
 ADAPTER = "tuned"
 """The name of the adapter in an engine with the feature "adapters"; half of the requests are for it."""
 TIERS = {"host memory", "a disk"}
-CACHES = {"prefix cache", "KV events", *TIERS}  # these switch the cache on
+CACHES = {"prefix cache", "KV events", "shared KV", *TIERS}  # these switch the cache on
 
 
 def parse(text: str) -> Any:
@@ -122,11 +122,12 @@ def run(
     bodies: list[Body],
     at_once: int,
     known: Sequence[Sequence[int]] = (),
+    **more: Any,
 ) -> tuple[list[Any], Any]:
     """The answers of an engine with these features in a server without a socket, and the engine, closed. known: prompts
-    with their outputs, of which drafts are made, because n-grams find none in texts this short."""
+    with their outputs, of which drafts are made, because n-grams find none in texts this short. more: flags."""
     recipe = importlib.import_module(f"openinfer.recipes.{model}").RECIPE
-    made, flags, path = [], flags_of(names), F.MODELS[model].path
+    made, flags, path = [], flags_of(names) | more, F.MODELS[model].path
     if "adapters" in names:
         flags["lora_modules"] = [f"{ADAPTER}={tuned(model).adapter}"]
     if ADAPTER in names:
@@ -342,6 +343,46 @@ def test_two_flags_of_an_engine_change_no_token(
     assert (stats.prefix_hit_tokens > 0) == bool(CACHES & set(names))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", F.MODELS)
+@pytest.mark.parametrize("name", [name for name in F.ENGINE if name not in ("shared KV", "several ranks")])
+def test_blocks_of_a_peer_change_no_token(model: str, name: str) -> None:
+    """An engine that forgets its blocks at once asks another one with the same flags, which has them in its host
+    memory."""
+    if (name, model) in F.MISSING:
+        pytest.skip(F.MISSING[name, model])
+    found, mine, names = alone(model), range(0, len(PAIRS), SHARE), (name, "shared KV")
+    bodies = [body_of(model, n, found.asked(PAIRS[n], n)) for n in mine]
+    wanted = [found.pairs[n] for n in mine]
+    if name == "adapters":
+        bodies, wanted = [{**body, "model": ADAPTER} for body in bodies], [merged(model)[n] for n in mine]
+    flags = flags_of(names) | {"kv_offload_gb": 0.05, "max_num_seqs": 8}
+    if name == "adapters":
+        flags["lora_modules"] = [f"{ADAPTER}={tuned(model).adapter}"]
+    if name == "a disk":
+        flags["kv_offload_dir"] = tempfile.mkdtemp(dir=FOLDERS.name)
+    own = {"kv_offload_dir": tempfile.mkdtemp(dir=FOLDERS.name)} if name == "a disk" else {}
+    flags.pop("kv_peer")
+    recipe = importlib.import_module(f"openinfer.recipes.{model}").RECIPE
+    donor = startup.build(recipe, F.MODELS[model].path, device="cpu", **flags).engine
+    try:
+        session = Session(forgetful(donor))
+        for prompt in F.MODELS[model].prompts:
+            session.submit(
+                F.tokenizer().encode_short(prompt), 2, adapter=ADAPTER if name == "adapters" else ""
+            )
+        session.finish()
+        session.step()
+        donor._tiers.settle()
+        host, port = donor._tiers.sharing.address
+        answers, engine = run(model, 8, names, bodies, 5, kv_peer=[f"{host}:{port}"], **own)
+    finally:
+        donor.close()
+    for body, answer, right in zip(bodies, answers, wanted, strict=True):
+        assert same(answer, right), (body, answer, right)
+    assert engine.stats().offload_blocks["from_peer"] > 0
+
+
 class WarmSlot:
     """A pack that samples slot 3 with a high temperature."""
 
@@ -374,7 +415,7 @@ SERVERS = {
     "thread": ("the engine in a thread",),
     "replicas": ("replicas",),
 }
-WITHOUT = {"ranks": TIERS, "one rank": {"several ranks"}}
+WITHOUT = {"ranks": {*TIERS, "shared KV"}, "one rank": {"several ranks"}}
 TODAY = datetime.date.today().toordinal()
 
 
@@ -391,7 +432,7 @@ def servers() -> Iterator[Any]:
 def test_a_server_with_every_flag_changes_no_token(
     model: str, features: tuple[str, ...], without: set[str], server: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Ranks refuse tiers, so there are two servers."""
+    """Ranks refuse tiers and shared KV, so there are two servers."""
     found = alone(model)
     flags = ["--max-num-seqs", "8", *server_flags(features)]
     alien = {name for pair in F.REFUSED for name in pair if set(features) & set(pair)}
@@ -431,7 +472,7 @@ def engine_flags(kwargs: Body) -> list[str]:
     for name, value in kwargs.items():
         flag = name.replace("_", "-")
         words += [f"--no-{flag}" if value is False else f"--{flag}"]
-        words += [] if isinstance(value, bool) else [str(value)]
+        words += [] if isinstance(value, bool) else value if isinstance(value, list) else [str(value)]
     return words
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from openinfer.kvpool import Group, InvalidConfig, PeerRefused, Pool
+from openinfer.kvpool import Group, InvalidConfig, PeerRefused, Pool, hash_blocks
 from openinfer.kvpool.tiers import Sharing, Tiers, TransferConfig, parse_addresses
 from openinfer.kvpool.tiers.peers import client, nixl
 from openinfer.kvpool.tiers.peers.lending import Lending
@@ -136,6 +136,16 @@ def test_a_peer_that_every_question_goes_to(engines):
     assert third.ask(TOKENS) == ""
     assert third.serve(TOKENS) == 16
     assert third.ask(TOKENS) == ""  # nothing is missing, and so nothing is found
+
+
+def test_a_prefix_leaves_a_token_to_compute(engines):
+    first = engines()
+    first.serve(TOKENS[:16])
+    hashes = hash_blocks(TOKENS[:16], 4)
+    assert first.sharing.export("lease", first.pool, first.tiers, TOKENS[:16], b"", hashes) == (
+        12,
+        [[hashes[2].hex()]],
+    )
 
 
 def test_another_salt_finds_nothing(engines):

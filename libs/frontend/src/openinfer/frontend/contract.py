@@ -19,6 +19,7 @@ import msgspec
 
 from openinfer.frontend.engine_spec import EngineSpec
 from openinfer.frontend.errors import InvalidRequest
+from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.grammar import Grammar
 
@@ -90,6 +91,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     alternatives' as well. Needs the feature "prompt_logprobs"."""
     disable_spec_decode: bool = False
     """The request gets no drafts (speculative decoding). It changes no token, only the request's speed."""
+    kv_transfer: KVTransfer | None = None
+    """Where the prompt's KV comes from or goes to. Needs the feature "kv_transfer"."""
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest for an integer that no engine can be sent."""
@@ -151,6 +154,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """With reason "stop": the EOS or stop id that ended it, also the last of the request's tokens in these same
     StepOutputs."""
     drafts: Drafts | None = None
+    kv_transfer: KVTransfer | None = None  # where the prompt's KV is, after do_remote_decode
     """None where no step verified a draft."""
 
 

@@ -25,6 +25,7 @@ from openinfer.frontend.contract import (
     UnloadAdapter,
 )
 from openinfer.frontend.errors import FlagError, Unsupported
+from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["FakeEngine"]
 
@@ -229,7 +230,10 @@ class FakeEngine:
         if token in live.stops:
             self._finish(outputs, Finished(request.id, "stop", token))
         elif live.generated == request.max_tokens:
-            self._finish(outputs, Finished(request.id, "length"))
+            given = request.kv_transfer
+            left = KVTransfer(do_remote_prefill=True, remote_num_tokens=len(request.prompt_token_ids))
+            leaves = given is not None and given.do_remote_decode
+            self._finish(outputs, Finished(request.id, "length", kv_transfer=left if leaves else None))
 
     def _logprobs(self, token: int, wanted: int, rank: int | None = None) -> TokenLogprobs:
         top = [(token + place) % self.info.vocab_size for place in range(wanted)]

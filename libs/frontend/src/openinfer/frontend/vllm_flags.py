@@ -40,7 +40,6 @@ VLLM_FLAGS: dict[str, str] = {
     "--hf-overrides": "change a copy of config.json",
     "--hf-token": "set HF_TOKEN in the environment",
     "--ignore-patterns": _CHECKPOINT,
-    "--kv-transfer-config": "caches are not sent between servers; leave it out",
     "--limit-mm-per-prompt": _MEDIA,
     "--logits-processors": "use the sampling fields of a request",
     "--long-prefill-token-threshold": "use --max-num-batched-tokens",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from openinfer.frontend.contract import StepOutputs, TokenLogprobs
+from openinfer.frontend.contract import PromptLogprobs, StepOutputs, TokenLogprobs
 from openinfer.graph.runner import Payload, Sampling
 from openinfer.scheduler import Row, Seq, Tokens
 
@@ -73,3 +73,13 @@ def put_logprobs(
             values = payload.top_logprobs[place, row, :count].tolist()
         entries.append(TokenLogprobs(float(payload.logprobs[place, row]), ids, values))
     outputs.logprobs = (outputs.logprobs or [None] * (len(outputs.token_ids) - len(entries))) + entries
+
+
+def put_prompt_logprobs(outputs: StepOutputs, scores: Iterable[Any], live: Container[int]) -> None:
+    """Put out the prompt logprobs that are ready, except those of requests that have ended. scores: of
+    Runner.take_scores. live: ids of requests."""
+    for seq, *columns in scores:
+        if seq.id in live:
+            logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
+            entries = map(TokenLogprobs, logprobs, top_ids, top_logprobs, ranks)
+            outputs.prompt_logprobs.append(PromptLogprobs(seq.id, list(entries)))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
+from openinfer import scheduler
 from openinfer.frontend.contract import (
     Command,
     EngineInfo,
@@ -16,7 +17,6 @@ from openinfer.frontend.contract import (
     Failed,
     Finished,
     LoadAdapter,
-    PromptLogprobs,
     Rejected,
     Request,
     ResetPrefixCache,
@@ -24,7 +24,6 @@ from openinfer.frontend.contract import (
     Sleep,
     SlowTraces,
     StepOutputs,
-    TokenLogprobs,
     TokenTable,
     UnloadAdapter,
     Update,
@@ -38,23 +37,21 @@ from openinfer.kernels import Store
 from openinfer.kernels.adapters import Adapter
 from openinfer.kvpool import Pool, hash_blocks
 from openinfer.recipes.engine.adapters import AdapterDesk
-from openinfer.recipes.engine.emitting import NO_ROWS, Emitting, put_drafted, put_logprobs
+from openinfer.recipes.engine.emitting import (
+    NO_ROWS,
+    Emitting,
+    put_drafted,
+    put_logprobs,
+    put_prompt_logprobs,
+)
 from openinfer.recipes.engine.refusal import refusal
 from openinfer.recipes.engine.statistics import drafts_of, snapshot
 from openinfer.recipes.engine.training import Training
+from openinfer.recipes.engine.transfer import Transfers
 from openinfer.sampler import fresh_seed
 from openinfer.sampler.constraint import Constraint, Masks, PendingGrammars
 from openinfer.sampler.grammar import Compiler
-from openinfer.scheduler import (
-    Finished as SeqFinished,
-)
 from openinfer.scheduler import FinishReason, Policy, RejectReason, Seq, StepLoop, Tokens
-from openinfer.scheduler import (
-    Rejected as SeqRejected,
-)
-from openinfer.scheduler import (
-    Scheduled as SeqScheduled,
-)
 from openinfer.tensor import DriverCounts
 
 if TYPE_CHECKING:
@@ -110,7 +107,7 @@ class Engine:
         self._stats = EngineStats()
         self._first_tokens = FirstTokens(runner.watch) if runner.watch is not None else None
         self._slow_loads = SlowLoads(runner.watch, tiers.load_times) if runner.watch and tiers else None
-        self._batch, self.training = NO_ROWS, Training(desk, tiers)
+        self._batch, self.training, self._transfers = NO_ROWS, Training(desk, tiers), Transfers(tiers, pool)
         self._counts_at_ready = DriverCounts.now()
         self.info = EngineInfo(
             model=name,
@@ -125,6 +122,7 @@ class Engine:
                 *["priority"] * policy.uses_priority,
                 *["grammar"] * (importlib.util.find_spec("llguidance") is not None),
                 *["adapters"] * bool(adapters.places),
+                *["kv_transfer"] * (self._transfers.sharing is not None),
             ],
             max_adapters=adapters.places,
             hang_timeout_s=10.0 if runner.stream.device.kind == "cuda" else 60.0,
@@ -147,9 +145,7 @@ class Engine:
             self._updates.append(problem)
             return
         params = request.sampling
-        stop_ids = (
-            params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos_token_ids)
-        )
+        stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids))
         seed = fresh_seed() if params.seed is None else params.seed
         salt, tokens = request.cache_salt.encode(), list(request.prompt_token_ids)
         sampling = Sampling(params, seed, stop_ids, draftless=request.disable_spec_decode)
@@ -176,13 +172,14 @@ class Engine:
             self._enqueue(seq)
 
     def _enqueue(self, seq: Seq[Sampling]) -> None:
-        """Queue a sequence; one with an adapter waits first until the adapter has a place."""
-        if self._adapters.waits(seq):
+        """Queue a sequence; it waits first for peers that may have its blocks, and until its adapter has a place."""
+        if self._transfers.waits(seq) or self._adapters.waits(seq):
             return
         try:
             self._loop.submit(seq)
-        except SeqRejected as e:
+        except scheduler.Rejected as e:
             self._updates.append(Rejected(seq.id, str(e), REJECT_CODES.get(e.reason, "invalid")))
+            self._transfers.forget(seq.id)
             self._adapters.end(seq)
             return
         self._seqs[seq.id] = seq
@@ -196,6 +193,7 @@ class Engine:
         for _, seq, matcher, problem in self._grammars.ready(wait_s):
             if matcher is None:
                 self._updates.append(Rejected(seq.id, problem, "grammar"))
+                self._transfers.forget(seq.id)
                 continue
             sampling = seq.owner
             sampling.constraint = Constraint(matcher, sampling.params.allowed_token_ids, vocab)
@@ -206,14 +204,16 @@ class Engine:
             self.training.refusal(request.id)
             or refusal(request, self.info)
             or self._adapters.refusal(request, self._waiting, self._max_queued)
+            or self._transfers.refusal(request)
         )
         return found if found or request.grammar is None else self._grammar_problem(request.id)
 
     @property
     def _waiting(self) -> int:
         """Requests that wait: for a grammar, for a place of their adapter, for a row."""
-        grammars = len(self._grammars) if self._grammars is not None else 0
-        return grammars + len(self._adapters) + self._loop.stats.waiting
+        return (
+            len(self._grammars or ()) + len(self._adapters) + len(self._transfers) + self._loop.stats.waiting
+        )
 
     def _grammar_problem(self, request_id: int) -> Rejected | None:
         if self._grammars is None:
@@ -228,8 +228,9 @@ class Engine:
     def abort(self, request_id: int) -> None:
         """End a request; its terminal comes with a later step."""
         held = self._grammars is not None and self._grammars.drop(request_id)
-        if held or self._adapters.drop(request_id):
+        if held or self._adapters.drop(request_id) or self._transfers.drop(request_id):
             self._updates.append(Finished(request_id, "abort"))
+            self._transfers.forget(request_id)
         else:
             self._loop.abort(request_id)
 
@@ -282,7 +283,8 @@ class Engine:
         if trace is not None:
             trace.mark("plan")
         self._enqueue_compiled(0.0 if self._updates or self._loop.has_work else wait)
-        for seq in self._adapters.ready():
+        idle = not (self._updates or self._loop.has_work)
+        for seq in (*self._adapters.ready(), *self._transfers.ready(wait if idle else 0.0)):
             self._enqueue(seq)
         outputs = StepOutputs(updates=self._updates)
         self._updates = []
@@ -295,16 +297,19 @@ class Engine:
             self._first_tokens.events(events, self._loop.stats)
         if self._slow_loads is not None:
             self._slow_loads.look()
-        self._prompt_logprobs(outputs)
+        put_prompt_logprobs(outputs, self.runner.take_scores(), self._seqs)
         for event in events:
             match event:
                 case Tokens():
                     self._tokens(event, outputs)
-                case SeqScheduled(seq, num_cached):
+                case scheduler.Scheduled(seq, num_cached):
                     self._stats.prompt_tokens += seq.prompt_len
                     outputs.updates.append(Scheduled(seq.id, num_cached, time.monotonic()))
-                case SeqFinished(seq, reason):
-                    outputs.updates.append(self._finished(seq, reason))
+                    if not self._transfers.scheduled(seq, num_cached):
+                        self._loop.abort(seq.id)
+                case scheduler.Finished(seq, reason):
+                    outputs.updates += self._transfers.end(seq, self._finished(seq, reason))
+        outputs.updates += self._transfers.left()
         self._publish()
         if trace is not None:
             trace.mark("")
@@ -314,14 +319,6 @@ class Engine:
         """Put out the KV events for routers: blocks that became findable, and blocks that were evicted."""
         if self._publisher is not None:
             self._publisher.publish(self._pool.take_events())
-
-    def _prompt_logprobs(self, outputs: StepOutputs) -> None:
-        """Put out the prompt logprobs that are ready, except those of requests that have ended."""
-        for seq, *columns in self.runner.take_scores():
-            if seq.id in self._seqs:
-                logprobs, ranks, top_ids, top_logprobs = (column.tolist() for column in columns)
-                entries = map(TokenLogprobs, logprobs, top_ids, top_logprobs, ranks)
-                outputs.prompt_logprobs.append(PromptLogprobs(seq.id, list(entries)))
 
     def _tokens(self, event: Tokens[Sampling, Payload], outputs: StepOutputs) -> None:
         payload = event.payload

@@ -11,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from openinfer.kvpool import Eviction, Group
-from openinfer.kvpool.tiers import Disk, Tiers
+from openinfer.kvpool.tiers import Disk, Tiers, parse_addresses
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import Limits
 from openinfer.recipes.engine.options import Options
+from openinfer.recipes.engine.transfer import open_sharing, transfer_config
 from openinfer.tensor import Device
 
 STAGING_BYTES = 256 << 20
 """Host memory through which blocks go to the disk where --kv-offload-gb asks for none."""
+PEER_TIMEOUT_S = 30.0
+"""Seconds that a load may take where a peer may bring it."""
 GB = 1e9
 
 
 def check_offload(options: Options) -> None:
-    """Raise SetupError for flags that do not fit each other."""
+    """Raise SetupError or InvalidConfig for flags that do not fit each other."""
+    transfer_config(options)
+    parse_addresses(options.kv_peer)
     host, folder, disk_gb = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
     if host is None and folder is None and disk_gb is None:
         return
@@ -54,16 +59,19 @@ def open_tiers(
 ) -> Tiers | None:
     """The tiers of an engine; None where no flag asks for one. Raises InvalidTiers."""
     host, folder, disk_gb = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
-    if host is None and folder is None:
+    if host is None and folder is None and transfer_config(options) is None:
         return None
-    disk = None
+    about, disk = description(options, groups, model_dir, limits, device), None
     if folder is not None and disk_gb is not None:
-        about = description(options, groups, model_dir, limits, device)
         name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
         disk = Disk(Path(folder), int(disk_gb * GB), groups, name, about)
+    sharing, staging = open_sharing(options, groups, model_dir, about), float(STAGING_BYTES)
+    if sharing is not None:
+        staging = sharing.config.kv_buffer_size
     return Tiers(
-        groups, STAGING_BYTES if host is None else int(host * GB), disk, eviction=eviction, events=events
-    )
+        groups, int(staging if host is None else host * GB), disk, eviction=eviction, events=events, sharing=sharing,
+        load_timeout_s=5.0 if sharing is None else PEER_TIMEOUT_S,
+    )  # fmt: skip
 
 
 def description(

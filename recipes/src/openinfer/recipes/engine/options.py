@@ -135,6 +135,18 @@ class Options:
         metavar="DIR",
     )
     kv_offload_disk_gb: float | None = option(None, "GB of --kv-offload-dir to use at most", kind=float)
+    kv_transfer_config: str | None = option(
+        None,
+        "share KV with other engines, as for prefill and decode on servers of their own; JSON with the keys of vLLM's "
+        'flag, as in {"kv_connector": "NixlConnector", "kv_role": "kv_both"}; TcpConnector needs no other package',
+        metavar="JSON",
+    )
+    kv_peer: Sequence[str] = option(
+        (),
+        "engines whose host memory is asked for the prefix of every prompt; each has --kv-transfer-config",
+        metavar="HOST:PORT",
+        many=True,
+    )
     enable_sleep_mode: bool = option(
         False, "allow /sleep, which gives the device's memory back, and /wake_up", kind=bool
     )

@@ -14,6 +14,7 @@ def split(options: O, count: int) -> list[O]:
     """The options of `count` engines. Raises SetupError for options that only one engine can have."""
     for name, why in (
         ("kv_events_config", "routers follow servers, so start a server for each replica"),
+        ("kv_transfer_config", "peers find an engine by its address, so start a server for each replica"),
         ("trace", "the file is of one engine"),
         ("enable_sleep_mode", "a replica that is restarted would be awake, among others that sleep"),
     ):

@@ -38,6 +38,8 @@ def snapshot(
     if tiers is not None:
         stats.offload_bytes = {"host": tiers.host_bytes, "disk": tiers.disk_bytes}
         stats.offload_blocks = asdict(tiers.stats)
+        if tiers.sharing is not None and tiers.sharing.lending is not None:
+            stats.offload_blocks["lent"] = tiers.sharing.lending.lent
     if runner.drafting is not None:
         counts = runner.drafting.counts
         stats.drafts, stats.draft_tokens = counts.drafts, counts.draft_tokens

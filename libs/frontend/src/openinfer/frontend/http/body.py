@@ -12,6 +12,7 @@ import msgspec
 
 from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.structured import ResponseFormat, StructuredOutputs
+from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = [
     "CHAT_REFUSED",
@@ -82,6 +83,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     prompt_logprobs: int | None = None
+    kv_transfer_params: KVTransfer | None = None
     disable_spec_decode: bool | None = None
 
 
@@ -178,7 +180,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": _NOTHING,
     "web_search_options": _NOTHING,
     "repetition_detection": _NOTHING,
-    "kv_transfer_params": _NOTHING,
     "vllm_xargs": (None, {}),
     "lora": _NOTHING,
     "lora_path": _NOTHING,

@@ -29,6 +29,7 @@ from openinfer.frontend.http.shapes import (
     usage_so_far,
 )
 from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["ChatResponse", "ChatShape"]
 
@@ -76,6 +77,7 @@ class ChatResponse(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
     system_fingerprint: str = ""
+    kv_transfer_params: KVTransfer | UnsetType = UNSET
 
 
 class ChatShape:
@@ -148,7 +150,8 @@ class ChatShape:
         prompt = ids if self._plan.return_token_ids else UNSET
         identity, _, created, model = self._head
         head = (identity, "chat.completion", created, model)
-        return encode(ChatResponse(*head, bodies, usage_body(usage), prompt, scores, self._mark()))
+        left = choices[0].kv_transfer or UNSET
+        return encode(ChatResponse(*head, bodies, usage_body(usage), prompt, scores, self._mark(), left))
 
     def _message(self, index: int, parts: list[Part]) -> _Message:
         if not parts:

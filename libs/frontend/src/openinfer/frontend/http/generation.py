@@ -6,15 +6,12 @@ reader gets fewer, larger pieces. An answer that is not streamed is only woken a
 """
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
 
 from openinfer.frontend.client import Delta, EngineClient
 from openinfer.frontend.contract import (
-    INT64_MAX,
-    INT64_MIN,
     Drafts,
     Failed,
     Finished,
@@ -27,7 +24,7 @@ from openinfer.frontend.http.detokenizer import StopStrings
 from openinfer.frontend.http.metrics import Metrics
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.tokenizer import Tokenizer
-from openinfer.sampler import SamplingParams
+from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = ["Choice", "Generation", "Usage"]
 
@@ -43,8 +40,8 @@ class Choice:
     The response takes text, token_ids and logprobs (parallel to token_ids, if asked for). It reads finish_reason,
     stop_reason (the stop string, or the id among stop_token_ids), error, num_tokens and cached_tokens. It also reads
     prompt_logprobs (of prompt_token_ids[1:], if asked for), which are complete with the first token. The reader of the
-    text sets reasoning_tokens, the number of tokens that were thoughts. `drafts` comes with the engine's terminal, so a
-    choice that a stop string ended has none.
+    text sets reasoning_tokens, the number of tokens that were thoughts. `drafts` and `kv_transfer` come with the
+    engine's terminal, so a choice that a stop string ended has none.
     """
 
     __slots__ = (
@@ -67,6 +64,7 @@ class Choice:
         "error",
         "finish_reason",
         "index",
+        "kv_transfer",
         "logprobs",
         "num_tokens",
         "prompt_logprobs",
@@ -110,6 +108,7 @@ class Choice:
         self.num_tokens = 0
         self.cached_tokens = 0
         self.drafts: Drafts | None = None
+        self.kv_transfer: KVTransfer | None = None
         self.reasoning_tokens = 0
         self.started = False
 
@@ -234,7 +233,7 @@ class Choice:
             self.num_tokens -= count
 
     def _finish(self, terminal: Finished) -> None:
-        self.drafts = terminal.drafts
+        self.drafts, self.kv_transfer = terminal.drafts, terminal.kv_transfer
         if self._detokenizer is not None:
             self._decode()
             rest = self._detokenizer.flush()
@@ -292,14 +291,6 @@ class Usage:
         return Drafts(steps, tokens, [sum(counts) for counts in accepted])
 
 
-def _sampling(sampling: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of the index-th of n choices: seed + index, within 64 bits."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    seed = (sampling.seed + index - INT64_MIN) % (INT64_MAX - INT64_MIN + 1) + INT64_MIN
-    return dataclasses.replace(sampling, seed=seed)
-
-
 class Generation:
     """The choices of one HTTP request: n for each prompt, numbered prompt by prompt.
 
@@ -327,7 +318,7 @@ class Generation:
                 request = Request(
                     id=client.new_id(),
                     prompt_token_ids=prompt,
-                    sampling=_sampling(plan.sampling, index),
+                    sampling=plan.sampling_of(index),
                     max_tokens=limit,
                     arrival=arrival,
                     priority=plan.priority,
@@ -337,6 +328,7 @@ class Generation:
                     grammar=plan.grammar,
                     adapter=plan.adapter,
                     prompt_logprobs=plan.wanted_of_prompt,
+                    kv_transfer=plan.kv_transfer,
                     disable_spec_decode=plan.disable_spec_decode,
                 )
                 index_of_all = len(self.choices)

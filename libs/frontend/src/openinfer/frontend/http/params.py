@@ -1,5 +1,6 @@
 """From a typed body to the parameters of a request: every bound is checked here, before a request is submitted."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,10 @@ import msgspec
 from openinfer.frontend.contract import INT64_MAX, INT64_MIN, EngineInfo
 from openinfer.frontend.errors import APIError, ModelFilesError
 from openinfer.frontend.http.body import CommonBody
+from openinfer.frontend.http.kv_params import kv_transfer_of
 from openinfer.frontend.http.structured import grammar_of, unkept
 from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.frontend.model_files import read_json
 from openinfer.sampler import InvalidParams, SamplingParams
 from openinfer.sampler.grammar import Grammar
@@ -23,7 +26,6 @@ __all__ = [
     "Plan",
     "SamplingDefaults",
     "check_grammars",
-    "check_size",
     "make_plan",
     "max_tokens_for",
     "prompt_ids",
@@ -38,10 +40,6 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
 MAX_USER_CHARS = 1024
-MAX_LOGPROB_ENTRIES = 8 << 20
-"""The most log-probabilities of an answer: alternatives asked for, times tokens of all sequences."""
-MAX_POOLS = 16
-"""Tokens of one HTTP request's sequences, prompts and outputs at their longest, in units of the KV capacity."""
 MAX_SALT_CHARS = 128
 MAX_BAD_WORDS = 64
 _BAD_SALT = re.compile(r"[@/\\\0]")
@@ -115,10 +113,20 @@ class Plan(msgspec.Struct, frozen=True):
     """Stop ids beyond the number that an engine looks for."""
     adapter: str = ""
     """Request.adapter."""
+    kv_transfer: KVTransfer | None = None
+    """Request.kv_transfer."""
     disable_spec_decode: bool = False
     """Request.disable_spec_decode."""
     warnings: tuple[str, ...] = ()
     """Fields of the request that change nothing here, in words for the answer's headers."""
+
+    def sampling_of(self, index: int) -> SamplingParams:
+        """The parameters of the index-th of n choices: seed + index, within 64 bits."""
+        seed = self.sampling.seed
+        if seed is None or index == 0:
+            return self.sampling
+        seed = (seed + index - INT64_MIN) % (INT64_MAX - INT64_MIN + 1) + INT64_MIN
+        return dataclasses.replace(self.sampling, seed=seed)
 
     @property
     def wanted_of_prompt(self) -> int | None:
@@ -177,6 +185,7 @@ def make_plan(
         grammar=grammar,
         grammar_field=field,
         prompt_logprobs=_prompt_logprobs(body, info),
+        kv_transfer=kv_transfer_of(body, n, info),
         disable_spec_decode=bool(body.disable_spec_decode),
         warnings=_warnings(body, grammar, field),
     )
@@ -340,38 +349,6 @@ def max_tokens_for(
             param="min_tokens",
         )
     return result
-
-
-def check_size(prompts: Sequence[list[int]], limits: Sequence[int], plan: Plan, info: EngineInfo) -> None:
-    """Check that the request's sequences together are within bounds. Raises APIError (400).
-
-    limits: the most tokens to generate for each prompt.
-    """
-    total = plan.n * (sum(map(len, prompts)) + sum(limits))
-    most = MAX_POOLS * max(info.kv_capacity_tokens, info.max_model_len)
-    if total > most:
-        raise APIError(
-            f"{len(limits) * plan.n} sequences of this length come to {total} tokens, one request may have {most}: "
-            "lower n or max_tokens",
-            param="n" if plan.n > 1 else None,
-            code="request_too_large",
-        )
-    entries = plan.n * sum(limits) * (1 + (plan.sampling.logprobs or 0))
-    if plan.sampling.logprobs and entries > MAX_LOGPROB_ENTRIES:
-        raise APIError(
-            f"log-probabilities come to {entries} entries, one request may have {MAX_LOGPROB_ENTRIES}: lower n, "
-            "max_tokens or the number of alternatives",
-            param="logprobs",
-            code="request_too_large",
-        )
-    entries = plan.n * sum(map(len, prompts)) * (1 + (plan.wanted_of_prompt or 0))
-    if plan.wanted_of_prompt is not None and entries > MAX_LOGPROB_ENTRIES:
-        raise APIError(
-            f"log-probabilities of prompts come to {entries} entries, one request may have {MAX_LOGPROB_ENTRIES}: "
-            "shorten the prompts, lower n or the number of alternatives",
-            param="echo" if plan.prompt_logprobs is None else "prompt_logprobs",
-            code="request_too_large",
-        )
 
 
 def prompt_ids(ids: list[Any], info: EngineInfo, param: str = "prompt") -> list[int]:

@@ -68,5 +68,5 @@ def _rendered(prefix: str, model: str, plan: Plan, ids: Sequence[int], limit: in
         "stream_options": None,
         "cache_salt": plan.cache_salt or None,
         "priority": plan.priority,
-        "kv_transfer_params": None,
+        "kv_transfer_params": plan.kv_transfer,
     }

@@ -34,7 +34,6 @@ from openinfer.frontend.http.params import (
     Plan,
     SamplingDefaults,
     check_grammars,
-    check_size,
     make_plan,
     max_tokens_for,
     prompt_ids,
@@ -42,6 +41,7 @@ from openinfer.frontend.http.params import (
 )
 from openinfer.frontend.http.prompt_text import encode_prompt
 from openinfer.frontend.http.shapes import CompletionShape, Shape, fingerprint, package_version
+from openinfer.frontend.http.sizes import check_size
 from openinfer.frontend.http.thoughts import budgeted, without_idle_budget
 from openinfer.frontend.http.tokenizer import Tokenizer
 

@@ -16,6 +16,7 @@ from openinfer.frontend.errors import APIError
 from openinfer.frontend.http.generation import Choice, Usage
 from openinfer.frontend.http.params import Plan
 from openinfer.frontend.http.tokenizer import Tokenizer
+from openinfer.frontend.kv_transfer import KVTransfer
 
 __all__ = [
     "CompletionResponse",
@@ -96,6 +97,7 @@ class CompletionResponse(msgspec.Struct):
     usage: UsageBody | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     system_fingerprint: str = ""
+    kv_transfer_params: KVTransfer | UnsetType = UNSET
 
 
 class Shape(Protocol):
@@ -157,7 +159,9 @@ class CompletionShape:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         bodies = [self._choice(choice) for choice in choices]
-        return encode(self._response(bodies, usage_body(usage)))
+        answer = self._response(bodies, usage_body(usage))
+        answer.kv_transfer_params = choices[0].kv_transfer or UNSET
+        return encode(answer)
 
     def _choice(self, choice: Choice) -> _Completion:
         text, token_ids, logprobs = choice.take()

@@ -63,7 +63,7 @@ class Tiers:
         self.groups, self.stats = tuple(groups), TierStats()
         self._host, self._disk = HostMemory(groups, host_bytes, eviction), disk
         self._load_timeout_s = load_timeout_s
-        self._sharing, self._peers = sharing, sharing.peers if sharing is not None else None
+        self.sharing, self._peers = sharing, sharing.peers if sharing is not None else None
         self._expected: list[Slot] = []  # of the load that is about to begin
         self._events: list[BlockStored | BlockRemoved] | None = [] if events else None
         self._layout: Layout | None = None
@@ -81,11 +81,11 @@ class Tiers:
         self._steps = stream
         self._out, self._in = Stream(stream.device), Stream(stream.device)
         self._saved = Event(stream.device)  # all saves so far
-        if self._sharing is None:
+        if self.sharing is None:
             self._host.grow(stream.device)
         else:
-            self._host.grow(stream.device, self._sharing.register)
-            self._sharing.open(self._host)
+            self._host.grow(stream.device, self.sharing.register)
+            self.sharing.open(self._host)
         if self._disk is not None:
             self._disk.start()
 
@@ -166,8 +166,8 @@ class Tiers:
 
     def clear(self) -> None:
         """Forget every block, as after a change of weights. Nothing loads."""
-        if self._sharing is not None:
-            self._sharing.clear()
+        if self.sharing is not None:
+            self.sharing.clear()
         self._host.clear()
         if self._disk is not None:
             self._disk.clear()
@@ -376,8 +376,8 @@ class Tiers:
             return
         for stream in (self._out, self._in):
             stream.close()
-        if self._sharing is not None:
-            self._sharing.close()
+        if self.sharing is not None:
+            self.sharing.close()
         self._collect(0.0)
         if self._disk is not None:
             self._disk.close()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.frontend.contract import TERMINALS, Engine, Request, StepOutputs, TokenLogprobs
+from openinfer.frontend.kv_transfer import KVTransfer
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.grammar import Grammar
 
@@ -62,6 +63,7 @@ class Session:
         prompt_logprobs: int | None = None,
         adapter: str = "",
         disable_spec_decode: bool = False,
+        kv_transfer: KVTransfer | None = None,
         **sampling: Any,
     ) -> int:
         """Queue a request, greedy unless `sampling` says otherwise. Its id."""
@@ -78,13 +80,14 @@ class Session:
                 prompt_logprobs=prompt_logprobs,
                 adapter=adapter,
                 disable_spec_decode=disable_spec_decode,
+                kv_transfer=kv_transfer,
             )
         )
         return request_id
 
-    def step(self) -> StepOutputs:
+    def step(self, wait_s: float = 0.0) -> StepOutputs:
         """One step of the engine."""
-        outputs = self.engine.step(0.0)
+        outputs = self.engine.step(wait_s)
         logprobs = outputs.logprobs or [None] * len(outputs.token_ids)
         for scored in outputs.prompt_logprobs:
             outcome = self.outcomes[scored.id]

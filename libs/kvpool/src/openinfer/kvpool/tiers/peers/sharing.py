@@ -94,7 +94,8 @@ class Sharing:
         """
         if self.lending is None:
             return 0, []
-        with pool.pin(tokens[:-1], salt, hashes) as hold:
+        known = None if hashes is None else hashes[: (len(tokens) - 1) // pool.hash_block_size]
+        with pool.pin(tokens[:-1], salt, known) as hold:
             records = list(hold.records())
             for group, names, blocks in records:
                 saver.save(group, names, blocks)
