@@ -1,4 +1,5 @@
 import gc
+import mmap
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,17 @@ def test_pinned_buffer_off_cuda_is_plain_memory(device: Device) -> None:
 def test_pinned_buffer_size_must_be_positive() -> None:
     with pytest.raises(ShapeError, match="0 bytes"):
         PinnedBuffer(CPU, 0)
+
+
+def test_memory_that_exists_is_locked_in_place(fake: Any) -> None:
+    memory = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)
+    with PinnedBuffer.over(CPU, memory) as plain, PinnedBuffer.over(CUDA, memory) as buffer:
+        plain.array[7] = 3
+        assert buffer.array[7] == 3
+        assert buffer.ptr == plain.ptr == memory.ctypes.data
+        assert buffer.ptr in fake.pinned
+    gc.collect()
+    assert not fake.pinned
 
 
 def test_pinned_memory_lives_as_long_as_its_views(fake: Any) -> None:

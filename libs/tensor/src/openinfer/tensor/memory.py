@@ -101,6 +101,23 @@ class PinnedBuffer:
         weakref.finalize(view, _free, cu, context, ptr, "cuMemFreeHost").atexit = False
         self._array = np.asarray(view).view(np.uint8)
 
+    @classmethod
+    def over(cls, device: Device, memory: np.ndarray[Any, Any]) -> PinnedBuffer:
+        """Lock memory that exists, uint8 `[nbytes]`, for example memory that processes share. Its address and size must
+        be multiples of 4,096. The memory is unlocked when the buffer and all views of it are gone. Raises OutOfMemory.
+        """
+        made = cls.__new__(cls)
+        made.device, made.nbytes, made._array = device, memory.nbytes, memory
+        if device.kind == "cuda":
+            context, ptr = cuda.activate(device.index), int(memory.ctypes.data)
+            cu = cuda.driver()
+            args = (ptr, memory.nbytes, _PORTABLE)
+            _or_out_of_memory(cu.cuMemHostRegister, args, "cuMemHostRegister", device, memory.nbytes)
+            view = HostView(ptr, (memory.nbytes,), (1,), 1, memory)
+            weakref.finalize(view, _free, cu, context, ptr, "cuMemHostUnregister").atexit = False
+            made._array = np.asarray(view).view(np.uint8)
+        return made
+
     @property
     def array(self) -> np.ndarray[Any, Any]:
         """The buffer as uint8 `[nbytes]`."""

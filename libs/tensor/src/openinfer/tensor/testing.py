@@ -191,6 +191,13 @@ class FakeDriver:
     def _cuMemFreeHost(self, ptr: int) -> None:
         del self.pinned[ptr]
 
+    def _cuMemHostRegister(self, ptr: int, nbytes: int, flags: int) -> None:
+        assert (ptr % 4096, nbytes % 4096) == (0, 0)
+        self.pinned[ptr] = nbytes
+
+    def _cuMemHostUnregister(self, ptr: int) -> None:
+        del self.pinned[ptr]
+
     @staticmethod
     def _allocate(table: dict[int, Any], nbytes: int) -> int:
         raw = (ctypes.c_uint8 * (nbytes + 256))()

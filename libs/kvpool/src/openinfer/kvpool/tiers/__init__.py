@@ -19,16 +19,20 @@ except ImportError as error:
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
+from .mover import Copier, Others, SharedRecords
 from .peers import Peers, Sharing, TransferConfig, parse_addresses
 from .stats import LoadTime, TierStats
 from .tiers import Tiers
 
 __all__ = [
+    "Copier",
     "Disk",
     "HostMemory",
     "Layout",
     "LoadTime",
+    "Others",
     "Peers",
+    "SharedRecords",
     "Sharing",
     "Slot",
     "TierStats",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from openinfer.tensor import Device, PinnedBuffer, TensorError
 
@@ -16,6 +19,8 @@ from ..group import Group
 from .layout import ALIGNMENT, aligned
 
 log = logging.getLogger("openinfer.kvpool")
+
+Array = np.ndarray[Any, Any]
 
 SLAB_BYTES = 64 << 20
 """Memory is locked in pieces of about this size, so that the tier can be used while it grows."""
@@ -79,32 +84,57 @@ class HostMemory:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def grow(self, device: Device, register: Callable[[int, int], None] = lambda ptr, nbytes: None) -> None:
+    def grow(
+        self,
+        device: Device,
+        register: Callable[[int, int], None] | None = None,
+        memory: Array | None = None,
+    ) -> None:
         """Start to lock the memory for copies of this device. register: is called in that thread with the address and
-        the bytes of each piece, before the piece is used."""
+        the bytes of each piece, before the piece is used. memory: uint8 [nbytes], at a multiple of 4,096; None: its
+        own."""
         self._thread = threading.Thread(
-            target=self._lock_pages, args=(device, register), name="kv-offload-memory", daemon=True
+            target=self._lock_pages, args=(device, register, memory), name="kv-offload-memory", daemon=True
         )
         self._thread.start()
 
-    def _lock_pages(self, device: Device, register: Callable[[int, int], None]) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(nbytes for _, nbytes in self._pieces())
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        """The group and the bytes of each piece."""
         left = list(self.num_slots)
-        while any(left) and not self._stop.is_set():
+        while any(left):
             for group, size in enumerate(self._sizes):
                 count = min(left[group], max(1, SLAB_BYTES // max(size, 1)))
-                if not count:
-                    continue
-                self.num_slabs += 1
-                try:
-                    slab = PinnedBuffer(device, count * size + ALIGNMENT)
-                except TensorError as error:
-                    log.warning(
-                        "KV offload: no more host memory could be locked (%s); the tier stays smaller", error
-                    )
-                    return
+                if count:
+                    left[group] -= count
+                    yield group, count * size + ALIGNMENT
+
+    def _lock_pages(
+        self, device: Device, register: Callable[[int, int], None] | None, memory: Array | None
+    ) -> None:
+        start = 0
+        for group, nbytes in self._pieces():
+            if self._stop.is_set():
+                return
+            self.num_slabs += 1
+            try:
+                if memory is None:
+                    slab = PinnedBuffer(device, nbytes)
+                else:
+                    slab = PinnedBuffer.over(device, memory[start : start + nbytes])
+            except TensorError as error:
+                log.warning(
+                    "KV offload: no more host memory could be locked (%s); the tier stays smaller", error
+                )
+                return
+            if register is not None:
                 register(slab.ptr, slab.nbytes)
-                self._made.append((group, slab))
-                left[group] -= count
+            self._made.append((group, slab))
+            start += nbytes
 
     def _cut(self) -> None:
         """Make slots of the memory that the thread has locked."""

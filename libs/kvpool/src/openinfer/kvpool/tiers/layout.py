@@ -35,14 +35,15 @@ class Span(NamedTuple):
 class Layout:
     """The memory of each group's blocks: tensors whose first axis is the block.
 
-    cache: by group, one tensor or several. The caller keeps them alive. Raises InvalidTiers where they do not have the
+    cache: by group, one tensor or several. The caller keeps them alive. part: of the parts of a record, each with the
+    bytes of a block, the one that these tensors have. Raises InvalidTiers where they do not have the
     group's num_blocks and block_bytes, or where a block is not contiguous.
     """
 
-    def __init__(self, groups: Sequence[Group], cache: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, groups: Sequence[Group], cache: Sequence[Sequence[Tensor]], part: int = 0) -> None:
         if len(groups) != len(cache):
             raise InvalidTiers(f"{len(cache)} lists of tensors for {len(groups)} groups; give one for each")
-        self._spans = [_spans(group, tensors) for group, tensors in zip(groups, cache, strict=True)]
+        self._spans = [_spans(group, tensors, part) for group, tensors in zip(groups, cache, strict=True)]
 
     def copy(self, stream: Stream, group: int, block: int, record: int, kind: Literal["d2h", "h2d"]) -> None:
         """Put the copies between a block and the record at an address on a stream. kind: "d2h" to the record, "h2d"
@@ -53,8 +54,9 @@ class Layout:
             stream.copy_async(*ends, span.nbytes, kind)
 
 
-def _spans(group: Group, tensors: Sequence[Tensor]) -> list[Span]:
-    spans, offset = [], 0
+def _spans(group: Group, tensors: Sequence[Tensor], part: int) -> list[Span]:
+    start = part * group.block_bytes
+    spans, offset = [], start
     for tensor in tensors:
         if tensor.shape[0] != group.num_blocks or not tensor[0].is_contiguous:
             raise InvalidTiers(
@@ -65,8 +67,8 @@ def _spans(group: Group, tensors: Sequence[Tensor]) -> list[Span]:
         if nbytes:
             spans.append(Span(tensor.ptr, tensor.strides[0] * tensor.itemsize, nbytes, offset))
         offset += nbytes
-    if offset != group.block_bytes:
+    if offset != start + group.block_bytes:
         raise InvalidTiers(
-            f"group {group.name!r}: its tensors have {offset} bytes a block, {group.block_bytes} declared"
+            f"group {group.name!r}: its tensors have {offset - start} bytes a block, {group.block_bytes} declared"
         )
     return spans

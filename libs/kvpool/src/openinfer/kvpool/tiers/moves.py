@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from openinfer.tensor import Event
-
 from ..loading import Load, Piece
 from .host import Slot
+from .mover import Ticket
 from .stats import LoadTime
 
 
 @dataclass(slots=True, eq=False)
 class Copies:
-    """Copies on a stream, and the slots that they use until `event`."""
+    """A batch of copies, and the slots that they use until it has ended."""
 
-    event: Event
+    ticket: Ticket
     slots: list[Slot]
 
 

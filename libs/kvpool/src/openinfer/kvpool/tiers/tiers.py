@@ -1,19 +1,20 @@
 """Tiers: the loader and saver of a pool, over host memory and a disk.
 
-Copies run on two streams of their own. A block is copied out when the pool evicts it, and the stream of the steps waits
-for that copy on the device; so the step that overwrites the block runs after it, and the host waits for nothing. The
-copies overlap with the step that is in flight. A load takes blocks that no step uses; its lease comes back when the
-copies have ended.
+Copies run on two streams of their own (`mover`). A block is copied out when the pool evicts it, and the stream of the
+steps waits for that copy on the device. So the step that overwrites the block runs after it, and the host waits for
+nothing. The copies overlap with the step that is in flight. A load takes blocks that no step uses; its lease comes back
+when the copies have ended.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from openinfer.tensor import Event, Stream, Tensor
+from openinfer.tensor import Stream, Tensor
 
 from ..events import BlockRemoved, BlockStored
 from ..eviction import Eviction, Lru
@@ -23,6 +24,7 @@ from ..pool import Pool
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
+from .mover import Copy, Mover, Others
 from .moves import Copies, Loading
 from .peers import Sharing
 from .stats import LoadTime, TierStats
@@ -44,7 +46,7 @@ class Tiers:
     disk: a tier behind it, which this object closes; records then go on to the disk, and survive a restart. events:
     keep events for `take_events`, which the caller must call then. load_timeout_s: a load that waits longer for the
     disk or a peer fails, and its tokens are computed. sharing: other engines that blocks come from and go to, which
-    this object opens and closes.
+    this object opens and closes. parts: of a record; `groups` have the bytes of all, and each rank copies one.
 
     Before `attach` nothing is saved or loaded. Raises InvalidTiers for too little memory.
     """
@@ -59,6 +61,7 @@ class Tiers:
         events: bool = False,
         load_timeout_s: float = 5.0,
         sharing: Sharing | None = None,
+        parts: int = 1,
     ) -> None:
         self.groups, self.stats = tuple(groups), TierStats()
         self._host, self._disk = HostMemory(groups, host_bytes, eviction), disk
@@ -66,28 +69,32 @@ class Tiers:
         self.sharing, self._peers = sharing, sharing.peers if sharing is not None else None
         self._expected: list[Slot] = []  # of the load that is about to begin
         self._events: list[BlockStored | BlockRemoved] | None = [] if events else None
-        self._layout: Layout | None = None
+        self._parts = parts
+        self._mover: Mover | None = None
         self._saves: deque[Copies] = deque()
         self._loads: list[Loading] = []
-        self._marks: list[Event] = []  # not in use
         self.load_times: deque[LoadTime] = deque(maxlen=LOADS_KEPT)
         """The last loads that have ended. The caller takes them out."""
         self._behind = False  # a load has timed out, and the disk has read nothing since
 
-    def attach(self, cache: Sequence[Sequence[Tensor]], stream: Stream) -> None:
-        """Begin to work. cache: see Layout. stream: the one that steps run on. Host memory is locked in a thread from
-        now on; the tier grows with it. Raises InvalidTiers."""
-        self._layout = Layout(self.groups, cache)
-        self._steps = stream
-        self._out, self._in = Stream(stream.device), Stream(stream.device)
-        self._saved = Event(stream.device)  # all saves so far
-        if self.sharing is None:
-            self._host.grow(stream.device)
-        else:
-            self._host.grow(stream.device, self.sharing.register)
+    def attach(self, cache: Sequence[Sequence[Tensor]], stream: Stream, others: Others | None = None) -> None:
+        """Begin to work. cache: see Layout. stream: the one that steps run on. others: ranks that have parts of the
+        cache too. Host memory is locked in a thread from now on; the tier grows with it. Raises InvalidTiers."""
+        own = [
+            dataclasses.replace(group, block_bytes=group.block_bytes // self._parts) for group in self.groups
+        ]
+        self._mover = Mover(Layout(own, cache), stream, others)
+        register = None if self.sharing is None else self.sharing.register
+        self._host.grow(stream.device, register, None if others is None else others.shared.records)
+        if self.sharing is not None:
             self.sharing.open(self._host)
         if self._disk is not None:
             self._disk.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that the tier will have."""
+        return self._host.nbytes
 
     @property
     def host_bytes(self) -> int:
@@ -108,10 +115,10 @@ class Tiers:
 
     def save(self, group: int, names: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy blocks that leave the pool. See Saver."""
-        if self._layout is None:
+        if self._mover is None:
             return
         self._collect(0.0)
-        slots = []
+        slots, copies = [], []
         for name, block in zip(names, blocks, strict=True):
             slot = self._host.find(group, name)
             if slot is not None:
@@ -121,14 +128,12 @@ class Tiers:
             if slot is None:
                 self.stats.dropped += 1
                 continue
-            self._layout.copy(self._out, group, block, slot.ptr, "d2h")
+            copies.append(Copy(group, block, slot.ptr))
             self._host.fill(slot)
             slots.append(slot)
         self._tell_removed(self._host.evicted, "CPU")
         if slots:
-            self._saved.record(self._out)
-            self._steps.wait(self._saved)
-            self._saves.append(Copies(self._mark(self._out), slots))
+            self._saves.append(Copies(self._mover.copy("d2h", copies), slots))
             self.stats.saved += len(slots)
             self._tell(BlockStored([s.name for s in slots], None, [], self.groups[group].block_size,
                                    medium="CPU", group_idx=group))  # fmt: skip
@@ -137,7 +142,7 @@ class Tiers:
         """Write the cached blocks of a pool to the disk, for at most this time. For the end of an engine: a restart
         then finds them too."""
         until, disk = time.monotonic() + seconds, self._disk
-        if disk is None or self._layout is None:
+        if disk is None or self._mover is None:
             return
         for group in range(len(self.groups)):
             for name, block in pool.cached(group):
@@ -155,9 +160,12 @@ class Tiers:
 
     def settle(self) -> None:
         """Wait for the copies under way, so that the memory of the blocks can go. No load may be under way."""
-        if self._layout is not None:
-            self._out.synchronize()
-            self._collect(0.0)
+        if self._mover is None:
+            return
+        self._mover.synchronize()
+        self._collect(0.0)
+        while self._saves:  # until other ranks have made theirs
+            self._collect(_TICK_S)
 
     def _backlog(self, group: int) -> int:
         """Records that may wait for the disk: half of a group's, and no more than BACKLOG_BYTES."""
@@ -180,7 +188,7 @@ class Tiers:
 
     def holds(self, group: int, names: Sequence[bytes]) -> Sequence[bool]:
         """Which blocks are in host memory or on the disk, or have been promised by a peer."""
-        if self._layout is None or not self._host.has_room:
+        if self._mover is None or not self._host.has_room:
             return [False] * len(names)
         self._collect(0.0)
         find = self._host.find
@@ -230,8 +238,8 @@ class Tiers:
     def _advance(self, loading: Loading) -> None:
         """Start the copies of the pieces that are in host memory, and the reads of the others."""
         slots: list[Slot] = []
-        waiting = []
-        layout = self._layout
+        copies: list[Copy] = []
+        waiting, mover = [], self._mover
         late = time.monotonic() > loading.deadline
         for piece in loading.waiting:
             slot = self._host.find(piece.group, piece.name)
@@ -245,18 +253,14 @@ class Tiers:
                 source.read(slot)
                 loading.from_disk += source is self._disk
                 loading.from_peer += source is self._peers
-            if slot is None or layout is None or (late and not slot.readable):
+            if slot is None or mover is None or (late and not slot.readable):
                 loading.load.failed.add(piece)
                 self.stats.failed += 1
             elif not slot.readable:
                 waiting.append(piece)
             else:
-                if not slots:
-                    self._in.wait(
-                        self._saved
-                    )  # the block's last content, and maybe the record, are on their way out
                 self._host.use(slot)
-                layout.copy(self._in, piece.group, piece.block, slot.ptr, "h2d")
+                copies.append(Copy(piece.group, piece.block, slot.ptr))
                 slots.append(slot)
         if late and loading.waiting and self._disk is not None and not self._behind:
             self._behind = True
@@ -265,10 +269,12 @@ class Tiers:
                 self._load_timeout_s,
             )
         loading.waiting = waiting
+        if mover is None:
+            return
         if slots:
-            loading.copies.append(Copies(self._mark(self._in), slots))
+            loading.copies.append(Copies(mover.copy("h2d", copies), slots))
             self.stats.from_host += len(slots)
-        while loading.copies and loading.copies[0].event.query():
+        while loading.copies and mover.ended(loading.copies[0].ticket):
             self._end(loading.copies.pop(0))
 
     # -- both --
@@ -276,7 +282,7 @@ class Tiers:
     def _collect(self, wait_s: float) -> None:
         """Take note of copies, reads and writes that have ended. Waits up to wait_s seconds for a read or write."""
         self._tell_removed(self._host.evicted, "CPU")  # before the same blocks may come again
-        while self._saves and self._saves[0].event.query():
+        while self._saves and self._mover is not None and self._mover.ended(self._saves[0].ticket):
             self._end(self._saves.popleft())
         if self._peers is not None:
             for slot, _, problem in self._peers.done(0.0 if self._disk is not None else wait_s):
@@ -317,7 +323,6 @@ class Tiers:
 
     def _end(self, copies: Copies) -> None:
         """Copies have ended: give back their slots, or write them to the disk."""
-        self._marks.append(copies.event)
         for slot in copies.slots:
             slot.whole = slot.readable
             if not self._write(slot):
@@ -332,11 +337,6 @@ class Tiers:
             self.stats.not_written += 1
             return False
         return disk.write(slot)
-
-    def _mark(self, stream: Stream) -> Event:
-        event = self._marks.pop() if self._marks else Event(stream.device)
-        event.record(stream)
-        return event
 
     # -- events --
 
@@ -370,18 +370,22 @@ class Tiers:
             self._tell(BlockRemoved([name], medium=medium, group_idx=group))
         gone.clear()
 
-    def close(self) -> None:
-        """Wait for the copies and the writes under way, and give everything back."""
-        if self._layout is None:
+    def close(self, *, lost: bool = False) -> None:
+        """Wait for the copies and the writes under way, and give everything back. lost: a rank is gone, so its copies
+        never end; what they were for is dropped."""
+        if self._mover is None:
             return
-        for stream in (self._out, self._in):
-            stream.close()
+        if not lost:
+            self.settle()
+            for loading in self._loads:
+                for copies in loading.copies:
+                    while not self._mover.ended(copies.ticket):
+                        time.sleep(_TICK_S)
         if self.sharing is not None:
             self.sharing.close()
         self._collect(0.0)
         if self._disk is not None:
             self._disk.close()
-        for event in (*self._marks, self._saved):
-            event.close()
+        self._mover.close()
         self._host.close()
-        self._layout = None
+        self._mover = None

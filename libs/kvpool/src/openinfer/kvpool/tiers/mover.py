@@ -1,0 +1,197 @@
+"""Mover: copies between blocks and records, on two streams of their own, for one rank or several.
+
+With several ranks a record has a part from each, in memory that all their processes map. The first rank keeps the books
+and tells the others what to copy; a batch of copies has ended when all ranks have done theirs.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from openinfer.tensor import Device, Event, PinnedBuffer, Stream, TensorError
+
+from .layout import ALIGNMENT, Layout
+
+Kind = Literal["d2h", "h2d"]
+
+_LINE = 8
+"""Counters of 8 bytes from one rank's to the next: a cache line each."""
+_PIECE_BYTES = 64 << 20
+
+
+class Copy(NamedTuple):
+    """A block of a group, and the address of its record."""
+
+    group: int
+    block: int
+    record: int
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A batch of copies under way. number: of the batch, from 1 on."""
+
+    event: Event
+    number: int
+
+
+class SharedRecords:
+    """Memory for records that the processes of `ranks` ranks map, behind a descriptor (os.memfd_create), which stays
+    open. `done`: the batches that each rank has done."""
+
+    def __init__(self, file: int, ranks: int, nbytes: int) -> None:
+        os.ftruncate(file, ALIGNMENT + nbytes)  # the second process' call changes nothing
+        self._memory = np.frombuffer(mmap.mmap(file, ALIGNMENT + nbytes), np.uint8)
+        self.done = self._memory[:ALIGNMENT].view(np.int64)[: ranks * _LINE : _LINE]
+        self.records = self._memory[ALIGNMENT:]
+
+    @property
+    def ptr(self) -> int:
+        """The address of the records in this process, a multiple of 4,096."""
+        return int(self.records.ctypes.data)
+
+
+class Others:
+    """The ranks after the first. tell: gives them the kind of a batch and its copies, as lists of group, block and
+    place in the records; it raises RankLost where one is gone."""
+
+    def __init__(self, shared: SharedRecords, tell: Callable[[str, list[list[int]]], None]) -> None:
+        self.shared, self._tell = shared, tell
+
+    def tell(self, kind: Kind, copies: Sequence[Copy]) -> None:
+        """They make these copies too."""
+        start = self.shared.ptr
+        self._tell(kind, [[group, block, record - start] for group, block, record in copies])
+
+    @property
+    def done(self) -> int:
+        """Batches that all of them have done."""
+        return int(self.shared.done[1:].min())
+
+
+class Mover:
+    """Copies of one rank. steps: the stream of the steps.
+
+    A copy from a block waits for nothing, and the stream of the steps waits for it. A copy to a block waits for the
+    copies from blocks before it. `others`: of the first rank of several. after_steps: copies wait for the steps before
+    them. A later rank needs that, because its steps may end after those of the first.
+    """
+
+    def __init__(
+        self, layout: Layout, steps: Stream, others: Others | None = None, *, after_steps: bool = False
+    ) -> None:
+        self._layout, self._steps, self._others = layout, steps, others
+        self._out, self._in = Stream(steps.device), Stream(steps.device)
+        self._saved = Event(steps.device)  # all copies from blocks so far
+        self._stepped = Event(steps.device) if after_steps else None
+        self._idle: list[Event] = []
+        self._number = 0
+
+    def copy(self, kind: Kind, copies: Sequence[Copy]) -> Ticket:
+        """Begin a batch of copies: "d2h" from blocks to records, "h2d" from records to blocks."""
+        stream = self._out if kind == "d2h" else self._in
+        if self._stepped is not None:
+            self._stepped.record(self._steps)
+            stream.wait(self._stepped)
+        if kind == "h2d":
+            self._in.wait(self._saved)
+        for group, block, record in copies:
+            self._layout.copy(stream, group, block, record, kind)
+        if kind == "d2h":
+            self._saved.record(self._out)
+            self._steps.wait(self._saved)
+        if self._others is not None:
+            self._others.tell(kind, copies)
+        self._number += 1
+        event = self._idle.pop() if self._idle else Event(stream.device)
+        event.record(stream)
+        return Ticket(event, self._number)
+
+    def ended(self, ticket: Ticket) -> bool:
+        """Whether a batch has ended. Ask no more once it has."""
+        if not ticket.event.query() or (self._others is not None and self._others.done < ticket.number):
+            return False
+        self._idle.append(ticket.event)
+        return True
+
+    def wait(self, ticket: Ticket) -> None:
+        """Wait for this rank's copies of a batch. From any thread."""
+        ticket.event.synchronize()
+        self._idle.append(ticket.event)
+
+    def synchronize(self) -> None:
+        """Wait for this rank's copies."""
+        for stream in (self._out, self._in):
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Wait for this rank's copies and give everything back. Tickets are void."""
+        for stream in (self._out, self._in):
+            stream.close()
+        for event in (*self._idle, self._saved, *([self._stepped] if self._stepped else [])):
+            event.close()
+
+
+class Copier:
+    """The copies of rank `rank` above 0, which the first rank tells it. layout: of its part of the records. saves: its
+    blocks are copied to records too; False: all ranks hold the cache alike, and the records are the first rank's.
+
+    A thread locks the memory for the device. Copies before that are right and slow. Another one counts the batches
+    that have ended.
+    """
+
+    def __init__(
+        self, layout: Layout, steps: Stream, shared: SharedRecords, rank: int, *, saves: bool
+    ) -> None:
+        self._mover, self._shared, self._rank = Mover(layout, steps, after_steps=True), shared, rank
+        self._saves = saves
+        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._count, args=(steps.device,), name="kv-offload-copies", daemon=True),
+            threading.Thread(target=self._lock, args=(steps.device,), name="kv-offload-memory", daemon=True),
+        ]
+        self._locked: list[PinnedBuffer] = []
+        for thread in self._threads:
+            thread.start()
+
+    def copy(self, kind: Kind, copies: Sequence[Sequence[int]]) -> None:
+        """Make a batch of copies, as Others tells them."""
+        start = self._shared.ptr
+        mine = copies if self._saves or kind == "h2d" else ()
+        found = [Copy(group, block, start + place) for group, block, place in mine]
+        self._tickets.put(self._mover.copy(kind, found))
+
+    def _count(self, device: Device) -> None:
+        device.activate()
+        while (ticket := self._tickets.get()) is not None:
+            self._mover.wait(ticket)
+            self._shared.done[self._rank] += 1
+
+    def _lock(self, device: Device) -> None:
+        records = self._shared.records
+        for start in range(0, len(records), _PIECE_BYTES):
+            if self._stop.is_set():
+                return
+            try:
+                self._locked.append(PinnedBuffer.over(device, records[start : start + _PIECE_BYTES]))
+            except TensorError:
+                return  # the first rank has said so of its own
+
+    def close(self) -> None:
+        """Wait for the copies and end the threads."""
+        self._stop.set()
+        self._tickets.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._mover.close()
+        for buffer in self._locked:
+            buffer.close()
