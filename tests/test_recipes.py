@@ -29,6 +29,12 @@ class TestQwen3(Suite):
 
 
 @pytest.mark.slow  # test_qwen3_goldens has its tokens and logits
+@pytest.mark.slow
+class TestQwen3Fp8Cache(Suite):
+    recipe, checkpoint, compared = QWEN3, FOLDER / "qwen3-tiny", False
+    flags = {"kv_cache_dtype": "fp8"}  # noqa: RUF012
+
+
 class TestQwen3Untied(Suite):
     recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
 
@@ -53,6 +59,12 @@ class TestQwen35(Suite):
     recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-tiny"
     flags = {"snapshot_interval": 64}  # noqa: RUF012
     chunks = (1, 17, 352)
+
+
+@pytest.mark.slow
+class TestQwen35Fp8Cache(Suite):
+    recipe, checkpoint, compared = QWEN3_5, FOLDER / "qwen3_5-tiny", False
+    flags = {"snapshot_interval": 64, "kv_cache_dtype": "fp8"}  # noqa: RUF012
 
 
 class TestQwen35Mixture(Suite):

@@ -105,16 +105,23 @@ TURN = {
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("qwen3_5", 1), ("qwen3_5", 2), ("deepseek_v4", 1), ("deepseek_v4", 2)]
+    ("name", "ranks", "cache"),
+    [
+        ("qwen3_5", 1, "auto"),
+        pytest.param("qwen3_5", 1, "fp8", marks=pytest.mark.slow),
+        ("qwen3_5", 2, "auto"),
+        ("deepseek_v4", 1, "auto"),
+        ("deepseek_v4", 2, "auto"),
+    ],
 )
 def test_drafts_of_the_models_own_layers_change_no_token(
-    session: Callable[..., Any], name: str, ranks: int
+    session: Callable[..., Any], name: str, ranks: int, cache: str
 ) -> None:
     """Greedy and sampled requests, in chunks, with preemption, cached prefixes and prompts that are scored."""
     path = DEMO / name
     tokenizer = Tokenizer.load(path)
     asked = [(tokenizer.encode_short(TURN[name].format(text)), 30, one) for text in TEXTS for one in ASKED]
-    flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+    flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "kv_cache_dtype": cache}
     plain = session(path, max_num_seqs=1, enable_prefix_caching=False, **flags)
     small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS, "tensor_parallel_size": ranks}
     drafted = session(path, speculative_config=MTP, **small, **flags)

@@ -134,6 +134,7 @@ ENGINE = {
         "`--kv-transfer-config`, `--kv-peer`",
         {"kv_transfer_config": TRANSFER, "kv_peer": ["127.0.0.1:1"], "enable_prefix_caching": True},
     ),
+    "FP8 cache": Flag("`--kv-cache-dtype fp8`", {"kv_cache_dtype": "fp8"}),
 }
 SERVER = {
     "several HTTP processes": Flag("`--frontends 2`"),
@@ -155,6 +156,9 @@ REFUSED = {
     ("KV events", "replicas"): "--kv-events-config is not possible with --data-parallel-size",
 }
 """A pair, in the order of the lists, and what is said to it."""
+
+OWN = {"FP8 cache": "the tokens of an engine that has this alone"}
+"""Features that change tokens, and what stays the same with any other."""
 
 MISSING = {("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5"}
 """What one model's engine cannot do."""
@@ -230,7 +234,7 @@ def table() -> str:
         no += [
             f'{model} has it not: "{words}"' for (missing, model), words in MISSING.items() if missing == name
         ]
-        lines.append(f"| {name} | {feature.how} | {'; '.join(no) or 'the same tokens'} |")
+        lines.append(f"| {name} | {feature.how} | {'; '.join(no) or OWN.get(name, 'the same tokens')} |")
     return "\n".join(lines)
 
 

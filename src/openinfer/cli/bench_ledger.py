@@ -60,6 +60,8 @@ def key(op: Op[Any], args: Mapping[str, Any], workload: Workload) -> str:
             "" if args.get("scales") is None else " in int4" if args["weight"].dtype == uint8 else " in fp8"
         )
         parts.append(f"weight{_shape(args['weight'])}" + kind)
+    if args.get("kv_scales") is not None:
+        parts.append("cache in fp8")
     if args.get("window"):
         parts.append(f"window {args['window']}")
     if any(n in args for n in BATCH):

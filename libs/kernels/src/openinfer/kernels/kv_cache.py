@@ -45,7 +45,7 @@ class KvLayout:
         return self.layers * self.layer_bytes
 
     def allocate(self, arena: Arena, stream: Stream, pages: int) -> KvCache:
-        """A cache of `pages` pages. On a GPU it is zeroed; elsewhere an arena's memory is zero already."""
+        """A cache of `pages` pages. On a GPU it is zeroed, because kernels may multiply by zero what no token wrote."""
         cache = self._views(arena, pages)
         if arena.device.kind == "cuda":
             cache.clear(stream)

@@ -86,10 +86,7 @@ def _reference(
         first = int(seq_lens[slot])
         length = first + end - start
         pages = block_tables[slot, : -(-length // page_size)]
-        keys, values = (
-            _cached(kv, kv_scales, pages, part).transpose(1, 0, 2, 3).reshape(kv_heads, -1, dim)[:, :length]
-            for part in range(2)
-        )
+        keys, values = (_cached(kv, kv_scales, pages, part, length) for part in range(2))
         for token in range(start, end):  # one query at a time: the result must not depend on the chunk
             position = first + token - start
             low = max(0, position + 1 - window) if window else 0
@@ -101,11 +98,15 @@ def _reference(
             out[token] = (np.matmul(weights, values[:, low : position + 1]) / total).reshape(-1)
 
 
-def _cached(kv: Array, kv_scales: Array | None, pages: Array, part: int) -> Array:
-    """Keys (part 0) or values (1) of pages in float32."""
-    if kv_scales is None:
-        return f32(kv[pages, part])
-    return q8_values(kv[pages, part], kv_scales[pages, part])
+def _cached(kv: Array, kv_scales: Array | None, pages: Array, part: int, length: int) -> Array:
+    """Keys (part 0) or values (1) of the first `length` tokens of pages: float32 [G, length, d]."""
+
+    def by_token(array: Array) -> Array:
+        heads_first = array[pages, part].swapaxes(0, 1)
+        return np.asarray(heads_first.reshape(kv.shape[2], -1, *array.shape[4:])[:, :length])
+
+    codes = by_token(kv)
+    return f32(codes) if kv_scales is None else q8_values(codes, by_token(kv_scales))
 
 
 def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
