@@ -39,13 +39,17 @@ def test_steps_that_take_longer_correct_their_shape_first():
     other = costs.decode(1, 0)
     assert 1.5 < other <= 2  # other shapes are expected to be as late
     costs.took(shape, 1e6)
-    assert costs.decode(8, 0) < 22  # one step that was held up counts little
+    assert costs.decode(8, 0) < 19  # one step that was held up counts little
+    for _ in range(5):
+        costs.took(shape, 8.0)
+    assert costs.decode(8, 0) < 8.5
 
 
 def test_without_predictions_a_shape_costs_what_its_steps_took():
     costs = made(predicted=False)
-    assert costs.decode(2, 1) is None
-    costs.took(BUCKETS.choose(4, 2, drafts=1, chunks=False), 0.25)
+    for _ in range(4):  # the first may be held up
+        assert costs.decode(2, 1) is None
+        costs.took(BUCKETS.choose(4, 2, drafts=1, chunks=False), 0.25)
     assert costs.decode(2, 1) == 0.25
     assert costs.decode(2, 0) is None
 

@@ -51,7 +51,7 @@ def test_proposals_stand_by_position(rows):
     width = rows["drafts"].shape[1]
     assert width > 2 * 2 + 1
     for position in (0, width - 2, 5 * width - 1):
-        write_drafts(rows, 3, position, [11, 12, 13, 14, 15])
+        write_drafts(rows, [(3, position, [11, 12, 13, 14, 15])])
         upload()
         found = rows["drafts"].numpy()[3, np.arange(position, position + 5) % width]
         assert found.tolist() == [11, 12, 13, 14, 15]
@@ -127,15 +127,17 @@ def test_drafts_that_do_not_pay_are_left_out():
     """Layers draft for the step after the next, so a change of mind comes a step late."""
     costs = SimpleNamespace(decode=lambda rows, drafts: 1.0 + 0.5 * drafts)
     drafting, seq = Drafting(BUCKETS, None, costs), seq_of([1, 2, 3])
-    assert drafting.num_drafts(view_of(seq)) == {seq: 3}
-    assert drafting.places == 1
+    assert drafting.launched() == 3  # the first chunk of a prompt
+    for _ in range(2):  # asked again, because the step could not be launched
+        assert drafting.num_drafts(view_of(seq)) == {seq: 3}
+    assert drafting.launched() == 1
     for _ in range(100):
-        drafting.saw(3, 0)
+        drafting.saw({(3, 0): 1})
     assert drafting.num_drafts(view_of(seq)) == {seq: 1}
-    assert drafting.places == 0
-    found = [drafting.num_drafts(view_of(seq)).get(seq, 0) for _ in range(64)]
+    assert drafting.launched() == 0
+    found = [(drafting.num_drafts(view_of(seq)).get(seq, 0), drafting.launched())[0] for _ in range(64)]
     assert sum(found) == 2  # tried now and then, a step after the layers have drafted
     asked = Drafting(BUCKETS, lambda: pytest.fail("a drafter is asked"), costs)
     for _ in range(100):
-        asked.saw(3, 0)
+        asked.saw({(3, 0): 1})
     assert asked.num_drafts(view_of(seq_of([1, 2, 3]))) == {}

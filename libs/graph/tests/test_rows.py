@@ -228,3 +228,18 @@ def test_deltas_arrive_on_a_gpu(gpu: Device) -> None:
         assert not rows["lengths"].numpy().any()
         assert rows["lengths"].dtype == int32
         rows.close()
+
+
+def test_words_anywhere_are_sent_where_they_differ(rows: Rows, stream: Stream) -> None:
+    rows.scatter("tables", [0, 7, 44], [3, 4, 5])
+    assert upload(rows, stream) == [3]
+    rows.scatter("tables", [7, 8], [4, 6])
+    assert upload(rows, stream) == [1]
+    found = rows["tables"].numpy().reshape(-1)
+    assert (found[[0, 7, 8, 44]] == [3, 4, 6, 5]).all()
+    assert rows.held("tables", 1).tolist() == [0, 0, 4, 6, 0]
+    assert (rows.width("tables"), rows.width("lengths")) == (5, 1)
+    rows.scatter("state", [2], [0])
+    assert upload(rows, stream) == [1]  # kernels write it too
+    with pytest.raises(FieldError, match="not all in"):
+        rows.scatter("tables", [45], [1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -40,8 +41,7 @@ def speed(
         chance = texts[step * len(texts) // steps]
         level = worth.choose([available] * rows, rows, lambda drafts: cost(rows, drafts))
         if late is not None:
-            for counts in late[0]:
-                worth.saw(*counts)
+            worth.saw(Counter(late[0]))
             worth.spent(rows, sum(accepted for _, accepted in late[0]), late[1], cost(rows, 0))
         taken = min(level, available)
         found = []
@@ -94,7 +94,7 @@ def test_a_step_of_an_unknown_cost_is_tried_once_the_plain_one_is_known() -> Non
 def test_a_chance_is_of_drafts_that_follow_accepted_ones() -> None:
     worth = Worth((3,))
     for _ in range(100):
-        worth.saw(3, 1)
+        worth.saw({(3, 1): 1})
     first, second, third = worth.chances
     assert first > 0.95
     assert second < 0.05

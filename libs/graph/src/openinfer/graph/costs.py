@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 
-WEIGHT = 1 / 8
-"""The weight of the newest step in a shape's average."""
+SLOWER, FASTER = 1 / 16, 1 / 2
+"""The weight of a step in its shape's average. A slow one counts less, because it was perhaps held up: a shape that
+looks slow by chance would not be taken again."""
 MOST = 3.0
-"""A step counts as at most this many times the average: what held it up is not its shape."""
+"""A step counts as at most this many times the average."""
+TRIED = 4
+"""Steps of a shape before its cost is known, where nothing is predicted."""
 FRESH = 1 / 32
 """A prediction is used again while the number of cached tokens has changed by no more than this part."""
 
@@ -28,6 +32,7 @@ class StepCosts:
     _averages: dict[Shape, float] = field(
         default_factory=dict
     )  # ratios, or seconds where nothing is predicted
+    _steps: Counter[Shape] = field(default_factory=Counter)
     _ratio: float = 1.0  # of all shapes
     _predicted: dict[Shape, tuple[int, float]] = field(default_factory=dict)  # cached tokens, and seconds
 
@@ -40,7 +45,7 @@ class StepCosts:
         """Seconds of a step of a shape with the present cached tokens; None: not known yet."""
         predicted, average = self._prediction(shape), self._averages.get(shape)
         if predicted is None:
-            return average
+            return average if self._steps[shape] >= TRIED else None
         return predicted * (self._ratio if average is None else average)
 
     def took(self, shape: Shape, seconds: float) -> None:
@@ -48,9 +53,9 @@ class StepCosts:
         predicted = self._prediction(shape)
         value = seconds if predicted is None else seconds / predicted
         if predicted is not None:
-            self._ratio += (min(value, MOST * self._ratio) - self._ratio) * WEIGHT
-        before = self._averages.get(shape, value)
-        self._averages[shape] = before + (min(value, MOST * before) - before) * WEIGHT
+            self._ratio = _moved(self._ratio, value)
+        self._averages[shape] = _moved(self._averages.get(shape, value), value)
+        self._steps[shape] += 1
 
     def _prediction(self, shape: Shape) -> float | None:
         prediction = self.pace.predictions.get(shape)
@@ -62,3 +67,8 @@ class StepCosts:
             queries = (1 + shape.drafts) if shape.longest == 1 + shape.drafts else 1
             known = self._predicted[shape] = kv_tokens, prediction.seconds(kv_tokens, kv_tokens * queries)
         return known[1]
+
+
+def _moved(average: float, value: float) -> float:
+    weight = FASTER if value < average else SLOWER
+    return average + (min(value, MOST * average) - average) * weight

@@ -131,6 +131,27 @@ class Rows:
             self._mirror[at] = array
             self._dirty_ranges.append(changed)
 
+    def width(self, name: str) -> int:
+        """Words of an entry of the first axis."""
+        return self._field(name)[2]
+
+    def scatter(self, name: str, places: Sequence[int], values: Sequence[int]) -> None:
+        """Change words of a field anywhere: places count from the field's start, none twice. Raises FieldError for a
+        place outside."""
+        field, start, width = self._field(name)
+        at, array = np.array(places, np.int64), np.array(values, np.int32)
+        if len(at) and not 0 <= at.min() <= at.max() < field.shape[0] * width:
+            raise FieldError(
+                f"places {at.min()} to {at.max()} are not all in {name!r} of shape {field.shape}"
+            )
+        at += start
+        if not field.device_written:
+            changed = self._mirror[at] != array
+            at, array = at[changed], array[changed]
+        if len(at):
+            self._mirror[at] = array
+            self._dirty_ranges.append(at)
+
     def uploads(self, stream: Stream) -> Iterator[Delta]:
         """Send the pending changes in as many deltas as their number needs (none, if nothing changed). Each is yielded
         when it is on its way to `writes`, and the caller scatters it before asking for the next."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .errors import InvalidSetup
 
@@ -16,6 +16,8 @@ LOSS = 0.02
 """The part of the time that drafts may lose."""
 STEPS = 1024
 """Steps over which losses are counted."""
+LEAST = 0.25
+"""A draft that is accepted less often is left out: its gain is lost in the noise of the costs."""
 ADVANCE = 150
 """Steps of time that losses may draw on at the start."""
 
@@ -72,15 +74,21 @@ class Worth:
         found, chance = 0.0, 1.0
         for place in range(level):
             chance *= self._chances[place]
+            if chance < LEAST:
+                break
             found += chance * sum(count > place for count in available)
         return found
 
-    def saw(self, num_drafts: int, accepted: int) -> None:
-        """A row had drafts. Only those count that follow accepted ones."""
-        for place in range(min(num_drafts, accepted + 1, len(self._chances))):
-            self._tried[place] += 1
-            weight = 1 / min(self._tried[place] + 1, REMEMBERED)
-            self._chances[place] += ((place < accepted) - self._chances[place]) * weight
+    def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
+        """Rows had drafts. counts: the number of rows by (drafts, accepted ones). A draft counts if it followed
+        accepted ones only."""
+        for place in range(len(self._chances)):
+            tried = sum(rows for (drafts, right), rows in counts.items() if place < drafts and place <= right)
+            if tried:
+                accepted = sum(rows for (_, right), rows in counts.items() if place < right)
+                self._tried[place] += tried
+                weight = tried / max(tried, min(self._tried[place] + 1, REMEMBERED))
+                self._chances[place] += (accepted / tried - self._chances[place]) * weight
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float) -> None:
         """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts."""

@@ -45,8 +45,9 @@ def put_drafted(outputs: StepOutputs, event: Tokens[Sampling, Payload], payload:
         for position, seq in event.emitting()
         for place in range(event.num_tokens(position))
     ]
+    token_ids = payload.token_ids.tolist()
     for place, position, seq in places:
-        token = int(payload.token_ids[place, position])
+        token = token_ids[place][position]
         seq.tokens.append(token)
         outputs.request_ids.append(seq.id)
         outputs.token_ids.append(token)

@@ -53,7 +53,9 @@ class Drafting:
     costs: StepCosts | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
     places: int = field(init=False)
-    """Drafts that layers of the model make of a row after this step, for the next one."""
+    """Drafts that layers of the model make of a row after the next step."""
+    made: int = 0
+    """Drafts that they made after the last step that was launched."""
     worth: Worth = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,21 +66,24 @@ class Drafting:
         """The most drafts of a row."""
         return self.buckets.max_drafts
 
-    def saw(self, num_drafts: int, accepted: int) -> None:
-        """A row with drafts has been read."""
-        self.counts.add(num_drafts, accepted)
-        self.worth.saw(num_drafts, accepted)
+    def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
+        """A step with drafts has been read. counts: the number of rows by (drafts, accepted ones)."""
+        for (num_drafts, accepted), rows in counts.items():
+            self.counts.add(num_drafts, accepted, rows)
+        self.worth.saw(counts)
+
+    def launched(self) -> int:
+        """A step is launched. The drafts that layers of the model make after it."""
+        self.made = self.places
+        return self.made
 
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation."""
         rows = len(view.decoding)
         if self.make_drafter is None:
-            made, self.places = (
-                self.places,
-                self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows)),
-            )
-            found = {seq: self._available(seq, made) for seq in view.decoding}
-            return self._fitting(found, rows, made)  # the choice of the step before
+            self.places = self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows))
+            found = {seq: self._available(seq, self.made) for seq in view.decoding}
+            return self._fitting(found, rows, self.made)
         if not self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows)):
             return {}  # no drafter is asked
         found = {seq: self._available(seq, self.max_drafts) for seq in view.decoding}
@@ -118,7 +123,5 @@ class Drafting:
 
     def write(self, rows: Rows, step: Step[Sampling]) -> None:
         """Write the proposals of the step's rows with drafts."""
-        for seq in step.drafts:
-            proposal = seq.owner.proposal
-            if proposal is not None and proposal.tokens:
-                write_drafts(rows, seq.slot, proposal.position, proposal.tokens)
+        made = [(seq.slot, seq.owner.proposal) for seq in step.drafts]
+        write_drafts(rows, [(slot, one.position, one.tokens) for slot, one in made if one and one.tokens])

@@ -83,7 +83,7 @@ class Masking:
         masks, checked = self.masks.look_ahead(constraint, mask, drafts)
         for place, (draft, other) in enumerate(zip(drafts, checked, strict=True)):
             if draft != other:
-                rows.write("drafts", slot, [other], offset=(position + place) % rows["drafts"].shape[1])
+                rows.write("drafts", slot, [other], offset=(position + place) % rows.width("drafts"))
                 break
             rows.write(masks_after(place + 1), slot, masks[place])
 

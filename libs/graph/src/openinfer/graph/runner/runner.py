@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -178,7 +179,7 @@ class Runner:
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
         self.replay(("forward", self._shape))
-        places = self.drafting.places if self.drafting is not None else 0
+        places = self.drafting.launched() if self.drafting is not None else 0
         asked = self._constrained, self._wants_logprobs, self._shares
         self._launched.append(_Launched(step, self._shape, *asked, places, self._spent(step)))
         if waits:
@@ -278,14 +279,16 @@ class Runner:
 
     def _drafted(self, step: Step[Sampling], result: Array) -> dict[int, int]:
         """StepResult.advanced of a step with drafts."""
-        advanced = {}
+        advanced: dict[int, int] = {}
+        counts: Counter[tuple[int, int]] = Counter()
         for seq, num_drafts, num_tokens in read_verified(step, result):
             seq.owner.drafted.add(num_drafts, num_tokens - 1)
-            if self.drafting is not None:
-                self.drafting.saw(num_drafts, num_tokens - 1)
+            counts[num_drafts, num_tokens - 1] += 1
             if num_tokens <= num_drafts:
                 advanced[seq.slot] = num_tokens
                 self.pace.fall_short(seq.slot, 1 + num_drafts - num_tokens)
+        if self.drafting is not None:
+            self.drafting.saw(counts)
         return advanced
 
     def _book(self, launched: _Launched, drafting: Drafting) -> None:

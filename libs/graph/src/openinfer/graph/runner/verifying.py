@@ -94,14 +94,17 @@ def write_following(rows: Rows, num_rows: int, step: Step[Any]) -> None:
     rows.write("following", 0, following)
 
 
-def write_drafts(rows: Rows, slot: int, position: int, tokens: Sequence[int]) -> None:
-    """Propose tokens for a slot's positions from `position` on. There are fewer than the field is wide."""
-    width = rows["drafts"].shape[1]
-    offset = position % width
-    head = tokens[: width - offset]
-    rows.write("drafts", slot, head, offset=offset)
-    if len(head) < len(tokens):
-        rows.write("drafts", slot, tokens[len(head) :])
+def write_drafts(rows: Rows, proposals: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+    """Propose tokens: for each (slot, position, tokens), those of the slot's positions from `position` on. There are
+    fewer of them than the field is wide."""
+    if proposals:
+        width = rows.width("drafts")
+        places = [
+            slot * width + (position + n) % width
+            for slot, position, tokens in proposals
+            for n in range(len(tokens))
+        ]
+        rows.scatter("drafts", places, [token for _, _, tokens in proposals for token in tokens])
 
 
 @dataclass(slots=True)
@@ -114,14 +117,14 @@ class DraftCounts:
     accepted_tokens: int = 0
     by_position: list[int] = field(default_factory=list)
 
-    def add(self, num_drafts: int, accepted: int) -> None:
-        """A row had drafts in a step."""
-        self.drafts += 1
-        self.draft_tokens += num_drafts
-        self.accepted_tokens += accepted
+    def add(self, num_drafts: int, accepted: int, rows: int = 1) -> None:
+        """Some rows had drafts in a step."""
+        self.drafts += rows
+        self.draft_tokens += rows * num_drafts
+        self.accepted_tokens += rows * accepted
         self.by_position += [0] * (num_drafts - len(self.by_position))
         for place in range(accepted):
-            self.by_position[place] += 1
+            self.by_position[place] += rows
 
 
 def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[Seq[Any], int, int]]:

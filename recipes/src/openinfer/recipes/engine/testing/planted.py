@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 
 class Planted:
-    """A scheduler.Drafter. answers: prompts with their outputs; one of four tokens that it proposes is another one."""
+    """A scheduler.Drafter. answers: prompts with their outputs. right: the chance that a token which it proposes is the
+    answer's; else it is another one."""
 
-    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
-        self._answers = answers
+    def __init__(self, answers: Sequence[Sequence[int]], right: float = 0.75) -> None:
+        self._answers, self._right = answers, right
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """The next tokens of the answer that begins with these tokens, some of them changed."""
@@ -20,4 +21,4 @@ class Planted:
             (list(answer[length:]) for answer in self._answers if list(answer[:length]) == known), []
         )
         rng = random.Random(length)
-        return [token if rng.random() < 0.75 else token ^ 1 for token in right[:count]]
+        return [token if rng.random() < self._right else token ^ 1 for token in right[:count]]
