@@ -53,6 +53,10 @@ def folders_of(folder: Path, recipe: Any, config: Any, form: str, packs: Any) ->
     packed: dict[str, Any] = {}
     same = dict(weights)
     for name, weight in weights.items():
+        if ".experts." in name:
+            same[name], apart = experts_of(name, weight, form)
+            packed |= apart
+            continue
         if not packs(name):
             packed[name] = weight
             continue
@@ -64,6 +68,24 @@ def folders_of(folder: Path, recipe: Any, config: Any, form: str, packs: Any) ->
         (folder / name / "config.json").write_text(json.dumps(raw))
         write(folder / name / "model.safetensors", tensors)
     return folder / "packed", folder / "same"
+
+
+def experts_of(name: str, weight: Any, form: str) -> tuple[Any, dict[str, Any]]:
+    """The values of all experts in one tensor [E, N, K], and the packed tensors of each, as published."""
+    at, kind = name.rsplit(".", 1)
+    modules = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    found, values = {}, []
+    for expert, one in enumerate(weight):
+        for module, part in zip(modules, np.split(one, len(modules)), strict=True):
+            tensors, meant = P.packed(form, part)
+            values.append(meant)
+            found |= {f"{at}.{expert}.{module}.{key}": value for key, value in tensors.items()}
+    return np.concatenate(values).reshape(weight.shape), found
+
+
+def some(usual: str) -> list[Any]:
+    """All formats; those beside the usual one are slow tests."""
+    return [pytest.param(form, marks=() if form == usual else pytest.mark.slow) for form in P.FORMATS]
 
 
 @pytest.fixture(scope="module", params=P.FORMATS)
@@ -119,20 +141,23 @@ def test_answers_are_those_of_the_dequantised_weights(folders: tuple[Path, Path]
     engine.close()
 
 
+@pytest.mark.parametrize("folders", some("AWQ"), indirect=True)
 def test_ranks_share_codes_and_words(folders: tuple[Path, Path]) -> None:
     packed, same = folders
     got, want = answers(packed, tensor_parallel_size=2), answers(same)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
 
 
+@pytest.mark.parametrize("folders", some("W4A16_ASYM"), indirect=True)
 def test_adapters_and_drafts_go_with_codes(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """On two ranks."""
     packed, same = folders
     with Checkpoint(same) as checkpoint:
         weights = {name: checkpoint.array(name) for name in checkpoint.names}
     write_adapter(weights, tmp_path / "one", 8, 16, ("q_proj", "o_proj", "up_proj", "down_proj"), 0)
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
     found = []
-    for folder, flags in ((packed, {"speculative_config": drafts}), (same, {})):
+    for folder, flags in ((packed, {"speculative_config": drafts, "tensor_parallel_size": 2}), (same, {})):
         lora = {"enable_lora": True, "lora_modules": [f"one={tmp_path / 'one'}"]}
         session = Session(build(RECIPE, folder, **FLAGS, **lora, **flags).engine)
         ids = [session.submit(range(9, 40), 16, ignore_eos=True, adapter=name) for name in ("", "one")]
@@ -228,29 +253,43 @@ def test_int4_takes_about_a_third_of_the_memory() -> None:
     assert 0.36 < sizes["8B-AWQ"] / sizes["8B"] < 0.40
 
 
-HYBRID = {
-    "model_type": "qwen3_5", "tie_word_embeddings": True,
-    "text_config": {
+TEXT = {
         "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "full_attention_interval": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
         "linear_conv_kernel_dim": 4, "intermediate_size": 128, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
         "mtp_num_hidden_layers": 0, "eos_token_id": 511,
+}  # fmt: skip
+HYBRID = {"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": TEXT}
+
+
+MIXTURE = {
+    "model_type": "qwen3_5_moe", "tie_word_embeddings": True,
+    "text_config": {
+        **{key: value for key, value in TEXT.items() if key != "intermediate_size"}, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64,
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", P.FORMATS)
-def test_hybrids_run_codes(form: str, tmp_path: Path) -> None:
-    """Qwen3.5 (dense). Small projections stay plain, as in published checkpoints; so they are a product of their own,
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        pytest.param(config, form, id=f"{kind}-{form}", marks=() if form in usual else pytest.mark.slow)
+        for kind, config, usual in (("dense", HYBRID, ("AWQ",)), ("mixture", MIXTURE, ("GPTQ",)))
+        for form in P.FORMATS
+    ],
+)
+def test_hybrids_run_codes(config: Any, form: str, tmp_path: Path) -> None:
+    """Qwen3.5. Small projections stay plain, as in published checkpoints; so they are a product of their own,
     whose sums have another order."""
 
     def packs(name: str) -> bool:
         small = name.endswith(("in_proj_a.weight", "in_proj_b.weight"))
         return name.endswith(("_proj.weight", "_proj_qkv.weight", "_proj_z.weight")) and not small
 
-    packed, same = folders_of(tmp_path, HYBRID_RECIPE, HYBRID, form, packs)
+    packed, same = folders_of(tmp_path, HYBRID_RECIPE, config, form, packs)
     want = answers(same, recipe=HYBRID_RECIPE)
     for ranks in (1, 2):
         got = answers(packed, recipe=HYBRID_RECIPE, tensor_parallel_size=ranks)
@@ -261,4 +300,5 @@ def test_hybrids_run_codes(form: str, tmp_path: Path) -> None:
     mixers = [layer.mixer for layer in engine.runner.model.weights.layers]
     assert {mixers[0].in_proj.weight.dtype, mixers[1].qkv.weight.dtype} == {uint8}
     assert mixers[0].ba.scales is None
+    assert engine.runner.model.weights.layers[1].mlp.gate_up.weight.dtype == uint8
     engine.close()

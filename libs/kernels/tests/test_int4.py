@@ -12,6 +12,7 @@ from openinfer.kernels import (
     NullPack,
     Target,
     Workload,
+    experts_add,
     gate_up_silu,
     linear_add,
     norm_linear,
@@ -152,3 +153,63 @@ def test_groups_of_another_size_are_refused() -> None:
         ContractError, match=r"8 INT4 groups in 128 columns; a group has one of \(32, 64, 128\)"
     ):
         linear_add(CpuPack(), **tensors)
+
+
+def mixture(tokens: int, count: int, hidden: int, inter: int, group: int, chosen: int = 2) -> dict[str, Any]:
+    """Arguments of experts_add; some choices are no expert."""
+    gate_up = [quantized(2 * inter, hidden, group)[:2] for _ in range(count)]
+    down = [quantized(hidden, inter, group)[:2] for _ in range(count)]
+    ids = np.stack([RNG.permutation(count)[:chosen] for _ in range(tokens)]).astype(np.int32)
+    ids[:: tokens // 2 + 1, 0] = -1
+    return {
+        "x": normal(tokens, hidden), "norm_weight": normal(hidden), "expert_ids": ids,
+        "expert_weights": RNG.uniform(0.1, 1, ids.shape).astype(bfloat16), "eps": 1e-6,
+        "gate_up": np.stack([w for w, _ in gate_up]), "gate_up_scales": np.stack([s for _, s in gate_up]),
+        "down": np.stack([w for w, _ in down]), "down_scales": np.stack([s for _, s in down]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inter", "group"), [(1, 128, 96, 32), (9, 80 + 48, 128, 64), (150, 128, 128, 128)]
+)
+def test_experts_agree_with_the_reference(
+    tokens: int, hidden: int, inter: int, group: int, check_op: Any
+) -> None:
+    """A token, few rows an expert, and more than fill a tile."""
+    check_op(experts_add, {"x": 2 * BF16}, **mixture(tokens, 4, hidden, inter, group))
+
+
+def test_the_reference_of_experts_is_that_of_the_weights_that_are_meant() -> None:
+    args = mixture(5, 3, 64, 32, 32)
+    floats = {
+        n: v.astype(np.float32) if getattr(v, "dtype", None) == bfloat16 else v for n, v in args.items()
+    }
+    meant = dict(floats)
+    for name in ("gate_up", "down"):
+        meant |= {name: int4_values(args[name], args[f"{name}_scales"]), f"{name}_scales": None}
+    want = run_reference(experts_add, meant)["x"]
+    np.testing.assert_array_equal(run_reference(experts_add, floats)["x"], want)
+    swapped = {**floats, "down": args["down"][::-1].copy()}
+    assert error(run_reference(experts_add, swapped)["x"], want) > 0.05  # negative control
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("tokens", [1, 8, 33, 128, 256, 1024])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_kernels_on_a_gpu(op: Any, tokens: int, group: int, check_op_gpu: Any) -> None:
+    check_op_gpu(op, {"x" if op is linear_add else "out": BF16}, **args_of(op, tokens, 1088, 2560, group))
+
+
+@pytest.mark.gpu
+def test_kernels_unpack_exactly_on_a_gpu(check_op_gpu: Any) -> None:
+    for k in (128, 1024):  # in the product, and made bf16
+        weight, words, _ = quantized(80, k, 128)
+        x, h = np.zeros((k, 80), bfloat16), np.eye(k).astype(bfloat16)
+        check_op_gpu(linear_add, {"x": 0.0}, x=x, h=h, weight=weight, scales=words)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+def test_experts_on_a_gpu(tokens: int, check_op_gpu: Any) -> None:
+    check_op_gpu(experts_add, {"x": 2 * BF16}, **mixture(tokens, 8, 512, 256, 128))

@@ -54,13 +54,13 @@ def expect_weight(
 
     Scales are float32 [..., parts * ceil(N / parts / 128), ceil(K / 128)]: the value of a weight is its e4m3 number
     times the scale of the block of 128 x 128 that it is in. `parts`: projections that are stacked in N; blocks begin
-    anew at each. `rows`: scales may also be float32 [..., N, 1], one for each row; or int32, and the weight INT4 in
-    bytes [..., N, K / 2] (openinfer.kernels.int4).
+    anew at each. `rows`: scales may also be float32 [..., N, 1], one for each row. Where scales are int32
+    [..., N, K / G], the weight is INT4 in bytes [..., N, K / 2] (openinfer.kernels.int4).
     """
     if scales is None:
         expect(name, weight, shape, dtype)
         return
-    if rows and is_int4(scales):
+    if is_int4(scales):
         k = shape[-1]
         expect(name, weight, (*shape[:-1], k // 2), uint8)
         group = k // max(1, scales.shape[-1])

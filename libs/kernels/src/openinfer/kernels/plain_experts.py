@@ -1,4 +1,5 @@
-"""The kernels of a mixture of experts whose weights a product takes unchanged: bf16, or float8 with float32 scales.
+"""The kernels of a mixture of experts whose weights a product takes unchanged: bf16, float8 with float32
+scales, or INT4.
 
 The gate is part of the first product, and the experts' weights are part of the last sum.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Aligned, Launch, Scratch, launch, power_of_two
 from openinfer.kernels.mixture import SORT_BLOCK, Pairs
 from openinfer.kernels.target import Target
@@ -85,7 +87,8 @@ class PlainExperts:
 
     def multiply(self, pairs: Pairs) -> Iterator[Launch]:
         """From normed tokens to the results of pairs."""
-        mlp = Scratch((pairs.count, self.down.shape[2]), self.x.dtype)
+        inter = self.gate_up.shape[1] // 2
+        mlp = Scratch((pairs.count, inter), self.x.dtype)
         yield self._product(pairs, self.first, mlp, self.hidden, self.gate_up, self.gate_up_scales)
         yield self._product(pairs, self.second, self.results, mlp, self.down, self.down_scales)
 
@@ -112,6 +115,8 @@ class PlainExperts:
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
         n, k = out.shape[1], x.shape[1]
+        if scales is not None and is_int4(scales):
+            return self._int4(pairs, min(64, tile.bm), out, x, weight, scales)
         return launch(
             _DEVICE,
             "experts_product",
@@ -140,4 +145,34 @@ class PlainExperts:
             },
             num_warps=tile.warps,
             num_stages=tile.stages,
+        )
+
+    def _int4(self, pairs: Pairs, bm: int, out: Scratch, x: Scratch, weight: Tensor, words: Tensor) -> Launch:
+        n, k = out.shape[1], x.shape[1]
+        return launch(
+            "openinfer.kernels.device.int4_experts",
+            "experts_product_int4",
+            (-(-n // 64), pairs.tiles(bm)),
+            {
+                "out": out,
+                "x": x,
+                "weight": weight,
+                "words": words,
+                "order": pairs.order,
+                "starts": pairs.starts,
+                "N": Aligned(n),
+                "K": Aligned(k),
+            },
+            {
+                "CHOSEN": pairs.chosen,
+                "EXPERTS": pairs.experts,
+                "E_BLOCK": power_of_two(pairs.experts),
+                "BM": bm,
+                "BN": 64,
+                "GROUP": k // words.shape[-1],
+                "FIRST": x is self.hidden,
+                "FEW": pairs.few(bm),
+            },
+            num_warps=4,
+            num_stages=3,
         )

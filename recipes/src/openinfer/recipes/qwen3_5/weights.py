@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.kernels import ContractError
 from openinfer.kernels.authoring import SCALE_BLOCK
-from openinfer.kernels.weights import Linear, LinearPlaces, WeightPart, padded
+from openinfer.kernels.weights import Linear, LinearPlaces, Packing, WeightPart, padded
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
@@ -318,9 +318,9 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     count, width, local = experts.count, experts.intermediate_size, experts.local
     router = (WeightPart(at + "gate", count), WeightPart(at + "shared_expert_gate", 1))
     packing = p.form.packing_of(at + "experts.0.gate_proj")
-    if packing is not None and not packing.block_rows:
+    if isinstance(packing, Packing) and packing.by_row:
         raise UnsupportedModel(
-            f"{at}experts: experts take blocks of 128 x 128 of FP8; {packing.kind} by row or group is for dense models"
+            f"{at}experts: FP8 by row is for dense models; experts take blocks of 128 x 128, or INT4"
         )
     gate_up = p.empty((local,), [width, width], hidden, packing, at + "experts")
     down = p.empty((local,), [hidden], width, packing, at + "experts")

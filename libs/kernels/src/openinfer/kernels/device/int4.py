@@ -6,13 +6,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _number(code):
+def number(code):
     """128 + a code 0 to 15, in bfloat16: the code is the lowest bits of the significand of 128."""
     return (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _scale(word):
+def scale_of(word):
     """The scale of a group."""
     return (word & -16).to(tl.float32, bitcast=True)
 
@@ -50,11 +50,11 @@ def project_int4(
     for group in range(first, tl.minimum(first + steps, K // GROUP)):
         codes = tl.load(of_codes + group * (GROUP // 2))
         word = tl.load(of_words + group)
-        zero = _number(word & 15)[:, None]
+        zero = number(word & 15)[:, None]
         low, high = tl.load(of_x + group * GROUP), tl.load(of_x + group * GROUP + 16)
-        total = tl.dot(_number(codes & 15) - zero, low)
-        total = tl.dot(_number(codes >> 4) - zero, high, total)
-        acc += total * _scale(word)[:, None]
+        total = tl.dot(number(codes & 15) - zero, low)
+        total = tl.dot(number(codes >> 4) - zero, high, total)
+        acc += total * scale_of(word)[:, None]
     acc = tl.trans(acc)
     inside = (token < M)[:, None] & (row < N)[None, :]
     place = token.to(tl.int64)[:, None] * N + row[None, :]
@@ -85,7 +85,7 @@ def dequantize_int4(out, weight, words, N, K, BN: tl.constexpr, GROUP: tl.conste
         weight + wide[:, None] * (K // 2) + group * (GROUP // 2) + byte[None, :], mask=inside, other=0
     )
     word = tl.load(words + wide * (K // GROUP) + group, mask=row < N, other=0)
-    zero, scale = (word & 15)[:, None], _scale(word)[:, None]
+    zero, scale = (word & 15)[:, None], scale_of(word)[:, None]
     place = out + wide[:, None] * K + group * GROUP + (byte // 16 * 32 + byte % 16)[None, :]
     for half in tl.static_range(2):
         value = ((codes >> 4 * half & 15).to(tl.int32) - zero).to(tl.float32) * scale

@@ -10,6 +10,7 @@ from openinfer.kernels import mixture
 from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
 from openinfer.kernels.formats import dequantized, halves
+from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.mixture import Pairs
 from openinfer.kernels.op import Cost, Op, Workload
@@ -38,11 +39,11 @@ def _contract(
     expert_ids[t, j] and MLP_e(h) = (silu(h Wg_e^T) * (h Wu_e^T)) Wd_e^T.
 
     x [T, H], expert_weights [T, K] of one float dtype; norm_weight [H] of that dtype or float32 (as in norm_linear).
-    expert_ids int32 [T, K], each in [-1, E): -1 is no expert, and adds nothing. gate_up [E, 2 I, H] (the gate's rows,
-    then the up projection's) and down [E, H, I] of x's dtype, or float8_e4m3fn with scales (contract.expect_weight;
-    gate_up has parts=2). The outputs of both projections are rounded, so are silu(g) and its product with u; the
-    weighted sum over the experts is in float32 and rounded, and added. H and I are multiples of 16. How many rows an
-    expert gets is data: an implementation sorts them on the device.
+    expert_ids int32 [T, K], each in [-1, E): -1 is no expert, and adds nothing. gate_up [E, 2 I, H] has the gate's
+    rows, then the up projection's. gate_up and down [E, H, I] are of x's dtype, or float8_e4m3fn or INT4 with scales
+    (contract.expect_weight; gate_up has parts=2). The outputs of both projections are rounded, so are silu(g) and its
+    product with u; the weighted sum over the experts is in float32 and rounded, and added. H and I are multiples of 16.
+    How many rows an expert gets is data: an implementation sorts them on the device.
 
     With `out` (as x, apart from it) the sum over the experts goes there alone, and x does not change: the sum of one of
     several ranks. `all_experts`: how many all ranks have; the cost takes an even part of the choices to be for these.
@@ -52,8 +53,11 @@ def _contract(
     expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
     expect("expert_ids", expert_ids, (tokens, -1), int32)
     expect("expert_weights", expert_weights, expert_ids.shape, x.dtype)
+    require(
+        len(gate_up.shape) == 3, f"gate_up has shape {gate_up.shape}; it must be [experts, any, {hidden}]"
+    )
     require(len(down.shape) == 3, f"down has shape {down.shape}; it must be [experts, {hidden}, any]")
-    experts, inter = down.shape[0], down.shape[2]
+    experts, inter = down.shape[0], gate_up.shape[-2] // 2
     expect_weight("gate_up", gate_up, gate_up_scales, (experts, 2 * inter, hidden), x.dtype, parts=2)
     expect_weight("down", down, down_scales, (experts, hidden, inter), x.dtype)
     require(hidden % 16 == 0 and inter % 16 == 0, f"down is {down.shape}; its sizes must be multiples of 16")
@@ -114,10 +118,11 @@ def _launches(
     all_experts: int | None = None,
 ) -> Iterator[Command]:
     require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
-    expect_float8(target, gate_up_scales or down_scales)
+    if not is_int4(gate_up_scales):
+        expect_float8(target, gate_up_scales or down_scales)
     hidden = Scratch(x.shape, x.dtype)
     yield norm(hidden, x, norm_weight, eps)
-    experts, width, inter = down.shape
+    experts, width, inter = *down.shape[:2], gate_up.shape[1] // 2
     pairs = Pairs.of(expert_ids, experts)
     kernels = PlainExperts(
         x if out is None else out, hidden, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales,
@@ -143,7 +148,7 @@ def _cost(
     out: Tensor | None = None,
     all_experts: int | None = None,
 ) -> Cost:
-    experts, hidden, inter = down.shape
+    experts, hidden, inter = *down.shape[:2], gate_up.shape[1] // 2
     tokens, chosen = workload.tokens, expert_ids.shape[1]
     every = all_experts or experts
     weights = mixture.weight_bytes(tokens, chosen, every, gate_up, down, gate_up_scales, down_scales)
