@@ -57,8 +57,12 @@ def prompts(count: int, length: int = 150) -> list[list[int]]:
 
 def spoiled(engine: Engine) -> None:
     """Each head of the cache gets the scales of another one."""
-    scales = engine.runner.model.kv.scales.numpy()
-    scales[...] = np.roll(scales, 1, axis=3)
+    cache = engine.runner.model.kv
+    pages, scales = cache.pages.numpy(), cache.scales
+    inside = np.frombuffer(pages, np.uint8, offset=scales.ptr - cache.pages.ptr)
+    inside = np.lib.stride_tricks.as_strided(inside, scales.shape, scales.strides)
+    inside[...] = np.roll(inside, 1, axis=3)
+    cache.pages.copy_from(pages)
 
 
 def logits(

@@ -46,22 +46,22 @@ class KvLayout:
 
     def allocate(self, arena: Arena, stream: Stream, pages: int) -> KvCache:
         """A cache of `pages` pages. On a GPU it is zeroed, because kernels may multiply by zero what no token wrote."""
-        cache = self._views(arena, pages)
+        cache = self.over(arena.alloc((pages, self.page_bytes), uint8, "kv cache"))
         if arena.device.kind == "cuda":
             cache.clear(stream)
         return cache
 
-    def _views(self, arena: Arena, pages: int) -> KvCache:
-        name, shape = "kv cache", (pages, self.layers, 2, self.heads, self.page_size, self.dim)
+    def over(self, memory: Tensor) -> KvCache:
+        """The cache in `memory`, uint8 [pages, page_bytes], which it keeps alive."""
+        shape = (memory.shape[0], self.layers, 2, self.heads, self.page_size, self.dim)
         if self.dtype != float8_e4m3fn:
-            kv = arena.alloc(shape, self.dtype, name)
+            kv = memory.view_as(self.dtype).reshape(shape)
             return KvCache(kv, kv)
-        memory = arena.alloc((pages, self.page_bytes), uint8, name)
 
         def view(start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
             inner = [math.prod(shape[axis + 1 :]) for axis in range(2, len(shape))]
             strides = (self.page_bytes, self.layer_bytes, *inner)
-            return Tensor(memory.ptr + start, shape, dtype, memory.device, strides, memory, name)
+            return Tensor(memory.ptr + start, shape, dtype, memory.device, strides, memory.owner, memory.name)
 
         return KvCache(memory, view(0, shape, self.dtype), view(math.prod(shape[2:]), shape[:-1], uint8))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,12 @@ from openinfer.kernels.attention import Call, Choice, Tile, choose, launches
 from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.formats import q8_values
-from openinfer.kernels.kv_cache import cached_bytes, expect_cache
+from openinfer.kernels.kv_cache import KvLayout, cached_bytes, expect_cache
 from openinfer.kernels.launch import Command, Launch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor, bfloat16, int32
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, int32, uint8
 
 
 def _contract(
@@ -166,27 +167,39 @@ attend = Op("attend", _contract, reference=_reference, launches=_launches, cost=
 
 
 def cases(memory: Memory) -> Iterator[Case]:
-    """Decode, prompts and both in one step, for heads of 128 and of 256."""
+    """Decode, prompts and both in one step, for heads of 128 and of 256, over a cache in bf16 and in FP8."""
     steps = {f"decode {rows} x {n}": Rows([1] * rows, [n - 1] * rows)
         for n in (1024, 4096, 16384) for rows in (1, 8, 32, 128)}  # fmt: skip
     steps |= {f"prompt {n}": Rows([n], [0]) for n in (128, 1024, 4096, 16384)}
     steps["chunk 2048 after 14336"] = Rows([2048], [14336])
     steps["chunk 1984 and 64 rows x 4096"] = Rows([1984] + [1] * 64, [0] + [4095] * 64)
     models = {"Qwen3-4B": (32, 8, 128), "Qwen3.5-4B": (16, 4, 256)}
-    for model, (heads, kv_heads, dim) in models.items():
+    for (model, (heads, kv_heads, dim)), dtype in itertools.product(
+        models.items(), (bfloat16, float8_e4m3fn)
+    ):
+        layout, kind = KvLayout(1, kv_heads, 16, dim, dtype), "" if dtype == bfloat16 else " FP8 cache"
         for name, rows in steps.items():
             tables, pages = rows.pages(memory, 16, 40960)
             args = {
                 "out": memory.empty(rows.tokens, heads * dim),
                 "q": memory.normal(rows.tokens, heads, dim),
-                "kv": memory.normal(pages, 2, kv_heads, 16, dim),
+                "pages": _pages(memory, layout, pages),
                 **rows.fields(memory),
                 "block_tables": tables,
                 "scale": dim**-0.5,
                 "window": 0,
                 "max_q_len": max(rows.lengths),
             }
-            yield Case(f"{model} {name}", attend, memory.copies(args, "kv"), rows.workload)
+            copies = [dict(one) for one in memory.copies(args, "pages")]
+            calls = [one | layout.over(one.pop("pages")).layer(0) for one in copies]
+            yield Case(f"{model}{kind} {name}", attend, calls, rows.workload)
+
+
+def _pages(memory: Memory, layout: KvLayout, count: int) -> Tensor:
+    """Normal numbers, or codes and scales whose values are near 0.1."""
+    if layout.dtype == bfloat16:
+        return memory.normal(count, layout.page_bytes // 2).view_as(uint8)
+    return memory.codes(count, layout.page_bytes, low=112, high=120)
 
 
 def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
