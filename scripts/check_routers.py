@@ -6,7 +6,7 @@ routers. The cache of each replica is small, so that documents move to a tier of
 
  - 32 of 32 questions on these documents must reach the replica that has the document;
  - the indexer must find every whole block of the documents; some must be in host memory alone;
- - of a hybrid model (demo/qwen3_5), the indexer must find every token too;
+ - of a hybrid model (demo/qwen3_5), and of a server with two engines, the indexer must find every token too;
  - one replica is killed while it answers: the router goes on, and only that replica's own answers are lost.
 """
 
@@ -62,15 +62,20 @@ def main() -> int:
         router = stack.enter_context(vllm_router(kept, logs, urls, events))
         indexer = stack.enter_context(dynamo_indexer(kept, logs, "qwen3", events))
         hybrids = stack.enter_context(dynamo_indexer(kept, logs, "qwen3_5", (hybrid_events,)))
+        pair, first, _ = stack.enter_context(replica(logs, "pair", "qwen3", ("--data-parallel-size", "2")))
+        second = f"{first.rpartition(':')[0]}:{int(first.rpartition(':')[2]) + 1}"
+        ranks = stack.enter_context(dynamo_indexer(kept, logs, "qwen3", (first,), more=f",1:1={second}"))
         documents = [f"Document {n}: " + f"the {n} of {n * 37 % 101} goes to {n * 53 % 89}. " * 12
                      for n in range(DOCUMENTS)]  # fmt: skip
         for n, document in enumerate(documents):
             ask(urls[n % 2], document)
             ask(hybrid, document)
+            ask(pair, document)
         time.sleep(1)  # events are on their way
         check_hits(router, documents)
         check_index(indexer, urls, "qwen3", documents)
         check_index(hybrids, (hybrid,), "qwen3_5", documents)
+        check_ranks(ranks, pair, documents)
         check_death(router, urls, pids)
     print("routers: all checks hold")
     return 0
@@ -148,13 +153,15 @@ def vllm_router(
 
 
 @contextmanager
-def dynamo_indexer(environment: Path, logs: Path, model: str, events: tuple[str, ...]) -> Iterator[str]:
+def dynamo_indexer(
+    environment: Path, logs: Path, model: str, events: tuple[str, ...], more: str = ""
+) -> Iterator[str]:
     port = free_port()
-    workers = ",".join(f"{n}={source}" for n, source in enumerate(events, start=1))
+    workers = ",".join(f"{n}={source}" for n, source in enumerate(events, start=1)) + more
     command = [str(environment / "bin" / "python"), "-m", "dynamo.indexer", "--port", str(port),
                "--block-size", str(BLOCK), "--model-name", model, "--workers", workers]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
-    with running(f"dynamo.indexer of {model}", logs, command, answers(f"{url}/workers")):
+    with running(f"dynamo.indexer at {port}", logs, command, answers(f"{url}/workers")):
         yield url
 
 
@@ -203,6 +210,21 @@ def check_index(indexer: str, urls: tuple[str, ...], model: str, documents: list
     print(f"dynamo.indexer of {model}: {matched} of {total} tokens, {on_device} of them on the device")
     if matched < total or (model == "qwen3") != (on_device < total):
         raise CheckFailed("Dynamo's indexer misses blocks")
+
+
+def check_ranks(indexer: str, url: str, documents: list[str]) -> None:
+    """The indexer must find each document at one rank of a server with two engines, and documents at both ranks."""
+    found, total = [0, 0], 0
+    for document in documents:
+        prompt = {name: value for name, value in chat(document).items() if name != "max_tokens"}
+        tokens = post(f"{url}/tokenize", prompt)["tokens"]
+        ranks = post(f"{indexer}/query", {"token_ids": tokens, "model_name": "qwen3"})["scores"].get("1", {})
+        total += len(tokens) // BLOCK * BLOCK
+        best = max(ranks, key=ranks.__getitem__, default="0")
+        found[int(best)] += ranks.get(best, 0)
+    print(f"dynamo.indexer of --data-parallel-size 2: {found[0]} + {found[1]} of {total} tokens")
+    if sum(found) < total or not all(found):
+        raise CheckFailed("Dynamo's indexer misses blocks of a rank")
 
 
 def check_death(router: str, urls: tuple[str, ...], pids: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+import zmq
 
+from openinfer.kvpool import InvalidConfig
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.options import Options
 from openinfer.recipes.engine.replicas import split
@@ -27,8 +31,22 @@ def engines_of(pid: int) -> list[int]:
 
 
 def test_a_replica_is_killed_under_load_and_comes_back(server: Callable[..., Any], tmp_path: Path) -> None:
-    tiers = ("--kv-offload-dir", str(tmp_path), "--kv-offload-disk-gb", "0.1")
-    one = server(MODEL, "--data-parallel-size", "2", "--max-num-seqs", "4", *tiers)
+    flags = ("--kv-offload-dir", str(tmp_path), "--kv-offload-disk-gb", "0.1", "--enable-sleep-mode")
+    events = {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{tmp_path}/kv",
+        "replay_endpoint": f"ipc://{tmp_path}/r",
+    }
+    one = server(
+        MODEL,
+        "--data-parallel-size",
+        "2",
+        "--max-num-seqs",
+        "4",
+        *flags,
+        "--kv-events-config",
+        json.dumps(events),
+    )
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 480) for _ in range(150)] for _ in range(6)]
 
@@ -45,6 +63,7 @@ def test_a_replica_is_killed_under_load_and_comes_back(server: Callable[..., Any
     assert len(list(tmp_path.glob("replica-[01]/*/about.json"))) == 2
     engines = engines_of(one.process.pid)
     assert len(engines) == 2
+    assert [ranks_of_events(f"ipc://{tmp_path}/r{end}") for end in ("", "_dp1")] == [{0}, {1}]
     answers: list[tuple[int, tuple[int, Any]]] = []
 
     def load(index: int) -> None:
@@ -63,14 +82,41 @@ def test_a_replica_is_killed_under_load_and_comes_back(server: Callable[..., Any
     assert len(failed) <= 4  # those that it had
     assert all("SIGKILL" in text or "503" in text for text in failed)
     assert all(found == right[number] for number, (status, found) in answers if status == 200)
-    deadline = time.monotonic() + 30
-    while len(set(engines_of(one.process.pid)) - {engines[0]}) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    while httpx.get(f"{one.url}/health").json()["status"] != "ok" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until_both_serve(one, engines[0])
+    assert [ask(prompt) for prompt in prompts] == [(200, tokens) for tokens in right]
+    assert httpx.post(f"{one.url}/sleep").status_code == 200
+    assert ask(prompts[0])[0] == 503
+    os.kill(engines[1], signal.SIGKILL)
+    wait_until_both_serve(one, engines[1])
+    assert httpx.get(f"{one.url}/is_sleeping").json() == {"is_sleeping": True}
+    assert (
+        httpx.post(f"{one.url}/wake_up").status_code == 200
+    )  # also the one that was started while the other slept
     assert [ask(prompt) for prompt in prompts] == [(200, tokens) for tokens in right]
     assert set(one.settled().values()) == {0.0}
     assert one.stop() == 0
+
+
+def wait_until_both_serve(one: Any, dead: int) -> None:
+    deadline = time.monotonic() + 30
+    while len(set(engines_of(one.process.pid)) - {dead}) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    while httpx.get(f"{one.url}/health").json()["status"] != "ok" and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def ranks_of_events(replay: str) -> set[int]:
+    """The data-parallel ranks of the events that a replica has published."""
+    found: set[int] = set()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.connect(replay)
+        client.send_multipart([b"", bytes(8)])
+        while client.poll(5000):
+            *_, payload = client.recv_multipart()
+            if not payload:
+                return found
+            found.add(msgspec.msgpack.decode(payload)[2])
+    raise AssertionError("no end of the replay within 5 s")
 
 
 def test_each_replica_has_its_part_of_the_options() -> None:
@@ -90,8 +136,6 @@ def test_each_replica_has_its_part_of_the_options() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Options(kv_events_config="{}"), "--kv-events-config is not possible with --data-parallel-size"),
-        (Options(enable_sleep_mode=True), "--enable-sleep-mode is not possible with --data-parallel-size"),
         (Options(trace="t"), "--trace is not possible with --data-parallel-size"),
         (Options(device="cuda:1"), "name their GPUs by --device-ids"),
         (Options(device="cuda", device_ids="0"), "name 2 different GPUs"),
@@ -100,3 +144,23 @@ def test_each_replica_has_its_part_of_the_options() -> None:
 def test_options_of_one_engine_are_refused(options: Options, words: str) -> None:
     with pytest.raises(SetupError, match=words):
         split(options, 2)
+
+
+def test_replicas_publish_events_at_ports_that_follow() -> None:
+    given = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5600"}
+    found = [
+        json.loads(one.kv_events_config or "")
+        for one in split(Options(kv_events_config=json.dumps(given)), 3)
+    ]
+    assert [(one["endpoint"], one["replay_endpoint"], one["data_parallel_rank"]) for one in found] == [
+        ("tcp://*:5557", "tcp://*:5600", 0),
+        ("tcp://*:5558", "tcp://*:5601", 1),
+        ("tcp://*:5559", "tcp://*:5602", 2),
+    ]
+    given["replay_endpoint"] = "tcp://*:5558"
+    with pytest.raises(
+        InvalidConfig, match="need 2 ports each, one for each replica; give ports further apart"
+    ):
+        split(Options(kv_events_config=json.dumps(given)), 2)
+    (_, second) = split(Options(kv_events_config='{"endpoint": "ipc:///tmp/kv"}'), 2)
+    assert json.loads(second.kv_events_config or "")["endpoint"] == "ipc:///tmp/kv_dp1"

@@ -152,8 +152,6 @@ REFUSED = {
     ("an engine that comes back", "the engine in a thread"): "--restart-engine needs --driver process",
     ("several HTTP processes", "replicas"): "--data-parallel-size is not possible with --frontends",
     ("the engine in a thread", "replicas"): "--data-parallel-size needs --driver process",
-    ("sleep", "replicas"): "--enable-sleep-mode is not possible with --data-parallel-size",
-    ("KV events", "replicas"): "--kv-events-config is not possible with --data-parallel-size",
 }
 """A pair, in the order of the lists, and what is said to it."""
 

@@ -26,9 +26,11 @@ from openinfer.frontend.contract import (
     AdapterState,
     EngineInfo,
     ResetPrefixCache,
+    Sleep,
     SlowTraces,
     StepTimes,
     UpdateWeights,
+    WakeUp,
 )
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.replicas import SLACK, Prefixes, ReplicatedClient, summed
@@ -46,6 +48,7 @@ class Replica:
     def __init__(self) -> None:
         self.info, self.up, self.sinks, self.aborted = INFO, True, {}, []  # type: ignore[var-annotated]
         self.answer: str | None = None
+        self.asleep = False
 
     def submit(self, request: Request, sink: Any) -> None:
         self.sinks[request.id] = sink
@@ -62,10 +65,18 @@ class Replica:
         return Health(self.up, "ok" if self.up else "gone")
 
     async def control(self, command: object) -> str | None:
+        if isinstance(command, Sleep | WakeUp):
+            if self.sinks:
+                raise Unsupported("1 requests run or wait")
+            if self.asleep != isinstance(command, WakeUp):
+                raise Unsupported("the engine does not sleep, or sleeps already")
+            self.asleep = not self.asleep
+            return None
         return self.answer
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.sinks))
+        why = "the engine sleeps" if self.asleep else ""
+        return EngineStats(running=len(self.sinks), asleep=self.asleep, refusal=why)
 
 
 def request(number: int, tokens: Sequence[int], **more: Any) -> Request:
@@ -163,11 +174,33 @@ def test_commands_go_to_all_or_none() -> None:
         replica.answer = f'{{"found": {index + 1}, "traces": [{index}]}}'
     answer = asyncio.run(group.client.control(SlowTraces()))
     assert msgspec.json.decode(answer or "") == {"found": 3, "traces": [0, 1]}
-    with pytest.raises(Unsupported, match="a replica that is restarted would be unlike the others"):
+    with pytest.raises(Unsupported, match="a replica that is restarted would have other weights"):
         asyncio.run(group.client.control(UpdateWeights("p", "v")))
     group.replicas[1].up = False
     with pytest.raises(EngineDeadError, match="a replica is down, so none does this: gone; try again"):
         asyncio.run(group.client.control(ResetPrefixCache()))
+
+
+def test_all_replicas_sleep_or_none() -> None:
+    group = Group(2)
+
+    def control(command: Sleep | WakeUp) -> None:
+        asyncio.run(group.client.control(command))
+
+    control(Sleep())
+    assert [replica.asleep for replica in group.replicas] == [True, True]
+    assert (group.client.stats().asleep, group.client.stats().refusal) == (True, "the engine sleeps")
+    with pytest.raises(Unsupported, match="sleeps already"):
+        control(Sleep())
+    group.replicas[1].asleep = False  # another client has woken it
+    control(WakeUp())
+    assert not group.client.stats().asleep
+    group.replicas[1].submit(request(1, [1]), None)
+    with pytest.raises(Unsupported, match="1 requests run"):
+        control(Sleep())
+    assert [replica.asleep for replica in group.replicas] == [False, False]
+    with pytest.raises(Unsupported, match="would have other weights"):
+        control(Sleep(2))
 
 
 def test_sums() -> None:

@@ -12,6 +12,7 @@ import pytest
 from openinfer.frontend import EngineDeadError, EngineSpec, Finished, Request
 from openinfer.frontend import restart as restart_module
 from openinfer.frontend.client import Delta
+from openinfer.frontend.contract import Sleep, WakeUp
 from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.restart import RestartingClient
 from openinfer.sampler import SamplingParams
@@ -79,6 +80,19 @@ def test_a_killed_engine_comes_back() -> None:
         assert isinstance((await generate(client, 3))[-1].terminal, Finished)
         assert len(drivers) == 2
         assert client.info.model == "fake"
+
+    run(use)
+
+
+def test_an_engine_that_slept_sleeps_again() -> None:
+    async def use(client: RestartingClient, drivers: list[ProcessDriver]) -> None:
+        for command, asleep in ((Sleep(), True), (WakeUp(), False)):
+            await client.control(command)
+            os.kill(drivers[-1].pid, signal.SIGKILL)
+            while client.health().ok:
+                await asyncio.sleep(0.001)
+            await up(client)
+            assert client.stats().asleep == asleep
 
     run(use)
 

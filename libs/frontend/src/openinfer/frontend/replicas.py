@@ -146,19 +146,35 @@ class ReplicatedClient:
             self._replicas[self._owner[request_id]].abort(request_id)
 
     async def control(self, command: Command) -> str | None:
-        if isinstance(command, Sleep | UpdateWeights | WakeUp):
+        if isinstance(command, UpdateWeights) or (isinstance(command, Sleep) and command.level > 1):
             raise Unsupported(
-                "this is not possible with --data-parallel-size: a replica that is restarted would be unlike the others"
+                "this is not possible with --data-parallel-size: a replica that is restarted would have other weights"
             )
         down = [replica.health().detail for replica in self._replicas if not replica.health().ok]
         if down:  # the replicas must stay alike
             raise EngineDeadError(f"a replica is down, so none does this: {down[0]}; try again")
+        if isinstance(command, Sleep | WakeUp):
+            await self._sleep_or_wake(command)
+            return None
         answers = await asyncio.gather(*(replica.control(command) for replica in self._replicas))
         if isinstance(command, SlowTraces):
             parts = [json.loads(answer or "{}") for answer in answers]
             traces = [trace for part in parts for trace in part.get("traces", ())]
             return json.dumps({"found": sum(part.get("found", 0) for part in parts), "traces": traces})
         return answers[0]
+
+    async def _sleep_or_wake(self, command: Sleep | WakeUp) -> None:
+        """All sleep, or none: where one refuses, the others are woken again."""
+        asleep = isinstance(command, WakeUp)
+        asked = [replica for replica in self._replicas if replica.stats().asleep == asleep] or self._replicas
+        found = await asyncio.gather(*(replica.control(command) for replica in asked), return_exceptions=True)
+        errors = [one for one in found if isinstance(one, BaseException)]
+        if not errors:
+            return
+        if isinstance(command, Sleep):
+            slept = [replica for replica, one in zip(asked, found, strict=True) if one is None]
+            await asyncio.gather(*(replica.control(WakeUp()) for replica in slept))
+        raise errors[0]
 
     def stats(self) -> EngineStats:
         return summed([replica.stats() for replica in self._replicas])
@@ -181,6 +197,8 @@ def summed(parts: Sequence[EngineStats]) -> EngineStats:
         values = [getattr(part, name) for part in parts]
         if isinstance(values[0], bool):
             setattr(total, name, any(values))
+        elif isinstance(values[0], str):
+            setattr(total, name, next(filter(None, values), ""))
         elif isinstance(values[0], int):
             setattr(total, name, sum(values))
         elif isinstance(values[0], dict):

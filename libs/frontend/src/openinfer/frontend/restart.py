@@ -16,7 +16,9 @@ from openinfer.frontend.contract import (
     EngineStats,
     LoadAdapter,
     Request,
+    Sleep,
     TokenTable,
+    WakeUp,
 )
 from openinfer.frontend.errors import EngineDeadError, EngineStartError, Unsupported, one_line
 
@@ -55,6 +57,7 @@ class RestartingClient:
         self._lost: asyncio.Future[str] | None = None
         self._token_table: TokenTable | None = None  # the next engine needs it too
         self._adapters: dict[str, LoadAdapter] = {}  # by name; as is this
+        self._asleep: Sleep | None = None  # as is this
 
     @property
     def info(self) -> EngineInfo:
@@ -92,6 +95,8 @@ class RestartingClient:
             self._token_table = command
         if isinstance(command, LoadAdapter):
             self._adapters[command.name] = command
+        if isinstance(command, Sleep | WakeUp):
+            self._asleep = command if isinstance(command, Sleep) else None
         return answer
 
     def stats(self) -> EngineStats:
@@ -111,6 +116,8 @@ class RestartingClient:
             await self._driver.control(self._token_table)
         for command in self._adapters.values():
             await self._driver.control(msgspec.structs.replace(command, in_place=True))
+        if self._asleep is not None:
+            await self._driver.control(self._asleep)
         self._info = self._driver.info
         self._down = None
 

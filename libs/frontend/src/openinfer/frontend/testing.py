@@ -19,10 +19,12 @@ from openinfer.frontend.contract import (
     Request,
     ResetPrefixCache,
     Scheduled,
+    Sleep,
     StepOutputs,
     TokenLogprobs,
     TokenTable,
     UnloadAdapter,
+    WakeUp,
 )
 from openinfer.frontend.errors import FlagError, Unsupported
 from openinfer.frontend.kv_transfer import KVTransfer
@@ -139,6 +141,8 @@ class FakeEngine:
             return self._adapt(command)
         if isinstance(command, ResetPrefixCache):
             self._seen_prompts.clear()
+        if isinstance(command, Sleep | WakeUp):
+            self._stats.asleep = isinstance(command, Sleep)
         self._has_tokens = self._has_tokens or isinstance(command, TokenTable)
         return None
 

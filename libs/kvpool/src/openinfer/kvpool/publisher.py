@@ -17,7 +17,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from .errors import InvalidConfig
@@ -56,7 +56,7 @@ class EventsConfig:
     where subscribers ask for messages that they missed. buffer_steps: messages kept for that. hwm: messages that wait
     for a slow subscriber, then it loses some and sees a gap in the numbers. topic: the first frame; vllm-router wants
     it empty. publisher: "zmq", or "null" for none. max_queue_size is taken and has no effect: messages are sent at
-    once.
+    once. data_parallel_rank: of the engine among the replicas of one server; each message has it.
     """
 
     enable_kv_cache_events: bool = False
@@ -67,6 +67,7 @@ class EventsConfig:
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
+    data_parallel_rank: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (("enable_kv_cache_events", bool), ("endpoint", str), ("topic", str)):
@@ -74,7 +75,7 @@ class EventsConfig:
                 raise InvalidConfig(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
         if self.publisher not in ("zmq", "null"):
             raise InvalidConfig(f"publisher is {self.publisher!r}; zmq and null are possible")
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
+        for name in ("buffer_steps", "hwm", "max_queue_size", "data_parallel_rank"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InvalidConfig(f"{name} is {value!r}; it must be an integer of at least 0")
@@ -95,6 +96,30 @@ class EventsConfig:
             raise InvalidConfig(f"{text[:200]!r} must be an object with keys among {', '.join(known)}")
         return cls(**given)
 
+    def split(self, count: int) -> list[EventsConfig]:
+        """The configurations of `count` replicas of a server. A replica adds its rank to each port, as vLLM does;
+        an address without a port gets `_dp` and the rank. Raises InvalidConfig where ports overlap."""
+        found = [
+            replace(
+                self,
+                endpoint=_of_rank(self.endpoint, rank),
+                replay_endpoint=None
+                if self.replay_endpoint is None
+                else _of_rank(self.replay_endpoint, rank),
+                data_parallel_rank=rank,
+            )
+            for rank in range(count)
+        ]
+        taken = [
+            end.rpartition(":")[2] for one in found for end in (one.endpoint, one.replay_endpoint) if end
+        ]
+        if len(set(taken)) < len(taken):
+            raise InvalidConfig(
+                f"endpoint {self.endpoint} and replay_endpoint {self.replay_endpoint} need {count} ports each, one for "
+                "each replica; give ports further apart"
+            )
+        return found
+
     @property
     def publishes(self) -> bool:
         """Whether events are wanted at all."""
@@ -111,7 +136,7 @@ class EventPublisher:
 
     def __init__(self, config: EventsConfig, groups: Sequence[Group]) -> None:
         self._kinds = [_kind(group) for group in groups]
-        self._topic = config.topic.encode()
+        self._topic, self._rank = config.topic.encode(), config.data_parallel_rank
         self._encode = msgspec.msgpack.Encoder().encode
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._number = 0
@@ -139,7 +164,8 @@ class EventPublisher:
         events = [self._map(event) for event in batch.events]
         if not self._number:
             events.insert(0, {"type": "AllBlocksCleared"})
-        payload = self._encode([batch.ts, events, batch.data_parallel_rank or 0])
+        rank = self._rank if batch.data_parallel_rank is None else batch.data_parallel_rank
+        payload = self._encode([batch.ts, events, rank])
         number, self._number = self._number, self._number + 1
         self._sent.append((number, payload))
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload), zmq.DONTWAIT)
@@ -193,6 +219,17 @@ class EventPublisher:
                 router.send_multipart((client, *delimiter, END, b""))
         except zmq.ZMQError:
             router.close(linger=0)  # the context ended
+
+
+def _of_rank(endpoint: str, rank: int) -> str:
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}_dp{rank}" if rank else endpoint
+    host, _, port = endpoint.rpartition(":")
+    if not port.isdecimal():
+        raise InvalidConfig(
+            f"{endpoint} has no port to count replicas from; give one, like tcp://127.0.0.1:5557"
+        )
+    return f"{host}:{int(port) + rank}"
 
 
 def _open(socket: zmq.Socket[Any], endpoint: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 from openinfer.recipes.engine.devices import devices_of
@@ -11,20 +12,35 @@ from openinfer.recipes.engine.options import O, flag_of
 
 
 def split(options: O, count: int) -> list[O]:
-    """The options of `count` engines. Raises SetupError for options that only one engine can have."""
+    """The options of `count` engines. Raises SetupError for options that only one engine can have, InvalidConfig for
+    events whose ports overlap."""
     for name, why in (
-        ("kv_events_config", "routers follow servers, so start a server for each replica"),
         ("kv_transfer_config", "peers find an engine by its address, so start a server for each replica"),
         ("trace", "the file is of one engine"),
-        ("enable_sleep_mode", "a replica that is restarted would be awake, among others that sleep"),
     ):
         if getattr(options, name):
             raise SetupError(f"{flag_of(name)} is not possible with --data-parallel-size: {why}")
     size = options.tensor_parallel_size
     devices = devices_of(dataclasses.replace(options, tensor_parallel_size=count * size))
+    events = _events(options.kv_events_config, count)
     return [
-        _replica(options, index, count, devices[index * size : (index + 1) * size]) for index in range(count)
+        dataclasses.replace(
+            _replica(options, index, count, devices[index * size : (index + 1) * size]),
+            kv_events_config=events[index],
+        )
+        for index in range(count)
     ]
+
+
+def _events(config: str | None, count: int) -> list[str | None]:
+    """--kv-events-config of each replica."""
+    if config is None:
+        return [None] * count
+    try:
+        from openinfer.kvpool.publisher import EventsConfig
+    except ImportError as error:
+        raise SetupError(f"--kv-events-config: {error}") from None
+    return [json.dumps(dataclasses.asdict(one)) for one in EventsConfig.parse(config).split(count)]
 
 
 def _replica(options: O, index: int, count: int, devices: list[str]) -> O:
