@@ -50,7 +50,7 @@ class SteadyDrafts:
         chance, found = self._random.random, 0
         while found < drafts and chance() < self.acceptance:
             found += 1
-        self._worth.saw(drafts, found)
+        self._worth.saw({(drafts, found): 1})
         return found
 
     def spent(self, rows: int, accepted: int, seconds: float) -> None:
