@@ -344,6 +344,16 @@ def test_a_proxy_sends_requests_to_both_servers(server: Any) -> None:
     assert re.search(r'openinfer:kv_offload_blocks_total\{.*event="from_peer".*\} 8.0', metrics)
     streamed = asyncio.run(ask(prefiller.url, stream=True, n=2)).text
     assert streamed.endswith("data: [DONE]\n\n")
+
+    async def models() -> httpx.Response:
+        async with httpx.AsyncClient() as client:
+            app = proxy.make_app(client, [prefiller.url], [decoder.url])
+            async with httpx.AsyncClient(
+                transport=httpx.ASGITransport(app), base_url="http://proxy"
+            ) as through:
+                return await through.get("/v1/models")
+
+    assert asyncio.run(models()).json()["data"][0]["id"] == "qwen3-tiny"
     alone = asyncio.run(ask("http://127.0.0.1:1")).json()  # no prefill server
     assert alone["choices"][0]["token_ids"] == want
     assert asyncio.run(ask(prefiller.url, temperature=-1)).status_code == 400

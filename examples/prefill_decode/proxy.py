@@ -63,13 +63,20 @@ class Proxy:
             left = None
         return await self._pass_on(request.url.path, body | {"kv_transfer_params": left}, headers)
 
+    async def look(self, request: Request) -> Response:
+        """Pass on what a decode server says of its models and its health."""
+        try:
+            found = await self._client.get(next(self._decode) + request.url.path)
+        except httpx.HTTPError as error:
+            return _unreachable(error)
+        return Response(found.content, found.status_code, media_type=found.headers.get("content-type"))
+
     async def _pass_on(self, path: str, body: Any, headers: dict[str, str]) -> Response:
         sent = self._client.build_request("POST", next(self._decode) + path, json=body, headers=headers)
         try:
             found = await self._client.send(sent, stream=True)
         except httpx.HTTPError as error:
-            message = f"the decode server cannot be reached: {error}"
-            return JSONResponse({"error": {"message": message, "type": "server_error"}}, 503)
+            return _unreachable(error)
 
         async def pieces() -> AsyncIterator[bytes]:
             try:
@@ -82,6 +89,11 @@ class Proxy:
         return StreamingResponse(pieces(), found.status_code, kept)
 
 
+def _unreachable(error: httpx.HTTPError) -> Response:
+    message = f"the decode server cannot be reached: {error}"
+    return JSONResponse({"error": {"message": message, "type": "server_error"}}, 503)
+
+
 def make_app(client: httpx.AsyncClient, prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
     """The proxy as an ASGI app. Closes the client at its end."""
 
@@ -91,10 +103,11 @@ def make_app(client: httpx.AsyncClient, prefill: Sequence[str], decode: Sequence
             yield
 
     proxy = Proxy(client, prefill, decode)
-    paths = ("/v1/completions", "/v1/chat/completions")
-    return Starlette(
-        routes=[Route(path, proxy.answer, methods=["POST"]) for path in paths], lifespan=lifespan
-    )
+    routes = [
+        Route(path, proxy.answer, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")
+    ]
+    routes += [Route(path, proxy.look) for path in ("/v1/models", "/health")]
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 def main() -> None:

@@ -34,8 +34,9 @@ class Nixl:
 
     def __init__(self, backends: Sequence[str], timeout_s: float) -> None:
         api = _api()
-        os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-        self._timeout_s, self._errors = timeout_s, (api.nixlBind.nixlBackendError, RuntimeError, OSError)
+        bound = vars(api.nixlBind)  # its exceptions have no common base but Exception
+        self._errors = (*(bound[name] for name in bound if name.endswith("Error")), RuntimeError, OSError)
+        self._timeout_s = timeout_s
         sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         config = api.nixl_agent_config(enable_prog_thread=False, backends=list(backends), sync_mode=sync)
         self._agent = api.nixl_agent(f"openinfer-{os.urandom(8).hex()}", config)
@@ -125,6 +126,7 @@ class Nixl:
 
 
 def _api() -> Any:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read at the import; it prints each agent otherwise
     for name in _MODULES:
         try:
             return importlib.import_module(name)
