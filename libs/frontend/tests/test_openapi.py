@@ -11,7 +11,7 @@ from openinfer.frontend.http.bounds import BOUNDS
 
 @pytest.fixture(scope="module")
 def live(start: Any) -> Any:
-    return start(engine={"max_adapters": 1})
+    return start(engine={"max_adapters": 1}, app={"plan": b"{}"})
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def document(live: Any) -> Any:
 
 
 def test_every_path_is_served_by_its_method_only(live: Any, document: Any) -> None:
-    assert len(document["paths"]) == 30
+    assert len(document["paths"]) == 32
     for path, operations in document["paths"].items():
         (method,) = operations
         other = "GET" if method == "post" else "POST"

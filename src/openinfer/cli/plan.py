@@ -95,6 +95,7 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     if args.json:
         results = [one.as_dict(objectives) for one in variants]
         facts = {
+            "model": first.server.asked.model_dir.name,
             "planned_gpu": first.server.outline.target.gpu,
             "gpus": first.server.gpus,
             "chosen": best.flags,

@@ -3,10 +3,11 @@
 import argparse
 import json
 import os
+from pathlib import Path
 
 from openinfer.frontend.errors import FlagError
 
-__all__ = ["MAX_FRONTENDS", "count", "key", "key_of_environment", "port", "seconds", "strings"]
+__all__ = ["MAX_FRONTENDS", "check_plan", "count", "key", "key_of_environment", "port", "seconds", "strings"]
 
 MAX_FRONTENDS = 64
 
@@ -40,6 +41,17 @@ def key_of_environment() -> str | None:
         return None if given is None else key(given)
     except argparse.ArgumentTypeError as error:
         raise FlagError(f"OPENINFER_API_KEY: {error}; unset it to serve without a key") from None
+
+
+def check_plan(path: Path) -> None:
+    """Raise FlagError where the file is no plan, and OSError."""
+    try:
+        data = json.loads(path.read_bytes())
+        known = data["bench"] == "plan" and all(one["flags"] and one["points"] for one in data["results"])
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise FlagError(f"--plan {path}: this is no file of `openinfer plan MODEL --json FILE`")
 
 
 def seconds(text: str) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from openinfer.frontend.errors import FlagError, ModelFilesError, is_users_error, one_line
-from openinfer.frontend.flag_types import key_of_environment
+from openinfer.frontend.flag_types import check_plan, key_of_environment
 from openinfer.frontend.logs import say, set_up_logging
 from openinfer.frontend.recipe import Recipe
 from openinfer.frontend.server_flags import build_parser
@@ -51,6 +51,8 @@ def serve(recipe: Recipe, argv: Sequence[str], prog: str) -> int:
     signals: list[int] = []
     try:
         _check_tls(args.ssl_certfile, args.ssl_keyfile)
+        if args.plan is not None:
+            check_plan(args.plan)
         model_type = _check_checkpoint(recipe, args.model_dir)
         _choose_parsers(args, model_type)
         return run_loop(_serve(args, _specs(recipe, args), signals))

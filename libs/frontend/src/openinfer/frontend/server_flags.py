@@ -48,7 +48,7 @@ def server_parser(prog: str, description: str) -> FlagParser:
         type=flag_types.key,
         metavar="KEY",
         default=None,
-        help="key for all paths but probes and /; OPENINFER_API_KEY in the environment does not show in ps",
+        help="key for all paths but probes, / and /plan; OPENINFER_API_KEY in the environment does not show in ps",
     )
     _add_origins(server)
     server.add_argument(
@@ -137,6 +137,13 @@ def server_parser(prog: str, description: str) -> FlagParser:
         default=None,
         metavar="URL",
         help="send a span for each sequence to this URL, such as http://localhost:4318/v1/traces; needs [otel]",
+    )
+    server.add_argument(
+        "--plan",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="plan for the page at /plan, of `openinfer plan MODEL --json FILE`",
     )
     server.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="json: one object a line"

@@ -49,6 +49,7 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     access_log: bool
     log_requests: bool
     otlp_traces_endpoint: str | None
+    plan: str | None
 
 
 async def serve_web(
@@ -101,6 +102,7 @@ async def serve_web(
             access_log=options.access_log,
             log_requests=options.log_requests,
             tracing=tracing,
+            plan=None if options.plan is None else Path(options.plan).read_bytes(),
             board=Board.shared(boards) if boards else None,
             cors=Cors(
                 options.allowed_origins,

@@ -27,6 +27,7 @@ from openinfer.frontend.http.messages_shape import messages_error
 from openinfer.frontend.http.openapi import document, endpoints
 from openinfer.frontend.http.page import Page
 from openinfer.frontend.http.params import SamplingDefaults
+from openinfer.frontend.http.plan_page import PlanPage
 from openinfer.frontend.http.service import Service
 from openinfer.frontend.http.shapes import package_version
 from openinfer.frontend.http.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ def create_app(
     tracing: "Tracing | None" = None,
     board: Board | None = None,
     cors: Cors | None = None,
+    plan: bytes | None = None,
 ) -> Starlette:
     """OpenAI's endpoints over an engine; `app.state.service` is the Service.
 
@@ -65,11 +67,12 @@ def create_app(
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
-    (default: the engine's name). api_key: wanted on all paths but /health, /ping, /ready and the page at /.
+    (default: the engine's name). api_key: wanted on all paths but /health, /ping, /ready and the pages at / and /plan.
     access_log: log a line for each HTTP request. log_requests: log a line for what each request generated, at its end.
     tracing: where spans go; closed by its owner.
     board: where /metrics counts, one for all processes of a server.
     cors: pages of which origins may call; None for none.
+    plan: the JSON of `openinfer plan`, for the page at /plan.
     """
     spec = template if template is None or isinstance(template, RendererSpec) else template.spec
     service = Service(
@@ -87,7 +90,7 @@ def create_app(
         board=board,
     )
 
-    table = endpoints(service, Dialects(service), Page(service))
+    table = endpoints(service, Dialects(service), Page(service), PlanPage(plan))
 
     async def openapi(request: Request) -> Response:
         described = document(

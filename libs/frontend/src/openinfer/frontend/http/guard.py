@@ -14,7 +14,7 @@ from openinfer.frontend.logs import REQUEST_ID
 
 __all__ = ["OPEN_PATHS", "ApiKeyGuard", "RequestIds"]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/favicon.svg"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/", "/plan", "/favicon.svg"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

@@ -17,6 +17,7 @@ from openinfer.frontend.http.dialects import DetokenizeBody, Dialects, TokenizeB
 from openinfer.frontend.http.guard import OPEN_PATHS
 from openinfer.frontend.http.messages_body import MessagesBody
 from openinfer.frontend.http.page import Page
+from openinfer.frontend.http.plan_page import PlanPage
 from openinfer.frontend.http.render import Render
 from openinfer.frontend.http.responses_body import ResponsesBody
 from openinfer.frontend.http.service import Service
@@ -35,7 +36,7 @@ _SCHEMES = {
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 """Either will do."""
-_KINDS = {"/": "text/html", "/favicon.svg": "image/svg+xml", "/metrics": "text/plain"}
+_KINDS = {"/": "text/html", "/plan": "text/html", "/favicon.svg": "image/svg+xml", "/metrics": "text/plain"}
 _REFUSALS = {
     400: "The request cannot be honoured; the message names the field.",
     401: "The API key is missing or wrong.",
@@ -64,7 +65,7 @@ class Endpoint(NamedTuple):
         return "POST" if self.body else "GET"
 
 
-def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint]:
+def endpoints(service: Service, dialects: Dialects, page: Page, plan: PlanPage) -> list[Endpoint]:
     """All that a server answers, /openapi.json apart."""
     messages, refused = MessagesBody, messages_body.REFUSED
     adapters = AdapterEndpoints(service)
@@ -106,6 +107,8 @@ def endpoints(service: Service, dialects: Dialects, page: Page) -> list[Endpoint
         Endpoint("/", page.page, "A chat and the engine's state, for people"),
         Endpoint("/favicon.svg", page.icon, "The icon of the page"),
         Endpoint("/state", page.state, "The engine's state in numbers"),
+        Endpoint("/plan", plan.page, "The curves of a plan over load, for people"),
+        Endpoint("/plan.json", plan.plan, "The plan that the server was started with"),
         Endpoint("/version", service.version, "Versions"),
         *_admin(Admin(service)),
     ]

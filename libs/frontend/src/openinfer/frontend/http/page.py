@@ -4,13 +4,14 @@ import base64
 import hashlib
 import importlib.resources
 import time
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from openinfer.frontend.http.service import Service, json_response
 
-__all__ = ["Page"]
+__all__ = ["Page", "whole"]
 
 
 class Page:
@@ -18,20 +19,8 @@ class Page:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        style, script = _static("page.css"), _static("markdown.js") + _static("page.js")
-        html = _static("page.html").replace(b"<style>", b"<style>" + style)
-        self._html = html.replace(b"<script>", b"<script>" + script)
+        self._html, self._headers = whole("page.html", "page.css", ("markdown.js", "page.js"))
         self._icon = _static("favicon.svg")
-        policy = (
-            f"default-src 'none'; connect-src 'self'; img-src 'self'; style-src {_hash(style)}; "
-            f"script-src {_hash(script)}; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        self._headers = {
-            "content-security-policy": policy,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-        }
 
     async def page(self, request: Request) -> Response:
         """GET /."""
@@ -63,6 +52,23 @@ class Page:
                 "accepted_by_position": stats.accepted_by_position,
             }
         )
+
+
+def whole(html: str, style: str, scripts: Sequence[str]) -> tuple[bytes, dict[str, str]]:
+    """A page with its style and scripts inside, and the headers that let it run these alone and ask this server
+    alone."""
+    css, script = _static(style), b"".join(map(_static, scripts))
+    page = _static(html).replace(b"<style>", b"<style>" + css).replace(b"<script>", b"<script>" + script)
+    policy = (
+        f"default-src 'none'; connect-src 'self'; img-src 'self'; style-src {_hash(css)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    security = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return page, security
 
 
 def _static(name: str) -> bytes:
