@@ -81,6 +81,29 @@ def test_a_rank_that_is_killed_ends_the_engine(busy):
     assert gone([pid])
 
 
+@pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
+def test_a_rank_that_is_killed_holds_up_no_tier(tmp_path):
+    """Copies that it never makes are not waited for, and nothing half made reaches the disk."""
+    tiers = {"kv_offload_gb": 0.1, "kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.1}
+    engine = build(
+        RECIPE, TINY, tensor_parallel_size=2, **{**SMALL, "kv_cache_memory_bytes": 1 << 20}, **tiers
+    ).engine
+    (pid,) = followers()
+    session = Session(engine)
+    for first in range(4):
+        session.submit([first] * 200, 100, ignore_eos=True)
+    for _ in range(5):
+        session.step()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankLost, match="rank 1 of 2 was killed by SIGKILL"):
+        until_lost(session.step)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() < began + 10
+    del session, engine
+    gc.collect()
+
+
 def golden_tokens(engine, golden, prompts: int) -> bool:
     """Whether the engine gives the golden tokens of the first prompts, all at once."""
     session = Session(engine)

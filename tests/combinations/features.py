@@ -143,9 +143,6 @@ SERVER = {
     "replicas": Flag("`--data-parallel-size 2`"),
 }
 REFUSED = {
-    ("several ranks", "host memory"): "--kv-offload is not possible with --tensor-parallel-size",
-    ("several ranks", "a disk"): "--kv-offload is not possible with --tensor-parallel-size",
-    ("several ranks", "shared KV"): "--kv-transfer-config is not possible with --tensor-parallel-size",
     ("shared KV", "replicas"): "--kv-transfer-config is not possible with --data-parallel-size",
     ("prompt log-probabilities", "streaming"): "prompt_logprobs is not possible with stream: true",
     ("several HTTP processes", "the engine in a thread"): "--frontends needs --driver process",

@@ -361,7 +361,7 @@ def test_two_flags_of_an_engine_change_no_token(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", F.MODELS)
-@pytest.mark.parametrize("name", [name for name in F.ENGINE if name not in ("shared KV", "several ranks")])
+@pytest.mark.parametrize("name", [name for name in F.ENGINE if name != "shared KV"])
 def test_blocks_of_a_peer_change_no_token(model: str, name: str) -> None:
     """An engine that forgets its blocks at once asks another one with the same flags, which has them in its host
     memory."""
@@ -439,7 +439,7 @@ SERVERS = {
     "thread": ("the engine in a thread",),
     "replicas": ("replicas",),
 }
-WITHOUT = {"ranks": {*TIERS, "shared KV", *F.OWN}, "one rank": {"several ranks"}}
+WITHOUT = {"ranks": {*F.OWN}, "one rank": {"several ranks"}}
 
 
 def servers() -> Iterator[Any]:
@@ -455,14 +455,13 @@ def servers() -> Iterator[Any]:
 def test_a_server_with_every_flag_changes_no_token(
     model: str, features: tuple[str, ...], without: set[str], server: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Ranks refuse tiers and shared KV, so there are two servers."""
     flags = ["--max-num-seqs", "8", *server_flags(features)]
     alien = {name for pair in F.REFUSED for name in pair if set(features) & set(pair)}
     names = [name for name in flags_that(model) if name not in without | alien]
     plainly = tuple(name for name in names if name in F.OWN)
     found = alone(model, plainly)
     own = {"scheduling_policy": RESTLESS}
-    if not TIERS & without:
+    if TIERS & set(names):
         own["kv_offload_dir"] = str(tmp_path)  # the servers of other tests still run
     if "adapters" in names:
         own["lora_modules"] = f"{ADAPTER}={tuned(model).adapter}"

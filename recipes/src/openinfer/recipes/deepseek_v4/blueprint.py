@@ -126,6 +126,10 @@ class DeepseekV4(Blueprint[Model]):
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return model.cache.by_group()
 
+    @property
+    def cache_is_alike(self) -> bool:
+        return True
+
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:

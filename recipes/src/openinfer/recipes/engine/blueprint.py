@@ -98,6 +98,11 @@ class Blueprint(ABC, Generic[M]):
     def cache(self, model: M) -> Sequence[Sequence[Tensor]]:
         """The tensors that hold the blocks of each group of the pool; their first axis is the block."""
 
+    @property
+    def cache_is_alike(self) -> bool:
+        """Whether the ranks of a model hold all of its cache, each the same; else each holds a part."""
+        return False
+
     @abstractmethod
     def load(
         self, model: M, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]

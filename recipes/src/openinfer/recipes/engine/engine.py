@@ -387,8 +387,10 @@ class Engine:
         if self._publisher is not None:
             self._publisher.close()
         if self._tiers is not None:
-            self._tiers.keep(self._pool)
-            self._tiers.close()
+            lost = self._followers is not None and bool(self._followers.reason)
+            if not lost:
+                self._tiers.keep(self._pool)
+            self._tiers.close(lost=lost)
         if self._followers is not None:
             self._followers.end()
         self.runner.close()

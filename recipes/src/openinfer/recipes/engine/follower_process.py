@@ -47,13 +47,11 @@ def main() -> int:
     link = socket.socket(fileno=boot["link"])
     ranks = Ranks.joined(boot["memory"], boot["rank"], boot["size"], [link])
     try:
-        runner, commands = startup.join(
-            recipe, Path(boot["model_dir"]), recipe.options(**boot["options"]), ranks
-        )
-        ring, spin_s = Ring(boot["ring"], ranks.size - 1), SPIN_S[runner.stream.device.kind]
-        follow(runner, Reader(ring, ranks.rank - 1, boot["bell"], spin_s=spin_s), commands)
-        runner.close()
-        ranks.close()
+        following = startup.join(recipe, Path(boot["model_dir"]), recipe.options(**boot["options"]), ranks)
+        runner, ring = following.runner, Ring(boot["ring"], ranks.size - 1)
+        spin_s = SPIN_S[runner.stream.device.kind]
+        follow(runner, Reader(ring, ranks.rank - 1, boot["bell"], spin_s=spin_s), following.commands)
+        following.close()
     except Exception as error:
         if not is_users_error(error):
             log.exception("rank %d of %d", ranks.rank, ranks.size)

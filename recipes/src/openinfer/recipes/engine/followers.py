@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from openinfer.frontend.logs import log_settings
-from openinfer.graph.runner import Leader, Ring, Runner, WeightsDesk, Writer
+from openinfer.graph.runner import Leader, Ring, Writer
 from openinfer.kernels import RankLost
+from openinfer.kvpool.tiers import Others, SharedRecords
 from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.ranks import Ranks
 from openinfer.recipes.engine.recipe import Recipe
@@ -30,7 +31,10 @@ log = logging.getLogger("openinfer.engine")
 Array = np.ndarray[Any, Any]
 
 CLOSE_TIMEOUT_S = 5.0
-OWN = ("scheduling_policy", "eviction_policy", "kv_events_config", "trace")
+OWN = (
+    "scheduling_policy", "eviction_policy", "kv_events_config", "trace", "lora_modules", "kv_offload_gb",
+    "kv_offload_dir", "kv_offload_disk_gb", "kv_transfer_config", "kv_peer",
+)  # fmt: skip
 """Options that rank 0 alone acts on."""
 
 
@@ -100,7 +104,17 @@ class Followers:
         with self.ranks.all_done():
             yield
 
-    def _command(self, name: str, *args: str | int) -> None:
+    def others(self, nbytes: int) -> Others:
+        """The ranks that have parts of the records of tiers. nbytes: of all records."""
+        file = os.memfd_create("openinfer-records")
+        shared = SharedRecords(file, self.ranks.size, nbytes)
+        for link in self.ranks.links:
+            socket.send_fds(link, [b"r"], [file])
+        os.close(file)
+        self._command("records", nbytes)
+        return Others(shared, lambda kind, copies: self._command("copy", kind, copies))
+
+    def _command(self, name: str, *args: Any) -> None:
         if self._leader is None:
             raise RankLost("the other ranks have ended, or were not told to begin")
         self._leader.command(name, *args)
@@ -156,22 +170,3 @@ class Followers:
         for bell in self._bells:
             os.close(bell)
         self._bells = []
-
-
-def commands(runner: Runner, desk: WeightsDesk, ranks: Ranks) -> Mapping[str, Callable[..., object]]:
-    """The commands that Followers sends, by name: a rank above 0 carries them out."""
-
-    def put_adapter(place: int) -> None:
-        adapters = runner.model.batch.adapters
-        if adapters is not None:
-            adapters.put(place, ranks.staged[place - 1], runner.stream)
-
-    def together(method: Callable[..., None]) -> Callable[..., None]:
-        def command(*args: str | int) -> None:
-            with ranks.all_done():
-                method(*args)
-
-        return command
-
-    of_desk = {method.__name__: together(method) for method in (desk.update, desk.sleep, desk.wake)}
-    return {"adapter": put_adapter, **of_desk}

@@ -34,11 +34,6 @@ def check_offload(options: Options) -> None:
         return
     if not options.enable_prefix_caching:
         raise SetupError("--kv-offload keeps cached prefixes; leave out --no-enable-prefix-caching")
-    if options.tensor_parallel_size > 1:
-        raise SetupError(
-            "--kv-offload is not possible with --tensor-parallel-size: each rank has a part of every block, and ranks "
-            "above 0 copy none yet; leave one of them out"
-        )
     if (folder is None) != (disk_gb is None):
         raise SetupError(
             "--kv-offload-dir and --kv-offload-disk-gb need each other: a folder, and how much of it"
@@ -54,13 +49,16 @@ def open_tiers(
     model_dir: Path,
     limits: Limits,
     device: Device,
+    parts: int,
     *,
     events: bool,
 ) -> Tiers | None:
-    """The tiers of an engine; None where no flag asks for one. Raises InvalidTiers."""
+    """The tiers of an engine; None where no flag asks for one. groups: of a rank. parts: of a record, one for each rank
+    that holds a part of the cache. Raises InvalidTiers."""
     host, folder, disk_gb = options.kv_offload_gb, options.kv_offload_dir, options.kv_offload_disk_gb
     if host is None and folder is None and transfer_config(options) is None:
         return None
+    groups = [dataclasses.replace(group, block_bytes=parts * group.block_bytes) for group in groups]
     about, disk = description(options, groups, model_dir, limits, device), None
     if folder is not None and disk_gb is not None:
         name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
@@ -70,7 +68,7 @@ def open_tiers(
         staging = sharing.config.kv_buffer_size
     return Tiers(
         groups, int(staging if host is None else host * GB), disk, eviction=eviction, events=events, sharing=sharing,
-        load_timeout_s=5.0 if sharing is None else PEER_TIMEOUT_S,
+        parts=parts, load_timeout_s=5.0 if sharing is None else PEER_TIMEOUT_S,
     )  # fmt: skip
 
 
@@ -90,6 +88,7 @@ def description(
         "load_format": options.load_format,
         "quantization": options.quantization,
         "options": own,
+        "ranks": options.tensor_parallel_size,
         "groups": [[g.name, g.block_size, g.block_bytes, g.window, g.snapshots] for g in groups],
         "config": json.loads((model_dir / "config.json").read_text()),
         "weights": [[name, status.st_size, status.st_mtime_ns] for name, status in files],

@@ -39,7 +39,8 @@ from openinfer.recipes.engine.blueprint import Blueprint, M
 from openinfer.recipes.engine.devices import devices_of, open_device
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.errors import SetupError
-from openinfer.recipes.engine.followers import Followers, commands
+from openinfer.recipes.engine.followers import Followers
+from openinfer.recipes.engine.following import Following
 from openinfer.recipes.engine.limits import Limits, Room, decide, fit
 from openinfer.recipes.engine.offload import check_offload, open_tiers
 from openinfer.recipes.engine.options import O, Options
@@ -141,7 +142,8 @@ def _build(
         publisher=made.publisher, followers=followers, tiers=made.tiers, loaded=made.loaded, desk=made.desk,
     )  # fmt: skip
     if made.tiers is not None:  # after everything else, because it goes on to lock memory
-        made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream)
+        others = followers.others(made.tiers.nbytes) if followers is not None else None
+        made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream, others)
     log.info(
         "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache in %s (%s), "
         "%d recorded steps",
@@ -155,13 +157,12 @@ def _build(
     return Built(engine, blueprint)
 
 
-def join(
-    recipe: Recipe[O], path: Path, options: O, ranks: Ranks
-) -> tuple[Runner, Mapping[str, Callable[..., object]]]:
-    """The runner of a rank above 0, with all steps recorded, and what rank 0 may command."""
+def join(recipe: Recipe[O], path: Path, options: O, ranks: Ranks) -> Following:
+    """A rank above 0, with all steps recorded."""
     with _opened(recipe, path, options, ranks) as (blueprint, checkpoint, limits, device):
         made = _make(blueprint, checkpoint, path, options, limits, device, None, None, ranks)
-    return made.runner, commands(made.runner, made.desk, ranks)
+    cache = blueprint.cache(made.runner.model)
+    return Following(made.runner, made.desk, ranks, made.pool.groups, cache, alike=blueprint.cache_is_alike)
 
 
 @contextmanager
@@ -220,7 +221,8 @@ def _make(
             blocks = ranks.least(blueprint.share(limits, Room.on(device, options, plan.fixed_bytes)))
             groups, eviction = blueprint.groups(limits, blocks), _eviction(options, blueprint)
             events = open_publisher is not None
-            tiers = open_tiers(options, groups, eviction, path, limits, device, events=events)
+            parts = 1 if blueprint.cache_is_alike else ranks.size
+            tiers = open_tiers(options, groups, eviction, path, limits, device, parts, events=events)
             pool = Pool(
                 groups, prefix_cache=options.enable_prefix_caching, eviction=eviction, events=events,
                 loader=tiers, saver=tiers,

@@ -30,11 +30,6 @@ def transfer_config(options: Options) -> TransferConfig | None:
     flag = "--kv-transfer-config" if options.kv_transfer_config is not None else "--kv-peer"
     if not options.enable_prefix_caching:
         raise SetupError(f"{flag} shares cached prefixes; leave out --no-enable-prefix-caching")
-    if options.tensor_parallel_size > 1:
-        raise SetupError(
-            f"{flag} is not possible with --tensor-parallel-size: each rank has a part of every block, and ranks above "
-            "0 send none yet; leave one of them out"
-        )
     if options.kv_transfer_config is None:
         return TransferConfig("TcpConnector", kv_role="kv_consumer")
     return TransferConfig.parse(options.kv_transfer_config)

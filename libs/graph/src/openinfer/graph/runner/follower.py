@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,8 +36,8 @@ class Leader:
         """The followers launch this segment."""
         self._writer.send(self._numbers[key])
 
-    def command(self, name: str, *args: str | int) -> None:
-        """The followers carry out one of their commands, after the launches so far."""
+    def command(self, name: str, *args: Any) -> None:
+        """The followers carry out one of their commands, after the launches so far. args: as JSON has them."""
         text = json.dumps([name, *args]).encode()
         self._writer.send(_COMMAND, np.frombuffer(text + b" " * (-len(text) % 4), np.int32))
 

@@ -19,7 +19,7 @@ except ImportError as error:
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
-from .mover import Copier, Others, SharedRecords
+from .mover import Copier, Kind, Others, SharedRecords
 from .peers import Peers, Sharing, TransferConfig, parse_addresses
 from .stats import LoadTime, TierStats
 from .tiers import Tiers
@@ -28,6 +28,7 @@ __all__ = [
     "Copier",
     "Disk",
     "HostMemory",
+    "Kind",
     "Layout",
     "LoadTime",
     "Others",

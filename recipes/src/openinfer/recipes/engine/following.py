@@ -1,0 +1,64 @@
+"""The commands of rank 0 that a rank above it carries out, in the order of its launches."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+
+from openinfer.graph.runner import Runner, WeightsDesk
+from openinfer.kvpool import Group
+from openinfer.kvpool.tiers import Copier, Kind, Layout, SharedRecords
+from openinfer.recipes.engine.ranks import Ranks
+from openinfer.tensor import Tensor
+
+
+class Following:
+    """A rank above 0 and its commands. groups, cache: of its pool. alike: all ranks hold the cache alike."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        desk: WeightsDesk,
+        ranks: Ranks,
+        groups: Sequence[Group],
+        cache: Sequence[Sequence[Tensor]],
+        *,
+        alike: bool,
+    ) -> None:
+        self.runner, self._ranks = runner, ranks
+        self._layout = Layout(groups, cache, 0 if alike else ranks.rank)
+        self._saves, self._copier = not alike, list[Copier]()
+        self.commands: Mapping[str, Callable[..., object]] = {
+            "adapter": self._put_adapter,
+            "records": self._open_records,
+            "copy": self._copy,
+            **{one.__name__: self._together(one) for one in (desk.update, desk.sleep, desk.wake)},
+        }
+
+    def _put_adapter(self, place: int) -> None:
+        adapters = self.runner.model.batch.adapters
+        if adapters is not None:
+            adapters.put(place, self._ranks.staged[place - 1], self.runner.stream)
+
+    def _together(self, method: Callable[..., None]) -> Callable[..., None]:
+        def command(*args: str | int) -> None:
+            with self._ranks.all_done():
+                method(*args)
+
+        return command
+
+    def _open_records(self, nbytes: int) -> None:
+        _, files, *_ = socket.recv_fds(self._ranks.links[0], 1, 1)
+        shared, rank = SharedRecords(files[0], self._ranks.size, nbytes), self._ranks.rank
+        self._copier.append(Copier(self._layout, self.runner.stream, shared, rank, saves=self._saves))
+
+    def _copy(self, kind: Kind, copies: Sequence[Sequence[int]]) -> None:
+        for copier in self._copier:
+            copier.copy(kind, copies)
+
+    def close(self) -> None:
+        """Wait for the device and give everything back."""
+        for copier in self._copier:
+            copier.close()
+        self.runner.close()
+        self._ranks.close()
