@@ -92,7 +92,7 @@ def expect_cache(kv: Tensor, kv_scales: Tensor | None, dim: int, dtype: np.dtype
 
     kv [pages, 2, G, page_size, d] is dense within a page, with pages at any stride. It has `dtype` and no scales; or it
     is float8_e4m3fn, and kv_scales uint8 [pages, 2, G, page_size] has E8M0 bytes at the same stride: byte b of a head's
-    token is the factor 2^(b - 127) of its d codes.
+    token is the factor 2^(b - 127) of its d codes. Pages then have a multiple of 4 tokens.
     """
     expect("kv", kv, (-1, 2, -1, -1, dim), dtype if kv_scales is None else float8_e4m3fn, dense=False)
     expect("kv[0]", kv[0], kv.shape[1:])
@@ -103,6 +103,9 @@ def expect_cache(kv: Tensor, kv_scales: Tensor | None, dim: int, dtype: np.dtype
         require(
             strides[0] == strides[1] and strides[0] % 16 == 0,
             f"pages of kv and kv_scales are {strides} bytes apart; both must be the same multiple of 16",
+        )
+        require(
+            kv.shape[3] % 4 == 0, f"page size is {kv.shape[3]}; with kv_scales it must be a multiple of 4"
         )
 
 

@@ -46,6 +46,25 @@ def cache_places(table, n, stop, page_stride, D: tl.constexpr, PAGE: tl.constexp
 
 
 @triton.jit
+def cache_scales(scales, table, n, stop, page_stride, PAGE: tl.constexpr, BN: tl.constexpr):
+    """Scales of a head's tokens n to n + BN - 1, n a multiple of BN: float32 [BN]; 1 from `stop` on.
+
+    They are read as words of four tokens, because the compiler reads no smaller ones ahead.
+    """
+    i = tl.arange(0, BN // 4) * 4
+    if PAGE % BN == 0:
+        page = tl.load(table + n // PAGE).to(tl.int64)
+        offset = n % PAGE + i
+    else:
+        page = tl.load(table + n // PAGE + i // PAGE, mask=n + i < stop, other=0).to(tl.int64)
+        offset = i % PAGE
+    words = scales.to(tl.pointer_type(tl.int32), bitcast=True)
+    word = tl.load(words + (page * page_stride + offset) // 4, mask=n + i < stop, other=0)
+    byte = tl.reshape((word[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255, (BN,))
+    return e8m0(tl.where(n + tl.arange(0, BN) < stop, byte, 127))
+
+
+@triton.jit
 def _seen(n, position, window, stop, BN: tl.constexpr):
     """Which of the keys n to n + BN - 1, before `stop`, are seen from each position: [BM, BN]."""
     key = n + tl.arange(0, BN)[None, :]
@@ -74,10 +93,9 @@ def add_block(m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, s
     if kv_scales is None:
         m, l, acc = online_softmax(m, l, acc, score, v, scale, None)
     else:
-        where = kv_scales + head * PAGE + cache_places(table, n, stop, page_stride, 1, PAGE, BN)
-        written = n + tl.arange(0, BN) < stop
-        key_scale = e8m0(tl.load(where, mask=written, other=127))
-        value_scale = e8m0(tl.load(where + kv_heads * PAGE, mask=written, other=127))
+        of_keys = kv_scales + head * PAGE
+        key_scale = cache_scales(of_keys, table, n, stop, page_stride, PAGE, BN)
+        value_scale = cache_scales(of_keys + kv_heads * PAGE, table, n, stop, page_stride, PAGE, BN)
         m, l, acc = online_softmax(m, l, acc, score * key_scale[None, :], v, scale, value_scale)
     return m, l, acc
 
