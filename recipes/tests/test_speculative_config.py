@@ -49,10 +49,11 @@ def test_n_grams_are_as_long_as_the_config_says():
         (NGRAM.replace("3", "0"), "Expected `int` >= 1"),
         (NGRAM.replace("3", "9"), "Expected `int` <= 8"),
         (
-            NGRAM.replace("ngram", "eagle3"),
-            "method 'eagle3' is not possible with this model; possible: ngram",
+            NGRAM.replace("ngram", "mtp"),
+            "method 'mtp' is not possible with this model; possible: ngram, suffix, eagle3",
         ),
-        (NGRAM[:-1] + ', "model": "small"}', "unknown field `model`"),
+        (NGRAM[:-1] + ', "draft": "small"}', "unknown field `draft`"),
+        (NGRAM[:-1] + ', "model": "small"}', "eagle3 needs the key model"),
         (NGRAM[:-1] + ', "prompt_lookup_min": 4, "prompt_lookup_max": 2}', "prompt_lookup_min 4 is above"),
     ],
 )

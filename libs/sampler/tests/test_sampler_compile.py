@@ -7,7 +7,7 @@ import os
 import pytest
 
 from openinfer.kernels import NullPack, Store, Target
-from openinfer.sampler.gpu import accept, advance, sample, score, top_logprobs
+from openinfer.sampler.gpu import accept, advance, sample, score, top_logprobs, widen
 from openinfer.sampler.gpu.ops.adjustments import adjustment_fields
 from openinfer.tensor import Arena, Device, float32, int32
 
@@ -56,6 +56,7 @@ def plan(arch, vocabularies):
             pack, follows=i(rows), accepted=i(slots), num_drafts=i(rows), drafts=i(slots, 16),
             last_tokens=i(slots), starts=i(rows + 1), seq_lens=i(slots), place=1, **step,
         )  # fmt: skip
+        widen(pack, out=logits, logits=f(rows, 32_000), sources=i(vocabulary))
     return pack
 
 

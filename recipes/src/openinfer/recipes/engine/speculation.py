@@ -14,6 +14,8 @@ from openinfer.recipes.engine.errors import SetupError
 from openinfer.scheduler import Drafter, NGram, Suffixes
 
 MAX_DRAFTS = 8
+OF_LAYERS = ("mtp", "eagle3")
+"""Methods in which layers draft: the checkpoint's own, or those of another one."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -21,6 +23,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: str
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
+    model: str = ""
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = 2
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] = 5
     suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2)] = 24
@@ -48,6 +51,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"--speculative-config: prompt_lookup_min {config.prompt_lookup_min} is above "
                 f"prompt_lookup_max {config.prompt_lookup_max}"
             )
+        if bool(config.model) != (config.method == "eagle3"):
+            raise SetupError(
+                "--speculative-config: method eagle3 needs the key model, the folder of the head; other methods take "
+                "none"
+            )
         if config.suffix_decoding_max_cached_requests:
             raise SetupError(
                 "--speculative-config: suffix_decoding_max_cached_requests must be 0 or left out: a request's drafts "
@@ -58,7 +66,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def proposes(self) -> bool:
         """Whether layers of the model draft."""
-        return self.method == "mtp"
+        return self.method in OF_LAYERS
 
     def drafting(self, buckets: Buckets, pace: StepPace) -> Drafting:
         """The choice of drafts, for steps of these shapes and times."""

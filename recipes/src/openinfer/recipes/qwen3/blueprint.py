@@ -18,6 +18,7 @@ from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.qwen3.eagle3 import DraftingModel, Head, drafter_of, traced
 from openinfer.recipes.qwen3.model import Buffers, Model
 from openinfer.recipes.qwen3.weights import Weights, validate
 from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
@@ -33,6 +34,8 @@ class Qwen3(Blueprint[Model]):
     config: Config
     whole: Config
     page_size: int
+    head: Head | None = None
+    """The EAGLE-3 head that drafts."""
 
     def decode_rows(self, max_rows: int) -> Sequence[int]:
         """At most 15 padding rows up to 128 rows, and 31 above: products of 17 rows take as long as those of 32."""
@@ -46,7 +49,13 @@ class Qwen3(Blueprint[Model]):
 
     def _layout(self, limits: Limits) -> KvLayout:
         c = self.config
-        return KvLayout(c.num_layers, c.num_kv_heads, self.page_size, c.head_dim, limits.kv_dtype)
+        return KvLayout(
+            c.num_layers + (self.head is not None),
+            c.num_kv_heads,
+            self.page_size,
+            c.head_dim,
+            limits.kv_dtype,
+        )
 
     def share(self, limits: Limits, room: Room) -> Sequence[int]:
         """No more pages than every row at full length uses."""
@@ -68,14 +77,18 @@ class Qwen3(Blueprint[Model]):
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts,
+            width=c.hidden_size, dtype=limits.dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers
             ),
         )  # fmt: skip
         buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)
         kv = self._layout(limits).allocate(arena, stream, pages)
-        return Model(c, weights, kv, cos_sin, batch, buffers)
+        if self.head is None:
+            return Model(c, weights, kv, cos_sin, batch, buffers)
+        sizes = limits.max_tokens, limits.max_logits, limits.max_model_len
+        drafter = drafter_of(self.head, c, arena, stream, limits.dtype, sizes)
+        return DraftingModel(c, weights, kv, cos_sin, batch, buffers, drafter=drafter)
 
     def cache(self, model: Model) -> Sequence[Sequence[Tensor]]:
         return [[model.kv.pages]]
@@ -83,11 +96,15 @@ class Qwen3(Blueprint[Model]):
     def load(
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:
+        if isinstance(model, DraftingModel) and model.drafter is not None:
+            model.drafter.weights.load(model.drafter.head, self.config, stream)
         return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         windows = Counter(self.config.windows)
         kinds = Repeated(pack, zip(model.weights.layers, windows.values(), strict=False))
+        if isinstance(model, DraftingModel) and model.drafter is not None:
+            model = dataclasses.replace(model, drafter=traced(model.drafter, len(windows)))
         return dataclasses.replace(
             model,
             config=dataclasses.replace(self.config, num_layers=len(windows), windows=tuple(windows)),

@@ -86,7 +86,10 @@ class Model:
         x, qkv, heads, mlp = b.x[:t], b.qkv[:t], b.heads[:t], b.mlp[:t]
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
+        layers = 0
         for n, layer in enumerate(w.layers):
+            layers = n + 1
+            self.before_layer(pack, n, x)
             norm, eps = layer.input_norm, c.rms_norm_eps
             weight, scales = layer.qkv.weight, layer.qkv.scales
             norm_linear(pack, out=qkv, x=x, norm_weight=norm, weight=weight, eps=eps, scales=scales)
@@ -111,7 +114,11 @@ class Model:
             added = batch.adapted(pack, up, x=x, norm_weight=norm, eps=eps)
             gate_up_silu(pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, scales=scales, added=added)
             batch.add(pack, x, h=mlp, weight=layer.down.weight, scales=layer.down.scales, ranks=c.ranks)
+        self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
+
+    def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
+        """Called with the residual stream x [T, H] before each layer, and after the last, for a head that drafts."""
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""

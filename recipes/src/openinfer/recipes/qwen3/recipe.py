@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from openinfer.recipes.engine import Options, Recipe, Source
+from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.qwen3.published import IN_AWQ, SIZES, config_json
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ class Qwen3Options(Options):
     """The options of every engine."""
 
     refused: ClassVar[Mapping[str, str]] = {}
+    draft_methods: ClassVar[tuple[str, ...]] = (*Options.draft_methods, "eagle3")
 
 
 class Qwen3Recipe(Recipe[Qwen3Options]):
@@ -41,7 +44,17 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         from openinfer.recipes.qwen3.config import Config
 
         whole = Config.parse(source.config, source.eos, options.quantization)
-        return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size)
+        head, speculation = None, options.speculation()
+        if speculation is not None and speculation.proposes:
+            from openinfer.recipes.qwen3.eagle3 import Head
+
+            if ranks > 1:
+                raise SetupError(
+                    "--speculative-config: method eagle3 is not possible with --tensor-parallel-size: the head is not "
+                    "shared out over ranks; use another method, or leave one of the flags out"
+                )
+            head = Head.read(Path(speculation.model), whole)
+        return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size, head)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
         """The published sizes, in BF16 and FP8, and those in INT4."""

@@ -10,6 +10,7 @@ try:
     from openinfer.sampler.gpu.ops.score import score
     from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, MAX_STOP_IDS, SAMPLE_FIELDS, fields, values
     from openinfer.sampler.gpu.ops.top_logprobs import top_logprobs
+    from openinfer.sampler.gpu.ops.widen import widen
     from openinfer.sampler.gpu.segment import (
         SampleBuffers,
         draw_drafts,
@@ -48,4 +49,5 @@ __all__ = [
     "top_logprobs",
     "values",
     "verify_rows",
+    "widen",
 ]
