@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.startup import build, kernel_specs
 from openinfer.recipes.qwen3 import RECIPE
+from openinfer.recipes.qwen3.blueprint import Qwen3
 from openinfer.tensor import Checkpoint
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -191,6 +193,14 @@ def test_a_folder_of_another_format_is_not_read(engine: Build, tmp_path: Path) -
 def test_what_is_refused(engine: Build, model: str, flags: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError, match=words):
         engine(GOLDENS / model, **flags)
+
+
+def test_a_recipe_that_takes_no_notice_is_refused(engine: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of others, whose pages have the dtype of the model whatever the flag says."""
+    layout = Qwen3._layout
+    monkeypatch.setattr(Qwen3, "_layout", lambda self, limits: layout(self, replace(limits, fp8_cache=False)))
+    with pytest.raises(SetupError, match="--kv-cache-dtype: this model's recipe has no FP8 cache"):
+        engine(GOLDENS / "qwen3-tiny")
 
 
 def test_a_gpu_without_float8_is_refused() -> None:

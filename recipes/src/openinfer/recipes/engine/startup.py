@@ -178,6 +178,9 @@ def _opened(
         source = dataclasses.replace(source, checkpoint=None if dummy else checkpoint)
         blueprint = recipe.blueprint(source, options, ranks=ranks.size, rank=ranks.rank)
         limits = decide(options, device, blueprint.max_positions, blueprint.page_size)
+        plain = dataclasses.replace(limits, fp8_cache=False)
+        if limits.fp8_cache and blueprint.groups(limits) == blueprint.groups(plain):
+            raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
         blueprint.validate(checkpoint, limits)
         yield blueprint, checkpoint, limits, device
 
