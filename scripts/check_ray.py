@@ -3,8 +3,8 @@
 Ray Serve is installed as its authors ship it, pinned below, in an environment of its own. Under load
 
  - questions on a document must reach the replica that has the document;
- - one replica is killed: no request fails but the streams that it had begun, and Ray brings a replica back;
- - the command with other flags replaces both replicas, and no request fails.
+ - one replica is killed, then one server: no request fails but the streams that it had begun, and another is started;
+ - the command with other flags replaces both replicas, a third is added under load, and no request fails.
 """
 
 from __future__ import annotations
@@ -52,9 +52,12 @@ def main() -> int:
         port = str(free_port())
         url = f"http://127.0.0.1:{port}"
         name = f"ray-{port}"
-        stack.enter_context(running(name, logs, command(kept, port), answers(f"{url}/v1/models")))
+        stack.enter_context(
+            running(name, logs, command(kept, port, "--replicas", "2"), answers(f"{url}/v1/models"))
+        )
         check_hits(url)
-        check_death(url)
+        check_death(url, "replica")
+        check_death(url, "server")
         check_update(kept, url, port, logs / name)
     print("ray: all checks hold")
     return 0
@@ -69,11 +72,11 @@ def install(folder: Path) -> None:
     subprocess.run([*pip, *PACKAGES], check=True)
 
 
-def command(environment: Path, port: str, *flags: str) -> list[str]:
+def command(environment: Path, port: str, *own: str) -> list[str]:
     """The example's command. openinfer runs in the environment of this script."""
-    return [str(environment / "bin" / "python"), str(ROOT / "examples/ray_serve/app.py"), str(MODEL), "--replicas", "2",
+    return [str(environment / "bin" / "python"), str(ROOT / "examples/ray_serve/app.py"), str(MODEL), *own,
             "--cpus", "0.5", "--port", port, "--command", f"{sys.executable} -m openinfer.cli",
-            "--", "--device", "cpu", "--served-model-name", f"on-{port}", *flags]  # fmt: skip
+            "--", "--device", "cpu", "--served-model-name", f"on-{port}"]  # fmt: skip
 
 
 def servers(port: str) -> dict[int, int]:
@@ -148,14 +151,14 @@ class Load:
                 thread.join(LIMIT_S)
 
 
-def check_death(url: str) -> None:
-    """Kill a replica under load."""
+def check_death(url: str, killed: str) -> None:
+    """Kill a replica, or its server alone, under load."""
     port, load = url.rpartition(":")[2], Load(url)
     before = servers(port)
     with load.running():
         time.sleep(2)
         began = time.monotonic()
-        os.kill(before[min(before)], signal.SIGKILL)
+        os.kill(min(before) if killed == "server" else before[min(before)], signal.SIGKILL)
         wait_for(
             lambda: len(servers(port)) == 2 and set(servers(port)) != set(before),
             "a replica does not come back",
@@ -163,25 +166,28 @@ def check_death(url: str) -> None:
         back = time.monotonic() - began
         time.sleep(2)
     print(
-        f"ray: a replica was killed under load: {dict(load.outcomes)}; another was started {back:.1f} s later"
+        f"ray: a {killed} was killed under load: {dict(load.outcomes)}; another was started {back:.1f} s later"
     )
     if load.outcomes["failed"] or load.outcomes["broken"] > CLIENTS // 2:
         raise CheckFailed("only the killed replica's streams may break off")
 
 
 def check_update(environment: Path, url: str, port: str, log: Path) -> None:
-    """Replace the replicas under load."""
+    """Replace the replicas under load, and let Ray add a third."""
     address = re.search(r"RAY_ADDRESS=(\S+)", log.read_text())
     if address is None:
         raise CheckFailed("the command does not print the address of its cluster")
     before, load = set(servers(port)), Load(url)
     with load.running():
-        update = subprocess.run(command(environment, port, "--max-num-seqs", "8"), capture_output=True, text=True,
-                                env={**os.environ, "RAY_ADDRESS": address[1]}, timeout=LIMIT_S)  # fmt: skip
+        update = subprocess.run(
+            command(environment, port, "--replicas", "2:3", "--requests", "1", "--drain", "30"), capture_output=True,
+            text=True, env={**os.environ, "RAY_ADDRESS": address[1]}, timeout=LIMIT_S,
+        )  # fmt: skip
         if update.returncode:
             raise CheckFailed(update.stdout + update.stderr)
         wait_for(lambda: not before & set(servers(port)), "the old replicas do not leave")
-    print(f"ray: both replicas were replaced under load: {dict(load.outcomes)}")
+        wait_for(lambda: len(servers(port)) == 3, "no replica is added")
+    print(f"ray: both replicas were replaced under load, a third was added: {dict(load.outcomes)}")
     if set(load.outcomes) != {"answered"}:
         raise CheckFailed("an update must lose nothing")
 
@@ -200,5 +206,6 @@ if __name__ == "__main__":
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # a busy machine of two cores takes longer than Ray's 5 s
     }
     sys.exit(main())

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Call:
 
 
 class Replica:
-    """A server in a process of its own, which ends with this one. Ray gives it its GPUs."""
+    """A server in a process of its own. Each of the two ends with the other. Ray gives it its GPUs."""
 
     def __init__(self, command: list[str], drain_s: float) -> None:
         with socket.socket() as probe:
@@ -73,6 +74,15 @@ class Replica:
             ),  # a killed replica leaves no server
         )
         self._session: aiohttp.ClientSession | None = None
+        self._leaving = False
+        threading.Thread(target=self._end_with_server, daemon=True).start()
+
+    def _end_with_server(self) -> None:
+        """Ray replaces this replica at once, where checks of its health would take seconds."""
+        code = self._server.wait()
+        if not self._leaving:
+            print(f"the server ended with {code}; its log says why", file=sys.stderr, flush=True)
+            os._exit(1)
 
     async def _client(self) -> aiohttp.ClientSession:
         """One client, made in the loop that uses it, once the server is ready."""
@@ -80,8 +90,8 @@ class Replica:
             session = aiohttp.ClientSession(self._url, timeout=aiohttp.ClientTimeout(total=None))
             until = time.monotonic() + START_LIMIT_S
             while not await self._is_ready(session):
-                if self._server.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError(f"the server ended with {self._server.poll()}; its log says why")
+                if time.monotonic() > until:
+                    raise RuntimeError(f"the server is not ready after {START_LIMIT_S} s; its log says why")
                 await asyncio.sleep(0.1)
             self._session = session
         return self._session
@@ -114,6 +124,7 @@ class Replica:
 
     def __del__(self) -> None:
         """Ray calls it when a replica leaves, after its requests have ended."""
+        self._leaving = True
         self._server.terminate()
         self._server.wait(self._drain_s + 30)
 

@@ -7,6 +7,7 @@ scheduler and pool run in virtual time. A step takes what its ops cost at the sp
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
 import shlex
@@ -22,6 +23,7 @@ from openinfer.cli.plan_compare import Objectives, Variant, candidates, choice
 from openinfer.cli.plan_load import Agents, Point, Server
 from openinfer.frontend.errors import FlagError
 from openinfer.kernels import GPUS, H200
+from openinfer.recipes.engine.offload import check_offload
 
 TARGETS = {H200.gpu: H200}
 """The GPUs whose steps can be traced, by the names of GPUS."""
@@ -127,6 +129,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     if args.speeds:
         figures = tune_speed.load(args.speeds, target, figures)
     speeds, agents = plan_tiers.speeds(args), None
+    check_offload(dataclasses.replace(asked.options, tensor_parallel_size=gpus))
     if args.turns > 1:
         agents = Agents(args.turns, args.system, args.think_s, speeds)
     elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:
