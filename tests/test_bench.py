@@ -424,6 +424,10 @@ def test_explain_shows_tiers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6 GB/s" in disk
     tokens = [int(line.split(": ")[2].split()[0].replace(",", "")) for line in (host, disk)]
     assert tokens[1] == pytest.approx(8 * tokens[0], abs=8)
+    assert explain.main([str(TINY), *flags, "--ranks", "2"]) == 0
+    ranks = capsys.readouterr().out.splitlines()[-2:]
+    assert "40 GB/s" in ranks[0], "each rank copies its half"
+    assert ranks[1] == disk, "a record has the parts of all ranks"
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,6 @@ def test_agents_find_more_where_there_are_tiers(tmp_path: Path, capsys: pytest.C
         (["--kv-offload-gb", "1"], "give --turns too"),
         (["--turns", "3", "--kv-offload-dir", "kv"], "need each other"),
         (["--turns", "900"], "a prompt has up to"),
-        (["--turns", "3", "--kv-offload-gb", "1", "--gpus", "2"], "not possible with --tensor-parallel-size"),
         (["--disk-rate", "7"], "READ,WRITE such as 6,3"),
     ],
 )

@@ -86,7 +86,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
-    for line in plan_tiers.describe(asked.options, outline.groups, plan_tiers.speeds(args)):
+    for line in plan_tiers.describe(asked.options, outline.groups, outline.parts, plan_tiers.speeds(args)):
         print(f"  tier: {line}")
     if args.plot:
         plot(lines, title, args.plot)

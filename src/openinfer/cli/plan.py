@@ -7,7 +7,6 @@ scheduler and pool run in virtual time. A step takes what its ops cost at the sp
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import math
 import shlex
@@ -129,7 +128,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
     if args.speeds:
         figures = tune_speed.load(args.speeds, target, figures)
     speeds, agents = plan_tiers.speeds(args), None
-    check_offload(dataclasses.replace(asked.options, tensor_parallel_size=gpus))
+    check_offload(asked.options)
     if args.turns > 1:
         agents = Agents(args.turns, args.system, args.think_s, speeds)
     elif asked.options.kv_offload_gb or asked.options.kv_offload_disk_gb:

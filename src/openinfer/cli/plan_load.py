@@ -134,7 +134,7 @@ class Server:
         options, pool = self.asked.options, self.outline.cache(self.cache_bytes)
         tiers = None
         if self.agents is not None:
-            tiers = tiers_of(options, pool.groups, self.agents.speeds)
+            tiers = tiers_of(options, pool.groups, self.outline.parts, self.agents.speeds)
             pool = Pool(pool.groups, loader=tiers, saver=tiers)
         cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures, self.gpus), 0.0
 

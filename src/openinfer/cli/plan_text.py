@@ -29,7 +29,7 @@ def memory(server: Server) -> str:
     pool = server.outline.cache(server.cache_bytes)
     lines = [f"memory: {parts}, cache {format_bytes(server.cache_bytes)} ({pool.capacity_tokens} tokens)"]
     if server.agents is not None:
-        lines += describe(server.asked.options, pool.groups, server.agents.speeds)
+        lines += describe(server.asked.options, pool.groups, server.outline.parts, server.agents.speeds)
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 
 from openinfer.cli.bench_recipe import BadFlags
@@ -41,19 +42,27 @@ def speeds(args: argparse.Namespace) -> TierSpeeds:
     return TierSpeeds(args.host_rate * GB, read * GB, write * GB)
 
 
-def tiers_of(options: Options, groups: Sequence[Group], found: TierSpeeds) -> SimTiers | None:
-    """The tiers that the flags ask for, new. None: no tier. Raises SetupError."""
+def tiers_of(options: Options, groups: Sequence[Group], parts: int, found: TierSpeeds) -> SimTiers | None:
+    """The tiers that the flags ask for, new. None: no tier. groups: of a GPU. parts: GPUs that hold a part of a block
+    each, and copy it over links of their own. Raises SetupError."""
     check_offload(options)
     host, disk = options.kv_offload_gb, options.kv_offload_disk_gb
     if host is None and disk is None:
         return None
+    groups, found = _whole(groups, parts), dataclasses.replace(found, host=parts * found.host)
     return SimTiers(groups, STAGING_BYTES if host is None else host * GB, (disk or 0.0) * GB, found)
 
 
-def describe(options: Options, groups: Sequence[Group], found: TierSpeeds) -> list[str]:
-    """A line a tier: its size, how many tokens it holds, its speed, and the seconds of a long prompt. Raises
-    SetupError."""
+def _whole(groups: Sequence[Group], parts: int) -> list[Group]:
+    """The groups with the bytes of a block on all GPUs."""
+    return [dataclasses.replace(group, block_bytes=parts * group.block_bytes) for group in groups]
+
+
+def describe(options: Options, groups: Sequence[Group], parts: int, found: TierSpeeds) -> list[str]:
+    """A line a tier: its size, how many tokens it holds, its speed, and the seconds of a long prompt. groups, parts: as
+    tiers_of has them. Raises SetupError."""
     check_offload(options)
+    groups, found = _whole(groups, parts), dataclasses.replace(found, host=parts * found.host)
     needed = sum(
         group.num_needed(PROMPT // group.block_size * group.block_size) * group.block_bytes
         for group in groups

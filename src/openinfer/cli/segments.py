@@ -70,6 +70,7 @@ class Outline:
     `memory`: bytes by their use, without the cache. `target`: the GPU that the plan is for. `steps`: the calls of every
     recorded step by its shape. `max_model_len`: tokens of a sequence, where the cache has room for them.
     kv_dtype: of the numbers in the cache of keys and values. `groups`: the kinds of the cache, with the fewest blocks.
+    `parts`: GPUs that each hold a part of a block of the cache.
     ranks: the number of GPUs that share the model, by default that of the options; with more than one, this is the part
     of the first GPU.
     """
@@ -86,7 +87,7 @@ class Outline:
         plan = make_plan(blueprint, limits, self.buckets, self.target)
         self.steps, self.max_model_len = plan.steps, limits.max_model_len
         self.kv_dtype = limits.kv_dtype
-        self.groups = blueprint.groups(limits)
+        self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
         null, one_each = Device("null"), [1] * len(blueprint.groups(limits))
         self.model: Model = blueprint.lay_out(Arena(null, None), Stream(null), limits, one_each)
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))
