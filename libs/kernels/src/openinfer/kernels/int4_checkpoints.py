@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.int4 import group_words, pack
+from openinfer.kernels.int4 import group_words
 from openinfer.tensor import Conversion, Tensor
 
 Array = np.ndarray[Any, Any]
@@ -113,20 +113,31 @@ def _unpacked(packed: Array) -> Array:
 
 def _reordered(packed: Array) -> Array:
     """Codes [..., 8 n] of AWQ's int32 [..., n]."""
-    codes = _unpacked(packed)
-    return codes.reshape(-1, _CODES)[:, _OF_COLUMN].reshape(codes.shape)
+    codes = np.empty((*packed.shape, _CODES), np.uint8)
+    for column, place in enumerate(_OF_COLUMN):
+        codes[..., column] = packed >> 4 * place & 15
+    return codes.reshape(*packed.shape[:-1], -1)
 
 
 def _of_rows(weight_packed: Array) -> Array:
-    return pack(_unpacked(weight_packed))
+    """int4.pack of the codes [N, K], without taking all of them apart: 16 bytes hold the same 32 columns in both."""
+    runs = np.ascontiguousarray(weight_packed).view(np.uint8).reshape(len(weight_packed), -1, 2, 8)
+    first, second = runs[:, :, 0], runs[:, :, 1]
+    out = np.empty((*first.shape, 2), np.uint8)
+    out[..., 0] = first & 15 | second << 4
+    out[..., 1] = first >> 4 | second & 0xF0
+    return out.reshape(len(weight_packed), -1)
 
 
 def _of_columns(qweight: Array) -> Array:
-    return pack(_unpacked(qweight.T))
+    return _of_rows(qweight.T)
 
 
 def _of_awq(qweight: Array) -> Array:
-    return pack(np.ascontiguousarray(_reordered(qweight).T))
+    """int4.pack along the rows of codes [K, N], transposed."""
+    runs = _reordered(qweight).reshape(len(qweight) // 32, 2, 16, -1)
+    packed = runs[:, 0] | runs[:, 1] << 4
+    return packed.reshape(len(qweight) // 2, -1).T
 
 
 def _words(weight_scale: Array, weight_zero_point: Array | None = None) -> Array:

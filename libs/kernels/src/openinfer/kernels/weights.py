@@ -290,7 +290,8 @@ def _repeated(rows: int, scale: Array) -> Array:
 
 def _row_scales(weight: Array) -> Array:
     """Scales of rows that give the largest magnitude of each row the largest number of float8; 1 for a row of zeros."""
-    largest = np.abs(weight).max(axis=1, keepdims=True).astype(np.float32)
+    wide = weight.astype(np.float32)
+    largest = np.maximum(wide.max(axis=1, keepdims=True), -wide.min(axis=1, keepdims=True))
     if not np.isfinite(largest).all():
         raise ValueError("it has values that are not finite, which float8 cannot hold")
     return np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1))
