@@ -135,6 +135,7 @@ ENGINE = {
         {"kv_transfer_config": TRANSFER, "kv_peer": ["127.0.0.1:1"], "enable_prefix_caching": True},
     ),
     "FP8 cache": Flag("`--kv-cache-dtype fp8`", {"kv_cache_dtype": "fp8"}),
+    "FP8 weights": Flag("`--quantization fp8`", {"quantization": "fp8"}),
 }
 SERVER = {
     "several HTTP processes": Flag("`--frontends 2`"),
@@ -152,7 +153,7 @@ REFUSED = {
 }
 """A pair, in the order of the lists, and what is said to it."""
 
-OWN = {"FP8 cache": "the tokens of an engine that has this alone"}
+OWN = dict.fromkeys(("FP8 cache", "FP8 weights"), "the tokens of an engine that has this alone")
 """Features that change tokens, and what stays the same with any other."""
 
 MISSING = {("batch invariance", "qwen3_5"): "--batch-invariant is not possible with qwen3_5"}
@@ -180,7 +181,8 @@ def word_in(plain: Answer) -> str:
 
 
 def letters_in(plain: Answer) -> str:
-    return str(re.findall("[ -~]{2}", plain.first.text)[-1])
+    text = plain.first.text
+    return str((re.findall("[ -~]{2}", text) or re.findall("[ -~]", text))[-1])
 
 
 def holds(name: str, answer: Answer, plain: Answer, prompt: str, asked: Body) -> bool:

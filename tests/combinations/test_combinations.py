@@ -35,7 +35,7 @@ from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.testing import Planted, Restless, Session
 from openinfer.scheduler import make_policy
-from openinfer.tensor import Checkpoint
+from openinfer.tensor import Checkpoint, float8_e4m3fn
 
 HERE = Path(__file__).parent
 FOLDERS = tempfile.TemporaryDirectory()
@@ -134,6 +134,8 @@ def run(
         flags["lora_modules"] = [f"{ADAPTER}={tuned(model).adapter}"]
     if ADAPTER in names:
         path = tuned(model).merged
+        if "FP8 weights" in names:  # the sum of codes and adapter is no code
+            path, flags["quantization"] = tuned(model).merged_codes, None
     if "preemption" in names:
         policy, tokens = flags.get("scheduling_policy", "fcfs"), flags.get("max_num_batched_tokens", 512)
         flags["scheduling_policy"] = Restless(make_policy(policy, max_batched_tokens=tokens))
@@ -198,10 +200,20 @@ def alone(model: str, own: tuple[str, ...] = ()) -> Alone:
 
 
 class Tuned(NamedTuple):
-    """A PEFT folder, and a checkpoint that it is merged into."""
+    """A PEFT folder, and a checkpoint that it is merged into; the same with the values of FP8 weights."""
 
     adapter: Path
     merged: Path
+    merged_codes: Path
+
+
+def coded(name: str, weight: Any) -> Any:
+    """The values of a weight that --quantization fp8 makes, in float32; other tensors as they are."""
+    plain = ("in_proj_a.weight", "in_proj_b.weight")
+    if "_proj" not in name or not name.endswith(".weight") or name.endswith(plain):
+        return weight
+    scales = np.abs(weight).max(axis=1, keepdims=True) / np.float32(448)
+    return (weight / scales).astype(float8_e4m3fn).astype(np.float32) * scales
 
 
 @functools.cache
@@ -211,6 +223,7 @@ def tuned(model: str) -> Tuned:
     source = F.MODELS[model].path
     with Checkpoint(source) as checkpoint:
         weights = {name: checkpoint.array(name).astype(np.float32) for name in checkpoint.names}
+    codes = {name: coded(name, weight) for name, weight in weights.items()}
     rng, tensors = np.random.default_rng(5), {}
     for name, weight in weights.items():
         module = name.removesuffix(".weight")
@@ -220,15 +233,16 @@ def tuned(model: str) -> Tuned:
                 0.3 * weight.std() * weight.shape[1] ** 0.5
             )
             tensors |= {f"base_model.model.{module}.lora_{n}.weight": m for n, m in (("A", a), ("B", b))}
-            weights[name] = weight + b @ a
-    made = Tuned(folder / "adapter", folder / "merged")
+            weights[name], codes[name] = weight + b @ a, codes[name] + b @ a
+    made = Tuned(folder / "adapter", folder / "merged", folder / "merged_codes")
     made.adapter.mkdir(parents=True)
     save_file(tensors, made.adapter / "adapter_model.safetensors")
     names = sorted({name.split(".")[-3] for name in tensors})
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": names}
     (made.adapter / "adapter_config.json").write_text(json.dumps(config))
-    shutil.copytree(source, made.merged, ignore=shutil.ignore_patterns("*.safetensors"))
-    save_file(weights, made.merged / "model.safetensors")
+    for path, merged_weights in ((made.merged, weights), (made.merged_codes, codes)):
+        shutil.copytree(source, path, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(merged_weights, path / "model.safetensors")
     return made
 
 
@@ -321,9 +335,11 @@ TODAY = datetime.date.today().toordinal()
 
 
 def cases() -> Iterator[Any]:
-    """CASES. A third of those with tokens of their own is of the day, the others are slow."""
+    """CASES. A third of those with an FP8 cache is of the day, and a ninth of those with FP8 weights; the others are
+    slow."""
     for number, (model, turn, names) in enumerate(CASES):
-        of_the_day = (number + TODAY) % 3 == 0 or not set(F.OWN) & set(names)
+        share = 9 if "FP8 weights" in names else 3 if set(F.OWN) & set(names) else 1
+        of_the_day = (number + TODAY) % share == 0
         marks = () if of_the_day else pytest.mark.slow
         yield pytest.param(model, turn, names, id="-".join((model, *names)), marks=marks)
 
