@@ -137,7 +137,7 @@ def _of_awq(qweight: Array) -> Array:
     """int4.pack along the rows of codes [K, N], transposed."""
     runs = _reordered(qweight).reshape(len(qweight) // 32, 2, 16, -1)
     packed = runs[:, 0] | runs[:, 1] << 4
-    return packed.reshape(len(qweight) // 2, -1).T
+    return np.asarray(packed.reshape(len(qweight) // 2, -1).T)
 
 
 def _words(weight_scale: Array, weight_zero_point: Array | None = None) -> Array:
