@@ -206,7 +206,8 @@ def test_a_gpus_launches_in_the_interpreter(place: Callable[..., Any], tmp_path:
 # -- whole engines --
 
 
-def test_a_random_head_changes_no_token(session: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_a_random_head_changes_no_token(session: Callable[..., Any], tmp_path: Path, cache: str) -> None:
     """In chunks, with preemption, cached prefixes and samples; a random head is seldom right."""
     write_head(tmp_path)
     rng = random.Random(2)
@@ -214,10 +215,9 @@ def test_a_random_head_changes_no_token(session: Callable[..., Any], tmp_path: P
     for n in range(6):
         prompt = [rng.randrange(3, 500) for _ in range(20 + 3 * n)]
         asked.append((prompt, 24, {"temperature": 0.4 * (n % 3), "seed": n, "logprobs": 1}))
-    plain = session(PATH, max_num_seqs=1, enable_prefix_caching=False)
-    drafted = session(
-        PATH, speculative_config=speculation(tmp_path), max_num_batched_tokens=32, scheduling_policy=RESTLESS
-    )
+    plain = session(PATH, max_num_seqs=1, enable_prefix_caching=False, kv_cache_dtype=cache)
+    small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS}
+    drafted = session(PATH, speculative_config=speculation(tmp_path), kv_cache_dtype=cache, **small)
     # Such a head is not worth its time: without this it would hardly draft.
     drafted.engine.runner.drafting.worth.choose = lambda available, rows, cost: 2
     for want, got in zip(plain.outcomes_of(asked), drafted.outcomes_of(asked), strict=True):
