@@ -158,7 +158,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "an embedding": (
         {"base_model.model.model.embed_tokens.weight": np.ones((4, 8), float32)},
         {},
-        "is none of",
+        "is not one that can be run",
     ),
     "a NaN": ({NAME % "A": np.full((4, INTER), np.nan, float32)}, {}, "not finite"),
     "an infinite value": ({NAME % "B": np.full((HIDDEN, 4), np.inf, float16)}, {}, "not finite"),

@@ -172,7 +172,7 @@ def _spelled(folder: Path, checkpoint: Checkpoint) -> Iterator[tuple[tuple[str, 
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
         if match is None:
             raise InvalidAdapter(
-                f"adapter {folder}: tensor {name!r} is none of an adapter's that can be run; names are "
+                f"adapter {folder}: tensor {name!r} is not one that can be run; names are "
                 f"{PREFIX}MODULE.lora_A.weight and .lora_B.weight"
             )
         yield (text_module(match[1]), match[2]), name

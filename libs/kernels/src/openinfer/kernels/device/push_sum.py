@@ -129,8 +129,7 @@ def push_sum(
         tl.debug_barrier()  # lanes that do the same have all read x
         store16(x.to(tl.int64) + at, packed(s0, s1), packed(s2, s3), packed(s4, s5), packed(s6, s7))
         call += 1
+        # Slots are clear before the next row tells peers so; after the last row the kernel's end sees to that.
         if row + tl.num_programs(0) < rows:
-            fence(
-                none
-            )  # slots are clear before the next row tells peers so; after the last row the kernel's end does it
+            fence(none)
     tl.store(count, call)
