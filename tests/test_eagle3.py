@@ -254,7 +254,7 @@ def test_the_key_model_belongs_to_eagle3(session: Callable[..., Any], tmp_path: 
         '{"method": "eagle3", "num_speculative_tokens": 2}',
         speculation(tmp_path).replace("eagle3", "ngram"),
     ):
-        with pytest.raises(SetupError, match="needs the key model"):
+        with pytest.raises(SetupError, match="need the key model"):
             session(PATH, speculative_config=text)
     with pytest.raises(SetupError, match="nowhere has no config"):
         session(PATH, speculative_config=speculation(tmp_path / "nowhere"))

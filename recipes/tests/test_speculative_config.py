@@ -1,12 +1,15 @@
 """--speculative-config: what is taken, and what is said about the rest."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from openinfer.graph import Buckets, StepPace
 from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.qwen3 import RECIPE as QWEN3
-from openinfer.scheduler import Suffixes
+from openinfer.scheduler import InvalidSetup, Suffixes
 from openinfer.tensor import Device
 
 BUCKETS = Buckets.up_to(8, 64, (1, 2, 4), 4)
@@ -50,13 +53,32 @@ def test_n_grams_are_as_long_as_the_config_says():
         (NGRAM.replace("3", "9"), "Expected `int` <= 8"),
         (
             NGRAM.replace("ngram", "mtp"),
-            "method 'mtp' is not possible with this model; possible: ngram, suffix, eagle3",
+            "method 'mtp' is not possible with this model; possible: ngram, suffix, custom_class, eagle3",
         ),
         (NGRAM[:-1] + ', "draft": "small"}', "unknown field `draft`"),
-        (NGRAM[:-1] + ', "model": "small"}', "eagle3 needs the key model"),
+        (NGRAM[:-1] + ', "model": "small"}', "eagle3 and custom_class need the key model"),
         (NGRAM[:-1] + ', "prompt_lookup_min": 4, "prompt_lookup_max": 2}', "prompt_lookup_min 4 is above"),
     ],
 )
 def test_another_value_is_refused_with_the_reason(text, complaint):
     with pytest.raises(SetupError, match="--speculative-config.*" + complaint):
         QWEN3.options(speculative_config=text).check("qwen3")
+
+
+class Echo:
+    """Proposes the last token again."""
+
+    def propose(self, tokens, count):
+        return list(tokens[-1:]) * count
+
+
+def test_a_drafter_of_ones_own_is_named_by_its_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_drafter", SimpleNamespace(Echo=Echo))
+    text = '{"method": "custom_class", "model": "my_drafter:Echo", "num_speculative_tokens": 2}'
+    drafting = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace())
+    assert list(drafting.make_drafter().propose([5, 6], 2)) == [6, 6]
+    for model in ("my_drafter:Other", "no_such_module:Echo", "my_drafter"):
+        with pytest.raises(InvalidSetup, match="the drafter"):
+            QWEN3.options(speculative_config=text.replace("my_drafter:Echo", model)).drafting(
+                BUCKETS, StepPace()
+            )

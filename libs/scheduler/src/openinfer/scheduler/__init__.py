@@ -3,6 +3,7 @@
 from .drafters import Drafter, NGram
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
 from .events import Event, Finished, Scheduled, Tokens
+from .imported import imported
 from .loop import StepLoop
 from .policies import (
     POLICIES,
@@ -63,5 +64,6 @@ __all__ = [
     "Tokens",
     "View",
     "Worth",
+    "imported",
     "make_policy",
 ]

@@ -40,7 +40,7 @@ class Options:
     """
 
     refused: ClassVar[Mapping[str, str]] = {"quantization": "its weights are taken as they are published"}
-    draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix")
+    draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix", "custom_class")
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
     tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", kind=int)

@@ -11,11 +11,13 @@ import msgspec
 from openinfer.graph import Buckets, StepCosts, StepPace
 from openinfer.graph.runner import Drafting
 from openinfer.recipes.engine.errors import SetupError
-from openinfer.scheduler import Drafter, NGram, Suffixes
+from openinfer.scheduler import Drafter, NGram, Suffixes, imported
 
 MAX_DRAFTS = 8
 OF_LAYERS = ("mtp", "eagle3")
 """Methods in which layers draft: the checkpoint's own, or those of another one."""
+OF_MODEL = ("eagle3", "custom_class")
+"""Methods with the key `model`."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,10 +53,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f"--speculative-config: prompt_lookup_min {config.prompt_lookup_min} is above "
                 f"prompt_lookup_max {config.prompt_lookup_max}"
             )
-        if bool(config.model) != (config.method == "eagle3"):
+        if bool(config.model) != (config.method in OF_MODEL):
             raise SetupError(
-                "--speculative-config: method eagle3 needs the key model, the folder of the head; other methods take "
-                "none"
+                f"--speculative-config: the methods {' and '.join(OF_MODEL)} need the key model, the folder of the "
+                "head or MODULE:CLASS of the drafter; other methods take none"
             )
         if config.suffix_decoding_max_cached_requests:
             raise SetupError(
@@ -73,6 +75,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return Drafting(buckets, None if self.proposes else self._make_drafter(), StepCosts(buckets, pace))
 
     def _make_drafter(self) -> Callable[[], Drafter]:
+        if self.method == "custom_class":
+            return imported(self.model, "drafter")
         if self.method == "ngram":
             return partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
         return partial(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import InvalidSetup
+from ..imported import imported
 from ..policy import Policy
 from .batching import FirstCome
 from .fair_share import FairShare
@@ -31,7 +31,12 @@ def make_policy(spec: str, **options: Any) -> Policy:
     through.
     """
     name, *pairs = spec.split(",")
-    factory = POLICIES.get(name) or _imported(name)
+    factory: Callable[..., Policy] | None = POLICIES.get(name)
+    if factory is None and ":" not in name:
+        raise InvalidSetup(
+            f"no policy is called {name!r}; there are {', '.join(POLICIES)}, and MODULE:FUNCTION for your own"
+        )
+    factory = factory or imported(name, "policy")
     for pair in pairs:
         key, _, value = pair.partition("=")
         try:
@@ -42,18 +47,3 @@ def make_policy(spec: str, **options: Any) -> Policy:
         return factory(**options)
     except TypeError as error:
         raise InvalidSetup(f"the policy {spec!r} cannot be made: {error}") from error
-
-
-def _imported(name: str) -> Callable[..., Policy]:
-    module, _, function = name.partition(":")
-    if not function:
-        raise InvalidSetup(
-            f"no policy is called {name!r}; there are {', '.join(POLICIES)}, and MODULE:FUNCTION for your own"
-        )
-    try:
-        found = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
-        raise InvalidSetup(f"the policy {name!r} cannot be imported: {error}") from error
-    if not callable(found):
-        raise InvalidSetup(f"the policy {name!r}: module {module} has no function {function!r}")
-    return found  # type: ignore[no-any-return]
