@@ -192,12 +192,13 @@ def test_engines_of_another_model_or_version_share_nothing(engines, other):
     assert second.serve(TOKENS) == 0
 
 
-def test_a_lease_keeps_blocks_until_it_ends(engines):
+def test_a_lease_keeps_blocks_until_it_ends(engines, caplog):
     first = engines(host=5 * 4096)
     first.serve(TOKENS)
     first.export("lease", TOKENS)
     first.serve([1] * 17)
-    first.export("more", [1] * 17)  # there is room for one block more
+    assert first.export("more", [1] * 17) == (0, [])  # there is room for one block more
+    assert "host memory has room for 1 of 4 blocks" in caplog.text
     assert first.tiers.stats.dropped == 3
     second = engines()
     second.sharing.peers.keep(first.sharing.address, "lease")
@@ -252,6 +253,30 @@ def test_a_reset_ends_leases_and_forgets_what_peers_have(engines):
     third = engines()
     assert third.ask(TOKENS, first.sharing.address) == ""
     assert third.serve(TOKENS) == 0
+
+
+@pytest.mark.parametrize("connector", FAST, indirect=True)
+def test_a_connection_that_was_closed_is_made_again(engines):
+    first, second = engines(), engines()
+    first.serve(TOKENS)
+    first.export("lease", TOKENS)
+    for _ in range(2):
+        assert second.ask(TOKENS, first.sharing.address) == ""
+        for link in list(first.sharing._server._links):
+            link.close()
+        assert second.serve(TOKENS) == 16
+        second.pool.reset_prefix_cache()
+
+
+def test_ipv6():
+    try:
+        engine = Engine(config(kv_ip="::1"))
+    except InvalidConfig:
+        pytest.skip("this host has no IPv6")
+    other = Engine(config())
+    assert other.ask(TOKENS, engine.sharing.address) == ""
+    other.close()
+    engine.close()
 
 
 def test_blocks_that_left_meanwhile_are_computed(engines):
@@ -455,7 +480,8 @@ def test_claims_and_peers_are_bounded(monkeypatch, caplog):
             '{"kv_connector": "TcpConnector", "kv_connector_extra_config": {"kv_lease_duration": -1}}',
             "kv_lease_duration is -1.0",
         ),
-        ('{"kv_connector": "TcpConnector", "kv_ip": "0.0.0.0"}', "can be reached from other hosts"),
+        ('{"kv_connector": "TcpConnector", "kv_ip": "192.0.2.1"}', "can be reached from other hosts"),
+        ('{"kv_connector": "TcpConnector", "kv_ip": "0.0.0.0"}', "give an address of this host"),
     ],
 )
 def test_configurations_that_cannot_be_followed(text, words):

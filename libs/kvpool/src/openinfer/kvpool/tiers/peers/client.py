@@ -279,7 +279,8 @@ class _Peer:
         if self._link is None and now < self._down_until:
             return self._why
         try:
-            talk(self._link or self._connect())
+            if not self._again(talk):
+                talk(self._connect())
             return ""
         except (OSError, KeyError, ValueError, TypeError) as error:
             self._drop()
@@ -293,6 +294,19 @@ class _Peer:
             if isinstance(error, StillWriting):
                 raise
             return why
+
+    def _again(self, talk: Callable[[Link], None]) -> bool:
+        """Talk over the connection that is there. False: it is lost, which may be for its long silence only."""
+        if self._link is None:
+            return False
+        try:
+            talk(self._link)
+            return True
+        except ConnectionError as error:
+            if self._closing or isinstance(error, StillWriting):
+                raise
+            self._drop()
+            return False
 
     def _connect(self) -> Link:
         connected = socket.create_connection(self._address, self._timeout_s)

@@ -68,6 +68,10 @@ class TransferConfig:
             )
         if self.lease_s <= 0:
             raise InvalidConfig(f"kv_lease_duration is {self.lease_s!r}; give seconds, more than 0")
+        if self.kv_ip in ("", "*", "0.0.0.0", "::"):
+            raise InvalidConfig(
+                f"kv_ip is {self.kv_ip!r}; answers name it as remote_host, so give an address of this host"
+            )
         if self.serves and not is_loopback(self.kv_ip) and "secret_file" not in extra:
             raise InvalidConfig(
                 f"kv_ip {self.kv_ip} can be reached from other hosts, and blocks tell what prompts were: give "

@@ -31,8 +31,9 @@ class Lending:
         self.expired = 0
         """Leases that no peer ended in time."""
 
-    def grant(self, lease: str, records: Iterable[tuple[int, bytes]]) -> None:
-        """Keep these records, by group and name, from eviction. Records that are not in host memory are left out."""
+    def grant(self, lease: str, records: Iterable[tuple[int, bytes]]) -> int:
+        """Keep these records, by group and name, from eviction. Records that are not in host memory are left out.
+        Returns the number of the others."""
         slots = []
         for group, name in records:
             slot = self._host.find(group, name)
@@ -41,6 +42,7 @@ class Lending:
                 slots.append(slot)
         with self._lock:
             self._leases[lease] = _Lease(self._clock() + self._lease_s, slots)
+        return len(slots)
 
     def landed(self, lease: str) -> bool:
         """Whether all records of a lease can be lent; True once it has ended."""

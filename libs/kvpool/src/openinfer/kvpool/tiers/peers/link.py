@@ -35,6 +35,10 @@ class Link:
         connected.settimeout(timeout_s)
         self._socket = connected
 
+    def wait_for(self, timeout_s: float) -> None:
+        """From now on the other end may be silent for so long."""
+        self._socket.settimeout(timeout_s)
+
     def say(self, **words: Any) -> None:
         """Send an object."""
         data = json.dumps(words).encode()

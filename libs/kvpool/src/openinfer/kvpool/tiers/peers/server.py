@@ -21,6 +21,8 @@ MAX_LINKS = 64
 """Peers at once."""
 READ_AT_ONCE = 64
 """Records in an answer at most."""
+GREETING_S = 5.0
+"""A stranger that has not said who it is by then is left."""
 IDLE_S = 600.0
 """A peer that says nothing for so long is taken for lost."""
 _TICK_S = 0.5
@@ -47,14 +49,16 @@ class Server:
         self._closing = False
         self._listener = listener
         self._listener.settimeout(_TICK_S)
-        self._threads = [threading.Thread(target=self._accept, name="kv-server", daemon=True)]
-        self._threads[0].start()
+        self._threads: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, name="kv-server", daemon=True)
+        self._acceptor.start()
 
     @staticmethod
     def listen(host: str, port: int) -> socket.socket:
         """A socket at host:port (port 0: any). Raises InvalidConfig for an address that cannot be had."""
         try:
-            return socket.create_server((host, port), backlog=MAX_LINKS)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            return socket.create_server((host, port), family=family, backlog=MAX_LINKS)
         except OSError as error:
             raise InvalidConfig(
                 f"kv_ip {host}, kv_port {port} cannot be had: {error}; give another port"
@@ -75,7 +79,7 @@ class Server:
                 connected.close()
                 continue
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = Link(connected, IDLE_S)
+            link = Link(connected, GREETING_S)
             self._links.add(link)
             thread = threading.Thread(target=self._serve, args=(link, address), name="kv-serve", daemon=True)
             self._threads.append(thread)
@@ -91,6 +95,7 @@ class Server:
                     f"it wants transport {card.get('transport')!r}, here are {', '.join(self._transports)}"
                 )
             link.say(transport=transport.card())
+            link.wait_for(IDLE_S)
             while True:
                 self._answer(link, link.hear(), transport)
         except PeerRefused as error:
@@ -136,6 +141,7 @@ class Server:
         self._closing = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._acceptor.join()  # before the links are closed, because it could add one more
         for link in list(self._links):
             link.close()
         for thread in self._threads:

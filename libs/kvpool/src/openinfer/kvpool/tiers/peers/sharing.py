@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from .lending import Lending
 from .nixl import Nixl
 from .server import Server
 from .transport import Tcp, Transport
+
+log = logging.getLogger("openinfer.kvpool")
 
 TIMEOUT_S = 5.0
 """A peer that is silent for so long is lost."""
@@ -90,7 +93,8 @@ class Sharing:
         """Copy a cached prefix to the host memory of `saver`, and keep it there for a peer under this lease.
 
         The prefix leaves one of `tokens` to compute. Returns its length, and by group the name of its last block in
-        hexadecimal digits. `exported` says when the copies are done.
+        hexadecimal digits; 0 where host memory has no room for all of its blocks. `exported` says when the copies are
+        done.
         """
         if self.lending is None:
             return 0, []
@@ -99,7 +103,14 @@ class Sharing:
             records = list(hold.records())
             for group, names, blocks in records:
                 saver.save(group, names, blocks)
-            self.lending.grant(lease, ((group, name) for group, names, _ in records for name in names))
+            wanted = [(group, name) for group, names, _ in records for name in names]
+            kept = self.lending.grant(lease, wanted)
+            if kept < len(wanted):
+                log.warning(
+                    "KV peers: host memory has room for %d of %d blocks of a prompt; the decode engine computes the "
+                    "others; give more by kv_buffer_size or --kv-offload-gb", kept, len(wanted),
+                )  # fmt: skip
+                return 0, []
             return hold.num_tokens, [[name.hex() for name in names[-1:]] for _, names, _ in records]
 
     def exported(self, lease: str) -> bool:
