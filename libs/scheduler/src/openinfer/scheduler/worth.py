@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from .errors import InvalidSetup
@@ -16,8 +17,8 @@ LOSS = 0.02
 """The part of the time that drafts may lose."""
 STEPS = 1024
 """Steps over which losses are counted."""
-LEAST = 0.25
-"""A draft that is accepted less often is left out: its gain is lost in the noise of the costs."""
+LEAST = 0.3
+"""Drafts of which the last is accepted less often are not tried: its gain is lost in the noise of the costs."""
 ADVANCE = 150
 """Steps of time that losses may draw on at the start."""
 
@@ -58,6 +59,8 @@ class Worth:
             return 0
         best, best_rate = 0, rows / plain
         for level in self._levels:
+            if math.prod(self._chances[:level]) < LEAST:
+                break
             seconds = cost(level)
             if seconds is None:
                 return level
@@ -74,8 +77,6 @@ class Worth:
         found, chance = 0.0, 1.0
         for place in range(level):
             chance *= self._chances[place]
-            if chance < LEAST:
-                break
             found += chance * sum(count > place for count in available)
         return found
 
