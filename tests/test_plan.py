@@ -17,6 +17,7 @@ from openinfer.cli.plan_compare import Objectives, Variant, choice
 from openinfer.cli.plan_cost import PROMPT_STEP_S, StepCost
 from openinfer.cli.plan_load import Point, Server
 from openinfer.kernels import GPUS, H200, Prediction, Speed
+from openinfer.kernels.speed_fit import errors
 from openinfer.scheduler.sim import StepWork
 
 ROOT = Path(__file__).parents[1]
@@ -117,6 +118,7 @@ def test_gpus_that_share_a_model_are_named_either_way(tmp_path: Path) -> None:
         ([str(TINY), "--rate", "0"], "above 0"),
         ([str(TINY), "--gpu", "H999"], "the speed is known of NVIDIA H200"),
         ([str(TINY), "--gpus", "0"], "at least one GPU"),
+        ([str(TINY), "--gpu", "CPU"], "no CPU's speed is known"),
         ([str(TINY), "--gpus", "2", "--tensor-parallel-size", "4"], "--tensor-parallel-size is 4"),
         ([str(TINY), "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "drafts"),
         ([str(TINY), "--acceptance", "0.5"], "need each other"),
@@ -349,6 +351,35 @@ def test_an_engines_trace_refits_the_speeds(tmp_path: Path) -> None:
     speed, _ = tune_speed.fitted(made, [path])
     assert speed.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.02)
     assert speed.kernel_s == pytest.approx(true.kernel_s, rel=0.05)
+
+
+def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps one after the other, with 2 ms of the host between two, and one in eight held up."""
+    flags = ["--max-num-seqs", "16"]
+    _, asked = bench_recipe.parse([str(TINY), *flags], "plan", None, lambda parser: None, named=True)
+    made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
+    true, events, now = Speed(4e9, 8e9, 60e-6), [], 0.0
+    for tokens, rows in ((1, 1), (4, 4), (16, 16), (64, 1), (256, 4)):
+        shape = made.buckets.choose(tokens, rows)
+        facts = {"bucket": str(shape), "rows": rows, "kv_tokens": rows * 100, "qk_pairs": tokens * 100}
+        took = 1e6 * Prediction.of(made.steps[shape], shape.tokens, shape.rows, true).seconds(
+            rows * 100, tokens * 100, rows
+        )
+        for number in range(24):
+            begin, now = now - 1.0, now + took + (50_000 if number % 8 == 0 else 0)  # microseconds
+            device = {"timed": True, "device_us": 0.7 * took}
+            events.append({"ts": begin, "dur": now - begin, "args": {**facts, **device}})
+    trace, speeds = tmp_path / "trace.json", tmp_path / "cpu.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    words = [str(TINY), *flags, "--gpu", "CPU"]
+    assert tune.main([*words, "--from-trace", str(trace), "--out", str(speeds)]) == 0
+    speed = Speed(*(json.loads(speeds.read_text())[name] for name in Speed._fields))
+    steps = tune_speed.measured(made, trace)
+    assert max(map(abs, errors(steps, speed))) < 0.02
+    assert plan.main([*words, *FLAGS, "--speeds", str(speeds), "--compare", "--max-num-seqs 8"]) == 0
+    assert "on 1 x CPU" in capsys.readouterr().out
 
 
 # -- ledgers beside each other --

@@ -21,11 +21,8 @@ from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_compare import Objectives, Variant, candidates, choice
 from openinfer.cli.plan_load import Agents, Point, Server
 from openinfer.frontend.errors import FlagError
-from openinfer.kernels import GPUS, H200
 from openinfer.recipes.engine.offload import check_offload
 
-TARGETS = {H200.gpu: H200}
-"""The GPUs whose steps can be traced, by the names of GPUS."""
 SECONDS = 15.0
 """Seconds of arrivals at each load, with at least FEWEST requests and at most MOST."""
 FEWEST, MOST = 100, 1000
@@ -42,7 +39,7 @@ def main(argv: list[str]) -> int:
 def _flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpu", default="H200", metavar="NAME",
-        help=f"one of {', '.join(name.removeprefix('NVIDIA ') for name in TARGETS)}; default: %(default)s")  # fmt: skip
+        help="H200, or CPU with the --speeds that were measured on it; default: %(default)s")  # fmt: skip
     add("--gpus", type=int, metavar="N", help="GPUs that share the model; default: --tensor-parallel-size")
     add("--input", type=int, default=1024, metavar="N", help="tokens of a prompt; default: %(default)s")
     add("--output", type=int, default=128, metavar="N", help="tokens of an answer; default: %(default)s")
@@ -108,9 +105,12 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
 
 def _server(args: argparse.Namespace, asked: Asked) -> Server:
     """The server of a command line. Raises BadFlags, SetupError."""
-    gpu = next((name for name in TARGETS if args.gpu in (name, name.removeprefix("NVIDIA "))), None)
-    if gpu is None:
-        raise BadFlags(f"--gpu {args.gpu}: the speed is known of {', '.join(TARGETS)}")
+    target = tune_speed.target(args.gpu)
+    if target is tune_speed.CPU and args.speeds is None:
+        raise BadFlags(
+            "--gpu CPU needs --speeds: no CPU's speed is known; `openinfer tune MODEL --gpu CPU --from-trace FILE` "
+            "fits it"
+        )
     named = asked.options.tensor_parallel_size
     gpus = named if args.gpus is None else args.gpus
     if gpus < 1 or named not in (1, gpus):
@@ -124,7 +124,7 @@ def _server(args: argparse.Namespace, asked: Asked) -> Server:
             "accepts; give a chance from 0 to 1"
         )
     progress(f"the steps of {asked.model_dir.name}")
-    target, figures = TARGETS[gpu], GPUS[gpu]
+    figures = tune_speed.figures(target)
     if args.speeds:
         figures = tune_speed.load(args.speeds, target, figures)
     speeds, agents = plan_tiers.speeds(args), None

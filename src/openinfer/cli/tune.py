@@ -49,6 +49,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     add("--from-trace", type=Path, nargs="+", metavar="FILE",
         help="instead: fit the speeds of predictions to the steps of these files, of an engine's --trace or of `bench "
         "step --json`; needs no GPU. --out: the file for `openinfer plan --speeds`")  # fmt: skip
+    add("--gpu", default="H200", metavar="NAME",
+        help="with --from-trace: the machine of the steps, H200 or CPU; default: %(default)s")  # fmt: skip
     add_arguments(parser)
 
 
@@ -80,12 +82,12 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
 
 def _fit(args: argparse.Namespace, asked: Asked) -> int:
     """Print the speeds that measured steps give, and write them."""
-    outline = Outline(asked.recipe, asked.source(), asked.options, H200)
+    outline = Outline(asked.recipe, asked.source(), asked.options, tune_speed.target(args.gpu))
     speed, text = tune_speed.fitted(outline, args.from_trace)
     print(text)
     if args.out:
         tune_speed.save(args.out, outline.target, speed)
-        print(f"openinfer plan --speeds {args.out} takes them")
+        print(f"openinfer plan --gpu {args.gpu} --speeds {args.out} takes them")
     return 0
 
 

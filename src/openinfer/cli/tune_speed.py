@@ -5,8 +5,10 @@ It needs no GPU. The speeds are those of predictions: `openinfer plan --speeds F
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,35 @@ from openinfer.cli import steps as points
 from openinfer.cli.bench_record import percentile
 from openinfer.cli.segments import Outline
 from openinfer.frontend.errors import FlagError
-from openinfer.kernels import GPUS, Call, Figures, Speed, Target, Workload
+from openinfer.kernels import GPUS, H200, Call, Figures, Speed, Target, Workload
 from openinfer.kernels.speed_fit import MeasuredStep, errors, fit_speed
 
 FEWEST = 4
 """Fewer steps than this do not fix three speeds."""
+CPU = dataclasses.replace(H200, gpu="CPU")
+"""A CPU, whose ops are counted as a GPU's plan has them."""
+TARGETS = {H200.gpu: H200, CPU.gpu: CPU}
+"""The machines whose steps can be traced, by name."""
+FIRST = Speed(20e9, 50e9, 50e-6)
+"""Where the fit to the steps of a CPU begins."""
+SCALES = (0.03, 0.1, 0.3)
+"""It begins at these parts of FIRST too, because it finds the nearest minimum."""
+
+
+def target(name: str) -> Target:
+    """The machine of a `--gpu NAME`. Raises FlagError."""
+    for known, found in TARGETS.items():
+        if name in (known, known.removeprefix("NVIDIA ")):
+            return found
+    raise FlagError(f"--gpu {name}: the speed is known of {', '.join(TARGETS)}")
+
+
+def figures(target: Target) -> Figures:
+    """The figures of a machine. The speeds of a CPU are where a fit begins, and no more."""
+    if target is not CPU:
+        return GPUS[target.gpu]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Figures(memory, FIRST, FIRST, FIRST, math.inf)
 
 
 def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
@@ -39,14 +65,26 @@ def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
 
 
 def _traced(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
-    """The timed steps of a trace."""
+    """The timed steps of a trace. Of each shape only the middle half by time counts, because a busy machine holds up
+    some steps. On a CPU the host's work for a step delays the next, so it counts too."""
     shapes = {str(shape): shape for shape in outline.steps}
+    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    before = -math.inf
     for event in data["traceEvents"]:
         facts = event.get("args", {})
-        shape = shapes.get(facts.get("bucket", ""))
-        if shape is not None and facts["timed"] and facts["device_us"] > 0:
+        if facts.get("bucket", "") not in shapes or not facts["timed"] or facts["device_us"] <= 0:
+            continue
+        us = facts["device_us"]
+        if outline.target is CPU:
+            begin, end = event["ts"], event["ts"] + event["dur"]
+            us = max(us, end - before) if begin < before else us  # launched before that one was read
+            before = end
+        found.setdefault(facts["bucket"], []).append((us, facts))
+    for bucket, steps in found.items():
+        shape, quarter = shapes[bucket], len(steps) // 4
+        for us, facts in sorted(steps, key=lambda one: one[0])[quarter : len(steps) - quarter]:
             workload = Workload(shape.tokens, facts["rows"], facts["kv_tokens"], facts["qk_pairs"])
-            yield MeasuredStep([(outline.steps[shape], workload)], facts["device_us"] / 1e6)
+            yield MeasuredStep([(outline.steps[shape], workload)], us / 1e6)
 
 
 def _points(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
@@ -80,10 +118,13 @@ def fitted(outline: Outline, paths: Sequence[Path]) -> tuple[Speed, str]:
     found = [step for path in paths for step in measured(outline, path)]
     if len(found) < FEWEST:
         raise FlagError(f"{len(found)} steps are too few to fit three speeds; at least {FEWEST} are needed")
-    first = GPUS[outline.target.gpu].fitted
-    speed = fit_speed(found, first)
+    first = figures(outline.target).fitted
+    starts = [first, *(Speed(first[0] * x, first[1] * x, first[2]) for x in SCALES if outline.target is CPU)]
+    speed = min(
+        (fit_speed(found, one) for one in starts), key=lambda one: sum(e * e for e in errors(found, one))
+    )
     text = (
-        f"{len(found)} steps: {speed.bytes_per_s / 1e12:.2f} TB/s, {speed.flops_per_s / 1e12:.0f} TFLOP/s, "
+        f"{len(found)} steps: {speed.bytes_per_s / 1e9:,.0f} GB/s, {speed.flops_per_s / 1e9:,.0f} GFLOP/s, "
         f"{speed.kernel_s * 1e6:.2f} us a kernel\n"
         f"error of predictions: {_spread(errors(found, speed))}, before {_spread(errors(found, first))}"
     )
