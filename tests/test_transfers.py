@@ -224,6 +224,21 @@ def test_a_peer_is_asked_for_every_prefix(engines: Make) -> None:
     assert second.engine.stats().offload_blocks["from_peer"] > 0
 
 
+@pytest.mark.slow
+def test_engines_of_several_ranks_share_with_their_like(engines: Make) -> None:
+    plain, prompt = engines(), PROMPTS[0]
+    number = plain.submit(prompt, 6, ignore_eos=True)
+    plain.finish()
+    first, second = (engines(kv_transfer_config=config(), tensor_parallel_size=2) for _ in range(2))
+    other = engines(kv_transfer_config=config(kv_load_failure_policy="fail"))
+    given = prefill(first, prompt)
+    outcome = decode(second, prompt, given)
+    assert (outcome.tokens, outcome.cached) == (plain.outcomes[number].tokens, 288)
+    (terminal,) = decode(other, prompt, prefill(first, prompt)).terminals
+    assert isinstance(terminal, Failed)
+    assert "these differ: ranks" in terminal.message
+
+
 def test_a_peer_that_is_not_there_costs_no_request(engines: Make) -> None:
     plain, run = engines(), engines(kv_peer=["127.0.0.1:1"])
     for engine in (plain, run):
@@ -275,16 +290,6 @@ def test_scores_need_the_whole_prompt_computed(engines: Make) -> None:
             "shares cached prefixes",
         ),
         ({"kv_peer": ["a:1"], "enable_prefix_caching": False}, SetupError, "--kv-peer shares cached"),
-        (
-            {"kv_transfer_config": config(), "tensor_parallel_size": 2},
-            SetupError,
-            "--kv-transfer-config is not possible with --tensor-parallel-size",
-        ),
-        (
-            {"kv_peer": ["a:1"], "tensor_parallel_size": 2},
-            SetupError,
-            "--kv-peer is not possible with --tensor",
-        ),
         ({"kv_peer": ["a"]}, InvalidConfig, "give HOST:PORT"),
         ({"kv_transfer_config": "{}"}, InvalidConfig, "must be an object with kv_connector"),
     ],
