@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openinfer.cli import main
 from openinfer.cli.segments import Outline
 from openinfer.kernels import H200
 from openinfer.recipes.engine import Source, UnsupportedModel
@@ -180,6 +181,32 @@ def test_zero_points_that_are_dropped_would_be_noticed(folders: tuple[Path, Path
         {name: np.full_like(t, eights) if name.endswith("qzeros") else t for name, t in tensors.items()},
     )
     assert answers(tmp_path) != answers(same)
+
+
+@pytest.mark.parametrize("folders", ["AWQ"], indirect=True)
+def test_the_control_of_scales_changes_answers(folders: tuple[Path, Path]) -> None:
+    """So a gate on a GPU can see scales in another order."""
+    built = build(RECIPE, folders[0], **FLAGS)
+    model = built.engine.runner.model
+    controls = {control.name: control.changes for control in built.blueprint.controls(model)}
+    [(words, wrong)] = controls["scales of other rows in one layer"]
+    found = []
+    for values in (np.array(words.numpy()), wrong):
+        words.copy_from(values)
+        session = Session(built.engine)
+        one = session.submit(range(9, 40), 16, ignore_eos=True, logprobs=0)
+        session.finish()
+        found.append([entry.logprob for entry in session.outcomes[one].logprobs if entry])
+    built.engine.close()
+    assert np.abs(np.subtract(*found)).max() > 0.01
+
+
+def test_explain_names_the_columns_of_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(RECIPE.published()["4B-AWQ"]))
+    assert main(["explain", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "gate_up_silu 19456x2560" in text
+    assert "linear_add 2560x9728" in text
 
 
 @pytest.mark.parametrize("folders", ["GPTQ"], indirect=True)

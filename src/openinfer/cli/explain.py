@@ -18,6 +18,7 @@ from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.segments import Outline, Steps
 from openinfer.kernels import GPUS, H200, NullPack, Target
+from openinfer.kernels.weights import columns_of
 from openinfer.recipes.engine import SetupError
 from openinfer.tensor import format_bytes
 
@@ -122,7 +123,7 @@ def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, flo
 
 def _name(call: OpCall) -> str:
     weight = call.args.get("weight")
-    return call.op.name + (f" {weight.shape[0]}x{weight.shape[1]}" if weight is not None else "")
+    return call.op.name + (f" {weight.shape[0]}x{columns_of(weight)}" if weight is not None else "")
 
 
 def table(lines: list[Line], with_measured: bool) -> str:

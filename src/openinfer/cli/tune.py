@@ -19,6 +19,7 @@ from openinfer.cli.bench_record import add_arguments, progress, record, write
 from openinfer.cli.segments import Outline
 from openinfer.kernels import H200, tuner, tuning
 from openinfer.kernels.tuner import DeviceMeter, Measured, Shape, entry
+from openinfer.kernels.weights import columns_of
 from openinfer.tensor import ProgressBar, float32
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -100,7 +101,7 @@ def shapes_of(outline: Outline) -> list[Shape]:
     for op, args in recorder.calls:
         if op.name in LINEAR:
             name = "logits" if args.get("out") is not None and args["out"].dtype == float32 else op.name
-            found[Shape(name, *args["weight"].shape)] = None
+            found[Shape(name, args["weight"].shape[0], columns_of(args["weight"]))] = None
     return list(found)
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "Packing",
     "WeightPart",
     "blocks",
+    "columns_of",
     "padded",
 ]
 
@@ -102,6 +103,11 @@ FP4_E8M0 = Packing(".scale", float8_e8m0fnu, fp4=True)
 def blocks(size: int) -> int:
     """Scale blocks of an FP8 weight along an axis."""
     return -(-size // SCALE_BLOCK)
+
+
+def columns_of(weight: Tensor) -> int:
+    """Columns of a weight, plain or packed; a byte holds two of four bits."""
+    return weight.shape[-1] * (2 if weight.dtype == uint8 else 1)
 
 
 def padded(rows: int) -> int:
@@ -182,8 +188,7 @@ class LinearPlaces(Places):
             rows = _range(start, part.rows)
             start += part.rows
             weight, scales = linear.weight[rows], linear.scales
-            width = weight.shape[1] * (2 if weight.dtype == uint8 else 1)
-            source = _range(part.row, part.rows), _range(part.column, width)
+            source = _range(part.row, part.rows), _range(part.column, columns_of(weight))
             layer = Load(part.module + ".weight", weight, source)
             self.layers.append(layer)
             if packing is None:

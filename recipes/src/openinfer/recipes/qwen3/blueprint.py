@@ -126,6 +126,9 @@ class Qwen3(Blueprint[Model]):
         weight = np.array(layer.gate_up.weight.numpy())
         swapped = np.roll(weight, len(weight) // 2, axis=0)
         yield Control("gate and up swapped in one layer", [(layer.gate_up.weight, swapped)])
+        if layer.down.scales is not None:
+            scales = np.array(layer.down.scales.numpy())
+            yield Control("scales of other rows in one layer", [(layer.down.scales, np.roll(scales, 1, 0))])
         if self.config.ranks > 1:
             o = np.array(layer.o.weight.numpy())
             yield Control(
