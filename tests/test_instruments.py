@@ -246,7 +246,7 @@ def test_an_engine_tells_the_times_of_its_steps_and_keeps_traces_of_outliers(
     host = bench_idle.IdleEngine(RECIPES[recipe], 4)
     runner, trace = host.engine.runner, StepTrace(tmp_path / "trace.json")
     runner.pace.predictions = dict.fromkeys(runner.buckets.segments(), TenMilliseconds())
-    runner.trace = trace
+    runner.trace, runner.watch = trace, None  # its watch has the engine's own trace
     host.submit(4)
     host.fill()
     host.steps_us(10)
