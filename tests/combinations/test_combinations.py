@@ -144,7 +144,9 @@ def run(
         engine = startup.build(recipe, path, device="cpu", max_num_seqs=rows, **flags).engine
         if engine.runner.drafting is not None:
             engine.runner.drafting.make_drafter = lambda: Planted(known)
-            engine.runner.drafting.costs = None
+            # Whether drafts pay must decide no test.
+            most = engine.runner.drafting.max_drafts
+            engine.runner.drafting.worth.choose = lambda available, rows, cost: most if available else 0
         made.append(engine)
         return forgetful(engine) if TIERS & set(names) else engine
 

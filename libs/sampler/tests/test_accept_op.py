@@ -86,6 +86,7 @@ def start(max_len):
     arrays |= {"seq_lens": np.full(rows + 1, 4, np.int32), "last_tokens": np.full(rows + 1, 3, np.int32)}
     arrays |= {"emits": np.ones(rows, np.int32), "q_starts": np.arange(rows + 1, dtype=np.int32)}
     arrays |= {"accepted": np.full(rows + 1, 7, np.int32), "sure_starts": arrays["q_starts"].copy()}
+    arrays |= {f"allowed_masks_{place}": arrays["allowed_masks"] for place in range(1, DEPTH + 1)}
     arrays |= {"num_drafts": np.zeros(rows, np.int32), "drafts": np.zeros((rows + 1, WIDTH), np.int32)}
     return arrays
 
