@@ -67,6 +67,7 @@ class TestQwen35Fp8Cache(Suite):
     flags = {"snapshot_interval": 64, "kv_cache_dtype": "fp8"}  # noqa: RUF012
 
 
+@pytest.mark.slow  # its two ranks are not
 class TestQwen35Mixture(Suite):
     recipe, checkpoint = QWEN3_5, FOLDER / "qwen3_5-moe-tiny"
     flags = {"snapshot_interval": 64}  # noqa: RUF012

@@ -67,7 +67,7 @@ def median_slope(values: Sequence[int]) -> float:
     return float(np.median((np.asarray(values)[second] - np.asarray(values)[first]) / (second - first)))
 
 
-@pytest.mark.parametrize("leaks", [False, True])
+@pytest.mark.parametrize("leaks", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_kilobyte_a_request_would_be_seen(soak: Any, leaks: bool, tmp_path: Path, monkeypatch: Any) -> None:
     """Half a kilobyte is the line."""
     module = "openinfer.cli.bench_fake"

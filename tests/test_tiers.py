@@ -63,6 +63,9 @@ def test_a_prefix_comes_back_from_host_memory(session: Any, model: str, plain: l
     assert stats.offload_bytes["disk"] == 0
 
 
+@pytest.mark.parametrize(
+    "model", ["qwen3-tiny", *(pytest.param(name, marks=pytest.mark.slow) for name in list(SMALL)[1:])]
+)
 def test_ranks_have_their_parts_of_a_prefix_again(
     session: Any, model: str, plain: list[list[int]], tmp_path: Path
 ) -> None:

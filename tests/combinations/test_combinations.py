@@ -337,10 +337,10 @@ TODAY = datetime.date.today().toordinal()
 
 
 def cases() -> Iterator[Any]:
-    """CASES. A third of those with an FP8 cache is of the day, and a ninth of those with FP8 weights; the others are
-    slow."""
+    """CASES. Half are of the day, a third of those with an FP8 cache, and a ninth of those with FP8 weights; the others
+    are slow."""
     for number, (model, turn, names) in enumerate(CASES):
-        share = 9 if "FP8 weights" in names else 3 if set(F.OWN) & set(names) else 1
+        share = 9 if "FP8 weights" in names else 3 if set(F.OWN) & set(names) else 2
         of_the_day = (number + TODAY) % share == 0
         marks = () if of_the_day else pytest.mark.slow
         yield pytest.param(model, turn, names, id="-".join((model, *names)), marks=marks)
