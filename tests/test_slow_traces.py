@@ -99,7 +99,7 @@ def test_a_slow_op_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(linear_add, "reference", slow)
     run(engine)
-    (line,) = [line for line in found(engine) if "op linear_add " in line]
+    line, *_ = [line for line in found(engine) if "op linear_add " in line]  # a busy machine may add others
     assert " x (" in line
 
 

@@ -103,7 +103,7 @@ def test_messages_and_efforts(thinker: httpx.Client) -> None:
     assert answer.status_code == 200, answer.text
     blocks = answer.json()["content"]
     assert [block["type"] for block in blocks][:1] == ["thinking"]
-    assert answer.json()["usage"]["output_tokens"] == 40
+    assert 15 < answer.json()["usage"]["output_tokens"] <= 40  # drawn, so an end may come before
     chat = post(thinker, messages=HI, thinking=thinking, max_tokens=40, return_token_ids=True)
     assert 15 <= closings(chat["choices"][0]) <= 18
     # An effort bounds the thoughts too, and is heard of only where there is room for more.
