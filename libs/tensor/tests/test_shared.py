@@ -36,7 +36,7 @@ import sys
 import numpy as np
 from openinfer.tensor import Device, SharedWeights, Stream
 shapes = {"table": ((40, 33), "bfloat16"), "norm": ((17,), "float32"), "bias": ((3,), "bfloat16")}
-device = Device(sys.argv[2])
+device = Device.parse(sys.argv[2])
 with SharedWeights(sys.argv[1], shapes, device) as shared, Stream(device) as stream:
     for name, (shape, dtype) in shapes.items():
         values = np.random.default_rng(len(name)).normal(size=shape).astype(shared[name].dtype)
