@@ -115,17 +115,23 @@ class PlainExperts:
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
         n, k = out.shape[1], x.shape[1]
+        own: dict[str, int | bool]
         if scales is not None and is_int4(scales):
-            return self._int4(pairs, min(64, tile.bm), out, x, weight, scales)
+            module, kernel, words = "openinfer.kernels.device.int4_experts", "experts_product_int4", "words"
+            tile = Tile(min(64, tile.bm), 64, 0, True)
+            own = {"GROUP": k // scales.shape[-1]}
+        else:
+            module, kernel, words = _DEVICE, "experts_product", "scales"
+            own = {"BK": tile.bk, "SCALED": scales is not None, "TALL": tile.tall}
         return launch(
-            _DEVICE,
-            "experts_product",
+            module,
+            kernel,
             (-(-n // tile.bn), pairs.tiles(tile.bm)),
             {
                 "out": out,
                 "x": x,
                 "weight": weight,
-                "scales": x if scales is None else scales,
+                words: x if scales is None else scales,
                 "order": pairs.order,
                 "starts": pairs.starts,
                 "N": Aligned(n),
@@ -137,42 +143,10 @@ class PlainExperts:
                 "E_BLOCK": power_of_two(pairs.experts),
                 "BM": tile.bm,
                 "BN": tile.bn,
-                "BK": tile.bk,
                 "FIRST": x is self.hidden,
-                "SCALED": scales is not None,
-                "TALL": tile.tall,
                 "FEW": pairs.few(tile.bm),
+                **own,
             },
             num_warps=tile.warps,
             num_stages=tile.stages,
-        )
-
-    def _int4(self, pairs: Pairs, bm: int, out: Scratch, x: Scratch, weight: Tensor, words: Tensor) -> Launch:
-        n, k = out.shape[1], x.shape[1]
-        return launch(
-            "openinfer.kernels.device.int4_experts",
-            "experts_product_int4",
-            (-(-n // 64), pairs.tiles(bm)),
-            {
-                "out": out,
-                "x": x,
-                "weight": weight,
-                "words": words,
-                "order": pairs.order,
-                "starts": pairs.starts,
-                "N": Aligned(n),
-                "K": Aligned(k),
-            },
-            {
-                "CHOSEN": pairs.chosen,
-                "EXPERTS": pairs.experts,
-                "E_BLOCK": power_of_two(pairs.experts),
-                "BM": bm,
-                "BN": 64,
-                "GROUP": k // words.shape[-1],
-                "FIRST": x is self.hidden,
-                "FEW": pairs.few(bm),
-            },
-            num_warps=4,
-            num_stages=3,
         )

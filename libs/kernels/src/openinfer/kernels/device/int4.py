@@ -18,6 +18,24 @@ def scale_of(word):
 
 
 @triton.jit
+def sum_of_groups(
+    of_codes, of_words, of_x, first, end, GROUP: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr
+):
+    """float32 [BN, BM]: rows of an INT4 weight times columns of x, over the groups first..end. Differences of codes and
+    zero points are exact in bfloat16. A group's sum is scaled in float32."""
+    acc = tl.zeros((BN, BM), tl.float32)
+    for group in range(first, end):
+        codes = tl.load(of_codes + group * (GROUP // 2))
+        word = tl.load(of_words + group)
+        zero = number(word & 15)[:, None]
+        low, high = tl.load(of_x + group * GROUP), tl.load(of_x + group * GROUP + 16)
+        total = tl.dot(number(codes & 15) - zero, low)
+        total = tl.dot(number(codes >> 4) - zero, high, total)
+        acc += total * scale_of(word)[:, None]
+    return acc
+
+
+@triton.jit
 def _store(out, acc, inside, ADD: tl.constexpr):
     if ADD:
         acc += tl.load(out, mask=inside, other=0.0).to(tl.float32)
@@ -29,8 +47,7 @@ def project_int4(
     out, x, weight, words, partial, counter, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x [M, K] @ weight^T, or out += with ADD; BM tokens and BN rows of the weight at a time. Differences
-    of codes and zero points are exact in bfloat16. A group's sum is scaled in float32.
+    """out [M, N] = x [M, K] @ weight^T, or out += with ADD; BM tokens and BN rows of the weight at a time.
 
     The groups are split over SPLIT programs, and the last one to finish sums their parts in a fixed order. partial:
     float32 [SPLIT, M, N]; counter: int32 [cdiv(N, BN) * cdiv(M, BM)], zero before and after.
@@ -46,16 +63,8 @@ def project_int4(
     of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
     steps = tl.cdiv(K // GROUP, SPLIT)
     first = tl.program_id(1) * steps
-    acc = tl.zeros((BN, BM), tl.float32)
-    for group in range(first, tl.minimum(first + steps, K // GROUP)):
-        codes = tl.load(of_codes + group * (GROUP // 2))
-        word = tl.load(of_words + group)
-        zero = number(word & 15)[:, None]
-        low, high = tl.load(of_x + group * GROUP), tl.load(of_x + group * GROUP + 16)
-        total = tl.dot(number(codes & 15) - zero, low)
-        total = tl.dot(number(codes >> 4) - zero, high, total)
-        acc += total * scale_of(word)[:, None]
-    acc = tl.trans(acc)
+    end = tl.minimum(first + steps, K // GROUP)
+    acc = tl.trans(sum_of_groups(of_codes, of_words, of_x, first, end, GROUP, BN, BM))
     inside = (token < M)[:, None] & (row < N)[None, :]
     place = token.to(tl.int64)[:, None] * N + row[None, :]
     if SPLIT == 1:

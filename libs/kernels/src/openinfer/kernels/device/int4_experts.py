@@ -5,23 +5,8 @@ import triton
 import triton.language as tl
 
 from openinfer.kernels.device.experts import tile_of
-from openinfer.kernels.device.int4 import number, scale_of
+from openinfer.kernels.device.int4 import sum_of_groups
 from openinfer.kernels.device.norm import gated
-
-
-@triton.jit
-def _sum_of_groups(of_codes, of_words, of_x, K, GROUP: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
-    """[BN, BM]: rows of an INT4 weight times columns of x, group by group."""
-    acc = tl.zeros((BN, BM), tl.float32)
-    for group in range(K // GROUP):
-        codes = tl.load(of_codes + group * (GROUP // 2))
-        word = tl.load(of_words + group)
-        zero = number(word & 15)[:, None]
-        low, high = tl.load(of_x + group * GROUP), tl.load(of_x + group * GROUP + 16)
-        total = tl.dot(number(codes & 15) - zero, low)
-        total = tl.dot(number(codes >> 4) - zero, high, total)
-        acc += total * scale_of(word)[:, None]
-    return acc
 
 
 @triton.jit
@@ -48,13 +33,13 @@ def experts_product_int4(
     of_codes = weight + row[:, None] * (K // 2) + byte[None, :]
     of_words = words + row * (K // GROUP)
     of_x = x + source.to(tl.int64)[None, :] * K + column[:, None]
-    acc = tl.trans(_sum_of_groups(of_codes, of_words, of_x, K, GROUP, BN, BM))
+    acc = tl.trans(sum_of_groups(of_codes, of_words, of_x, 0, K // GROUP, GROUP, BN, BM))
     target = pair
     if FIRST:
         half = N.to(tl.int64)
-        up = _sum_of_groups(
-            of_codes + half * (K // 2), of_words + half * (K // GROUP), of_x, K, GROUP, BN, BM
-        )
+        of_codes += half * (K // 2)
+        of_words += half * (K // GROUP)
+        up = sum_of_groups(of_codes, of_words, of_x, 0, K // GROUP, GROUP, BN, BM)
         acc = gated(acc, tl.trans(up), out.dtype.element_ty)
         target = rm
     to = out + target.to(tl.int64)[:, None] * N + rn[None, :]
