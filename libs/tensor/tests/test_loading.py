@@ -17,6 +17,7 @@ from openinfer.tensor import (
     DeviceError,
     Load,
     LoadReport,
+    Places,
     ShapeError,
     Stream,
     Tensor,
@@ -194,3 +195,16 @@ def test_real_load(gpu: Device, monkeypatch: Any, ckpt: Any, arrays: Any) -> Non
         load_tensors(ckpt, loads, stream)
         for load in loads:
             assert (load.dst.numpy() == arrays[load.name]).all(), load.name
+
+
+def test_progress_counts_what_is_converted(ckpt, arrays):
+    places = Places(Arena(CPU, 1 << 20), np.dtype(bfloat16))
+    places.plain("embed", 300, 41)
+    top = places.converted("q", 8, 33, convert=lambda q: -q, source=(slice(8),))
+    seen = []
+    places.load(ckpt, Stream(CPU), lambda *progress: seen.append(progress))
+    total = arrays["embed"].nbytes + 8 * 33 * 2
+    assert {whole for _, whole in seen} == {total}
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert [done for done, _ in seen][-2:] == [arrays["embed"].nbytes, total]
+    np.testing.assert_array_equal(top.numpy(), -arrays["q"][:8])

@@ -260,9 +260,7 @@ class LinearPlaces(Places):
             for load in self.loads
         }
         for conversion in self.conversions:
-            for name, source in zip(
-                conversion.names, conversion.sources or ((),) * len(conversion.names), strict=True
-            ):
+            for name, source in conversion.parts():
                 stops = [one.stop for one in source]
                 shape = tuple(stops) if stops and None not in stops else conversion.dst.shape
                 packed = name.endswith(

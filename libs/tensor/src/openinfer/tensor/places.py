@@ -14,6 +14,7 @@ from openinfer.tensor.checkpoint import Checkpoint
 from openinfer.tensor.dtypes import float32
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.loading import NUM_THREADS, Load, LoadReport, Progress, load_tensors
+from openinfer.tensor.parts import Part
 from openinfer.tensor.stream import Stream
 from openinfer.tensor.tensor import Tensor
 
@@ -29,10 +30,17 @@ class Conversion(NamedTuple):
     convert: Callable[..., np.ndarray[Any, Any]]
     sources: tuple[tuple[slice, ...], ...] = ()
 
+    def parts(self) -> Iterator[tuple[str, tuple[slice, ...]]]:
+        """The name of each tensor, and the part of it that is read."""
+        return zip(self.names, self.sources or ((),) * len(self.names), strict=True)
+
+    def nbytes(self, checkpoint: Checkpoint) -> int:
+        """Bytes of the checkpoint that are read."""
+        return sum(Part.of(checkpoint.info(name), part).nbytes for name, part in self.parts())
+
     def arrays(self, checkpoint: Checkpoint) -> list[np.ndarray[Any, Any]]:
         """The arguments of `convert`."""
-        parts = self.sources or ((),) * len(self.names)
-        return [checkpoint.array(name)[part] for name, part in zip(self.names, parts, strict=True)]
+        return [checkpoint.array(name)[part] for name, part in self.parts()]
 
     def converted(self, checkpoint: Checkpoint) -> np.ndarray[Any, Any]:
         """The values of `dst`. Any thread may call it. Raises CheckpointError where `convert` raises ValueError."""
@@ -82,11 +90,15 @@ class Places:
             yield from conversion.names
 
     def load(self, checkpoint: Checkpoint, stream: Stream, progress: Progress | None = None) -> LoadReport:
-        """Fill all of them; `stream` is idle again afterwards. The report's bytes are those of `loads`.
+        """Fill all of them; `stream` is idle again afterwards. `progress` counts the bytes of `loads` and then those of
+        `conversions`; the report's bytes are those of `loads`.
 
         Raises what load_tensors does, and CheckpointError where a conversion raises ValueError.
         """
-        report = load_tensors(checkpoint, self.loads, stream, progress)
+        left = sum(conversion.nbytes(checkpoint) for conversion in self.conversions)
+        seen = None if progress is None else lambda done, total: progress(done, total + left)
+        report = load_tensors(checkpoint, self.loads, stream, seen)
+        whole = report.bytes + left
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             for first in range(0, len(self.conversions), 2 * NUM_THREADS):
                 some = self.conversions[first : first + 2 * NUM_THREADS]
@@ -94,6 +106,9 @@ class Places:
                 for conversion, array in zip(some, arrays, strict=True):
                     conversion.dst.copy_from(array, stream)
                 stream.synchronize()  # uploads read the arrays until then
+                left -= sum(conversion.nbytes(checkpoint) for conversion in some)
+                if progress is not None:
+                    progress(whole - left, whole)
         for pad in self.pads:
             pad.zero_(stream)
         stream.synchronize()
