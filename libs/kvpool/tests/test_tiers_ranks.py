@@ -7,8 +7,8 @@ import time
 import pytest
 
 from openinfer.kvpool import Group, Pool
-from openinfer.kvpool.tiers import Copier, Disk, Layout, Others, SharedRecords, Tiers
-from openinfer.tensor import Device, Stream, Tensor
+from openinfer.kvpool.tiers import Copier, Disk, Layout, Others, SharedRecords, Tiers, mover
+from openinfer.tensor import Device, Stream, Tensor, TensorError
 
 RANKS = 3
 OWN = Group("pages", 4, 4, 16)  # three pages of 4 tokens, 4 bytes a token
@@ -114,3 +114,20 @@ def test_a_lost_rank_holds_up_no_end():
     rig.tiers.close(lost=True)
     for copier in rig.copiers:
         copier.close()
+
+
+def test_a_rank_says_once_that_memory_cannot_be_locked(monkeypatch, caplog):
+    class Refusing:
+        @staticmethod
+        def over(device, memory):
+            raise TensorError("no memory is left to lock")
+
+    monkeypatch.setattr(mover, "PinnedBuffer", Refusing)
+    rig = Rig()
+    assert [rig.serve([first] * 12) for first in (1, 2, 1)] == [0, 0, 8]
+    rig.close()
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert [line.split(" bytes")[0] for line in said] == [
+        f"KV offload: rank {rank} could lock only 0 of {rig.tiers.nbytes}" for rank in range(1, RANKS)
+    ]
+    assert all("no memory is left to lock" in line for line in said)

@@ -27,7 +27,8 @@ class Following:
     ) -> None:
         self.runner, self._ranks = runner, ranks
         self._layout = Layout(groups, cache, 0 if alike else ranks.rank)
-        self._saves, self._copier = not alike, list[Copier]()
+        self._saves = not alike
+        self._copier: Copier | None = None
         self.commands: Mapping[str, Callable[..., object]] = {
             "adapter": self._put_adapter,
             "records": self._open_records,
@@ -50,15 +51,16 @@ class Following:
     def _open_records(self, nbytes: int) -> None:
         _, files, *_ = socket.recv_fds(self._ranks.links[0], 1, 1)
         shared, rank = SharedRecords(files[0], self._ranks.size, nbytes), self._ranks.rank
-        self._copier.append(Copier(self._layout, self.runner.stream, shared, rank, saves=self._saves))
+        self._copier = Copier(self._layout, self.runner.stream, shared, rank, saves=self._saves)
 
     def _copy(self, kind: Kind, copies: Sequence[Sequence[int]]) -> None:
-        for copier in self._copier:
-            copier.copy(kind, copies)
+        if self._copier is None:
+            raise RuntimeError("rank 0 sent copies before the memory of the records")
+        self._copier.copy(kind, copies)
 
     def close(self) -> None:
         """Wait for the device and give everything back."""
-        for copier in self._copier:
-            copier.close()
+        if self._copier is not None:
+            self._copier.close()
         self.runner.close()
         self._ranks.close()

@@ -6,6 +6,7 @@ and tells the others what to copy; a batch of copies has ended when all ranks ha
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import queue
@@ -19,6 +20,8 @@ import numpy as np
 from openinfer.tensor import Device, Event, PinnedBuffer, Stream, TensorError
 
 from .layout import ALIGNMENT, Layout
+
+log = logging.getLogger("openinfer.kvpool")
 
 Kind = Literal["d2h", "h2d"]
 
@@ -183,8 +186,15 @@ class Copier:
                 return
             try:
                 self._locked.append(PinnedBuffer.over(device, records[start : start + _PIECE_BYTES]))
-            except TensorError:
-                return  # the first rank has said so of its own
+            except TensorError as error:
+                log.warning(
+                    "KV offload: rank %d could lock only %d of %d bytes of host memory (%s); other copies are slow",
+                    self._rank,
+                    start,
+                    len(records),
+                    error,
+                )
+                return
 
     def close(self) -> None:
         """Wait for the copies and end the threads."""
