@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -38,18 +39,19 @@ class NGram:
         if not 1 <= shortest <= longest:
             raise InvalidSetup(f"n-grams of {shortest} to {longest} tokens; give 1 <= shortest <= longest")
         self._shortest, self._longest = shortest, longest
-        self._places: dict[tuple[int, ...], list[int]] = {}  # places after an n-gram of `shortest` tokens
+        # The latest places after each n-gram of `shortest` tokens.
+        self._places: defaultdict[tuple[int, ...], deque[int]] = defaultdict(lambda: deque(maxlen=LOOKED_AT))
         self._indexed = shortest  # the first place that is not in _places
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """See Drafter."""
         short = self._shortest
         for place in range(self._indexed, len(tokens)):
-            self._places.setdefault(tuple(tokens[place - short : place]), []).append(place)
+            self._places[tuple(tokens[place - short : place])].append(place)
         self._indexed = max(self._indexed, len(tokens))
         places = self._places.get(tuple(tokens[-short:]), ())
         best = best_length = 0
-        for place in reversed(places[-LOOKED_AT:]):
+        for place in reversed(places):
             length = short
             while length < min(self._longest, place) and tokens[place - length - 1] == tokens[-length - 1]:
                 length += 1
