@@ -20,6 +20,8 @@ from openinfer.recipes.engine.config_fields import (
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
 
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -38,7 +40,7 @@ class Config:
     max_position_embeddings: int
     tie_word_embeddings: bool
     windows: tuple[int, ...]
-    inv_freq: np.ndarray[Any, np.dtype[np.float32]]
+    inv_freq: Floats
     rope_scale: float
     eos_token_ids: tuple[int, ...]
     packing: AnyPacking | None = None
@@ -117,10 +119,21 @@ class Config:
             packing=packing(fields, quantization),
         )
 
-    def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    def rope_table(self, num_positions: int) -> Floats:
         """Cosines and sines by position, float32 [num_positions, 2, head_dim / 2]."""
-        angles = np.arange(num_positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]
-        return np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.float32(self.rope_scale)
+        return rope_table(self.inv_freq, num_positions) * np.float32(self.rope_scale)
+
+
+def frequencies(theta: float, dim: int) -> Floats:
+    """The frequencies of plain RoPE, float32 [dim / 2]."""
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+
+
+def rope_table(inv_freq: Floats, num_positions: int) -> Floats:
+    """Cosines and sines of these frequencies by position, float32 [num_positions, 2, dim / 2]."""
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq[None, :]
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
 def _refuse(fields: Fields) -> None:
@@ -144,13 +157,12 @@ def _windows(fields: Fields) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
-def _rope(fields: Fields, dim: int) -> tuple[np.ndarray[Any, np.dtype[np.float32]], float]:
+def _rope(fields: Fields, dim: int) -> tuple[Floats, float]:
     """Frequencies and the factor on cosines and sines; plain RoPE or static YaRN, in old or new config style."""
     new, old = fields.fields("rope_parameters"), fields.fields("rope_scaling")
     scaling = new if "rope_parameters" in fields else old
     theta = (new if "rope_theta" in new else fields).number("rope_theta", default=1e4, above=1, most=1e15)
-    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    inv_freq = (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
+    inv_freq = frequencies(theta, dim)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return inv_freq, 1.0

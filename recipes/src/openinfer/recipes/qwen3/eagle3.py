@@ -31,7 +31,7 @@ from openinfer.kernels import (
 from openinfer.kernels.weights import LinearPlaces, WeightPart
 from openinfer.recipes.engine.config_fields import Fields
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
-from openinfer.recipes.qwen3.config import Config
+from openinfer.recipes.qwen3.config import Config, frequencies, rope_table
 from openinfer.recipes.qwen3.model import Model
 from openinfer.sampler.gpu import widen
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Stream, Tensor, float32, int32
@@ -86,12 +86,6 @@ class Head:
             fields.number("rope_theta", default=1e4, most=1e12),
             _layers(raw, config.num_layers),
         )
-
-    def rope_table(self, num_positions: int, dim: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Cosines and sines by position, float32 [num_positions, 2, dim / 2]."""
-        inv_freq = self.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float32) / dim)
-        angles = np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq.astype(np.float32)
-        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
 def _layers(raw: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -225,7 +219,7 @@ class HeadBuffers:
         counts, cos_sin = arena.alloc((max_tokens + 1,), int32), arena.alloc((length, 2, d // 2), float32)
         if arena.device.kind != "null":
             counts.copy_from(np.arange(max_tokens + 1, dtype=np.int32), stream)
-            cos_sin.copy_from(head.rope_table(length, d), stream)
+            cos_sin.copy_from(rope_table(frequencies(head.rope_theta, d), length), stream)
         return cls(fused, embeds, normed, qkv, heads, mlp, logits, counts, cos_sin)
 
 
