@@ -182,6 +182,11 @@ def _opened(
         if limits.fp8_cache and blueprint.groups(limits) == blueprint.groups(plain):
             raise SetupError("--kv-cache-dtype: this model's recipe has no FP8 cache; leave the flag out")
         blueprint.validate(checkpoint, limits)
+        if dummy and any(name.endswith(".g_idx") for name in checkpoint.names):
+            raise SetupError(
+                "--load-format dummy: a GPTQ checkpoint orders its columns (g_idx), and random values are no order; "
+                "take a config.json of AWQ or compressed-tensors"
+            )
         yield blueprint, checkpoint, limits, device
 
 
