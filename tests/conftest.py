@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from openinfer.cli import recipes
+from openinfer.graph import Readback
 from openinfer.kernels.adapters import AdapterSizes
 from openinfer.recipes.engine import Recipe, Source
 from openinfer.recipes.engine.limits import Limits
@@ -185,6 +186,17 @@ def session() -> Iterator[Callable[..., Session]]:
         engine.check()
         assert engine.pool.num_free == engine.pool.num_total, "blocks were not given back"
         engine.close()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results that are not there at once, as on a GPU: so that steps are launched ahead."""
+    rng, take = np.random.default_rng(0), Readback.take
+
+    def take_later(self: Readback, *, wait: bool) -> Any:
+        return take(self, wait=wait) if wait or rng.random() < 0.4 else None
+
+    monkeypatch.setattr(Readback, "take", take_later)
 
 
 class Server:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import test_fp8_cache as C
 
 from openinfer.recipes.engine.engine import Engine
 
@@ -21,17 +20,6 @@ MEAN_NAT, P99_NAT = 0.2, 0.8
 FP8."""
 
 
-def neighbour(name: str) -> Any:
-    """A module beside this one: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-C = neighbour("test_fp8_cache")
 uneven = C.uneven
 Build = Callable[..., Engine]
 

@@ -3,14 +3,14 @@ for each weight, or for each block."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import test_int4 as int4
+import test_qwen3_fp8 as fp8
 
 from openinfer.recipes.engine import SetupError, UnsupportedModel
 from openinfer.recipes.engine.startup import build
@@ -22,18 +22,6 @@ from openinfer.tensor import Checkpoint, float8_e4m3fn
 ROOT = Path(__file__).parents[1]
 
 
-def neighbour(name: str) -> Any:
-    """A module beside this one: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-int4 = neighbour("test_int4")
-fp8 = int4.fp8
 write, answers, FLAGS = fp8.write, fp8.answers, int4.FLAGS
 SMALL = ("in_proj_a.weight", "in_proj_b.weight")
 

@@ -15,7 +15,6 @@ import pytest
 from openinfer.frontend.contract import Failed, Finished, Rejected, TokenTable
 from openinfer.frontend.errors import Unsupported
 from openinfer.frontend.http import Tokenizer
-from openinfer.graph import Readback
 from openinfer.graph.runner import Runner
 from openinfer.graph.runner.masking import Masking
 from openinfer.recipes.engine.testing import Planted
@@ -54,17 +53,6 @@ def constrained(session: Callable[..., Any], tiny: Any, tokenizer: Tokenizer) ->
         return made
 
     return make
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that are not there at once, as on a GPU: so that steps are launched ahead."""
-    rng, take = np.random.default_rng(0), Readback.take
-
-    def take_later(self: Readback, *, wait: bool) -> Any:
-        return take(self, wait=wait) if wait or rng.random() < 0.4 else None
-
-    monkeypatch.setattr(Readback, "take", take_later)
 
 
 def fits(grammar: Grammar, text: str) -> bool:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import int4_packers as P
 import numpy as np
 import pytest
+import test_qwen3_fp8 as fp8
 
 from openinfer.cli import main
 from openinfer.cli.segments import Outline
 from openinfer.kernels import H200
-from openinfer.recipes.engine import Source, UnsupportedModel
+from openinfer.recipes.engine import SetupError, Source, UnsupportedModel
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session, write_random_checkpoint
 from openinfer.recipes.qwen3 import RECIPE
@@ -32,17 +32,6 @@ CONFIG = {
 FLAGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 3, "kv_cache_memory_bytes": 16 << 20}
 
 
-def neighbour(name: str) -> Any:
-    """A module beside this one: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-P, fp8 = neighbour("int4_packers"), neighbour("test_qwen3_fp8")
 write, write_adapter, answers = fp8.write, fp8.write_adapter, fp8.answers
 
 
@@ -329,3 +318,14 @@ def test_hybrids_run_codes(config: Any, form: str, tmp_path: Path) -> None:
     assert mixers[0].ba.scales is None
     assert engine.runner.model.weights.layers[1].mlp.gate_up.weight.dtype == uint8
     engine.close()
+
+
+def test_random_weights_are_refused_where_columns_have_an_order(tmp_path: Path) -> None:
+    for form in ("GPTQ", "AWQ"):
+        said = CONFIG | {"quantization_config": P.FORMATS[form][2]}
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        if form == "GPTQ":
+            with pytest.raises(SetupError, match=r"--load-format dummy: a GPTQ .* take a config.json of AWQ"):
+                build(RECIPE, tmp_path, load_format="dummy", **FLAGS)
+        else:
+            build(RECIPE, tmp_path, load_format="dummy", **FLAGS).engine.close()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import test_lora as L
 
 from openinfer.frontend.contract import LoadAdapter
 from openinfer.recipes.engine.testing import Session
@@ -17,19 +16,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 DEVICE = "cuda"
 PLACES = 2
-
-
-def neighbour(name: str) -> Any:
-    """A module beside this one: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-L = neighbour("test_lora")
 
 
 def logprobs(session: Session, asked: list[tuple[list[int], str]]) -> list[Any]:

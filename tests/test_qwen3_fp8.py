@@ -3,14 +3,14 @@ mean what their scales say."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from test_lora import write_adapter
+from test_weight_dtypes import write
 
 from openinfer.cli.segments import Outline
 from openinfer.kernels import H200
@@ -38,19 +38,6 @@ BY_ROW = {
     }},
 }  # fmt: skip
 FLAGS = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 3, "kv_cache_memory_bytes": 16 << 20}
-
-
-def neighbour(name: str) -> Any:
-    """A module beside this one: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-write, write_adapter = neighbour("test_weight_dtypes").write, neighbour("test_lora").write_adapter
 
 
 def quantized(weight: Any) -> tuple[Any, Any]:

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from openinfer.frontend.http import Tokenizer
-from openinfer.graph import Readback
 from openinfer.recipes.engine.testing import Planted
 from openinfer.sampler.grammar import Grammar
 
@@ -88,17 +86,6 @@ def play(session: Callable[..., Any], seed: int, name: str, count: int) -> Any:
             assert (mine is None) == (theirs is None)
             assert mine is None or abs(mine.logprob - theirs.logprob) < 1e-4
     return drafted.engine.stats()
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that are not there at once, as on a GPU: so that steps are launched ahead."""
-    rng, take = np.random.default_rng(0), Readback.take
-
-    def take_later(self: Readback, *, wait: bool) -> Any:
-        return take(self, wait=wait) if wait or rng.random() < 0.4 else None
-
-    monkeypatch.setattr(Readback, "take", take_later)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3_5-tiny"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import functools
-import importlib.util
+import importlib
 import itertools
 import json
 import random
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import features as F
 import httpx
 import numpy as np
 import pytest
@@ -39,19 +40,6 @@ from openinfer.tensor import Checkpoint, float8_e4m3fn
 
 HERE = Path(__file__).parent
 FOLDERS = tempfile.TemporaryDirectory()
-
-
-def neighbour(name: str) -> Any:
-    """A module beside this one: test folders are no packages."""
-    spec = importlib.util.spec_from_file_location(f"combinations_{name}", HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-F = neighbour("features")
 Body = dict[str, Any]
 RESTLESS = "openinfer.recipes.engine.testing.restless:priority"
 PAIRS = [pair for pair in itertools.combinations(F.REQUEST, 2) if pair not in F.REFUSED]

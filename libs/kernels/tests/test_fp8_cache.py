@@ -241,7 +241,7 @@ def test_layers_of_a_page_do_not_overlap():
             for tensor in cache.layer(layer).values():
                 if tensor is not None:
                     array = tensor.numpy()
-                    assert (array.view(np.uint8) == NEVER).all(), "nobody else has been here"
+                    assert (array.view(np.uint8) == NEVER).all(), "no other layer has this memory"
                     array.view(np.uint8)[...] = layer
         assert not (cache.pages.numpy().view(np.uint8) == NEVER).any(), "and nothing is left over"
 
