@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated
+from openinfer.kernels import NullPack, Repeated, rope_table
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.blueprint import Blueprint, Control
@@ -70,7 +70,7 @@ class Llama(Blueprint[Model]):
         weights = Weights.allocate(c, arena, dtype)
         cos_sin = arena.alloc((limits.max_model_len, 2, c.head_dim // 2), float32, "cos_sin")
         if arena.device.kind != "null":
-            cos_sin.copy_from(c.rope_table(limits.max_model_len), stream)
+            cos_sin.copy_from(rope_table(c.inv_freq, limits.max_model_len), stream)
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))], max_rows=limits.max_rows,
             max_tokens=t, vocab_size=c.vocab_size, width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts,

@@ -55,11 +55,6 @@ class Config:
             eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
         )  # fmt: skip
 
-    def rope_table(self, num_positions: int) -> Floats:
-        """Cosines and sines by position, float32 [num_positions, 2, d / 2]."""
-        angles = np.arange(num_positions, dtype=np.float32)[:, None] * self.inv_freq
-        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
 
 def _frequencies(fields: Fields, dim: int) -> Floats:
     """Frequencies of plain RoPE, or of Llama 3.1's scaling: long wavelengths by `factor`, short ones not at all."""

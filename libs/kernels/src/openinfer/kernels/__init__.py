@@ -50,7 +50,7 @@ from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import norm_linear
 from openinfer.kernels.ops.norm_rope_attend import norm_rope_attend
 from openinfer.kernels.ops.project import gate_up_clamped, norm_rows, project
-from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write
+from openinfer.kernels.ops.qk_norm_rope_write import qk_norm_rope_write, rope_table
 from openinfer.kernels.ops.route import route
 from openinfer.kernels.ops.route_topk import route_topk
 from openinfer.kernels.ops.select_rows import select_rows
@@ -133,6 +133,7 @@ __all__ = [
     "qk_norm_rope_write",
     "reduce_add",
     "reduce_scatter",
+    "rope_table",
     "route",
     "route_topk",
     "select_rows",

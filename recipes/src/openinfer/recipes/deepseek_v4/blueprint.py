@@ -12,12 +12,12 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated
+from openinfer.kernels import NullPack, Repeated, rope_table
 from openinfer.kvpool import Eviction, Group
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent, eviction, groups
 from openinfer.recipes.deepseek_v4.choices import choices
-from openinfer.recipes.deepseek_v4.config import Config, rope_table
+from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.layers import layers_alone
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.mtp import DraftingModel

@@ -185,12 +185,6 @@ class Config:
         return config
 
 
-def rope_table(frequencies: Floats, num_positions: int) -> Floats:
-    """Cosines and sines by position, float32 [num_positions, 2, rope_dim / 2]."""
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies[None, :]
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
-
 def _refuse(fields: Fields) -> None:
     """Refuse by name each setting that this recipe does not support."""
     quantization = fields.fields("quantization_config")

@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated
+from openinfer.kernels import NullPack, Repeated, rope_table
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
@@ -73,7 +73,8 @@ class Qwen3(Blueprint[Model]):
         weights = Weights.allocate(c, arena, limits.dtype)
         cos_sin = arena.alloc((limits.max_model_len, 2, c.head_dim // 2), float32, "cos_sin")
         if arena.device.kind != "null":
-            cos_sin.copy_from(c.rope_table(limits.max_model_len), stream)
+            table = rope_table(c.inv_freq, limits.max_model_len) * np.float32(c.rope_scale)
+            cos_sin.copy_from(table, stream)
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,

@@ -119,21 +119,11 @@ class Config:
             packing=packing(fields, quantization),
         )
 
-    def rope_table(self, num_positions: int) -> Floats:
-        """Cosines and sines by position, float32 [num_positions, 2, head_dim / 2]."""
-        return rope_table(self.inv_freq, num_positions) * np.float32(self.rope_scale)
-
 
 def frequencies(theta: float, dim: int) -> Floats:
     """The frequencies of plain RoPE, float32 [dim / 2]."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return (np.float32(1.0) / np.float32(theta) ** exponent).astype(np.float32)
-
-
-def rope_table(inv_freq: Floats, num_positions: int) -> Floats:
-    """Cosines and sines of these frequencies by position, float32 [num_positions, 2, dim / 2]."""
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * inv_freq[None, :]
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
 def _refuse(fields: Fields) -> None:

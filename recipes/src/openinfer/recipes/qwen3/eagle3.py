@@ -26,12 +26,13 @@ from openinfer.kernels import (
     norm_rope_attend,
     norm_rows,
     project,
+    rope_table,
     select_rows,
 )
 from openinfer.kernels.weights import LinearPlaces, WeightPart
 from openinfer.recipes.engine.config_fields import Fields
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
-from openinfer.recipes.qwen3.config import Config, frequencies, rope_table
+from openinfer.recipes.qwen3.config import Config, frequencies
 from openinfer.recipes.qwen3.model import Model
 from openinfer.sampler.gpu import widen
 from openinfer.tensor import Arena, Checkpoint, CheckpointError, Stream, Tensor, float32, int32

@@ -11,7 +11,7 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated
+from openinfer.kernels import NullPack, Repeated, rope_table
 from openinfer.kernels.authoring import power_of_two
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
@@ -88,7 +88,7 @@ class Qwen35(Blueprint[Model]):
         weights = Weights.allocate(c, arena, dtype, self.form)
         cos_sin = arena.alloc((limits.max_model_len, 2, len(c.inv_freq)), float32, "cos_sin")
         if arena.device.kind != "null":
-            cos_sin.copy_from(c.rope_table(limits.max_model_len), stream)
+            cos_sin.copy_from(rope_table(c.inv_freq, limits.max_model_len), stream)
         states = States(Boundaries(self.options.snapshot_interval), limits.max_tokens)
         slots, snapshots = limits.max_rows + 1, limits.max_rows * states.max_snapshots
         batch = Batch.allocate(

@@ -206,11 +206,6 @@ class Config:
             eos_token_ids=eos_ids(eos, vocab),
         )
 
-    def rope_table(self, num_positions: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Cosines and sines by position, float32 [num_positions, 2, rotary_dim / 2]."""
-        angles = np.arange(num_positions, dtype=np.float32)[:, None] * self.inv_freq[None, :]
-        return np.stack([np.cos(angles), np.sin(angles)], axis=1)
-
 
 def _refuse(text: Fields) -> None:
     """Refuse by name each setting that this recipe does not support."""
