@@ -161,6 +161,33 @@ def test_copies_wait_for_nothing_on_the_host_and_are_one_a_page():
         engine.tiers.close()
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_steps_do_not_wait_for_what_makes_room_for_a_load(comes):
+    with fake_driver() as fake:
+        engine = Engine(device="cuda")
+        pool, tiers, steps = engine.pool, engine.tiers, fake.streams[engine.stream.handle]
+        for tokens in (FIRST[:12], OTHER[:12]):
+            with pool.acquire(tokens) as lease:
+                lease.reserve(12)
+                lease.commit(tokens, 12)
+        fake._cuCtxSynchronize()
+        waits, out = len(steps.work), fake.streams[tiers._mover._out.handle]
+        with pool.acquire([*FIRST[:12], 1]) as lease:
+            assert lease.num_loadable == 12
+            if not comes:
+                tiers.clear()
+            assert lease.load()
+            assert len(steps.work) == waits
+            assert len(out.work) > out.done
+            assert pool.poll(0.0) == []  # also where nothing came: the pages are still on their way out
+            fake._cuCtxSynchronize()
+            assert pool.poll(0.0) == [lease]
+            assert lease.num_cached == (12 if comes else 0)
+        with pool.acquire([*OTHER[:12], 1]) as lease:
+            assert lease.num_loadable == 12
+        engine.tiers.close()
+
+
 def test_memory_is_divided_as_the_pool_is():
     groups = [Group("a", 4, 11, 3 * 4096), Group("b", 4, 2, 4096)]
     host = HostMemory(groups, 70 * 4096, Lru)

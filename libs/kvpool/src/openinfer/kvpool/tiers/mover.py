@@ -11,6 +11,7 @@ import mmap
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -23,11 +24,15 @@ from .layout import ALIGNMENT, Layout
 
 log = logging.getLogger("openinfer.kvpool")
 
-Kind = Literal["d2h", "h2d"]
+Kind = Literal["d2h", "swap", "h2d"]
+"""d2h: from blocks to records. swap: the same, from blocks that a load writes next. h2d: from records to blocks."""
 
 _LINE = 8
 """Counters of 8 bytes from one rank's to the next: a cache line each."""
 _PIECE_BYTES = 64 << 20
+_RUN = 32
+"""Copies of a swap that have one event. A load may write these blocks while later ones are still on their way out."""
+_MARKS = 64
 
 
 class Copy(NamedTuple):
@@ -83,9 +88,10 @@ class Others:
 class Mover:
     """Copies of one rank. steps: the stream of the steps.
 
-    A copy from a block waits for nothing, and the stream of the steps waits for it. A copy to a block waits for the
-    copies from blocks before it. `others`: of the first rank of several. after_steps: copies wait for the steps before
-    them. A later rank needs that, because its steps may end after those of the first.
+    A copy from a block waits for nothing. The stream of the steps waits for it. It does not wait for a swap, because no
+    step has these blocks before the load has ended. A copy to a block waits for the copies from it and to its record.
+    So both directions of the link are busy at once. `others`: of the first rank of several. after_steps: copies wait
+    for the steps before them. A later rank needs that, because its steps may end after those of the first.
     """
 
     def __init__(
@@ -93,21 +99,25 @@ class Mover:
     ) -> None:
         self._layout, self._steps, self._others = layout, steps, others
         self._out, self._in = Stream(steps.device), Stream(steps.device)
-        self._saved = Event(steps.device)  # all copies from blocks so far
+        self._saved = Event(steps.device)  # all copies from blocks so far, but for swaps
+        self._marks = deque(
+            Event(steps.device) for _ in range(_MARKS)
+        )  # used again and again, the oldest first
+        self._swapped: dict[tuple[int, int] | int, Event] = {}  # by block and by record: after the copy out
         self._stepped = Event(steps.device) if after_steps else None
         self._idle: list[Event] = []
         self._number = 0
 
     def copy(self, kind: Kind, copies: Sequence[Copy]) -> Ticket:
-        """Begin a batch of copies: "d2h" from blocks to records, "h2d" from records to blocks."""
-        stream = self._out if kind == "d2h" else self._in
+        """Begin a batch of copies."""
+        stream = self._in if kind == "h2d" else self._out
         if self._stepped is not None:
             self._stepped.record(self._steps)
             stream.wait(self._stepped)
         if kind == "h2d":
             self._in.wait(self._saved)
-        for group, block, record in copies:
-            self._layout.copy(stream, group, block, record, kind)
+        for start in range(0, len(copies), _RUN):
+            self._copy_run(stream, kind, copies[start : start + _RUN])
         if kind == "d2h":
             self._saved.record(self._out)
             self._steps.wait(self._saved)
@@ -117,6 +127,20 @@ class Mover:
         event = self._idle.pop() if self._idle else Event(stream.device)
         event.record(stream)
         return Ticket(event, self._number)
+
+    def _copy_run(self, stream: Stream, kind: Kind, copies: Sequence[Copy]) -> None:
+        ends = [end for group, block, record in copies for end in ((group, block), record)]
+        if kind == "h2d":
+            marks = {id(mark): mark for end in ends if (mark := self._swapped.pop(end, None)) is not None}
+            for mark in marks.values():
+                stream.wait(mark)
+        for group, block, record in copies:
+            self._layout.copy(stream, group, block, record, "h2d" if kind == "h2d" else "d2h")
+        if kind == "swap":
+            mark = self._marks[0]  # recorded again, it stands for more copies, which is right too
+            self._marks.rotate(-1)
+            mark.record(stream)
+            self._swapped.update(dict.fromkeys(ends, mark))
 
     def ended(self, ticket: Ticket) -> bool:
         """Whether a batch has ended. Ask no more once it has."""
@@ -139,7 +163,7 @@ class Mover:
         """Wait for this rank's copies and give everything back. Tickets are void."""
         for stream in (self._out, self._in):
             stream.close()
-        for event in (*self._idle, self._saved, *([self._stepped] if self._stepped else [])):
+        for event in (*self._idle, *self._marks, self._saved, *([self._stepped] if self._stepped else [])):
             event.close()
 
 

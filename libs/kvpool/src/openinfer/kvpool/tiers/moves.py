@@ -20,12 +20,14 @@ class Copies:
 
 @dataclass(slots=True, eq=False)
 class Loading:
-    """A load under way. begun, deadline: by time.monotonic()."""
+    """A load under way. begun, deadline: by time.monotonic(). saves: number of the last batch of copies before it. That
+    batch must end first, because a step may then write a block that the load could not fill."""
 
     load: Load
     waiting: list[Piece]
     begun: float
     deadline: float
+    saves: int
     from_disk: int = 0
     from_peer: int = 0
     copies: list[Copies] = field(default_factory=list)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ class Tiers:
         self._load_timeout_s = load_timeout_s
         self.sharing, self._peers = sharing, sharing.peers if sharing is not None else None
         self._expected: list[Slot] = []  # of the load that is about to begin
+        self._swapping = False  # between expect() and begin(): what the pool evicts makes room for the load
         self._events: list[BlockStored | BlockRemoved] | None = [] if events else None
         self._parts = parts
         self._mover: Mover | None = None
@@ -133,7 +135,7 @@ class Tiers:
             slots.append(slot)
         self._tell_removed(self._host.evicted, "CPU")
         if slots:
-            self._saves.append(Copies(self._mover.copy("d2h", copies), slots))
+            self._saves.append(Copies(self._mover.copy("swap" if self._swapping else "d2h", copies), slots))
             self.stats.saved += len(slots)
             self._tell(BlockStored([s.name for s in slots], None, [], self.groups[group].block_size,
                                    medium="CPU", group_idx=group))  # fmt: skip
@@ -200,6 +202,7 @@ class Tiers:
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:
         """Keep the records of a load from eviction until it begins."""
+        self._swapping = True
         for name in names:
             slot = self._host.find(group, name)
             if slot is not None:
@@ -209,12 +212,13 @@ class Tiers:
     def begin(self, load: Load) -> None:
         """Start to fill the blocks of a load."""
         now = time.monotonic()
-        loading = Loading(load, list(load.pieces), now, now + self._load_timeout_s)
+        saves = self._saves[-1].ticket.number if self._saves else 0
+        loading = Loading(load, list(load.pieces), now, now + self._load_timeout_s, saves)
         self._loads.append(loading)
         self._advance(loading)
         for slot in self._expected:
             self._host.leave(slot)
-        self._expected = []
+        self._expected, self._swapping = [], False
 
     def poll(self, wait_s: float | None) -> Sequence[Load]:
         """Loads that have ended."""
@@ -223,7 +227,8 @@ class Tiers:
             self._collect(0.0)
             for loading in self._loads:
                 self._advance(loading)
-            ended = [loading for loading in self._loads if not loading.waiting and not loading.copies]
+            saving = self._saves[0].ticket.number if self._saves else sys.maxsize
+            ended = [one for one in self._loads if not (one.waiting or one.copies) and one.saves < saving]
             if ended:
                 self._loads = [loading for loading in self._loads if loading not in ended]
                 now = time.monotonic()
