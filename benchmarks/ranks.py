@@ -13,8 +13,8 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,167 +30,222 @@ from openinfer.kernels import (
     SharedMemory,
     Store,
     Target,
-    all_reduce,
     gather_columns,
-    reduce_add,
 )
+from openinfer.kernels.exchange import Normed, sum_by
+from openinfer.kernels.reference import rms_norm
+from openinfer.kernels.tuning import NCCL, Exchange
 from openinfer.tensor import Arena, Device, Event, NcclRanks, Stream, Tensor, bfloat16, float32, uint8
 
-WIDTH, VOCABULARY, CALLS, REPEATS = 4096, 151936, 100, 9
-ROWS = (1, 2, 8, 16, 32, 64, 128, 512, 2048)
+VOCABULARY, CALLS, REPEATS, EPS = 151936, 100, 9, 1e-6
+ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048)
+WAYS = {
+    **{f"push, {warps} warps": Exchange("push", warps) for warps in (16, 8, 4)},
+    **{f"two-shot, {warps} warps": Exchange("two_shot", warps) for warps in (16, 8, 4)},
+    "NCCL": NCCL,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--calls", type=int, default=1000, help="checked calls")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--boot", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.boot is not None:
-        rank, size, memory, *links = map(int, args.boot.split(","))
-        run(rank, size, memory, [socket.socket(fileno=fd) for fd in links], None)
+        rank, memory, *links = map(int, args.boot.split(","))
+        run(args, rank, memory, [socket.socket(fileno=fd) for fd in links])
         return
     memory, pairs = os.memfd_create("ranks"), [socket.socketpair() for _ in range(args.ranks - 1)]
     others = [
         subprocess.Popen(
-            [sys.executable, __file__, "--boot", f"{rank},{args.ranks},{memory},{theirs.fileno()}"],
+            [sys.executable, __file__, *sys.argv[1:], "--boot", f"{rank},{memory},{theirs.fileno()}"],
             pass_fds=(memory, theirs.fileno()),
         )
         for rank, (_, theirs) in enumerate(pairs, start=1)
     ]
-    run(0, args.ranks, memory, [ours for ours, _ in pairs], args.json)
+    run(args, 0, memory, [ours for ours, _ in pairs])
     assert [process.wait(60) for process in others] == [0] * len(others)
 
 
-def run(rank: int, size: int, memory: int, links: list[socket.socket], out: Path | None) -> None:
-    shared, device = SharedMemory(memory, rank, size), Device("cuda", rank)
-    device.activate()
-    mine = NcclRanks.unique_id() if rank == 0 else bytes(128)
-    unique_id = shared.exchange(np.frombuffer(mine, np.uint8))[0].tobytes()
-    ranks = GpuRanks(device, NcclRanks(device, unique_id, rank, size), 2 * WIDTH)
-    stream, arena = Stream(device), Arena(device, 2 << 30)
-    ranks.connect(links, stream)
-    shared.exchange(np.zeros(1))
-    target, store = Target.of(device, cublas=False), Store(device.arch)
-    target = Target(target.arch, target.num_sms, gpu=target.gpu, rank=rank)
-    plan = NullPack(target)
-    null = Arena(Device("null"), None)
-    for rows in ROWS:
-        x, y = (null.alloc((rows, WIDTH), bfloat16) for _ in range(2))
-        wide = null.alloc((min(rows, 128), VOCABULARY), float32)
-        part = null.alloc((min(rows, 128), VOCABULARY // size), float32)
-        reduce_add(plan, x=x, y=y, ranks=size)
-        all_reduce(plan, out=x, x=x, ranks=size)
-        gather_columns(plan, out=wide, x=part, ranks=size)
-        nccl = NullPack(replace(target, interpreted=True))
-        reduce_add(nccl, x=x, y=y, ranks=size)
-        plan.calls += nccl.calls
-    store.prepare(plan.specs(), lambda done, total: None)
-    scratch = arena.alloc((plan.workspace_bytes(zeroed=False) + 256,), uint8)
-    pack = LaunchPack(target, CudaDriver(device, stream, store, None, ranks), scratch, None)
-    say = print if rank == 0 else lambda *words, **named: None
-    result: dict[str, Any] = {"device": device.name, "ranks": size, "width": WIDTH, "calls": CALLS, "us": {}}
-    result["checked"] = check(pack, scratch, arena, stream, shared, rank, size)
-    say("sums of", result["checked"], "calls are right, and the same on every rank", flush=True)
-    for name in ("ours", "nccl"):
-        timing = measured(name, device, stream, shared, pack, scratch, size)
-        for what, found in timing:
-            result["us"][what] = found
-            say(f"{what}: {found[0]:.2f} us", flush=True)
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
-    ranks.close()
+class Rank:
+    """A process and its GPU among those that exchange rows of `width` bf16."""
+
+    def __init__(self, rank: int, size: int, width: int, memory: int, links: list[socket.socket]) -> None:
+        self.rank, self.size, self.width = rank, size, width
+        self.shared, self.device = SharedMemory(memory, rank, size), Device("cuda", rank)
+        self.device.activate()
+        mine = NcclRanks.unique_id() if rank == 0 else bytes(128)
+        unique_id = self.shared.exchange(np.frombuffer(mine, np.uint8))[0].tobytes()
+        self.gpus = GpuRanks(self.device, NcclRanks(self.device, unique_id, rank, size), 2 * width)
+        self.stream, self.arena = Stream(self.device), Arena(self.device, 3 << 30)
+        self.gpus.connect(links, self.stream)
+        self.shared.exchange(np.zeros(1))
+        found = Target.of(self.device, cublas=False)
+        self.target = Target(found.arch, found.num_sms, gpu=found.gpu, rank=rank)
+        self.store = Store(self.device.arch)
+        scratch = self.arena.alloc((256 << 20,), uint8)
+        driver = CudaDriver(self.device, self.stream, self.store, None, self.gpus)
+        self.pack = LaunchPack(self.target, driver, scratch, None)
+
+    def tensor(self, *shape: int, dtype: Any = bfloat16) -> Tensor:
+        made = self.arena.alloc(shape, dtype)
+        made.zero_(self.stream)
+        return made
+
+    def sum(self, way: Exchange, x: Tensor, y: Tensor, normed: Normed | None, *, add: bool = True) -> None:
+        self.pack.submit("sum", list(sum_by(way, self.target, x, y, self.size, add=add, normed=normed)))
 
 
-def measured(
-    name: str,
-    device: Device,
-    stream: Stream,
-    shared: SharedMemory,
-    pack: LaunchPack,
-    scratch: Tensor,
-    size: int,
-) -> Iterator[tuple[str, list[float]]]:
-    """Times by size, with our own kernel at every size or with NCCL alone."""
-    # An interpreted target has no kernel that pushes, and the driver runs its commands like any other's.
-    target = replace(pack.target, interpreted=name == "nccl", batch_invariant=name == "ours")
-    fresh, arena = LaunchPack(target, pack.driver, scratch, None), Arena(device, 1 << 30)
-    for rows in ROWS:
-        x, y = (tensor(arena, stream, np.zeros((rows, WIDTH)), bfloat16) for _ in range(2))
-        work = partial(reduce_add, fresh, x=x, y=y, ranks=size)
-        yield (
-            f"reduce_add {name}, {rows} rows, {2 * rows * WIDTH >> 10} KB",
-            time(device, stream, shared, work),
-        )
-        if name == "nccl" and rows <= 128:
-            part = tensor(arena, stream, np.zeros((rows, VOCABULARY // size)), float32)
-            wide = tensor(arena, stream, np.zeros((rows, VOCABULARY)), float32)
-            work = partial(gather_columns, fresh, out=wide, x=part, ranks=size)
-            yield f"gather_columns of logits, {rows} rows", time(device, stream, shared, work)
+def run(args: argparse.Namespace, number: int, memory: int, links: list[socket.socket]) -> None:
+    rank = Rank(number, args.ranks, args.width, memory, links)
+    prepare(rank)
+    say = print if number == 0 else lambda *words, **named: None
+    result: dict[str, Any] = {
+        "device": rank.device.name, "ranks": args.ranks, "width": args.width, "calls": CALLS, "us": {}
+    }  # fmt: skip
+    began = time.monotonic()
+    result["checked"] = check(rank, args.calls)
+    say(
+        f"{result['checked']} sums are right, the same on every rank and in a graph: {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    for what, found in measured(rank):
+        result["us"][what] = found
+        say(f"{what}: {found[0]:.2f} us", flush=True)
+    if args.json is not None and number == 0:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    rank.gpus.close()
 
 
-def tensor(arena: Arena, stream: Stream, array: np.ndarray[Any, Any], dtype: Any) -> Tensor:
-    made = arena.alloc(array.shape, dtype)
-    made.copy_from(np.ascontiguousarray(array, dtype), stream)
-    stream.synchronize()
-    return made
+def prepare(rank: Rank) -> None:
+    """Compile all kernels, in this process of every rank."""
+    null, plan = Arena(Device("null"), None), NullPack(rank.target)
+    x, y, normed = (null.alloc((max(ROWS), rank.width), bfloat16) for _ in range(3))
+    specs = {}
+    for weight in (null.alloc((rank.width,), bfloat16), null.alloc((rank.width,), float32)):
+        for way in WAYS.values():
+            for add, norm in ((True, None), (True, Normed(normed, weight, EPS)), (False, None)):
+                for command in sum_by(way, rank.target, x, y, rank.size, add=add, normed=norm):
+                    if hasattr(command, "spec"):
+                        specs[command.spec] = None
+    wide, part = (null.alloc((8, n), float32) for n in (VOCABULARY, VOCABULARY // rank.size))
+    gather_columns(plan, out=wide, x=part, ranks=rank.size)
+    rank.store.prepare([*specs, *plan.specs()], lambda done, total: None)
+    rank.shared.timeout_s = 300
+    rank.shared.exchange(np.zeros(1))
 
 
-def check(
-    pack: LaunchPack,
-    scratch: Tensor,
-    arena: Arena,
-    stream: Stream,
-    shared: SharedMemory,
-    rank: int,
-    size: int,
-) -> int:
-    """Sums of random numbers of rows in random order, eagerly; every rank's bits are compared."""
-    order, calls = np.random.default_rng(1), 300
-    invariant = replace(
-        pack.target, batch_invariant=True
-    )  # pushes of any size, by turns with the usual choice
-    packs = (pack, LaunchPack(invariant, pack.driver, scratch, None))
-    x, y = (arena.alloc((2048, WIDTH), bfloat16) for _ in range(2))
+def check(rank: Rank, calls: int) -> int:
+    """Sums of random numbers of rows in random order, in all ways by turns, now and then with one rank late; every
+    rank's bits are compared. Then a graph of sums is replayed."""
+    order, width = np.random.default_rng(1), rank.width
+    x, y, out = (rank.tensor(512, width) for _ in range(3))
+    gains = [rank.tensor(width), rank.tensor(width, dtype=float32)]
+    gain = order.standard_normal(width).astype(bfloat16)
+    for one in gains:
+        one.copy_from(gain.astype(one.dtype), rank.stream)
+    ways = list(WAYS.values())
+    base = np.random.default_rng(7).standard_normal((512 + rank.size, width), np.float32)
     for call in range(calls):
-        rows = int(order.choice(ROWS))
-        parts = [
-            np.random.default_rng([call, r]).standard_normal((rows, WIDTH), np.float32).astype(bfloat16)
-            for r in range(size)
-        ]
-        residual = (
-            np.random.default_rng([call, 99]).standard_normal((rows, WIDTH), np.float32).astype(bfloat16)
+        rows = int(
+            order.choice(
+                [1, 1, 2, 3, 8, 16, 31, 64, 128, 129, 512],
+                p=[0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05, 0.04, 0.03, 0.03],
+            )
         )
+        way, late, wide = (
+            ways[int(order.integers(len(ways)))],
+            int(order.integers(8 * rank.size)),
+            int(order.integers(2)),
+        )
+        scales = order.uniform(0.5, 2, rank.size + 1).astype(np.float32)
+        parts = [(base[r : r + rows] * scales[r]).astype(bfloat16) for r in range(rank.size)]
+        residual = (base[rank.size : rank.size + rows][:, ::-1] * scales[-1]).astype(bfloat16)
         parts[0][0, :64] = 0
-        x[:rows].copy_from(residual, stream)
-        y[:rows].copy_from(parts[rank], stream)
-        reduce_add(packs[call % 2], x=x[:rows], y=y[:rows], ranks=size)
-        stream.synchronize()
-        found = np.array(x[:rows].numpy())
+        x[:rows].copy_from(residual, rank.stream)
+        y[:rows].copy_from(parts[rank.rank], rank.stream)
+        if late == rank.rank:
+            rank.stream.synchronize()
+            time.sleep(0.005)
+        rank.sum(way, x[:rows], y[:rows], Normed(out[:rows], gains[wide], EPS))
+        rank.stream.synchronize()
+        found, normed = np.array(x[:rows].numpy()), np.array(out[:rows].numpy())
         total = sum((part.astype(np.float32) for part in parts[1:]), parts[0].astype(np.float32))
-        want = (total + residual.astype(np.float32)).astype(np.float32)
-        error = np.abs(found.astype(np.float32) - want)
-        assert (error <= 0.02 * np.abs(want) + 0.04).all(), (call, rows, error.max())
-        if call % 2 or rows <= 16:  # ours: rounded once
-            assert (found == want.astype(bfloat16)).mean() > 0.9999, (call, rows)
-        digest = np.frombuffer(hashlib.sha256(found.tobytes()).digest(), np.uint8)
-        assert all((other == digest).all() for other in shared.exchange(digest)), (call, rows)
-    return calls
+        want = total + residual.astype(np.float32)
+        if way.kind == "nccl":  # rounds the sum too
+            error = np.abs(found.astype(np.float32) - want)
+            assert (error <= 0.02 * np.abs(want) + 0.04).all(), (call, rows, error.max())
+        else:
+            assert (found == want.astype(bfloat16)).all(), (call, way, rows)
+        good = rms_norm(found, gain.astype((bfloat16, np.float32)[wide]), EPS)
+        error = np.abs(normed.astype(np.float32) - good)
+        assert (error <= 0.01 * np.abs(good) + 1e-3).all(), (call, way, rows, error.max())
+        digest = np.frombuffer(hashlib.sha256(found.tobytes() + normed.tobytes()).digest(), np.uint8)
+        assert all((other == digest).all() for other in rank.shared.exchange(digest)), (call, way, rows)
+    return calls + replayed(rank, x, y, out, gains[0])
 
 
-def time(device: Device, stream: Stream, shared: SharedMemory, call: Callable[[], None]) -> list[float]:
+def replayed(rank: Rank, x: Tensor, y: Tensor, out: Tensor, gain: Tensor) -> int:
+    """A graph of a sum onto x in each way of pushing, over and over: x is what repeated addition makes."""
+    ways, times, rows = [way for way in WAYS.values() if way.kind != "nccl"], 50, 128
+    graphs = StepGraphs(rank.device, rank.stream, capture=True)
+    graphs.record(
+        "sums", lambda: [rank.sum(w, x[:rows], y[:rows], Normed(out[:rows], gain, EPS)) for w in ways]
+    )
+    x.zero_(rank.stream)
+    parts = [np.full((rows, rank.width), 2.0**-r, bfloat16) for r in range(rank.size)]
+    y[:rows].copy_from(parts[rank.rank], rank.stream)
+    rank.stream.synchronize()
+    rank.shared.exchange(np.zeros(1))
+    want, total = np.float32(0), np.float32(sum(2.0**-r for r in range(rank.size)))
+    for turn in range(times):
+        if turn % 10 == rank.rank:
+            time.sleep(0.003)
+        graphs.launch("sums")
+        for _ in ways:
+            want = np.float32(bfloat16.type(want + total))
+    rank.stream.synchronize()
+    assert (np.array(x[:rows].numpy()).astype(np.float32) == want).all(), want
+    graphs.close()
+    return times * len(ways)
+
+
+def measured(rank: Rank) -> Iterator[tuple[str, list[float]]]:
+    """Times by size and way."""
+    gain = rank.tensor(rank.width)
+    x, y, out = (rank.tensor(max(ROWS), rank.width) for _ in range(3))
+    for rows in ROWS:
+        for name, way in WAYS.items():
+            for norm in (None, Normed(out[:rows], gain, EPS)):
+                if norm is None and rows not in (1, 128, 2048):
+                    continue
+                what = (
+                    f"sum{' and norm' if norm else ''}, {name}, {rows} rows, {2 * rows * rank.width >> 10} KB"
+                )
+                yield what, timed(rank, partial(rank.sum, way, x[:rows], y[:rows], norm))
+    for rows in (1, 8, 32, 128):
+        part = rank.tensor(rows, VOCABULARY // rank.size, dtype=float32)
+        wide = rank.tensor(rows, VOCABULARY, dtype=float32)
+        work = partial(gather_columns, rank.pack, out=wide, x=part, ranks=rank.size)
+        yield f"gather_columns of logits, {rows} rows", timed(rank, work)
+
+
+def timed(rank: Rank, call: Callable[[], None]) -> list[float]:
     """Microseconds a call in a graph of CALLS: the median, and all repeats."""
     call()
-    stream.synchronize()
-    graphs = StepGraphs(device, stream, capture=True)
+    rank.stream.synchronize()
+    graphs = StepGraphs(rank.device, rank.stream, capture=True)
     graphs.record("calls", lambda: [call() for _ in range(CALLS)])
-    begin, end, found = Event(device, timing=True), Event(device, timing=True), []
+    begin, end, found = Event(rank.device, timing=True), Event(rank.device, timing=True), []
     for _ in range(REPEATS):
-        shared.exchange(np.zeros(1))
-        begin.record(stream)
+        rank.shared.exchange(np.zeros(1))
+        begin.record(rank.stream)
         graphs.launch("calls")
-        end.record(stream)
-        stream.synchronize()
+        end.record(rank.stream)
+        rank.stream.synchronize()
         found.append(round(1e6 * end.elapsed_s(begin) / CALLS, 3))
     graphs.close()
     return [statistics.median(found), *found]

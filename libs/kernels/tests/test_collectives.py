@@ -25,6 +25,8 @@ from openinfer.kernels import (
     all_gather,
     all_reduce,
     gather_columns,
+    linear_add,
+    reduce_add,
     reduce_scatter,
 )
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
@@ -35,6 +37,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 from openinfer.kernels import (CpuPack, InterpDriver, LaunchPack, SharedMemory, Target, all_gather, all_reduce,
     gather_columns, reduce_add, reduce_scatter)
+from openinfer.kernels.reference import rms_norm
 from openinfer.tensor import Tensor, bfloat16, float32
 file, rank, size = map(int, sys.argv[1:4])
 way, rows = sys.argv[4], int(sys.argv[5])
@@ -50,11 +53,15 @@ for dtype in (float32, bfloat16):
         x = np.random.default_rng([rank, turn]).standard_normal((size * rows, 16)).astype(dtype)
         out, gathered, part = np.empty_like(x), np.empty((size * size * rows, 16), dtype), np.empty((rows, 16), dtype)
         columns, residual = np.empty((size * rows, 16 * size), dtype), np.full_like(x, turn)
+        normed, gain = np.empty_like(x), np.linspace(0.5, 2, 16).astype(float32 if turn == 1 else dtype)
         all_reduce(pack, out=of(out), x=of(x), ranks=size)
         all_gather(pack, out=of(gathered), x=of(x), ranks=size)
         reduce_scatter(pack, out=of(part), x=of(x), ranks=size)
         gather_columns(pack, out=of(columns), x=of(x), ranks=size)
-        reduce_add(pack, x=of(residual), y=of(x.copy()), ranks=size)
+        norm = {"normed": of(normed), "norm_weight": of(gain), "eps": 1e-6} if turn else {}
+        reduce_add(pack, x=of(residual), y=of(x.copy()), ranks=size, **norm)
+        want = rms_norm(residual, gain, 1e-6) if turn else normed
+        np.testing.assert_allclose(normed.astype(float32), want.astype(float32), rtol=0.01)
         all_reduce(pack, out=of(x), x=of(x), ranks=size)  # in place
         assert (x == out).all()
         arrays = (out, gathered, part, columns, residual)
@@ -178,6 +185,23 @@ def test_packs_without_ranks_refuse_by_name(arena, monkeypatch, tmp_path, memory
     pack = LaunchPack(Target(90, 132), CudaDriver(device, Stream(device), Store(90, tmp_path)), None, None)
     with pytest.raises(LaunchError, match="a collective is over 4 ranks; this driver has none"):
         op(pack, **args)
+
+
+def test_a_norm_is_part_of_the_push(arena):
+    """One kernel for the sum, the residual and the norm; for NCCL the norm is a kernel of its own."""
+    target = Target(90, 132)
+    for rows, kernels in ((8, ["push_sum"]), (4096, ["all_reduce", "add_rows", "rms_norm"])):
+        x, y, normed = (arena.alloc((rows, 4096), bfloat16) for _ in range(3))
+        norm = {"normed": normed, "norm_weight": arena.alloc((4096,), float32), "eps": 1e-6}
+        pack = NullPack(target)
+        reduce_add(pack, x=x, y=y, ranks=2, **norm)
+        assert [getattr(c, "kind", None) or c.spec.function for c in pack.calls[0].commands] == kernels
+        linear_add(pack, x=x, h=y, weight=arena.alloc((4096, 4096), bfloat16), ranks=2, **norm)
+        assert [getattr(c, "kind", None) or c.spec.function for c in pack.calls[1].commands][1:] == kernels
+    with pytest.raises(ContractError, match="norm_weight and eps come together"):
+        reduce_add(pack, x=x, y=y, ranks=2, normed=normed, norm_weight=norm["norm_weight"])
+    with pytest.raises(ContractError, match="normed and norm_weight come together"):
+        reduce_add(pack, x=x, y=y, ranks=2, norm_weight=norm["norm_weight"], eps=1e-6)
 
 
 def test_contracts(arena):

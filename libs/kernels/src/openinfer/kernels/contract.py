@@ -33,6 +33,23 @@ def expect(
         raise ContractError(f"{name} has strides {tensor.strides}; it must be contiguous")
 
 
+def expect_norm(norm_weight: Tensor | None, eps: float | None, width: int, dtype: np.dtype[Any]) -> None:
+    """Raise ContractError unless both are given, a weight [width] of `dtype` or float32 and an eps, or neither."""
+    if norm_weight is None or eps is None:
+        require(norm_weight is None and eps is None, "norm_weight and eps come together")
+        return
+    expect("norm_weight", norm_weight, (width,), dtype, float32)
+    require(eps > 0, f"eps is {eps}; it must be positive")
+
+
+def expect_normed(normed: Tensor | None, norm_weight: Tensor | None, eps: float | None, x: Tensor) -> None:
+    """Raise ContractError unless `normed` is like x [T, H] and its norm is given, or none of them is."""
+    expect_norm(norm_weight, eps, x.shape[1], x.dtype)
+    require((normed is None) == (norm_weight is None), "normed and norm_weight come together")
+    if normed is not None:
+        expect("normed", normed, x.shape, x.dtype)
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ContractError with `message` unless `condition` holds."""
     if not condition:

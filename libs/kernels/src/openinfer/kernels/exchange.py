@@ -3,47 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from openinfer.kernels.launch import Arg, Collective, Command, Peers, Scratch, aligned, launch, power_of_two
+from openinfer.kernels.products import norm
 from openinfer.kernels.target import Target
+from openinfer.kernels.tuning import NCCL, Exchange, choose_exchange
 from openinfer.tensor import Tensor, bfloat16
 
-PROGRAMS = 128
+PROGRAMS = 512
 """Rows that ranks push to each other at once; a slot holds as many. More rows take turns."""
-MOST_BYTES = 1 << 20
-"""Bytes that a rank pushes, to all others together. NCCL takes larger sums: it sends each byte twice and no more."""
-
 _BLOCK = 1024
 
 
+class Normed(NamedTuple):
+    """The RMS norm that follows a sum: `out` [T, H] = rms_norm(x; weight, eps)."""
+
+    out: Tensor
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, out: Tensor | None, weight: Tensor | None, eps: float | None) -> Normed | None:
+        """The norm that the arguments of an op name; None where they name none."""
+        return None if out is None or weight is None or eps is None else cls(out, weight, eps)
+
+
 def sum_of_ranks(
-    target: Target, x: Tensor, y: Tensor | Scratch, ranks: int, *, add: bool = True
+    target: Target,
+    x: Tensor,
+    y: Tensor | Scratch,
+    ranks: int,
+    *,
+    add: bool = True,
+    normed: Normed | None = None,
 ) -> Iterator[Command]:
-    """x += the sum of the y of all ranks, or x = with add=False. y may be overwritten."""
+    """x += the sum of the y of all ranks, or x = with add=False; then the norm of x. y may be overwritten."""
     rows, width = x.shape
-    pushes = not target.interpreted and x.dtype == bfloat16 and width % 8 == 0
-    few = rows <= PROGRAMS and x.nbytes * (ranks - 1) <= MOST_BYTES
-    if pushes and (few or target.batch_invariant):
-        yield _push(target, x, y, ranks, add)
+    choice = NCCL
+    if not target.interpreted and x.dtype == bfloat16 and width % 8 == 0:
+        choice = choose_exchange(target, ranks, rows, width)
+    yield from sum_by(choice, target, x, y, ranks, add=add, normed=normed)
+
+
+def sum_by(
+    choice: Exchange,
+    target: Target,
+    x: Tensor,
+    y: Tensor | Scratch,
+    ranks: int,
+    *,
+    add: bool = True,
+    normed: Normed | None = None,
+) -> Iterator[Command]:
+    """sum_of_ranks in the way of `choice`."""
+    if choice.kind != "nccl":
+        yield _push(choice, target, x, y, ranks, add, normed)
         return
     yield Collective("all_reduce", y if add else x, y, ranks)
     if add:
-        count = rows * width
+        count = x.numel
         args: dict[str, Arg] = {"x": x, "y": y, "count": aligned(count)}
         grid = (-(-count // _BLOCK),)
         yield launch("openinfer.kernels.device.rows", "add_rows", grid, args, {"BLOCK": _BLOCK})
+    if normed is not None:
+        yield norm(normed.out, x, normed.weight, normed.eps)
 
 
-def _push(target: Target, x: Tensor, y: Tensor | Scratch, ranks: int, add: bool) -> Command:
-    """The sum by our own kernel: each rank writes its rows to all others."""
+def _push(
+    choice: Exchange,
+    target: Target,
+    x: Tensor,
+    y: Tensor | Scratch,
+    ranks: int,
+    add: bool,
+    normed: Normed | None,
+) -> Command:
+    """The sum by our own kernel, see device.push_sum."""
     rows, width = x.shape
     lanes = power_of_two(width // 8)
+    out, weight, eps = normed or (x, x, 0.0)
     args: dict[str, Arg] = {
         "x": x,
         "y": y,
+        "normed": out,
+        "gain": weight,
         "peers": Peers(2 * width),
         "rank": target.rank,
         "rows": rows,
+        "eps": eps,
     }
     constants = {
         "WIDTH": width,
@@ -51,9 +99,10 @@ def _push(target: Target, x: Tensor, y: Tensor | Scratch, ranks: int, add: bool)
         "SLOT": PROGRAMS * 2 * width,
         "LANES": lanes,
         "ADD": add,
+        "NORM": normed is not None,
+        "TWO_SHOT": choice.kind == "two_shot",
     }
-    grid = (min(rows, PROGRAMS),)
-    warps = min(16, max(1, lanes // 32))
+    grid, warps = (min(rows, PROGRAMS),), min(choice.warps, max(1, lanes // 32))
     return launch("openinfer.kernels.device.push_sum", "push_sum", grid, args, constants, num_warps=warps)
 
 

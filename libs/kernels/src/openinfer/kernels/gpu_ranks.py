@@ -12,9 +12,9 @@ import numpy as np
 from openinfer.kernels.errors import LaunchError, RankLost
 from openinfer.kernels.exchange import PROGRAMS
 from openinfer.kernels.launch import Collective, Peers
-from openinfer.tensor import Arena, Device, NcclRanks, PeerMemory, PinnedBuffer, Stream, int32, int64
+from openinfer.tensor import Arena, Device, NcclRanks, PeerMemory, PinnedBuffer, Stream, int64
 
-_SETS = 3  # sets of slots that take turns; see device.push_sum
+_SETS = 2  # sets of slots that take turns; see device.push_sum
 
 
 class GpuRanks:
@@ -39,10 +39,9 @@ class GpuRanks:
         own = self._memory.export()
         self._memory.connect(self.rank, self._everyones(own, links))
         os.close(own)
-        counts = self._table.alloc((PROGRAMS,), int32, "calls by row")
-        counts.zero_(stream)
-        self._peers = self._table.alloc((self.size + 2,), int64, "peers")
-        words = np.array([*self._memory.addresses, counts.ptr, self._lost.ptr], np.int64)
+        self._peers = self._table.alloc((self.size + 2 + PROGRAMS // 2,), int64, "peers and calls by program")
+        words = np.zeros(self._peers.shape, np.int64)
+        words[: self.size + 1] = [*self._memory.addresses, self._lost.ptr]
         self._peers.copy_from(words, stream)
         stream.synchronize()
 

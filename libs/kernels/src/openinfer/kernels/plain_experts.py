@@ -58,7 +58,7 @@ class PlainExperts:
     the sums are added onto `x`, or become its values."""
 
     x: Tensor
-    hidden: Scratch
+    hidden: Tensor | Scratch
     expert_ids: Tensor
     expert_weights: Tensor
     gate_up: Tensor
@@ -111,7 +111,13 @@ class PlainExperts:
         )
 
     def _product(
-        self, pairs: Pairs, tile: Tile, out: Scratch, x: Scratch, weight: Tensor, scales: Tensor | None
+        self,
+        pairs: Pairs,
+        tile: Tile,
+        out: Scratch,
+        x: Tensor | Scratch,
+        weight: Tensor,
+        scales: Tensor | None,
     ) -> Launch:
         """One of the two products; the first is that from the tokens' hidden rows."""
         n, k = out.shape[1], x.shape[1]

@@ -36,8 +36,8 @@ def normed_product(
     op: str,
     out: Tensor,
     x: Tensor,
-    gain: Tensor,
-    eps: float,
+    gain: Tensor | None,
+    eps: float | None,
     weight: Tensor,
     scales: Tensor | None,
     *,
@@ -45,7 +45,7 @@ def normed_product(
 ) -> Iterator[Command]:
     """out [M, N] = rms_norm(x [M, K]; gain, eps) @ weight [N, K]^T, or its gated form with weight [2 N, K]. `op`: the
     name the choice is looked up by. For M = 1 the product normalises x itself, unless it is large or of float8;
-    else the norm is a kernel before it."""
+    else the norm is a kernel before it. Without `gain` x is normalised already."""
     choice = _choose(target, op, x.shape[0], weight, scales)
     yield from normed(choice, target, op, out, x, gain, eps, weight, scales, gated=gated)
 
@@ -56,14 +56,17 @@ def normed(
     op: str,
     out: Tensor,
     x: Tensor,
-    gain: Tensor,
-    eps: float,
+    gain: Tensor | None,
+    eps: float | None,
     weight: Tensor,
     scales: Tensor | None = None,
     *,
     gated: bool = False,
 ) -> Iterator[Command]:
     """normed_product by the kernel of `choice`."""
+    if gain is None or eps is None:
+        yield from _product(choice, target, op, out, x, weight, scales, gated=gated)
+        return
     norms = scales is None and weight.shape[0] <= NORMING_PROGRAMS * choice.bn * target.num_sms
     if choice.kind == "gemv" and norms:
         yield _gemv(choice, out, x, weight, scales, gated=gated, norm=(gain, eps))
@@ -205,7 +208,7 @@ def expect_float8(target: Target, scales: Tensor | None) -> None:
         raise ContractError(f"weights of float8 are given for sm_{target.arch}; float8 is for sm_89 and up")
 
 
-def norm(out: Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
+def norm(out: Tensor | Scratch, x: Tensor, gain: Tensor, eps: float) -> Command:
     """out = rms_norm(x; gain, eps)."""
     rows, width = x.shape
     block = 1 << (width - 1).bit_length()

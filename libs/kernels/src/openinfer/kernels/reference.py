@@ -48,6 +48,11 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return rounded(unit * f32(weight), x.dtype)
 
 
+def normed(x: Array, weight: Array | None, eps: float | None) -> Array:
+    """rms_norm of x; x itself without a weight."""
+    return x if weight is None or eps is None else rms_norm(x, weight, eps)
+
+
 def silu(x: Array) -> Array:
     """x * sigmoid(x), in float32, without overflow for large negative x."""
     return np.asarray(x * np.float32(0.5) * (np.float32(1) + np.tanh(x * np.float32(0.5))), np.float32)

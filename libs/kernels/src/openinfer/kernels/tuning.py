@@ -51,6 +51,39 @@ class Choice:
     stages: int = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A way to add up the rows of several ranks, where a row has `warps`. push: each rank sends its rows to all others,
+    and adds up by itself. two_shot: the ranks share the rows, add up and send the results. nccl: NCCL's all-reduce."""
+
+    kind: Literal["push", "two_shot", "nccl"]
+    warps: int = 16
+
+
+NCCL = Exchange("nccl")
+EXCHANGES = "sum_of_ranks"
+"""The op of a table whose entries are Exchanges: by "RANKSxWIDTH", by rows."""
+
+
+@functools.cache
+def choose_exchange(target: Target, ranks: int, rows: int, width: int) -> Exchange:
+    """The way to add up bf16 [rows, width] over ranks."""
+    if target.batch_invariant:
+        return Exchange("push")
+    by_rows = _table(target.gpu).get(EXCHANGES, {}).get(f"{ranks}x{width}", {})
+    for limit, entry in sorted((int(limit), entry) for limit, entry in by_rows.items()):
+        if rows <= limit:
+            return Exchange(**entry)
+    return exchange_rule(ranks, rows, width)
+
+
+def exchange_rule(ranks: int, rows: int, width: int) -> Exchange:
+    """The choice for a sum without a measurement."""
+    if rows <= 128 and 2 * rows * width * (ranks - 1) <= 1 << 20:
+        return Exchange("push")
+    return NCCL
+
+
 @functools.cache
 def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
     """The kernel for out[m, n] = x[m, k] @ weight^T as part of `op`; n counts the weight's rows."""
@@ -157,11 +190,12 @@ def load(file: Path) -> Table:
         found = table.pop("sha256", None)
         if found != digest(table):
             raise ValueError("its digest does not match")
-        for shapes in table.values():
+        for op, shapes in table.items():
+            of = Exchange if op == EXCHANGES else Choice
             for by_m in shapes.values():
                 for m, entry in by_m.items():
                     int(m)
-                    Choice(**entry)
+                    of(**entry)
     except (ValueError, TypeError, AttributeError) as error:
         raise InvalidTable(f"{file} is no table of kernels ({error}); tune again or delete it") from None
     return table

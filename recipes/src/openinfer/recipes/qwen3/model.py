@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph.runner import Batch, States
+from openinfer.graph.runner import Batch, Read, States
 from openinfer.kernels import (
     Pack,
     embed,
@@ -86,14 +86,13 @@ class Model:
         x, qkv, heads, mlp = b.x[:t], b.qkv[:t], b.heads[:t], b.mlp[:t]
         step, block_tables = batch.step(t, r), batch.rows["block_tables"]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
+        eps, read = c.rms_norm_eps, Read(x=x, norm_weight=w.layers[0].input_norm, eps=c.rms_norm_eps)
         layers = 0
         for n, layer in enumerate(w.layers):
             layers = n + 1
             self.before_layer(pack, n, x)
-            norm, eps = layer.input_norm, c.rms_norm_eps
-            weight, scales = layer.qkv.weight, layer.qkv.scales
-            norm_linear(pack, out=qkv, x=x, norm_weight=norm, weight=weight, eps=eps, scales=scales)
-            batch.adapt(pack, layer.qkv.weight, out=qkv, x=x, norm_weight=norm, eps=eps)
+            norm_linear(pack, out=qkv, **read, weight=layer.qkv.weight, scales=layer.qkv.scales)
+            batch.adapt(pack, layer.qkv.weight, out=qkv, **read)
             norm_rope_attend(
                 pack,
                 out=heads,
@@ -109,11 +108,15 @@ class Model:
                 window=c.windows[n],
                 max_q_len=max_q_len,
             )
-            batch.add(pack, x, h=heads, weight=layer.o.weight, scales=layer.o.scales, ranks=c.ranks)
-            norm, up, scales = layer.post_norm, layer.gate_up.weight, layer.gate_up.scales
-            added = batch.adapted(pack, up, x=x, norm_weight=norm, eps=eps)
-            gate_up_silu(pack, out=mlp, x=x, norm_weight=norm, weight=up, eps=eps, scales=scales, added=added)
-            batch.add(pack, x, h=mlp, weight=layer.down.weight, scales=layer.down.scales, ranks=c.ranks)
+            o, up, down = layer.o, layer.gate_up, layer.down
+            read = batch.add(
+                pack, x, h=heads, weight=o.weight, scales=o.scales, ranks=c.ranks, norm=layer.post_norm, eps=eps
+            )  # fmt: skip
+            added = batch.adapted(pack, up.weight, **read)
+            gate_up_silu(pack, out=mlp, **read, weight=up.weight, scales=up.scales, added=added)
+            read = batch.add(
+                pack, x, h=mlp, weight=down.weight, scales=down.scales, ranks=c.ranks, norm=layer.next_norm, eps=eps
+            )  # fmt: skip
         self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class Layer:
     post_norm: Tensor  # [H]
     gate_up: Linear  # [2 I, H]
     down: Linear  # [H, I]
+    next_norm: Tensor | None = None  # [H]: of the layer after, at the end the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,14 @@ class Weights:
         """Uninitialised weights in `arena`."""
         p, hidden = LinearPlaces(arena, dtype), config.hidden_size
         embed = p.plain("model.embed_tokens.weight", config.vocab_size, hidden)
-        layers = tuple(_layer(p, config, f"model.layers.{n}.") for n in range(config.num_layers))
+        layers = [_layer(p, config, f"model.layers.{n}.") for n in range(config.num_layers)]
         norm, count = p.plain("model.norm.weight", hidden), config.local_vocab
         rows = slice(config.rank * count, (config.rank + 1) * count)
         tied = config.tie_word_embeddings
         head = embed[rows] if tied else p.plain("lm_head.weight", count, hidden, source=(rows,))
-        return cls(embed, layers, norm, head, p)
+        norms = [*(layer.input_norm for layer in layers[1:]), norm]
+        linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
+        return cls(embed, tuple(linked), norm, head, p)
 
     def adapted(self) -> Iterator[Tensor]:
         """The weights that adapters may change."""

@@ -101,7 +101,7 @@ class Qwen35(Blueprint[Model]):
                 Field("snapshot_blocks", (snapshots,)),
             ],
             max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
-            width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes,
+            width=c.hidden_size, dtype=dtype, max_drafts=limits.max_drafts, proposes=limits.proposes, ranks=c.ranks,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers,
                 lambda: self._whole(limits).places.layers, NOT_RUN,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.graph.runner import Batch, StepRows
+from openinfer.graph.runner import Batch, Read, StepRows
 from openinfer.kernels import (
     Pack,
     embed,
@@ -20,7 +20,6 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
     norm_rows,
-    reduce_add,
     route_topk,
 )
 from openinfer.kernels.kv_cache import KvCache
@@ -134,15 +133,16 @@ class Model:
         x = self.buffers.x[:t]
         embed(pack, out=x, token_ids=batch.expand(pack, t, r), table=w.embed)
         full = linear = 0
+        read = self._first(x, w.layers[0])
         for layer in w.layers:
             if isinstance(layer.mixer, Attention):
                 step = batch.step(t, r)
-                self._attention(pack, layer.input_norm, layer.mixer, full, step, max_q_len)
+                read = self._attention(pack, read, layer, layer.mixer, full, step, max_q_len)
                 full += 1
             else:
-                self._delta_net(pack, layer.input_norm, layer.mixer, linear, t, r, max_q_len)
+                read = self._delta_net(pack, read, layer, layer.mixer, linear, t, r, max_q_len)
                 linear += 1
-            self._mlp(pack, layer, t)
+            read = self._mlp(pack, read, layer, t)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
     def head(self, pack: Pack, num_rows: int) -> None:
@@ -174,8 +174,9 @@ class Model:
         if not isinstance(mtp.layer.mixer, Attention):
             raise TypeError("the MTP head's layer has no attention")
         last = self.config.num_full
-        self._attention(pack, mtp.layer.input_norm, mtp.layer.mixer, last, step, max_q_len)
-        self._mlp(pack, mtp.layer, t)
+        layer = mtp.layer
+        read = self._attention(pack, self._first(x, layer), layer, mtp.layer.mixer, last, step, max_q_len)
+        self._mlp(pack, read, layer, t)
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """graph.runner.Proposer: logits of the MTP head's states in `batch.last`."""
@@ -193,22 +194,24 @@ class Model:
         for memory in (self.state, self.conv_state):
             memory[0].zero_(stream)
 
+    def _first(self, x: Tensor, layer: Layer) -> Read:
+        return Read(x=x, norm_weight=layer.input_norm, eps=self.config.rms_norm_eps)
+
     def _attention(
-        self, pack: Pack, norm: Tensor, mixer: Attention, index: int, step: StepRows, max_q_len: int
-    ) -> None:
-        """x += the gated full attention of its norm; `index`: of the layer among its kind."""
+        self,
+        pack: Pack,
+        read: Read,
+        layer: Layer,
+        mixer: Attention,
+        index: int,
+        step: StepRows,
+        max_q_len: int,
+    ) -> Read:
+        """x += the gated full attention of its norm; `index`: of the layer among its kind. Returns the MLP's input."""
         c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
-        norm_linear(
-            pack,
-            out=qkv,
-            x=x,
-            norm_weight=norm,
-            weight=mixer.qkv.weight,
-            scales=mixer.qkv.scales,
-            eps=c.rms_norm_eps,
-        )
-        batch.adapt(pack, mixer.qkv.weight, out=qkv, x=x, norm_weight=norm, eps=c.rms_norm_eps)
+        norm_linear(pack, out=qkv, **read, weight=mixer.qkv.weight, scales=mixer.qkv.scales)
+        batch.adapt(pack, mixer.qkv.weight, out=qkv, **read)
         gated_attention(
             pack,
             out=heads,
@@ -223,29 +226,28 @@ class Model:
             scale=c.head_dim**-0.5,
             max_q_len=max_q_len,
         )
-        batch.add(pack, x, h=heads, weight=mixer.o.weight, scales=mixer.o.scales, ranks=c.ranks)
+        return self._add(pack, mixer.o, x, heads, layer.post_norm)
 
     def _delta_net(
-        self, pack: Pack, norm: Tensor, mixer: DeltaNet, index: int, t: int, r: int, max_q_len: int
-    ) -> None:
-        """x += the gated delta net of its norm; `index`: of the layer among its kind."""
+        self,
+        pack: Pack,
+        read: Read,
+        layer: Layer,
+        mixer: DeltaNet,
+        index: int,
+        t: int,
+        r: int,
+        max_q_len: int,
+    ) -> Read:
+        """x += the gated delta net of its norm; `index`: of the layer among its kind. Returns the MLP's input."""
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
-        x, mixed, eps, adapt = b.x[:t], b.mixed[:t], c.rms_norm_eps, self.batch.adapt
-        into = mixer.in_proj
-        norm_linear(pack, out=mixed, x=x, norm_weight=norm, weight=into.weight, scales=into.scales, eps=eps)
-        adapt(pack, into.weight, out=mixed, x=x, norm_weight=norm, eps=eps)
+        x, mixed, adapt, into = b.x[:t], b.mixed[:t], self.batch.adapt, mixer.in_proj
+        norm_linear(pack, out=mixed, **read, weight=into.weight, scales=into.scales)
+        adapt(pack, into.weight, out=mixed, **read)
         width, ba = c.conv_size + c.z_size, 2 * c.value_heads
         if mixer.ba is not None:
-            norm_linear(
-                pack,
-                out=b.ba[:t],
-                x=x,
-                norm_weight=norm,
-                weight=mixer.ba.weight,
-                scales=None,
-                eps=eps,
-            )
-            adapt(pack, mixer.ba.weight, out=b.ba[:t], x=x, norm_weight=norm, eps=eps)
+            norm_linear(pack, out=b.ba[:t], **read, weight=mixer.ba.weight)
+            adapt(pack, mixer.ba.weight, out=b.ba[:t], **read)
         gated_delta_net(
             pack,
             out=b.values[:t],
@@ -272,24 +274,22 @@ class Model:
             accepted=None if self.recent is None else rows["accepted"],
             num_drafts=None if self.recent is None else rows["num_drafts"][:r],
         )
-        out, values = mixer.out, b.values[:t]
-        self.batch.add(pack, x, h=values, weight=out.weight, scales=out.scales, ranks=c.ranks)
+        return self._add(pack, mixer.out, x, b.values[:t], layer.post_norm)
 
-    def _mlp(self, pack: Pack, layer: Layer, t: int) -> None:
-        """x += the MLP of its norm, or the mixture's."""
-        c, b, mlp, norm = self.config, self.buffers, layer.mlp, layer.post_norm
-        eps, experts, ranks = c.rms_norm_eps, c.experts, c.ranks
+    def _mlp(self, pack: Pack, read: Read, layer: Layer, t: int) -> Read:
+        """x += the MLP of its norm, or the mixture's. Returns the input of the next layer."""
+        c, b, mlp = self.config, self.buffers, layer.mlp
+        experts, ranks = c.experts, c.ranks
         x, hidden = b.x[:t], b.mlp[:t]
         if not isinstance(mlp, Mixture):
-            self._gate_up(pack, mlp.gate_up, norm, t)
-            self._down(pack, mlp.down, x, t, ranks)
-            return
+            self._gate_up(pack, mlp.gate_up, read, t)
+            return self._add(pack, mlp.down, x, hidden, layer.next_norm)
         assert experts is not None
         router, y = b.router[:t], x if ranks == 1 else b.y[:t]
         count, ids, weights = experts.count, b.expert_ids[:t], b.expert_weights[:t]
-        norm_linear(pack, out=router, x=x, norm_weight=norm, weight=mlp.router.weight, scales=None, eps=eps)
+        norm_linear(pack, out=router, **read, weight=mlp.router.weight)
         # The shared expert's gate scales its hidden layer, which has the same effect as scaling its output.
-        self._gate_up(pack, mlp.shared.gate_up, norm, t)
+        self._gate_up(pack, mlp.shared.gate_up, read, t)
         sigmoid_gate(pack, out=hidden.reshape(t, 1, -1), gate=_columns(router, count, (1, 1), (1, 1)))
         route_topk(
             pack,
@@ -302,34 +302,30 @@ class Model:
         )
         experts_add(
             pack,
-            x=x,
-            norm_weight=norm,
+            **read,
             expert_ids=ids,
             expert_weights=weights,
             gate_up=mlp.gate_up.weight,
             down=mlp.down.weight,
             gate_up_scales=mlp.gate_up.scales,
             down_scales=mlp.down.scales,
-            eps=eps,
             out=None if ranks == 1 else y,
             all_experts=count,
         )
-        self._down(pack, mlp.shared.down, y, t)
-        if ranks > 1:
-            reduce_add(pack, x=x, y=y, ranks=ranks)
+        down = mlp.shared.down
+        self.batch.add(pack, y, h=hidden, weight=down.weight, scales=down.scales)
+        return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
-    def _gate_up(self, pack: Pack, up: Linear, norm: Tensor, t: int) -> None:
+    def _gate_up(self, pack: Pack, up: Linear, read: Read, t: int) -> None:
         """The hidden layer of a gated MLP."""
-        x, hidden, eps = self.buffers.x[:t], self.buffers.mlp[:t], self.config.rms_norm_eps
-        gate_up_silu(
-            pack, out=hidden, x=x, norm_weight=norm, weight=up.weight, scales=up.scales, eps=eps,
-            added=self.batch.adapted(pack, up.weight, x=x, norm_weight=norm, eps=eps),
-        )  # fmt: skip
+        added = self.batch.adapted(pack, up.weight, **read)
+        out = self.buffers.mlp[:t]
+        gate_up_silu(pack, out=out, **read, weight=up.weight, scales=up.scales, added=added)
 
-    def _down(self, pack: Pack, down: Linear, x: Tensor, t: int, ranks: int = 1) -> None:
-        """x += the hidden layer times `down`."""
-        hidden = self.buffers.mlp[:t]
-        self.batch.add(pack, x, h=hidden, weight=down.weight, scales=down.scales, ranks=ranks)
+    def _add(self, pack: Pack, linear: Linear, x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
+        """x += h times a layer, over all ranks, and its norm for what comes next."""
+        ranks, eps, add = self.config.ranks, self.config.rms_norm_eps, self.batch.add
+        return add(pack, x, h=h, weight=linear.weight, scales=linear.scales, ranks=ranks, norm=norm, eps=eps)
 
 
 def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:

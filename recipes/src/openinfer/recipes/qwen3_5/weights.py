@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,7 @@ class Layer:
     mixer: Attention | DeltaNet
     post_norm: Tensor
     mlp: Mlp | Mixture
+    next_norm: Tensor | None = None  # of the layer after, at the end the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +160,16 @@ class Weights:
         """Uninitialised weights in `arena`. Raises UnsupportedModel where projections cannot be stacked."""
         p, rows = _Places(arena, dtype, form=form), _part(config, config.local_vocab)
         embed = p.plain(form.prefix + "embed_tokens.weight", config.vocab_size, config.hidden_size)
-        layers = tuple(
-            _layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)
-        )
+        layers = [_layer(p, config, f"{form.prefix}layers.{n}.", full) for n, full in enumerate(config.full)]
         norm = p.gain(form.prefix + "norm.weight", config.hidden_size)
         if form.tied:
             head = embed if config.whole is None else embed[rows]
         else:
             head = p.plain("lm_head.weight", config.local_vocab, config.hidden_size, source=(rows,))
         mtp = _mtp(p, config) if form.mtp else None
-        return cls(embed, layers, norm, head, mtp, p)
+        norms = [*(layer.input_norm for layer in layers[1:]), norm]
+        linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
+        return cls(embed, tuple(linked), norm, head, mtp, p)
 
     def adapted(self) -> Iterator[Tensor]:
         """The weights that adapters may change: all linear layers but the router and its experts."""

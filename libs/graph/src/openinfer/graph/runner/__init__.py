@@ -2,7 +2,7 @@
 
 try:
     from openinfer.graph.runner.adapting import AdapterQueue
-    from openinfer.graph.runner.batch import Batch, StepRows
+    from openinfer.graph.runner.batch import Batch, Read, StepRows
     from openinfer.graph.runner.drafting import Drafting, Proposal
     from openinfer.graph.runner.follower import Leader, follow
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
@@ -37,6 +37,7 @@ __all__ = [
     "PromptScore",
     "Proposal",
     "Proposer",
+    "Read",
     "Reader",
     "Ring",
     "Runner",

@@ -11,7 +11,7 @@ import numpy as np
 from openinfer.graph.rows import Field, Rows
 from openinfer.graph.runner.scoring import padded, score_fields
 from openinfer.graph.runner.verifying import Proposals, draft_fields, proposal_fields
-from openinfer.kernels import Pack, expand_rows, linear_add, select_rows
+from openinfer.kernels import Pack, expand_rows, linear_add, reduce_add, select_rows
 from openinfer.kernels.adapters import Adapters
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.tensor import Arena, Stream, Tensor, int32
@@ -34,6 +34,14 @@ class StepRows(TypedDict):
     """[S]"""
 
 
+class Read(TypedDict):
+    """The input of a product: x [T, H], of which it makes the norm; without a weight x is normalised already."""
+
+    x: Tensor
+    norm_weight: Tensor | None
+    eps: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The buffers that every model's step reads and writes, for at most T tokens and R rows. A smaller step uses the
@@ -51,6 +59,7 @@ class Batch:
     adapters: Adapters | None = None  # the row field "adapters" has the place of each slot's, 0 for none
     max_drafts: int = 0
     proposals: Proposals | None = None  # None: no layer drafts
+    normed: Tensor | None = None  # [T, W]: of several ranks, the norm of what they have added up
 
     @classmethod
     def allocate(
@@ -67,6 +76,7 @@ class Batch:
         adapters: Adapters | None = None,
         max_drafts: int = 0,
         proposes: bool = False,
+        ranks: int = 1,
     ) -> Batch:
         """own_fields: row fields of the model, block tables among them. width, dtype: of a token's hidden states.
         max_drafts: of a row; 0: the fields of drafts do not exist. proposes: layers of the model make the drafts."""
@@ -89,6 +99,7 @@ class Batch:
             proposals=Proposals.allocate(arena, stream, max_rows, max_tokens, vocab_size)
             if proposes
             else None,
+            normed=arena.alloc((max_tokens, width), dtype) if ranks > 1 else None,
         )
 
     @property
@@ -99,9 +110,9 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Device memory of the buffers, the rows aside."""
-        buffers = (self.token_ids, self.positions, self.token_slots, self.last)
+        buffers = (self.token_ids, self.positions, self.token_slots, self.last, self.normed)
         sampled = (getattr(self.sampled, name) for name in SampleBuffers.__slots__)
-        return sum(tensor.nbytes for tensor in (*buffers, *sampled))
+        return sum(tensor.nbytes for tensor in (*buffers, *sampled) if tensor is not None)
 
     def step(self, num_tokens: int, num_rows: int) -> StepRows:
         """The rows and tokens of a step, after `expand`."""
@@ -148,14 +159,35 @@ class Batch:
         weight: Tensor,
         scales: Tensor | None = None,
         ranks: int = 1,
-    ) -> None:
-        """x += h @ weight^T and what each row's adapter adds to it (linear_add); the sum of all ranks."""
-        if self.adapters is None or ranks == 1:
-            linear_add(pack, x=x, h=h, weight=weight, scales=scales, ranks=ranks)
+        norm: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Read:
+        """x += h @ weight^T and what each row's adapter adds to it (linear_add); the sum of all ranks. The result is
+        for a product of the norm of x, which several ranks make with their sum."""
+        if ranks == 1 or self.normed is None:
+            linear_add(pack, x=x, h=h, weight=weight, scales=scales)
             self.adapt(pack, weight, out=x, x=h)
-        else:
-            added = self.adapted(pack, weight, x=h)
-            linear_add(pack, x=x, h=h, weight=weight, scales=scales, ranks=ranks, added=added)
+            return Read(x=x, norm_weight=norm, eps=eps)
+        normed = self.normed[: x.shape[0]] if norm is not None else None
+        added = self.adapted(pack, weight, x=h)
+        linear_add(
+            pack, x=x, h=h, weight=weight, scales=scales, ranks=ranks, added=added,
+            normed=normed, norm_weight=norm, eps=eps if norm is not None else None,
+        )  # fmt: skip
+        return Read(x=x if normed is None else normed, norm_weight=None, eps=None)
+
+    def add_sum(
+        self, pack: Pack, x: Tensor, *, y: Tensor, ranks: int, norm: Tensor | None, eps: float
+    ) -> Read:
+        """x += the sum of the y of all ranks, where one rank has its y in x already. The result is that of `add`."""
+        if ranks == 1 or self.normed is None:
+            return Read(x=x, norm_weight=norm, eps=eps)
+        if norm is None:
+            reduce_add(pack, x=x, y=y, ranks=ranks)
+            return Read(x=x, norm_weight=None, eps=None)
+        normed = self.normed[: x.shape[0]]
+        reduce_add(pack, x=x, y=y, ranks=ranks, normed=normed, norm_weight=norm, eps=eps)
+        return Read(x=normed, norm_weight=None, eps=None)
 
     def expand(self, pack: Pack, num_tokens: int, num_rows: int) -> Tensor:
         """Write id, position and slot of each token of the step; every forward pass begins so. The ids, int32 [T]."""

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.communicator import Communicator, sum_over
-from openinfer.kernels.contract import FLOATS, expect, require
-from openinfer.kernels.exchange import columns_of_ranks, sum_of_ranks
+from openinfer.kernels.contract import FLOATS, expect, expect_normed, require
+from openinfer.kernels.exchange import Normed, columns_of_ranks, sum_of_ranks
 from openinfer.kernels.launch import Collective, CollectiveKind, Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array
+from openinfer.kernels.reference import normed as normed_of
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
 
@@ -86,30 +87,63 @@ def _op(contract: Any, kind: CollectiveKind) -> Op[Any]:
     return Op(kind, contract, reference=reference, launches=launches, cost=cost, collective=True)
 
 
-def _reduce_add(*, x: Tensor, y: Tensor, ranks: int) -> None:
+def _reduce_add(
+    *,
+    x: Tensor,
+    y: Tensor,
+    ranks: int,
+    normed: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
+) -> None:
     """x += the sum of the y of all ranks, in place.
 
     x and y [T, H] of one float dtype, dense, apart from each other. The sum is float32, in the order of the ranks, and
     rounded once after the addition; an implementation may round the sum before it as well. y may be overwritten.
+
+    normed [T, H] gets rms_norm(x; norm_weight, eps) of the new x, as norm_linear normalises. On GPUs that push the sum
+    it is one kernel.
     """
     expect("x", x, (-1, -1), *FLOATS)
     expect("y", y, x.shape, x.dtype)
     require(ranks >= 1, f"reduce_add over {ranks} ranks; there must be one at least")
+    expect_normed(normed, norm_weight, eps, x)
 
 
 def _reduce_add_reference(
-    *, x: Array, y: Array, ranks: int, communicator: Communicator | None = None
+    *,
+    x: Array,
+    y: Array,
+    ranks: int,
+    normed: Array | None = None,
+    norm_weight: Array | None = None,
+    eps: float | None = None,
+    communicator: Communicator | None = None,
 ) -> None:
     x[:] = x.astype(np.float32) + sum_over(communicator, y)
+    if normed is not None:
+        normed[:] = normed_of(x, norm_weight, eps)
 
 
-def _reduce_add_launches(target: Target, *, x: Tensor, y: Tensor, ranks: int) -> Iterator[Command]:
-    yield from sum_of_ranks(target, x, y, ranks)
+def _reduce_add_launches(
+    target: Target,
+    *,
+    x: Tensor,
+    y: Tensor,
+    ranks: int,
+    normed: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Iterator[Command]:
+    yield from sum_of_ranks(target, x, y, ranks, normed=Normed.of(normed, norm_weight, eps))
 
 
-def _reduce_add_cost(workload: Workload, *, x: Tensor, y: Tensor, ranks: int) -> Cost:
+def _reduce_add_cost(
+    workload: Workload, *, x: Tensor, y: Tensor, ranks: int, normed: Tensor | None = None, **_: object
+) -> Cost:
     """The whole tensors travel, of a padded step too."""
-    return Cost(2 * x.nbytes + y.nbytes, 0, Collective("all_reduce", y, y, ranks).link_bytes)
+    written = x.nbytes + (normed.nbytes if normed is not None else 0)
+    return Cost(written + x.nbytes + y.nbytes, 0, Collective("all_reduce", y, y, ranks).link_bytes)
 
 
 def _gather_columns(*, out: Tensor, x: Tensor, ranks: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from openinfer.kernels import mixture
 from openinfer.kernels.benchmark import Case, Memory
-from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
+from openinfer.kernels.contract import FLOATS, expect, expect_norm, expect_weight, require
 from openinfer.kernels.formats import dequantized, halves
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Command, Scratch
@@ -16,7 +16,7 @@ from openinfer.kernels.mixture import Pairs
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.plain_experts import PlainExperts, tile
 from openinfer.kernels.products import expect_float8, norm
-from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.reference import Array, f32, matmul_nt, normed, rounded, silu
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -24,12 +24,12 @@ from openinfer.tensor import Tensor, bfloat16, float32, int32
 def _contract(
     *,
     x: Tensor,
-    norm_weight: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     out: Tensor | None = None,
@@ -46,11 +46,13 @@ def _contract(
     How many rows an expert gets is data: an implementation sorts them on the device.
 
     With `out` (as x, apart from it) the sum over the experts goes there alone, and x does not change: the sum of one of
-    several ranks. `all_experts`: how many all ranks have; the cost takes an even part of the choices to be for these.
+    several ranks. Without norm_weight and eps, x is normalised already, and there is an `out`. `all_experts`: how many
+    all ranks have; the cost takes an even part of the choices to be for these.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
-    expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
+    expect_norm(norm_weight, eps, hidden, x.dtype)
+    require(norm_weight is not None or out is not None, "a normalised x cannot be added to; give an out")
     expect("expert_ids", expert_ids, (tokens, -1), int32)
     expect("expert_weights", expert_weights, expert_ids.shape, x.dtype)
     require(
@@ -61,7 +63,6 @@ def _contract(
     expect_weight("gate_up", gate_up, gate_up_scales, (experts, 2 * inter, hidden), x.dtype, parts=2)
     expect_weight("down", down, down_scales, (experts, hidden, inter), x.dtype)
     require(hidden % 16 == 0 and inter % 16 == 0, f"down is {down.shape}; its sizes must be multiples of 16")
-    require(eps > 0, f"eps is {eps}; it must be positive")
     if out is not None:
         expect("out", out, x.shape, x.dtype)
 
@@ -69,24 +70,22 @@ def _contract(
 def _reference(
     *,
     x: Array,
-    norm_weight: Array,
     expert_ids: Array,
     expert_weights: Array,
     gate_up: Array,
     down: Array,
-    eps: float,
+    norm_weight: Array | None = None,
+    eps: float | None = None,
     gate_up_scales: Array | None = None,
     down_scales: Array | None = None,
     out: Array | None = None,
     all_experts: int | None = None,
 ) -> None:
-    normed = rms_norm(x, norm_weight, eps)
+    h = normed(x, norm_weight, eps)
 
     def mlp(expert: int, token: Array, _: Array) -> Array:
         scales = None if gate_up_scales is None else gate_up_scales[expert]
-        gate, up = (
-            rounded(matmul_nt(normed[token], half), x.dtype) for half in halves(gate_up[expert], scales)
-        )
+        gate, up = (rounded(matmul_nt(h[token], half), x.dtype) for half in halves(gate_up[expert], scales))
         hidden = rounded(rounded(silu(gate), x.dtype) * up, x.dtype)
         weight = dequantized(down[expert], None if down_scales is None else down_scales[expert])
         return rounded(matmul_nt(hidden, weight), x.dtype)
@@ -106,12 +105,12 @@ def _launches(
     target: Target,
     *,
     x: Tensor,
-    norm_weight: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     out: Tensor | None = None,
@@ -120,8 +119,10 @@ def _launches(
     require(x.dtype == bfloat16, f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
     if not is_int4(gate_up_scales):
         expect_float8(target, gate_up_scales or down_scales)
-    hidden = Scratch(x.shape, x.dtype)
-    yield norm(hidden, x, norm_weight, eps)
+    hidden: Tensor | Scratch = x
+    if norm_weight is not None and eps is not None:
+        hidden = Scratch(x.shape, x.dtype)
+        yield norm(hidden, x, norm_weight, eps)
     experts, width, inter = *down.shape[:2], gate_up.shape[1] // 2
     pairs = Pairs.of(expert_ids, experts)
     kernels = PlainExperts(
@@ -137,12 +138,12 @@ def _cost(
     workload: Workload,
     *,
     x: Tensor,
-    norm_weight: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     out: Tensor | None = None,
@@ -153,9 +154,8 @@ def _cost(
     every = all_experts or experts
     weights = mixture.weight_bytes(tokens, chosen, every, gate_up, down, gate_up_scales, down_scales)
     activations = tokens * (2 * hidden * x.itemsize + chosen * (x.itemsize + 4))
-    return Cost(
-        weights + norm_weight.nbytes + activations, 6 * tokens * chosen * hidden * inter * experts // every
-    )
+    norm_bytes = norm_weight.nbytes if norm_weight is not None else 0
+    return Cost(weights + norm_bytes + activations, 6 * tokens * chosen * hidden * inter * experts // every)
 
 
 experts_add = Op("experts_add", _contract, reference=_reference, launches=_launches, cost=_cost)

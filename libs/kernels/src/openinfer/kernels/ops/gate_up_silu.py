@@ -6,24 +6,24 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
+from openinfer.kernels.contract import FLOATS, expect, expect_norm, expect_weight, require
 from openinfer.kernels.formats import SCALE_BLOCK, halves, of_rows
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import norm, normed_product, product, silu_mul
-from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
+from openinfer.kernels.reference import Array, f32, matmul_nt, normed, rounded, silu
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor, float32
+from openinfer.tensor import Tensor
 
 
 def _contract(
     *,
     out: Tensor,
     x: Tensor,
-    norm_weight: Tensor,
     weight: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     scales: Tensor | None = None,
     added: Tensor | None = None,
 ) -> None:
@@ -33,20 +33,20 @@ def _contract(
     dtype; norm_weight may also be float32 (as in norm_linear). g and u are rounded as outputs of a linear layer,
     silu(g) is rounded, and the product is rounded. H and I are multiples of 16. With `scales` the weight is
     float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2), or INT4; x is not quantised.
+    Without norm_weight and eps, x is normalised already.
 
     `added` [T, 2 I] is added to [g, u] before they are rounded, and the call may overwrite it. With scales of blocks, I
     is then a multiple of 128.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
-    expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
+    expect_norm(norm_weight, eps, hidden, x.dtype)
     expect("out", out, (tokens, -1), x.dtype)
     expect_weight("weight", weight, scales, (2 * out.shape[1], hidden), x.dtype, parts=2, rows=True)
     require(
         hidden % 16 == 0 and out.shape[1] % 16 == 0,
         f"weight is {weight.shape}; sizes must be multiples of 16",
     )
-    require(eps > 0, f"eps is {eps}; it must be positive")
     if added is not None:
         expect("added", added, (tokens, weight.shape[0]), x.dtype)
         require(
@@ -59,14 +59,14 @@ def _reference(
     *,
     out: Array,
     x: Array,
-    norm_weight: Array,
     weight: Array,
-    eps: float,
+    norm_weight: Array | None = None,
+    eps: float | None = None,
     scales: Array | None = None,
     added: Array | None = None,
 ) -> None:
-    normed = rms_norm(x, norm_weight, eps)
-    both = [matmul_nt(normed, half) for half in halves(weight, scales)]
+    h = normed(x, norm_weight, eps)
+    both = [matmul_nt(h, half) for half in halves(weight, scales)]
     if added is not None:
         both = [half + f32(more) for half, more in zip(both, np.split(added, 2, axis=1), strict=True)]
     gate, up = (rounded(half, x.dtype) for half in both)
@@ -78,16 +78,18 @@ def _launches(
     *,
     out: Tensor,
     x: Tensor,
-    norm_weight: Tensor,
     weight: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     scales: Tensor | None = None,
     added: Tensor | None = None,
 ) -> Iterator[Command]:
     if added is not None:
-        normed = Scratch(x.shape, x.dtype)
-        yield norm(normed, x, norm_weight, eps)
-        yield from product(target, "gate_up_silu", added, normed, weight, scales, add=True)
+        h: Tensor | Scratch = x
+        if norm_weight is not None and eps is not None:
+            h = Scratch(x.shape, x.dtype)
+            yield norm(h, x, norm_weight, eps)
+        yield from product(target, "gate_up_silu", added, h, weight, scales, add=True)
         yield silu_mul(out, added)
         return
     yield from normed_product(target, "gate_up_silu", out, x, norm_weight, eps, weight, scales, gated=True)
@@ -98,15 +100,15 @@ def _cost(
     *,
     out: Tensor,
     x: Tensor,
-    norm_weight: Tensor,
     weight: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     scales: Tensor | None = None,
     added: Tensor | None = None,
 ) -> Cost:
     n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens
-    weights = weight.nbytes + norm_weight.nbytes + (scales.nbytes if scales else 0)
+    weights = sum(t.nbytes for t in (weight, norm_weight, scales) if t is not None)
     columns = h + n // 2 + (n if added else 0)
     return Cost(weights + tokens * columns * x.itemsize, 2 * tokens * n * h)
 

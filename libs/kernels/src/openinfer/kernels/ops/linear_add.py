@@ -8,14 +8,15 @@ import numpy as np
 
 from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.communicator import Communicator, sum_over
-from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
-from openinfer.kernels.exchange import sum_of_ranks
+from openinfer.kernels.contract import FLOATS, expect, expect_normed, expect_weight, require
+from openinfer.kernels.exchange import Normed, sum_of_ranks
 from openinfer.kernels.formats import dequantized
 from openinfer.kernels.int4 import group_words
 from openinfer.kernels.launch import Collective, Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import product
+from openinfer.kernels.products import norm, product
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
+from openinfer.kernels.reference import normed as normed_of
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32
 
@@ -28,6 +29,9 @@ def _contract(
     scales: Tensor | None = None,
     ranks: int = 1,
     added: Tensor | None = None,
+    normed: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> None:
     """x += h @ weight^T, in place. With several ranks, h and weight are a rank's part of K, and x gets the sum of all.
 
@@ -37,6 +41,9 @@ def _contract(
     sum.
 
     added [T, H]: of several ranks, what adapters add to a rank's product, see add_lora. It is overwritten.
+
+    normed [T, H] gets rms_norm(x; norm_weight, eps) of the new x, as norm_linear normalises. With several ranks it can
+    be part of the sum's kernel.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -48,6 +55,7 @@ def _contract(
     if added is not None:
         expect("added", added, x.shape, x.dtype)
         require(ranks > 1, "added is for a rank of several; add_lora adds onto x itself")
+    expect_normed(normed, norm_weight, eps, x)
 
 
 def _reference(
@@ -58,11 +66,16 @@ def _reference(
     scales: Array | None = None,
     ranks: int = 1,
     added: Array | None = None,
+    normed: Array | None = None,
+    norm_weight: Array | None = None,
+    eps: float | None = None,
     communicator: Communicator | None = None,
 ) -> None:
     y = matmul_nt(h, dequantized(weight, scales))
     y = rounded(y if added is None else f32(added) + y, x.dtype)
     x[:] = f32(x) + sum_over(communicator, y)
+    if normed is not None:
+        normed[:] = normed_of(x, norm_weight, eps)
 
 
 def _launches(
@@ -74,13 +87,19 @@ def _launches(
     scales: Tensor | None = None,
     ranks: int = 1,
     added: Tensor | None = None,
+    normed: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Iterator[Command]:
+    own = Normed.of(normed, norm_weight, eps)
     if ranks == 1:
         yield from product(target, "linear_add", x, h, weight, scales, add=True)
+        if own is not None:
+            yield norm(own.out, x, own.weight, own.eps)
         return
     y = Scratch(x.shape, x.dtype) if added is None else added
     yield from product(target, "linear_add", y, h, weight, scales, add=added is not None)
-    yield from sum_of_ranks(target, x, y, ranks)
+    yield from sum_of_ranks(target, x, y, ranks, normed=own)
 
 
 def _cost(
@@ -92,11 +111,15 @@ def _cost(
     scales: Tensor | None = None,
     ranks: int = 1,
     added: Tensor | None = None,
+    normed: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Cost:
     n, k = weight.shape[0], h.shape[1]
-    weights = weight.nbytes + (scales.nbytes if scales else 0)
+    weights = sum(t.nbytes for t in (weight, scales, norm_weight) if t is not None)
+    columns = k + (2 if normed is None else 3) * n
     link = Collective("all_reduce", x, x, ranks).link_bytes
-    return Cost(weights + workload.tokens * (k + 2 * n) * x.itemsize, 2 * workload.tokens * n * k, link)
+    return Cost(weights + workload.tokens * columns * x.itemsize, 2 * workload.tokens * n * k, link)
 
 
 linear_add = Op(

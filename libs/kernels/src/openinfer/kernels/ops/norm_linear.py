@@ -4,42 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openinfer.kernels.contract import FLOATS, expect, expect_weight, require
+from openinfer.kernels.contract import FLOATS, expect, expect_norm, expect_weight, require
 from openinfer.kernels.formats import dequantized
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import normed_product
-from openinfer.kernels.reference import Array, matmul_nt, rms_norm
+from openinfer.kernels.reference import Array, matmul_nt, normed
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32
 
 
 def _contract(
-    *, out: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, scales: Tensor | None = None
+    *,
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """out = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
     rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; a norm_weight of float32
     multiplies before the one rounding. The product accumulates in float32 and is rounded once. H and N are multiples
-    of 16. With `scales` the weight is float8_e4m3fn or INT4 (contract.expect_weight); x is not quantised.
+    of 16. With `scales` the weight is float8_e4m3fn or INT4 (contract.expect_weight); x is not quantised. Without
+    norm_weight and eps, x is normalised already.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
-    expect("norm_weight", norm_weight, (hidden,), x.dtype, float32)
+    expect_norm(norm_weight, eps, hidden, x.dtype)
     expect_weight("weight", weight, scales, (-1, hidden), x.dtype, rows=True)
     expect("out", out, (tokens, weight.shape[0]), x.dtype, float32)
     require(
         hidden % 16 == 0 and weight.shape[0] % 16 == 0,
         f"weight is {weight.shape}; sizes must be multiples of 16",
     )
-    require(eps > 0, f"eps is {eps}; it must be positive")
 
 
 def _reference(
-    *, out: Array, x: Array, norm_weight: Array, weight: Array, eps: float, scales: Array | None = None
+    *,
+    out: Array,
+    x: Array,
+    weight: Array,
+    norm_weight: Array | None = None,
+    eps: float | None = None,
+    scales: Array | None = None,
 ) -> None:
-    out[:] = matmul_nt(rms_norm(x, norm_weight, eps), dequantized(weight, scales))
+    out[:] = matmul_nt(normed(x, norm_weight, eps), dequantized(weight, scales))
 
 
 def _launches(
@@ -47,9 +59,9 @@ def _launches(
     *,
     out: Tensor,
     x: Tensor,
-    norm_weight: Tensor,
     weight: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     scales: Tensor | None = None,
 ) -> Iterator[Command]:
     op = "norm_linear" if out.dtype == x.dtype else "logits"
@@ -61,14 +73,14 @@ def _cost(
     *,
     out: Tensor,
     x: Tensor,
-    norm_weight: Tensor,
     weight: Tensor,
-    eps: float,
+    norm_weight: Tensor | None = None,
+    eps: float | None = None,
     scales: Tensor | None = None,
 ) -> Cost:
     n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens if out.dtype == x.dtype else workload.rows
-    weights = weight.nbytes + norm_weight.nbytes + (scales.nbytes if scales else 0)
+    weights = sum(t.nbytes for t in (weight, norm_weight, scales) if t is not None)
     return Cost(weights + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h)
 
 
