@@ -76,8 +76,29 @@ def test_drafts_that_pay_are_taken() -> None:
 
 def test_a_control_without_books_loses_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openinfer.scheduler.worth.LOSS", 10.0)
-    monkeypatch.setattr("openinfer.scheduler.worth.PROBED", 2)
+    monkeypatch.setattr("openinfer.scheduler.worth.PROBING", 0.5)
     assert speed(compute, 32, [0.1], 600) < 0.9
+
+
+def test_a_trial_that_brings_tokens_is_repeated_at_once() -> None:
+    """So that a text which has become easy is soon drafted again."""
+    worth = Worth((1,))
+    cost = {0: 1.0, 1: 1.5}.get
+    for _ in range(200):
+        worth.saw({(1, 0): 1})
+        worth.spent(1, 0, 1.5, 1.0)
+    plain = 0
+    while not worth.choose([1], 1, cost):
+        worth.spent(1, 0, 1.0, 1.0)
+        plain += 1
+    assert 500 < plain < 5000
+    worth.saw({(1, 1): 1})
+    worth.spent(1, 1, 1.5, 1.0)
+    assert worth.choose([1], 1, cost) == 1
+    worth.saw({(1, 0): 1})
+    worth.spent(1, 0, 1.5, 1.0)
+    worth.spent(1, 0, 1.5, 1.0)
+    assert worth.choose([1], 1, cost) == 0
 
 
 def test_a_step_of_an_unknown_cost_is_tried_once_the_plain_one_is_known() -> None:

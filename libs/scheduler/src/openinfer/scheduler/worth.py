@@ -11,9 +11,9 @@ PRIOR = 0.7
 """The chance of a draft before one was seen."""
 REMEMBERED = 32
 """Rows over which a chance is averaged."""
-PROBED = 32
-"""One of this many steps has drafts although they do not pay, because the text may have changed."""
-LOSS = 0.02
+PROBING = 0.004
+"""The part of the time that may be lost on drafts that do not pay, because the text may have changed."""
+LOSS = 0.012
 """The part of the time that drafts may lose."""
 STEPS = 1024
 """Steps over which losses are counted."""
@@ -41,7 +41,7 @@ class Worth:
         self._chances = [PRIOR] * levels[-1]  # of a draft, where those before it were accepted
         self._tried = [0] * levels[-1]
         self._time = self._loss = 0.0
-        self._asked = 0
+        self._credit = 0.0  # seconds that trials of drafts may lose
 
     @property
     def chances(self) -> Sequence[float]:
@@ -69,8 +69,10 @@ class Worth:
                 best, best_rate = level, rate
             if level >= max(available):
                 break
-        self._asked += 1
-        return best or (self._levels[0] if self._asked % PROBED == 0 else 0)
+        if best:
+            return best
+        least = cost(self._levels[0])
+        return self._levels[0] if least is None or self._credit >= least - plain else 0
 
     def _expected(self, available: Sequence[int], level: int) -> float:
         """Drafts that are accepted, of rows with up to `level`."""
@@ -97,3 +99,6 @@ class Worth:
         kept = 1 - 1 / STEPS
         self._time = self._time * kept + worth
         self._loss = max(self._loss * kept + seconds - worth, 0.0)
+        most = PROBING * STEPS * plain
+        # A trial that brings tokens pays for the next, so drafts that begin to be right are soon seen.
+        self._credit = min(max(self._credit + PROBING * plain + worth - seconds, -most), most)
