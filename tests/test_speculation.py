@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from test_eagle3 import speculation, write_head
 
+from openinfer.cli import recipes
 from openinfer.frontend.http import Tokenizer
 from openinfer.graph import Buckets, Shape
 from openinfer.graph.runner import segments
@@ -194,6 +196,55 @@ def test_layers_that_cannot_draft_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(SetupError, match=complaint):
         session(ROOT / name, speculative_config=MTP, **flags)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3_5-tiny", "deepseek_v4-tiny"])
+def test_a_step_that_drafts_nothing_keeps_the_cache_of_the_layers_whole(
+    place: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    """It writes the keys and values that a step with drafts writes, and nothing else of the cache."""
+    path, config, blocks = GOLDENS / name, MTP, [6] if name == "qwen3-tiny" else [6, 4]
+    if name == "qwen3-tiny":
+        write_head(tmp_path)
+        config = speculation(tmp_path)
+    recipe = recipes.find(path)
+    flags = {"activation_quantization": "off"} if name.startswith("deepseek") else {}
+    found = []
+    for places in (1, 0):
+        model = place(
+            recipe, path, blocks, max_rows=2, max_tokens=16, length=64, speculative_config=config, **flags
+        )
+        work, rows = segments(model, CpuPack(), Buckets((1,), (16,), (1,), 1)), model.batch.rows
+        rows.set("alive", 1, 1)
+        rows.set("limits", 1, 60)
+        rows.write("stop_ids", 1, [-1] * 20)
+        for table in filter(None, model.tables):
+            rows.write(table, 1, [3])
+        prompt = np.random.default_rng(2).integers(3, 500, 13)
+        rows.write("prompt", 0, [*prompt, -1, -1, -1])
+        for field, values in {
+            "slots": [1],
+            "emits": [1],
+            "q_starts": [0, 13],
+            "sure_starts": [0, 13],
+        }.items():
+            rows.write(field, 0, values)
+        for _ in rows.uploads(Stream(Device("cpu"))):
+            work["upload",]()
+        shape = Shape(16, 1, 16)
+        for key in (("forward", shape), ("sample", 1, 0)):
+            work[key]()
+        before = cache_of(model).copy()
+        work["draft", shape, places]()
+        found.append(cache_of(model).copy())
+        assert (found[-1] != before).any()
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def cache_of(model: Any) -> np.ndarray[Any, Any]:
+    """Keys and values of all layers, those that draft among them."""
+    memory = model.cache.window if hasattr(model, "cache") else model.kv.kv
+    return np.asarray(memory.numpy()[1:], np.float32)
 
 
 SEED = 10

@@ -135,9 +135,47 @@ def test_drafts_that_do_not_pay_are_left_out():
         drafting.saw({(3, 0): 1})
     assert drafting.num_drafts(view_of(seq)) == {seq: 1}
     assert drafting.launched() == 0
-    found = [(drafting.num_drafts(view_of(seq)).get(seq, 0), drafting.launched())[0] for _ in range(64)]
-    assert sum(found) == 2  # tried now and then, a step after the layers have drafted
+    found = []
+    for _ in range(200):  # tried now and then, a step after the layers have drafted
+        count = drafting.num_drafts(view_of(seq)).get(seq, 0)
+        drafting.worth.spent(1, 0, 1.0 + 0.5 * count, 1.0)
+        found.append((count, drafting.launched()))
+    assert 0 < sum(count for count, _ in found) < 6
+    assert [count for count, _ in found[1:]] == [places for _, places in found[:-1]]
     asked = Drafting(BUCKETS, lambda: pytest.fail("a drafter is asked"), costs)
     for _ in range(100):
         asked.saw({(3, 0): 1})
     assert asked.num_drafts(view_of(seq_of([1, 2, 3]))) == {}
+
+
+def test_a_drafter_of_the_host_is_tried_again():
+    costs = SimpleNamespace(decode=lambda rows, drafts: 1.0 + 0.5 * drafts)
+    drafting, seq = Drafting(BUCKETS, lambda: NGram(2, 3), costs), seq_of([5, 6, 7, 5, 6])
+    for _ in range(100):
+        drafting.saw({(3, 0): 1})
+    assert drafting.num_drafts(view_of(seq)) == {}
+    for _ in range(200):
+        drafting.worth.spent(1, 0, 1.0, 1.0)
+    assert drafting.num_drafts(view_of(seq)) == {seq: 1}
+
+
+def test_a_step_after_one_with_drafts_has_their_shape_where_states_lag_behind():
+    drafting, seqs = Drafting(BUCKETS, lambda: NGram(2, 3)), [seq_of([1]) for _ in range(2)]
+    for slot, seq in enumerate(seqs, 1):
+        seq.slot = slot
+
+    def level(rows, drafts, left=(), may_lag=True):
+        rows = [Row(seq, 1 + drafts.get(seq, 0), True, None) for seq in rows]
+        return drafting.level(Step(1, rows, True, len(rows), left, (), (), drafts), may_lag)
+
+    assert level(seqs, {}) == 0
+    assert level(seqs, {seqs[0]: 2}) == 2
+    assert level(seqs, {seqs[1]: 1}) == 1
+    assert level(seqs[:1], {}) == 0  # its last step had none
+    assert level(seqs, {}) == 1  # the other's had one
+    assert level(seqs, {}) == 0
+    assert level(seqs, {seqs[0]: 3}) == 3
+    assert level(seqs[1:], {}, left=[1]) == 0
+    assert not drafting.lagging
+    assert level(seqs, {seqs[0]: 3}, may_lag=False) == 3
+    assert level(seqs, {}, may_lag=False) == 0

@@ -104,6 +104,22 @@ def test_heads_without_norms_are_rotated_as_they_are(check_op, rng, normal, rota
     check_written(check_op, args)
 
 
+@pytest.mark.parametrize("norms", [True, False])
+def test_keys_and_values_without_queries(check_op, rng, normal, norms):
+    """They are those that a step with queries writes."""
+    args = step(rng, normal, 40, 4, 2, 64, 16, rotary=32)
+    if not norms:
+        del args["q_norm"], args["k_norm"]
+    args["kv"][...] = 1e4
+    wanted = args["kv"].copy()
+    arrays = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    qk_norm_rope_write(CpuPack(), **{**arrays, "kv": Tensor.from_numpy(wanted)})
+    alone = {**args, "q": None, "qkv": np.ascontiguousarray(args["qkv"][:, 4 * 64 :])}
+    got = check_op(qk_norm_rope_write, {"kv": BF16}, **alone)["kv"]
+    assert (wanted != 1e4).any()
+    np.testing.assert_allclose(got.astype(float32), wanted.astype(float32), rtol=2 * BF16, atol=0.01)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_pages_of_a_cache_that_holds_all_layers(check_op, rng, normal, page_size):
     check_written(check_op, step(rng, normal, 133, 4, 2, 64, page_size, layers=3))

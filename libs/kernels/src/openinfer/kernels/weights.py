@@ -127,6 +127,13 @@ class Linear:
         """One expert's."""
         return Linear(self.weight[expert], None if self.scales is None else self.scales[expert])
 
+    def rows_from(self, first: int) -> Linear:
+        """The rows from `first` on, which begins a projection: blocks of scales begin there too."""
+        if self.scales is None:
+            return Linear(self.weight[first:], None)
+        block = 1 if self.scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
+        return Linear(self.weight[first:], self.scales[first // block :])
+
 
 @dataclass(slots=True)
 class LinearPlaces(Places):

@@ -86,14 +86,14 @@ class Model:
     def layer(self, pack: Pack, layer: Layer, step: Step, kv: Tensor) -> None:
         """Each sublayer reads one mixture of the streams, and is mixed into all of them. kv: its raw vectors."""
         b, t = self.buffers, step.tokens
-        self._read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
+        self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
         self._attention(pack, layer.attention, layer.place, step, kv)
         hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t])
-        self._read_streams(pack, layer.ffn_mixing, layer.ffn_norm, t)
+        self.read_streams(pack, layer.ffn_mixing, layer.ffn_norm, t)
         self._mixture(pack, layer, t)
         hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t])
 
-    def _read_streams(self, pack: Pack, mixing: Mixing, norm: Tensor, t: int) -> None:
+    def read_streams(self, pack: Pack, mixing: Mixing, norm: Tensor, t: int) -> None:
         """normed = the norm of a mixture of the streams; rounded = the same for products that round their input."""
         c, b = self.config, self.buffers
         hc_pre(
@@ -111,11 +111,9 @@ class Model:
             iters=c.hc_iters,
         )
 
-    def _attention(self, pack: Pack, attention: Attention, place: int, step: Step, kv: Tensor) -> None:
-        """y = attention over the window's raw vectors and the layer's entries."""
-        c, b, batch, t = self.config, self.buffers, self.batch, step.tokens
-        cos_sin = self.cos_sin if attention.entries is None else self.compress_cos_sin
-        q, rows, positions = b.q[:t], batch.rows, batch.positions[:t]
+    def write_keys(self, pack: Pack, attention: Attention, t: int, kv: Tensor) -> None:
+        """The raw vectors of t tokens into the window's pages, and qr = the queries' low-rank vectors."""
+        b, batch = self.buffers, self.batch
         self._project(pack, b.qkv[:t], b.rounded[:t], attention.into)
         q_kv_write(
             pack,
@@ -124,13 +122,22 @@ class Model:
             qkv=b.qkv[:t],
             q_norm=attention.q_norm,
             kv_norm=attention.kv_norm,
-            cos_sin=cos_sin,
-            positions=positions,
+            cos_sin=self._angles(attention),
+            positions=batch.positions[:t],
             token_slots=batch.token_slots[:t],
-            block_tables=rows["window_tables"],
-            eps=c.rms_norm_eps,
+            block_tables=batch.rows["window_tables"],
+            eps=self.config.rms_norm_eps,
             quantized=self.quantized,
         )
+
+    def _angles(self, attention: Attention) -> Tensor:
+        return self.cos_sin if attention.entries is None else self.compress_cos_sin
+
+    def _attention(self, pack: Pack, attention: Attention, place: int, step: Step, kv: Tensor) -> None:
+        """y = attention over the window's raw vectors and the layer's entries."""
+        c, b, batch, t = self.config, self.buffers, self.batch, step.tokens
+        q, rows, positions = b.q[:t], batch.rows, batch.positions[:t]
+        self.write_keys(pack, attention, t, kv)
         self._project(pack, q.reshape(t, -1), b.qr[:t], attention.q)
         entries, selected = None, None
         if isinstance(attention.entries, Sparse):
@@ -149,7 +156,7 @@ class Model:
             entries=entries,
             selected=selected,
             sinks=attention.sinks,
-            cos_sin=cos_sin,
+            cos_sin=self._angles(attention),
             positions=positions,
             token_slots=batch.token_slots[:t],
             kv_tables=rows["window_tables"],

@@ -28,7 +28,10 @@ class DraftingModel(Model):
             raise TypeError("the MTP layer is not loaded")
         return self.weights.mtp, self.work
 
-    def further(self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, first: bool) -> None:
+    def further(
+        self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
+        *, first: bool, only_keys: bool = False,
+    ) -> None:  # fmt: skip
         """Turn the streams of the main model's last layer, or of this layer, into those of this layer, in place. It
         takes positions and slots of tokens from the batch, as every layer does."""
         (mtp, work), b, t, rows = self._layer, self.buffers, token_ids.shape[0], step["slots"].shape[0]
@@ -40,7 +43,12 @@ class DraftingModel(Model):
         self._normed(pack, scratch, flat, mtp.h_norm)
         self._project(pack, flat, scratch, mtp.h_proj)
         spread(pack, streams=streams, x=b.y[:t], add=True)
-        self.layer(pack, mtp.layer, Step(t, rows, max_q_len), self.cache.window[:, self.config.num_layers])
+        kv, layer = self.cache.window[:, self.config.num_layers], mtp.layer
+        if only_keys:
+            self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
+            self.write_keys(pack, layer.attention, t, kv)
+        else:
+            self.layer(pack, layer, Step(t, rows, max_q_len), kv)
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """Logits of this layer's streams in `batch.last`."""

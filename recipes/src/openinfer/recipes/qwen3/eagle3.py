@@ -26,6 +26,7 @@ from openinfer.kernels import (
     norm_rope_attend,
     norm_rows,
     project,
+    qk_norm_rope_write,
     rope_table,
     select_rows,
 )
@@ -254,40 +255,38 @@ class DraftingModel(Model):
                 linear_add(pack, x=fused, h=x, weight=d.weights.fc[place])
             elif layer == number:
                 project(
-                    pack,
-                    out=fused,
-                    x=x,
-                    weight=d.weights.fc[0],
-                    scales=None,
-                    groups=1,
-                    rounded_x=False,
+                    pack, out=fused, x=x, weight=d.weights.fc[0], scales=None, groups=1, rounded_x=False,
                     quantized=False,
-                )
+                )  # fmt: skip
 
-    def further(self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, first: bool) -> None:
+    def further(
+        self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
+        *, first: bool, only_keys: bool = False,
+    ) -> None:  # fmt: skip
         """See Proposer."""
         d, t = self._drafter, token_ids.shape[0]
         w, b, eps, x = d.weights, d.buffers, d.head.rms_norm_eps, self.buffers.x[:t]
-        qkv, heads, mlp = b.qkv[:t], b.heads[:t], b.mlp[:t]
+        heads, mlp = b.heads[:t], b.mlp[:t]
         if first:
             select_rows(pack, out=x, x=b.fused[:t], q_starts=b.counts[: t + 1])
         embed(pack, out=b.embeds[:t], token_ids=token_ids, table=self.weights.embed)
         norm_rows(pack, out=b.normed[:t], x=x, norm_weight=w.hidden_norm, eps=eps, quantized=False)
-        norm_linear(pack, out=qkv, x=b.embeds[:t], norm_weight=w.input_norm, weight=w.of_embedding, eps=eps)
-        linear_add(pack, x=qkv, h=b.normed[:t], weight=w.of_hidden)
+        queries = b.heads.shape[1] if only_keys else 0  # no draft needs them
+        qkv = b.qkv.reshape(-1)[: t * (b.qkv.shape[1] - queries)].reshape(t, -1)
+        own, other = w.of_embedding[queries:], w.of_hidden[queries:]
+        norm_linear(pack, out=qkv, x=b.embeds[:t], norm_weight=w.input_norm, weight=own, eps=eps)
+        linear_add(pack, x=qkv, h=b.normed[:t], weight=other)
+        cache, table = self.kv.layer(self.config.num_layers), self.batch.rows["block_tables"]
+        if only_keys:
+            qk_norm_rope_write(
+                pack, q=None, **cache, qkv=qkv, cos_sin=b.cos_sin, positions=step["positions"],
+                token_slots=step["token_slots"], block_tables=table, eps=eps,
+            )  # fmt: skip
+            return
         norm_rope_attend(
-            pack,
-            out=heads,
-            **self.kv.layer(self.config.num_layers),
-            qkv=qkv,
-            cos_sin=b.cos_sin,
-            block_tables=self.batch.rows["block_tables"],
-            **step,
-            eps=eps,
-            scale=self.config.head_dim**-0.5,
-            window=0,
-            max_q_len=max_q_len,
-        )
+            pack, out=heads, **cache, qkv=qkv, cos_sin=b.cos_sin, block_tables=table, **step, eps=eps,
+            scale=self.config.head_dim**-0.5, window=0, max_q_len=max_q_len,
+        )  # fmt: skip
         linear_add(pack, x=x, h=heads, weight=w.o)
         gate_up_silu(pack, out=mlp, x=x, norm_weight=w.post_norm, weight=w.gate_up, eps=eps)
         linear_add(pack, x=x, h=mlp, weight=w.down)

@@ -20,6 +20,7 @@ from openinfer.kernels import (
     linear_add,
     norm_linear,
     norm_rows,
+    qk_norm_rope_write,
     route_topk,
 )
 from openinfer.kernels.kv_cache import KvCache
@@ -140,7 +141,8 @@ class Model:
                 read = self._attention(pack, read, layer, layer.mixer, full, step, max_q_len)
                 full += 1
             else:
-                read = self._delta_net(pack, read, layer, layer.mixer, linear, t, r, max_q_len)
+                lags = max_q_len > 1 or num_drafts > 0
+                read = self._delta_net(pack, read, layer, layer.mixer, linear, t, r, max_q_len, lags)
                 linear += 1
             read = self._mlp(pack, read, layer, t)
         self.head(pack, batch.select(pack, x, r, num_drafts))
@@ -160,7 +162,10 @@ class Model:
         if ranks > 1:
             gather_columns(pack, out=self.batch.logits[:r], x=local, ranks=ranks)
 
-    def further(self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, first: bool) -> None:
+    def further(
+        self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
+        *, first: bool, only_keys: bool = False,
+    ) -> None:  # fmt: skip
         """graph.runner.Proposer: the MTP head's hidden states, from the normed states before it and the embedding of
         the tokens that follow. Its keys and values have the last layer of the pages."""
         b, eps, mtp, t = self.buffers, self.config.rms_norm_eps, self._mtp, token_ids.shape[0]
@@ -173,10 +178,24 @@ class Model:
         linear_add(pack, x=x, h=states, weight=mtp.of_hidden)
         if not isinstance(mtp.layer.mixer, Attention):
             raise TypeError("the MTP head's layer has no attention")
-        last = self.config.num_full
-        layer = mtp.layer
+        layer, last = mtp.layer, self.config.num_full
+        if only_keys:
+            self._keys(pack, self._first(x, layer), mtp.layer.mixer, step)
+            return
         read = self._attention(pack, self._first(x, layer), layer, mtp.layer.mixer, last, step, max_q_len)
         self._mlp(pack, read, layer, t)
+
+    def _keys(self, pack: Pack, read: Read, mixer: Attention, step: StepRows) -> None:
+        """Keys and values of the MTP head's layer, whose queries no draft needs."""
+        c, t = self.config, step["positions"].shape[0]
+        own = mixer.qkv.rows_from(2 * c.num_heads * c.head_dim)
+        pairs = self.buffers.qkv.reshape(-1)[: t * own.weight.shape[0]].reshape(t, -1)
+        norm_linear(pack, out=pairs, **read, weight=own.weight, scales=own.scales)
+        qk_norm_rope_write(
+            pack, q=None, **self.kv.layer(c.num_full), qkv=pairs, q_norm=mixer.q_norm, k_norm=mixer.k_norm,
+            cos_sin=self.cos_sin, positions=step["positions"], token_slots=step["token_slots"],
+            block_tables=self.batch.rows["block_tables"], eps=c.rms_norm_eps,
+        )  # fmt: skip
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """graph.runner.Proposer: logits of the MTP head's states in `batch.last`."""
@@ -238,13 +257,16 @@ class Model:
         t: int,
         r: int,
         max_q_len: int,
+        lags: bool,
     ) -> Read:
-        """x += the gated delta net of its norm; `index`: of the layer among its kind. Returns the MLP's input."""
+        """x += the gated delta net of its norm; `index`: of the layer among its kind. Returns the MLP's input. lags:
+        states may lag behind by drafts (graph.runner.States)."""
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
         x, mixed, adapt, into = b.x[:t], b.mixed[:t], self.batch.adapt, mixer.in_proj
         norm_linear(pack, out=mixed, **read, weight=into.weight, scales=into.scales)
         adapt(pack, into.weight, out=mixed, **read)
         width, ba = c.conv_size + c.z_size, 2 * c.value_heads
+        recent = self.recent[:, index] if lags and self.recent is not None else None
         if mixer.ba is not None:
             norm_linear(pack, out=b.ba[:t], **read, weight=mixer.ba.weight)
             adapt(pack, mixer.ba.weight, out=b.ba[:t], **read)
@@ -270,9 +292,9 @@ class Model:
             snapshot_blocks=rows["snapshot_blocks"][: r * most].reshape(r, -1),
             eps=c.rms_norm_eps,
             max_q_len=max_q_len,
-            recent=None if self.recent is None else self.recent[:, index],
-            accepted=None if self.recent is None else rows["accepted"],
-            num_drafts=None if self.recent is None else rows["num_drafts"][:r],
+            recent=recent,
+            accepted=None if recent is None else rows["accepted"],
+            num_drafts=None if recent is None else rows["num_drafts"][:r],
         )
         return self._add(pack, mixer.out, x, b.values[:t], layer.post_norm)
 

@@ -42,7 +42,8 @@ class Drafting:
     """scheduler.Speculation of an engine.
 
     buckets: the shapes of its steps. make_drafter: a drafter for a sequence that starts; None: layers of the model
-    draft, for every row. costs: of steps; None: drafts cost nothing.
+    draft, for every row. Given later, its drafts take the place of those of the layers, which still run (a benchmark
+    chooses the acceptance so). costs: of steps; None: drafts cost nothing.
 
     A proposal covers every position that the next step can reach, because the step before is still under way: up to
     max_drafts + 1 tokens from that one, and max_drafts from the next.
@@ -52,14 +53,19 @@ class Drafting:
     make_drafter: Callable[[], Drafter] | None
     costs: StepCosts | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
+    layers: bool = field(init=False)
+    """Whether layers of the model draft."""
     places: int = field(init=False)
     """Drafts that layers of the model make of a row after the next step."""
     made: int = 0
     """Drafts that they made after the last step that was launched."""
+    lagging: set[int] = field(default_factory=set)
+    """Slots whose state lags behind by drafts of their last step (model.States)."""
     worth: Worth = field(init=False)
 
     def __post_init__(self) -> None:
         self.worth, self.places = Worth(self.buckets.draft_levels), self.max_drafts
+        self.layers = self.make_drafter is None
 
     @property
     def max_drafts(self) -> int:
@@ -77,10 +83,21 @@ class Drafting:
         self.made = self.places
         return self.made
 
+    def level(self, step: Step[Sampling], may_lag: bool) -> int:
+        """The drafts of a step's shape: the most of a row, or 1 if a row must catch up. may_lag: the model has States.
+        Called for each step whose rows or drafts have changed, and while `lagging` has slots."""
+        most = max(step.drafts.values(), default=0)
+        if may_lag and (most or self.lagging):
+            slots = {row.seq.slot for row in step.rows}
+            most = most or int(not self.lagging.isdisjoint(slots))
+            self.lagging.difference_update(step.left, slots)
+            self.lagging.update(seq.slot for seq in step.drafts)
+        return most
+
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation."""
         rows = len(view.decoding)
-        if self.make_drafter is None:
+        if self.layers:
             self.places = self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows))
             found = {seq: self._available(seq, self.made) for seq in view.decoding}
             return self._fitting(found, rows, self.made)
@@ -110,7 +127,7 @@ class Drafting:
         sampling: Sampling = seq.owner
         if sampling.draftless:
             return 0
-        if self.make_drafter is None and sampling.constraint is None:
+        if self.layers and self.make_drafter is None and sampling.constraint is None:
             return most
         proposal = sampling.proposal
         if proposal is None:
@@ -119,7 +136,7 @@ class Drafting:
         proposal.renew(seq.tokens, 2 * self.max_drafts + 1, sampling.constraint)
         # The tokens of the step under way come first, all of its drafts if they are right.
         left = len(proposal.tokens) - (seq.bound - seq.confirmed)
-        return min(left, most) if self.make_drafter is not None else most
+        return most if self.layers else min(left, most)
 
     def write(self, rows: Rows, step: Step[Sampling]) -> None:
         """Write the proposals of the step's rows with drafts."""

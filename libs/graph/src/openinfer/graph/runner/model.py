@@ -15,7 +15,10 @@ from openinfer.tensor import Stream, Tensor
 
 
 class States(Protocol):
-    """State of a sequence that no block table describes, such as recurrent state with snapshots."""
+    """State of a sequence that no block table describes, such as recurrent state with snapshots.
+
+    It may lag behind by the drafts that the last step accepted. So a row's next step after one with drafts runs in a
+    shape with drafts, even if the row has none."""
 
     def join(self, rows: Rows, joined: Sequence[Seq[Any]]) -> None:
         """Write the fields of the sequences that join. Called before every launch; mostly no sequence joins."""

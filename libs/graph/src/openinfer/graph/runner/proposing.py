@@ -20,17 +20,28 @@ from openinfer.tensor import Tensor
 class Proposer(Protocol):
     """A Model whose layers draft; `hidden` is where they read and leave hidden states."""
 
-    def further(self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int, *, first: bool) -> None:
+    def further(
+        self,
+        pack: Pack,
+        token_ids: Tensor,
+        step: StepRows,
+        max_q_len: int,
+        *,
+        first: bool,
+        only_keys: bool = False,
+    ) -> None:
         """Turn `hidden` of the step's tokens, and the ids that follow them, int32 [T], into the drafting layers' own
-        hidden states, in place. first: the states are the model's; else they are those of this method."""
+        hidden states, in place. first: the states are the model's; else they are those of this method. only_keys: no
+        draft follows, so the layers write their keys and values, and `hidden` may have any values afterwards."""
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """batch.logits[:num_rows] of the drafting layers' states in batch.last[:num_rows]."""
 
 
 def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
-    """Propose `places` tokens for each row of a step that has sampled. Without any, the drafting layers only keep their
-    cache whole. It overwrites `hidden` and the step's ids, positions and slots of tokens."""
+    """Propose `places` tokens for each row of a step that has sampled. With 0 the drafting layers only write keys and
+    values, so that their cache stays whole. It overwrites `hidden`, and the step's ids, positions and slots of tokens.
+    """
     batch = model.batch
     made, rows = batch.proposals, batch.rows
     if made is None or not isinstance(model, Proposer):
@@ -54,7 +65,8 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
         following=rows["following"][:r],
         **of_rows,
     )
-    model.further(pack, made.next_ids[:t], StepRows({**step, "seq_lens": lens}), shape.longest, first=True)
+    of_step = StepRows({**step, "seq_lens": lens})
+    model.further(pack, made.next_ids[:t], of_step, shape.longest, first=True, only_keys=not places)
     if not places:
         return
     select_rows(pack, out=batch.last[:r], x=model.hidden[:t], q_starts=made.ends[: r + 1])

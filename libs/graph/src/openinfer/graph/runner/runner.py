@@ -160,7 +160,7 @@ class Runner:
             table = self.model.tables[write.group]
             if table is not None:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
-        if step.changed:
+        if step.changed or (self.drafting is not None and self.drafting.lagging):
             self._write_batch(step)
         if self.drafting is not None:
             self.drafting.write(rows, step)
@@ -351,7 +351,7 @@ class Runner:
         starts = np.zeros(count + 1, np.int32)
         lengths.cumsum(out=starts[1:])
         total = int(starts[-1])
-        most = max(step.drafts.values(), default=0)
+        most = self.drafting.level(step, self.model.states is not None) if self.drafting else 0
         self._shape = self.buckets.choose(total, count, drafts=most, chunks=bool(chunks))
         self._plain = self.buckets.choose(total - sum(step.drafts.values()), count) if most else self._shape
         self._bucket, num_rows = str(self._shape), self._shape.rows

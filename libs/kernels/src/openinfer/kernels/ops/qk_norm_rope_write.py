@@ -19,7 +19,7 @@ from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 def _contract(
     *,
-    q: Tensor,
+    q: Tensor | None,
     kv: Tensor,
     kv_scales: Tensor | None = None,
     qkv: Tensor,
@@ -43,14 +43,18 @@ def _contract(
     first r <= d elements are rotated, element i with i + r/2. positions, token_slots int32 [T]; block_tables int32
     [S, B]: the page of position p of slot s is block_tables[s, p // page_size]. Slot 0's table names page 0, the
     padding page, which no row reads, so tokens of slot 0 may write there or not at all. d is a multiple of 16.
+    Without q the step attends to nothing: A is 0, and qkv [T, 2 G d] has keys and values.
     """
-    tokens, heads, dim = q.shape
-    expect("q", q, (-1, -1, -1), *FLOATS)
-    expect_cache(kv, kv_scales, dim, q.dtype)
+    tokens, heads, dim = _shape(q, kv, qkv)
+    if q is not None:
+        expect("q", q, (-1, -1, -1), *FLOATS)
+    expect_cache(kv, kv_scales, dim, qkv.dtype)
     kv_heads, page_size = kv.shape[2:4]
-    gated = qkv.shape[-1] == 2 * (heads + kv_heads) * dim
-    expect("qkv", qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), q.dtype)
-    expect_norms(q_norm, k_norm, dim, q.dtype, float32)
+    gated = heads > 0 and qkv.shape[-1] == 2 * (heads + kv_heads) * dim
+    expect(
+        "qkv", qkv, (tokens, ((1 + gated) * heads + 2 * kv_heads) * dim), qkv.dtype if q is None else q.dtype
+    )
+    expect_norms(q_norm, k_norm, dim, qkv.dtype, float32)
     expect("cos_sin", cos_sin, (-1, 2, -1), float32)
     expect("positions", positions, (tokens,), int32)
     expect("token_slots", token_slots, (tokens,), int32)
@@ -60,6 +64,14 @@ def _contract(
     rotary = 2 * cos_sin.shape[2]
     require(rotary <= dim, f"cos_sin rotates {rotary} elements of heads of {dim}")
     require(page_size & (page_size - 1) == 0, f"page size is {page_size}; it must be a power of two")
+
+
+def _shape(
+    q: Tensor | Scratch | Array | None, kv: Tensor | Array, qkv: Tensor | Array
+) -> tuple[int, int, int]:
+    """Tokens, query heads and the size of a head."""
+    tokens, heads, dim = (qkv.shape[0], 0, kv.shape[-1]) if q is None else q.shape
+    return tokens, heads, dim
 
 
 def expect_norms(q_norm: Tensor | None, k_norm: Tensor | None, dim: int, *dtypes: np.dtype[Any]) -> None:
@@ -79,7 +91,7 @@ def _rope(x: Array, cos: Array, sin: Array) -> Array:
 
 def _reference(
     *,
-    q: Array,
+    q: Array | None,
     kv: Array,
     kv_scales: Array | None = None,
     qkv: Array,
@@ -91,7 +103,7 @@ def _reference(
     block_tables: Array,
     eps: float,
 ) -> None:
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = _shape(q, kv, qkv)
     kv_heads, page_size = kv.shape[2:4]
     split = qkv.reshape(tokens, -1, dim)
     step = 2 if split.shape[1] == 2 * (heads + kv_heads) else 1
@@ -100,11 +112,12 @@ def _reference(
     queries, keys = split[:, :first:step], split[:, first : first + kv_heads]
     if q_norm is not None and k_norm is not None:
         queries, keys = rms_norm(queries, q_norm, eps), rms_norm(keys, k_norm, eps)
-    q[:] = _rope(f32(queries), cos, sin)
+    if q is not None:
+        q[:] = _rope(f32(queries), cos, sin)
     live = np.flatnonzero(token_slots)
     position = positions[live]
     page = block_tables[token_slots[live], position // page_size]
-    key = _rope(f32(keys), cos, sin)[live].astype(q.dtype)
+    key = _rope(f32(keys), cos, sin)[live].astype(qkv.dtype)
     for part, vectors in enumerate((key, split[live, first + kv_heads :])):
         if kv_scales is None:
             kv[page, part, :, position % page_size] = vectors
@@ -130,7 +143,7 @@ def norm_args(q_norm: Tensor | None, k_norm: Tensor | None) -> tuple[dict[str, T
 def write_launch(
     target: Target,
     *,
-    q: Tensor | Scratch,
+    q: Tensor | Scratch | None,
     kv: Tensor,
     kv_scales: Tensor | None = None,
     qkv: Tensor,
@@ -143,9 +156,11 @@ def write_launch(
     eps: float,
 ) -> Launch:
     """The op's kernel; q may be scratch."""
-    tokens, heads, dim = q.shape
+    tokens, heads, dim = _shape(q, kv, qkv)
     kv_heads, page_size = kv.shape[2:4]
-    require(q.dtype == bfloat16, f"q is {q.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    require(
+        qkv.dtype == bfloat16, f"qkv is {qkv.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)"
+    )
     # Heads a program: many small programs hide latency, large ones cost less. Sums are ordered by it.
     block = 4 if tokens <= 128 and not target.batch_invariant else 16
     rotary = 2 * cos_sin.shape[2]
@@ -158,7 +173,7 @@ def write_launch(
         "qk_norm_rope_write",
         (tokens, -(-(heads + 2 * kv_heads) // block)),
         {
-            "q": q,
+            "q": qkv if q is None else q,  # with no query heads nothing is written to it
             "kv": kv,
             **scales,
             "qkv": qkv,
@@ -193,9 +208,15 @@ def _launches(target: Target, **args: Any) -> Iterator[Command]:
 
 
 def _cost(
-    workload: Workload, *, q: Tensor, kv: Tensor, kv_scales: Tensor | None = None, qkv: Tensor, **_: object
+    workload: Workload,
+    *,
+    q: Tensor | None,
+    kv: Tensor,
+    kv_scales: Tensor | None = None,
+    qkv: Tensor,
+    **_: object,
 ) -> Cost:
-    queries = q.shape[1] * q.shape[2] * q.itemsize
+    queries = 0 if q is None else q.shape[1] * q.shape[2] * q.itemsize
     moved = qkv.shape[1] * qkv.itemsize + queries + cached_bytes(kv, kv_scales)
     return Cost(workload.tokens * moved, 8 * workload.tokens * qkv.shape[1])
 
