@@ -1,10 +1,16 @@
 """Tokens a second with and without drafts, by requests at once and by the chance that a draft is right.
 
     python benchmarks/speculation.py demo/qwen3
+    python benchmarks/speculation.py Qwen3-4B --device cuda --json FILE
+    python benchmarks/speculation.py demo/qwen3 --own 0 0.7 1
     python benchmarks/speculation.py --predict qwen3:4B qwen3_5:4B
 
-The first measures an engine. Drafts of a chosen acceptance come from an oracle, which has the answers of a run before.
-No server has it. The second simulates steps of a published model on an H200 at their predicted cost.
+The first two measure an engine. The name of a published model stands for its shape with random weights. Every answer
+is one token again and again, by a bias of its logit. Drafts of a chosen acceptance come from an oracle that knows it.
+Layers that draft run too, and the oracle's drafts take the place of theirs. No server has the oracle. "all": drafts
+are all right, and every step has the most, so its seconds are those of a verifying step. `--own`: the engine's own
+drafts at these temperatures, on prompts of the file `--prompts`. The last command simulates steps of a published
+model on an H200 at their predicted cost.
 """
 
 from __future__ import annotations
@@ -13,9 +19,12 @@ import argparse
 import functools
 import json
 import random
+import statistics
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +34,24 @@ from openinfer.cli.segments import Outline
 from openinfer.kernels import GPUS, H200
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import build
-from openinfer.recipes.engine.testing import Planted, Session
+from openinfer.recipes.engine.testing import Session
 from openinfer.scheduler import Worth
 from openinfer.scheduler.sim import StepWork
 
 CONTEXT = 1024
+ANSWER = 300
+"""The token of all answers."""
+
+
+class Oracle:
+    """A scheduler.Drafter of answers that have one token only. right: the chance that a draft is this token."""
+
+    def __init__(self, right: float) -> None:
+        self._right, self._rng = right, random.Random(0)
+
+    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """See Drafter."""
+        return [ANSWER if self._rng.random() < self._right else ANSWER + 1 for _ in range(count)]
 
 
 def main() -> None:
@@ -37,55 +59,152 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("model_dir", nargs="?", type=Path)
+    add("model", nargs="?", help="a folder, or the name of a published model: its shape with random weights")
     add("--predict", nargs="*", default=(), metavar="RECIPE:SIZE")
     add("--config", default='{"method": "ngram", "num_speculative_tokens": 3}', help="--speculative-config")
     add("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     add("--acceptance", nargs="+", type=float, default=[0.0, 0.5, 0.8, 0.95])
+    add("--own", nargs="+", type=float, help="temperatures at which the engine's own drafts are measured")
+    add("--prompts", type=Path, help="JSON: lists of token ids")
     add("--tokens", type=int, default=96, help="tokens of an answer")
+    add("--prompt-tokens", type=int, default=32)
+    add("--repeats", type=int, default=3)
     add("--device", default="cpu")
+    add("--json", type=Path, help="write all repeats to this file")
     args = parser.parse_args()
-    print("| model | requests at once | without |", *(f"{chance:g} |" for chance in args.acceptance))
-    print("| --- | --- | --- |" + " --- |" * len(args.acceptance))
-    if args.model_dir is not None:
+    if args.model is not None:
         measure(args)
+    if args.predict:
+        print("| model | requests at once | without |", *(f"{chance:g} |" for chance in args.acceptance))
+        print("| --- | --- | --- |" + " --- |" * len(args.acceptance))
     for name in args.predict:
         predict(args, *name.split(":"))
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Rows of the table of an engine. Answers must not depend on the drafts."""
+    """Print a row for each number of requests at once, and write all repeats."""
     rng = random.Random(0)
-    prompts = [[rng.randrange(20, 400) for _ in range(32)] for _ in range(max(args.concurrency))]
-    make = functools.partial(
-        build, recipes.find(args.model_dir), args.model_dir, device=args.device, max_num_seqs=len(prompts),
-        max_model_len=256, kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False,
-    )  # fmt: skip
-    plain, drafted = (Session(make(speculative_config=config).engine) for config in (None, args.config))
-    drafting: Any = drafted.engine.runner.drafting  # type: ignore[attr-defined]
+    prompts = [[rng.randrange(20, 400) for _ in range(args.prompt_tokens)] for _ in range(256)]
+    if args.prompts is not None:
+        prompts = json.loads(args.prompts.read_text())
+    with tempfile.TemporaryDirectory() as empty:
+        engines = {
+            name: engine_of(args, config, Path(empty), max(map(len, prompts)))
+            for name, config in (("without", None), ("with", args.config))
+        }
+    rows = []
     for count in args.concurrency:
-        run(plain, prompts[:count], args.tokens)  # times of a first run are of a cold machine
-        speed, answers = run(plain, prompts[:count], args.tokens)
-        known, cells = [a + b for a, b in zip(prompts, answers, strict=False)], []
-        for chance in args.acceptance:
-            drafting.make_drafter = functools.partial(Planted, known, chance)
-            drafting.worth = Worth(drafting.buckets.draft_levels)
-            run(drafted, prompts[:count], args.tokens)
-            found, tokens = run(drafted, prompts[:count], args.tokens)
-            if tokens != answers:
-                raise SystemExit(f"drafts of acceptance {chance} changed a token")
-            cells.append(f"{found:,.0f} |")
-        print(f"| {args.model_dir} | {count} | {speed:,.0f} |", *cells, flush=True)
-    for session in (plain, drafted):
-        session.engine.close()
+        kinds = cases(args, engines["with"])
+        for repeat in range(args.repeats + 1):  # the first is of a cold machine
+            for kind, (drafts, prepare, options) in kinds.items():
+                engine = engines["with" if drafts else "without"]
+                prepare()
+                found = run(engine, prompts, count, args, options)
+                if repeat:
+                    rows.append({"kind": kind, "requests_at_once": count, "repeat": repeat, **found})
+        table(args, count, kinds, rows)
+    for engine in engines.values():
+        engine.close()
+    if args.json is not None:
+        command = " ".join(["benchmarks/speculation.py", *sys.argv[1:]])
+        args.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
 
 
-def run(session: Session, prompts: Sequence[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens a second, and the answers."""
+def engine_of(args: argparse.Namespace, config: str | None, empty: Path, longest: int) -> Any:
+    """An engine for the model, with drafts if there is a config."""
+    path, flags = Path(args.model), dict[str, Any]()
+    if path.is_dir():
+        recipe = recipes.find(path)
+    else:
+        recipe, published = recipes.published(args.model)
+        path, flags = empty, {"load_format": "dummy"}
+        (path / "config.json").write_text(json.dumps(published))
+    length = -(-(longest + args.tokens + 16) // 64) * 64
     began = time.perf_counter()
-    found = session.outcomes_of([(prompt, tokens, {"ignore_eos": True}) for prompt in prompts])
-    answers = [outcome.tokens for outcome in found]
-    return sum(map(len, answers)) / (time.perf_counter() - began), answers
+    built = build(
+        recipe, path, device=args.device, max_num_seqs=max(args.concurrency), max_model_len=length,
+        max_num_batched_tokens=2048, kv_cache_memory_bytes=(8 if args.device != "cpu" else 1) << 30,
+        enable_prefix_caching=False, speculative_config=config, **flags,
+    )  # fmt: skip
+    print(f"{args.model} {config}: ready after {time.perf_counter() - began:.1f} s", flush=True)
+    return built.engine
+
+
+Case = tuple[bool, Callable[[], None], Mapping[str, Any]]
+"""Whether the engine drafts, what is done before a run, and the sampling parameters."""
+
+
+def cases(args: argparse.Namespace, drafted: Any) -> dict[str, Case]:
+    """The kinds of runs, by their names."""
+    drafting = drafted.runner.drafting
+    costs, own = drafting.costs, drafting.make_drafter
+
+    def prepare(make_drafter: Any, fixed: bool = False) -> None:
+        drafting.make_drafter, drafting.costs = make_drafter, None if fixed else costs
+        drafting.worth = Worth(drafting.buckets.draft_levels)
+
+    if args.own is not None:
+        return {
+            f"{name} {heat:g}": (drafts, functools.partial(prepare, own), {"temperature": heat})
+            for heat in args.own
+            for name, drafts in (("without", False), ("with", True))
+        }
+    options = {"logit_bias": [(ANSWER, 100.0)], "ignore_eos": True}
+    oracles = {f"{one:g}": functools.partial(Oracle, one) for one in args.acceptance}
+    return {
+        "without": (False, lambda: None, options),
+        **{name: (True, functools.partial(prepare, make), options) for name, make in oracles.items()},
+        **({} if drafting.layers else {"own": (True, functools.partial(prepare, own), options)}),
+        "all": (True, functools.partial(prepare, functools.partial(Oracle, 1.0), True), options),
+    }
+
+
+def run(
+    engine: Any,
+    prompts: Sequence[list[int]],
+    count: int,
+    args: argparse.Namespace,
+    options: Mapping[str, Any],
+) -> dict[str, float]:
+    """Requests, `count` at once and each replaced when it ends; with `ignore_eos` `count` in all."""
+    session, before = Session(engine), engine.stats()
+    waiting = list(enumerate(prompts if "ignore_eos" not in options else prompts[:count]))
+    running, first = 0, 0.0
+    began = time.perf_counter()
+    while waiting or running:
+        while waiting and running < count:
+            number, prompt = waiting.pop(0)
+            session.submit(prompt, args.tokens, **{"seed": number, **options})
+            running += 1
+        outputs = session.step(0.1)
+        if not first and outputs.token_ids:
+            first, tokens_then, steps_then = time.perf_counter(), len(outputs.token_ids), engine.stats().steps
+        running -= sum(1 for update in outputs.updates if hasattr(update, "drafts"))
+    seconds, after = time.perf_counter() - began, engine.stats()
+    tokens = sum(len(outcome.tokens) for outcome in session.outcomes.values())
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "decode_tokens_per_s": (tokens - tokens_then) / (began + seconds - first),
+        "steps": after.steps - before.steps,
+        "seconds_per_step": (began + seconds - first) / (after.steps - steps_then),
+        "draft_tokens": after.draft_tokens - before.draft_tokens,
+        "accepted_draft_tokens": after.accepted_draft_tokens - before.accepted_draft_tokens,
+    }
+
+
+def table(
+    args: argparse.Namespace, count: int, kinds: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Print the medians of one number of requests."""
+    print(f"{args.model}, {count} at once: tokens/s, ms a step, drafts accepted")
+    for kind in kinds:
+        found = [row for row in rows if row["kind"] == kind and row["requests_at_once"] == count]
+        speed = statistics.median(row["decode_tokens_per_s"] for row in found)
+        step = statistics.median(row["seconds_per_step"] for row in found)
+        drafts = sum(row["draft_tokens"] for row in found)
+        share = sum(row["accepted_draft_tokens"] for row in found) / max(1, drafts)
+        print(f"  {kind:12} {speed:9,.0f} {1e3 * step:8.3f} {share:7.1%} of {drafts}", flush=True)
 
 
 def predict(args: argparse.Namespace, name: str, size: str) -> None:
@@ -100,19 +219,23 @@ def predict(args: argparse.Namespace, name: str, size: str) -> None:
         outline = Outline(recipe, Source(recipe.published()[size]), options, H200)
         costs[config] = StepCost(outline.steps, outline.buckets, GPUS[H200.gpu])
     levels = outline.buckets.draft_levels
+    lags = outline.model.states is not None
     for rows in args.concurrency:
         off = costs[None](StepWork(rows, rows * CONTEXT, 0, 0))
         of_level = {
             n: costs[args.config](StepWork(rows, rows * CONTEXT, 0, 0, rows * n)) for n in (0, *levels)
         }
-        speeds = [simulate(rows, chance, drafts, levels, of_level) for chance in args.acceptance]
+        speeds = [simulate(rows, chance, drafts, levels, of_level, lags) for chance in args.acceptance]
         cells = (f"{speed:,.0f} |" for speed in speeds)
         print(f"| {name} {size}, predicted | {rows} | {rows / off:,.0f} |", *cells, flush=True)
 
 
-def simulate(rows: int, chance: float, drafts: int, levels: Sequence[int], cost: dict[int, float]) -> float:
-    """Tokens a second of 2,000 steps."""
+def simulate(
+    rows: int, chance: float, drafts: int, levels: Sequence[int], cost: dict[int, float], lags: bool
+) -> float:
+    """Tokens a second of 2,000 steps. lags: a step after one with drafts has a shape with drafts."""
     rng, worth, tokens, seconds = random.Random(0), Worth(levels), 0, 0.0
+    last = 0
     for _ in range(2000):
         level = worth.choose([drafts] * rows, rows, cost.get)
         found: Counter[tuple[int, int]] = Counter()
@@ -122,10 +245,12 @@ def simulate(rows: int, chance: float, drafts: int, levels: Sequence[int], cost:
                 right += 1
             found[level, right] += 1
         accepted = sum(right * count for (_, right), count in found.items())
+        taken = cost[level or (levels[0] if lags and last else 0)]
+        last = level
         worth.saw(found)
-        worth.spent(rows, accepted, cost[level], cost[0])
+        worth.spent(rows, accepted, taken, cost[0])
         tokens += rows + accepted
-        seconds += cost[level]
+        seconds += taken
     return tokens / seconds
 
 
