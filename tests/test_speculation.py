@@ -80,6 +80,26 @@ def test_a_request_without_drafts_is_told_of_none(session: Callable[..., Any]) -
     assert sum(drafts.accepted) > 5
 
 
+class Faulty:
+    """Repeats the last token, and after a while proposes one that does not exist."""
+
+    def propose(self, tokens: list[int], count: int) -> list[int]:
+        return [10**6 if len(tokens) > 50 else tokens[-1]] * count
+
+
+def test_a_drafter_that_proposes_no_token_is_turned_off(
+    session: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = session(GOLDENS / "qwen3-tiny")
+    config = f'{{"method": "custom_class", "model": "{__name__}:Faulty", "num_speculative_tokens": 2}}'
+    drafted = session(GOLDENS / "qwen3-tiny", speculative_config=config)
+    asked = [(list(range(20, 60 + n)), 24, {"ignore_eos": True}) for n in (0, 3)]
+    wanted, found = plain.outcomes_of(asked), drafted.outcomes_of(asked)
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in wanted]
+    assert drafted.engine.stats().draft_tokens > 0
+    assert sum("the drafter is off" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_suffixes_find_drafts_in_a_text_that_repeats_itself(session: Callable[..., Any]) -> None:
     config = '{"method": "suffix", "num_speculative_tokens": 4}'
     plain, drafted = (session(GOLDENS / "qwen3-tiny", speculative_config=one) for one in (None, config))

@@ -18,7 +18,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 def test_the_keys_of_suffixes_are_vllms():
     text = '{"method": "suffix", "num_speculative_tokens": 4, "suffix_decoding_max_spec_factor": 0.5}'
-    drafter = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace()).make_drafter()
+    drafter = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace(), 100).make_drafter()
     assert isinstance(drafter, Suffixes)
     assert list(drafter.propose([1, 2, 3, 4, 5, 1, 2, 3, 4], 4)) == [5, 1]
     with pytest.raises(SetupError, match="never from another's"):
@@ -32,13 +32,13 @@ def test_the_engine_has_room_for_logits_after_each_draft():
     options.check("qwen3")
     limits = decide(options, Device("cpu"), 1024, 16)
     assert (limits.max_drafts, limits.max_logits) == (3, 32)
-    assert QWEN3.options().drafting(BUCKETS, StepPace()) is None
+    assert QWEN3.options().drafting(BUCKETS, StepPace(), 100) is None
     assert decide(QWEN3.options(), Device("cpu"), 1024, 16).max_drafts == 0
 
 
 def test_n_grams_are_as_long_as_the_config_says():
     text = '{"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 3, "prompt_lookup_max": 3}'
-    drafting = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace())
+    drafting = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace(), 100)
     assert list(drafting.make_drafter().propose([1, 2, 3, 9, 2, 3], 1)) == []
     assert list(drafting.make_drafter().propose([1, 2, 3, 9, 1, 2, 3], 1)) == [9]
 
@@ -75,10 +75,10 @@ class Echo:
 def test_a_drafter_of_ones_own_is_named_by_its_module(monkeypatch):
     monkeypatch.setitem(sys.modules, "my_drafter", SimpleNamespace(Echo=Echo))
     text = '{"method": "custom_class", "model": "my_drafter:Echo", "num_speculative_tokens": 2}'
-    drafting = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace())
+    drafting = QWEN3.options(speculative_config=text).drafting(BUCKETS, StepPace(), 100)
     assert list(drafting.make_drafter().propose([5, 6], 2)) == [6, 6]
     for model in ("my_drafter:Other", "no_such_module:Echo", "my_drafter"):
         with pytest.raises(InvalidSetup, match="the drafter"):
             QWEN3.options(speculative_config=text.replace("my_drafter:Echo", model)).drafting(
-                BUCKETS, StepPace()
+                BUCKETS, StepPace(), 100
             )

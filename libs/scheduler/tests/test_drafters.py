@@ -1,10 +1,11 @@
 """Drafters: the rules of every one, and what a look-up of n-grams proposes."""
 
 import random
+import re
 
 import pytest
 
-from openinfer.scheduler import InvalidSetup, NGram, Suffixes, suffixes
+from openinfer.scheduler import GuardedDrafters, InvalidSetup, NGram, Suffixes, suffixes
 from openinfer.scheduler.testing import DrafterConformance, Mismatch
 
 
@@ -126,3 +127,44 @@ def test_suffixes_hold_no_more_than_two_windows(monkeypatch):
 def test_impossible_suffixes_are_refused(setup):
     with pytest.raises(InvalidSetup, match="give a depth"):
         Suffixes(*setup)
+
+
+class Faulty:
+    """Proposes what a test says."""
+
+    def __init__(self, proposal):
+        self.proposal = proposal
+
+    def propose(self, tokens, count):
+        if isinstance(self.proposal, Exception):
+            raise self.proposal
+        return self.proposal
+
+
+@pytest.mark.parametrize(
+    ("proposal", "complaint"),
+    [
+        ([3, 100], r"it proposed \[3, 100\]; token ids are 0 to 99"),
+        ([-1], "it proposed"),
+        ([1, 2, 3, 4], "4 tokens where at most 3"),
+        ([1.5], "it failed"),
+        (None, "it failed"),
+        (ValueError("no"), "it failed"),
+    ],
+)
+def test_a_faulty_drafter_is_turned_off_with_one_line(caplog, proposal, complaint):
+    made = [Faulty([5, 6]), Faulty(proposal)]
+    guard = GuardedDrafters(iter(made).__next__, 100)
+    good, bad = guard(), guard()
+    assert list(good.propose([1], 3)) == [5, 6]
+    assert list(bad.propose([1], 3)) == []
+    assert list(bad.propose([1], 3)) == list(good.propose([1], 3)) == list(guard().propose([1], 3)) == []
+    (line,) = caplog.records
+    assert re.search(complaint, line.getMessage())
+
+
+def test_a_drafter_that_cannot_be_made_is_turned_off(caplog):
+    guard = GuardedDrafters(lambda: 1 / 0, 100)
+    assert [list(guard().propose([1], 3)) for _ in range(2)] == [[], []]
+    assert "cannot be made" in caplog.text
+    assert len(caplog.records) == 1

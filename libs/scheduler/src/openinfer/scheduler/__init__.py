@@ -3,6 +3,7 @@
 from .drafters import Drafter, NGram
 from .errors import ContractError, IntegrityError, InvalidSetup, Rejected, RejectReason, SchedulerError
 from .events import Event, Finished, Scheduled, Tokens
+from .guarded import GuardedDrafters
 from .imported import imported
 from .loop import StepLoop
 from .policies import (
@@ -38,6 +39,7 @@ __all__ = [
     "FinishReason",
     "Finished",
     "FirstCome",
+    "GuardedDrafters",
     "IntegrityError",
     "InvalidSetup",
     "Lease",

@@ -15,7 +15,7 @@ LOOKED_AT = 32
 class Drafter(Protocol):
     """Guesses the next tokens of one sequence. Each sequence has a drafter of its own.
 
-    testing.DrafterConformance has the rules as tests. An exception ends the engine.
+    testing.DrafterConformance has the rules as tests. An exception ends the engine, unless GuardedDrafters made it.
     """
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:

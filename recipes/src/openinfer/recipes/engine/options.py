@@ -198,10 +198,10 @@ class Options:
         speculation = self.speculation()
         return speculation is not None and speculation.proposes
 
-    def drafting(self, buckets: Buckets, pace: StepPace) -> Drafting | None:
+    def drafting(self, buckets: Buckets, pace: StepPace, vocab_size: int) -> Drafting | None:
         """The choice of drafts, for steps of these shapes and times. Raises SetupError."""
         speculation = self.speculation()
-        return None if speculation is None else speculation.drafting(buckets, pace)
+        return None if speculation is None else speculation.drafting(buckets, pace, vocab_size)
 
 
 O = TypeVar("O", bound=Options)

@@ -11,7 +11,7 @@ import msgspec
 from openinfer.graph import Buckets, StepCosts, StepPace
 from openinfer.graph.runner import Drafting
 from openinfer.recipes.engine.errors import SetupError
-from openinfer.scheduler import Drafter, NGram, Suffixes, imported
+from openinfer.scheduler import Drafter, GuardedDrafters, NGram, Suffixes, imported
 
 MAX_DRAFTS = 8
 OF_LAYERS = ("mtp", "eagle3")
@@ -70,13 +70,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Whether layers of the model draft."""
         return self.method in OF_LAYERS
 
-    def drafting(self, buckets: Buckets, pace: StepPace) -> Drafting:
+    def drafting(self, buckets: Buckets, pace: StepPace, vocab_size: int) -> Drafting:
         """The choice of drafts, for steps of these shapes and times."""
-        return Drafting(buckets, None if self.proposes else self._make_drafter(), StepCosts(buckets, pace))
+        make = None if self.proposes else self._make_drafter(vocab_size)
+        return Drafting(buckets, make, StepCosts(buckets, pace))
 
-    def _make_drafter(self) -> Callable[[], Drafter]:
+    def _make_drafter(self, vocab_size: int) -> Callable[[], Drafter]:
         if self.method == "custom_class":
-            return imported(self.model, "drafter")
+            return GuardedDrafters(imported(self.model, "drafter"), vocab_size)
         if self.method == "ngram":
             return partial(NGram, self.prompt_lookup_min, self.prompt_lookup_max)
         return partial(

@@ -259,7 +259,7 @@ def _make(
         pace = StepPace(predicted.result())
         watch = None if trace is None else Watch(trace, DeviceClock.of(device))
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
-        runner.drafting = options.drafting(buckets, pace)
+        runner.drafting = options.drafting(buckets, pace, model.vocab_size)
         with _phase("steps"):
             runner.record()
         with _phase("rest of the weights"):
