@@ -27,7 +27,7 @@ from openinfer.cli.bench_ops import measured as entries_of
 from openinfer.cli.segments import step_segments
 from openinfer.graph import Readback, Shape, StepGraphs
 from openinfer.graph.runner import Runner, readback_bytes, segments
-from openinfer.kernels import Op, Pack, Store, Target, cublas_available
+from openinfer.kernels import CpuPack, Op, Pack, Store, Target, cublas_available
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model
@@ -115,9 +115,11 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
     model = blueprint.lay_out(arena, stream, limits, (pages, pages))
     fill(model, blueprint.config.num_experts, stream, np.random.default_rng(0))
     store = Store(target.arch) if target else None
-    pack = Alone(make_pack(device, target, stream, store, arena, plan, Ranks()))
+    pack: Pack = CpuPack()
+    if target is not None and store is not None:
+        pack = make_pack(device, target, stream, store, arena, plan, Ranks())
     readback = Readback(device, readback_bytes(limits.max_rows, limits.max_tokens), 2)
-    return Runner(model, pack, stream, StepGraphs(device, stream, capture=True), buckets, readback)
+    return Runner(model, Alone(pack), stream, StepGraphs(device, stream, capture=True), buckets, readback)
 
 
 def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.Generator) -> Shape:

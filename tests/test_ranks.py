@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -132,6 +133,9 @@ class Faulty:
 
     def __init__(self, inner: Any, fault: str) -> None:
         self.inner, self.fault = inner, fault
+
+    def bind(self, op: Any, args: dict[str, Any]) -> Any:
+        return functools.partial(self.run, op, args)
 
     def run(self, op: Any, args: dict[str, Any]) -> None:
         if self.fault == "experts off by one" and op.name in ("route", "route_topk"):

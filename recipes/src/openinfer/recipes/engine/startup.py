@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
-from openinfer.graph.runner import Runner, TimedPack, WeightsDesk, readback_bytes, segments
+from openinfer.graph.runner import HostPack, Runner, WeightsDesk, readback_bytes, segments
 from openinfer.kernels import (
     Call,
     CpuPack,
@@ -250,12 +250,12 @@ def _make(
         weights = worker.submit(_load, blueprint, model, checkpoint, device, bar)
         predicted = worker.submit(predictions, plan.steps, target)
         store = Store(target.arch) if target else None
-        pack = make_pack(device, target, stream, store, arena, plan, ranks)
+        pack: Pack = HostPack(CpuPack(ranks.shared), trace, repeats=not options.enforce_eager)
+        if target is not None and store is not None:
+            pack = make_pack(device, target, stream, store, arena, plan, ranks)
         graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
         results = readback_bytes(limits.max_rows, limits.max_tokens, limits.max_drafts)
         readback = Readback(device, results, STEPS_IN_FLIGHT)
-        if device.kind == "cpu" and trace is not None:
-            pack = TimedPack(pack, trace)
         pace = StepPace(predicted.result())
         watch = None if trace is None else Watch(trace, DeviceClock.of(device))
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
@@ -323,16 +323,14 @@ def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) 
 
 def make_pack(
     device: Device,
-    target: Target | None,
+    target: Target,
     stream: Stream,
-    store: Store | None,
+    store: Store,
     arena: Arena,
     plan: Plan,
     ranks: Ranks,
 ) -> Pack:
-    """The pack that ops run on, with the plan's kernels and its workspace from `arena`. Without a target: the CPU's."""
-    if target is None or store is None:
-        return CpuPack(ranks.shared)
+    """The pack that ops of a GPU run on, with the plan's kernels and its workspace from `arena`."""
     with _phase("kernels"):
         bar = ProgressBar("compiling", things="kernels")
         log.info("kernels: %d, of which %d were compiled now", *store.prepare(plan.specs, bar))

@@ -5,6 +5,7 @@ try:
     from openinfer.graph.runner.batch import Batch, Read, StepRows
     from openinfer.graph.runner.drafting import Drafting, Proposal
     from openinfer.graph.runner.follower import Leader, follow
+    from openinfer.graph.runner.host import HostPack
     from openinfer.graph.runner.model import Constraint, Masks, Model, States
     from openinfer.graph.runner.proposing import Proposer
     from openinfer.graph.runner.requests import FirstTokens
@@ -13,7 +14,6 @@ try:
     from openinfer.graph.runner.sampling import Sampling
     from openinfer.graph.runner.scoring import PromptScore, Scores
     from openinfer.graph.runner.segments import readback_bytes, segments
-    from openinfer.graph.runner.timed import TimedPack
     from openinfer.graph.runner.verifying import DraftCounts
     from openinfer.graph.runner.weights_desk import WeightsDesk
 except ModuleNotFoundError as error:
@@ -30,6 +30,7 @@ __all__ = [
     "DraftCounts",
     "Drafting",
     "FirstTokens",
+    "HostPack",
     "Leader",
     "Masks",
     "Model",
@@ -45,7 +46,6 @@ __all__ = [
     "Scores",
     "States",
     "StepRows",
-    "TimedPack",
     "WeightsDesk",
     "Writer",
     "follow",

@@ -15,6 +15,7 @@ from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
 from openinfer.graph.runner.drafting import Drafting
 from openinfer.graph.runner.follower import Leader
+from openinfer.graph.runner.host import recorded
 from openinfer.graph.runner.masking import Constrained, Masking, accept, constrained_rows
 from openinfer.graph.runner.model import Model
 from openinfer.graph.runner.sampling import Sampling
@@ -107,7 +108,7 @@ class Runner:
         """Record every segment, and wait until the device has them. The weights need not be there yet."""
         self._warm_up()
         for key, enqueue in segments(self.model, self.pack, self.buckets).items():
-            self.graphs.record(key, enqueue)
+            self.graphs.record(key, recorded(self.pack, enqueue))
         self.stream.synchronize()
 
     def _warm_up(self) -> None:

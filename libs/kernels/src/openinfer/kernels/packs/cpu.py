@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from openinfer.kernels.communicator import Communicator, member
@@ -22,8 +22,12 @@ class CpuPack:
         self._communicator = communicator
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        self.bind(op, args)()
+
+    def bind(self, op: Op[Any], args: Mapping[str, Any]) -> Callable[[], None]:
+        """Check the contract of a call; the call itself. It may be made again as long as the tensors have memory."""
         op.contract(**args)
         arrays = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in args.items()}
         if op.collective and args.get("ranks", 1) > 1:
             arrays["communicator"] = member(self._communicator, op.name, args["ranks"])
-        op.reference(**arrays)
+        return lambda: op.reference(**arrays)

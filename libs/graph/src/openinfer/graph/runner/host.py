@@ -1,0 +1,64 @@
+"""HostPack: ops on the host, in steps whose calls are noted once and repeated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from openinfer.graph.trace import StepTrace
+from openinfer.kernels import Op, Pack
+
+
+class Binding(Protocol):
+    """A pack on the host, such as kernels.CpuPack."""
+
+    def bind(self, op: Op[Any], args: Mapping[str, Any]) -> Callable[[], None]:
+        """Check a call; the call itself, which may be made any number of times."""
+
+
+@dataclass(slots=True)
+class HostPack:
+    """Runs ops on `pack`, and reports each one's time to `trace` if there is one. repeats: `recorded` notes calls;
+    else it does nothing."""
+
+    pack: Binding
+    trace: StepTrace | None = None
+    repeats: bool = True
+    _noted: list[tuple[str, Callable[[], None]]] | None = field(default=None, init=False)
+
+    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
+        call = self.pack.bind(op, args)
+        if self._noted is not None:
+            self._noted.append((op.name, call))
+        self._timed(op.name, call)
+
+    def recorded(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """A function that calls `enqueue` the first time. After that it repeats the calls of this pack that `enqueue`
+        made, so it needs none of the Python that led to them. `enqueue` keeps the rules of StepGraphs."""
+        calls: list[tuple[str, Callable[[], None]]] = []
+
+        def step() -> None:
+            for name, call in calls:
+                self._timed(name, call)
+            if not calls:
+                self._noted = []
+                try:
+                    enqueue()
+                    calls.extend(self._noted)
+                finally:
+                    self._noted = None
+
+        return step if self.repeats else enqueue
+
+    def _timed(self, name: str, call: Callable[[], None]) -> None:
+        start = time.perf_counter_ns()
+        call()
+        if self.trace is not None:
+            self.trace.op(name, start, time.perf_counter_ns())
+
+
+def recorded(pack: Pack, enqueue: Callable[[], None]) -> Callable[[], None]:
+    """`enqueue` as HostPack.recorded makes it, if the pack is a HostPack."""
+    return pack.recorded(enqueue) if isinstance(pack, HostPack) else enqueue
