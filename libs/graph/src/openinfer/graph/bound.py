@@ -24,20 +24,23 @@ class Bound:
     count: int = 0
     mean: float = 0.0
     deviation: float = 0.0
-
-    @property
-    def limit(self) -> float:
-        """The largest value in line; infinite before WARM values."""
-        if self.count < WARM:
-            return math.inf
-        return max(self.factor * self.mean, self.mean + self.deviations * self.deviation)
+    limit: float = math.inf
+    """The largest value in line; infinite before WARM values."""
 
     def take(self, value: float) -> bool:
         """Learn from a value. Returns whether it is out of line."""
         limit = self.limit
-        learned = min(value, limit)
-        self.count += 1
-        weight = max(1 / self.count, 1 / MEMORY)
-        self.deviation += weight * (abs(learned - self.mean) - self.deviation) if self.count > 1 else 0.0
-        self.mean += weight * (learned - self.mean)
+        learned = value if value < limit else limit
+        self.count = count = self.count + 1
+        weight = 1 / count if count < MEMORY else 1 / MEMORY
+        if count > 1:
+            self.deviation += weight * (abs(learned - self.mean) - self.deviation)
+        self.move(self.mean + weight * (learned - self.mean))
         return value > limit
+
+    def move(self, mean: float) -> None:
+        """Take another mean, and the limit that follows from it."""
+        self.mean = mean
+        if self.count >= WARM:
+            by_factor, by_deviation = self.factor * mean, mean + self.deviations * self.deviation
+            self.limit = by_factor if by_factor > by_deviation else by_deviation

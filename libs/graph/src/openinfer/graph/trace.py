@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,8 @@ log = logging.getLogger("openinfer.graph")
 
 PHASES_KEPT, OPS_KEPT = 64, 4096
 """The most host phases and ops between two results."""
+CPU_EVERY = 4
+"""Results from one reading of the thread's CPU time to the next."""
 BETWEEN = "between turns"
 """The phase in which the engine is not asked for a step although one is under way."""
 WAITING = "read back"
@@ -42,11 +44,9 @@ class TracedStep:
     read_ns: int = 0
     seconds: float = 0.0
     """Device time."""
-    cpu_s: float = 0.0
-    """CPU time of the host's thread since the step before was read."""
-    phases: list[Bar] = field(default_factory=list)
+    phases: Collection[Bar] = ()
     """Phases of the host since the step before was read; so they may be the work for the next step."""
-    ops: list[Bar] = field(default_factory=list)
+    ops: Collection[Bar] = ()
     """Ops that ran on the host in that time."""
 
     def work(self) -> list[Bar]:
@@ -85,7 +85,7 @@ class StepTrace:
         self._phases: deque[Bar] = deque(maxlen=PHASES_KEPT)  # since the last result, as are the ops
         self._ops: deque[Bar] = deque(maxlen=OPS_KEPT)
         self._phase, self._since, self._turn = "", 0, 0
-        self._cpu_ns = 0
+        self._results, self._cpu_ns = 0, (0, 0)  # the thread's CPU time at the last two readings
         self._recorder: ActivityRecorder | None = None
         self.source = "events around each step"
         if path is None:
@@ -102,9 +102,10 @@ class StepTrace:
     def mark(self, phase: str) -> None:
         """End the host's current phase and begin `phase`; "" for no phase."""
         now = time.perf_counter_ns()
-        name = self._phase or (BETWEEN if self._under_way else "")
-        if name:
-            self._phases.append((name, self._since, now))
+        if self._phase:
+            self._phases.append((self._phase, self._since, now))
+        elif self._under_way:
+            self._phases.append((BETWEEN, self._since, now))
         self._phase, self._since = phase, now
         if not phase:
             self._turn = now
@@ -123,13 +124,21 @@ class StepTrace:
         """The oldest step that is under way was read back; the device took `seconds`."""
         step = self._under_way.popleft()
         step.read_ns, step.seconds = time.perf_counter_ns(), seconds
-        before, self._cpu_ns = self._cpu_ns, time.thread_time_ns()
-        step.cpu_s = (self._cpu_ns - before) / 1e9
-        step.phases, step.ops = list(self._phases), list(self._ops)
-        self._phases.clear()
-        self._ops.clear()
-        step.facts.update(facts)
+        step.phases, self._phases = self._phases, deque(maxlen=PHASES_KEPT)
+        if self._ops:
+            step.ops, self._ops = self._ops, deque(maxlen=OPS_KEPT)
+        if facts:
+            step.facts.update(facts)
+        self._results += 1
+        if not self._results % CPU_EVERY:
+            self._cpu_ns = time.thread_time_ns(), self._cpu_ns[0]
         self.steps.append(step)
+
+    def cpu_s(self) -> float:
+        """The most seconds of CPU time that the host's thread can have had between the last two results. The thread's
+        time is read every CPU_EVERY results, because a reading costs as much as all else here."""
+        last, before = self._cpu_ns
+        return (time.thread_time_ns() - (last if self._results % CPU_EVERY else before)) / 1e9
 
     def host_s(self) -> float:
         """Seconds of the host's own work between the last two results: without its ops and its waiting."""

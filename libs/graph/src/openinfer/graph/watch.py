@@ -78,18 +78,25 @@ class Watch:
     findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=FINDINGS_KEPT))
     num_findings: int = 0
     quiet_s: float = QUIET_S
-    facts: Json = field(default_factory=dict)
-    """Numbers of the loop: waiting, running, preemptions."""
     _paces: dict[str, _Pace] = field(default_factory=dict)
     _host: Bound = field(default_factory=Bound)
-    _preemptions: deque[int] = field(default_factory=lambda: deque(maxlen=STORM))
+    _noted: tuple[int, ...] = ()
+    _preemptions: deque[int] = field(default_factory=lambda: deque(maxlen=PREEMPTIONS))
+    """The steps of the last preemptions."""
+    _preempted: int = 0
+    _steps: int = 0
     _quiet: dict[str, float] = field(default_factory=dict)
     _usual_mhz: float = 0.0
     _next_reading: int = 0
 
+    @property
+    def facts(self) -> Json:
+        """Numbers of the loop: waiting, running, preemptions."""
+        return dict(zip(("waiting", "running", "preemptions"), self._noted, strict=False))
+
     def note(self, *, waiting: int, running: int, preemptions: int) -> None:
         """The loop's numbers after a turn; preemptions: since the start."""
-        self.facts = {"waiting": waiting, "running": running, "preemptions": preemptions}
+        self._noted = (waiting, running, preemptions)
 
     def step(self, seconds: float | None, predicted_s: float | None) -> None:
         """The step that `trace` has just read: its device time, and the prediction if there is one. A step whose launch
@@ -102,10 +109,13 @@ class Watch:
             mhz = self.clock.read().mhz
             self._usual_mhz += (mhz - self._usual_mhz) / (8 if self._usual_mhz else 1)
         shape = traced.facts["bucket"]
-        pace, expected = self._paces.setdefault(shape, _Pace()), predicted_s or 1.0
+        pace, expected = self._paces.get(shape), predicted_s or 1.0
+        if pace is None:
+            pace = self._paces[shape] = _Pace()
         ratio, usual = seconds / expected, pace.bound.mean * expected
         beyond = pace.bound.take(ratio) and seconds - usual > FLOOR_S
-        pace.quick += (ratio - pace.quick) / min(pace.bound.count, RUN / 4)
+        count = pace.bound.count
+        pace.quick += (ratio - pace.quick) / (count if count < RUN // 4 else RUN // 4)
         host_s = self.trace.host_s()
         slow_host = self._host.take(host_s) and host_s - self._host.mean > max(HOST_FLOOR_S, seconds)
         if beyond or slow_host:
@@ -114,8 +124,8 @@ class Watch:
             found = self._cause(traced, shape, total - (usual if beyond else self._host.mean))
             word = "predicted" if beyond and predicted_s else "usual"
             what = f"step {traced.index} ({shape}) took {_ms(total)} on the {'device' if beyond else 'host'} where"
-            if not beyond and traced.cpu_s < host_s / 2:
-                found += f"; the thread had a CPU for {_ms(traced.cpu_s)} of it"
+            if not beyond and (cpu_s := self.trace.cpu_s()) < host_s / 2:
+                found += f"; the thread had a CPU for at most {_ms(cpu_s)} of it"
             line = f"{what} {_ms(meant)} are {word}: {found}"
             self.find("step" if beyond else "host", line, **_facts(traced, seconds, predicted_s))
         elif predicted_s is not None and pace.slow():
@@ -123,19 +133,20 @@ class Watch:
             more = (pace.quick - pace.bound.mean) * expected
             line = f"{what}: {self._cause(traced, shape, more, RUN)}"
             self.find("run", line, **_facts(traced, seconds, predicted_s))
-            pace.bound.mean = pace.quick  # the new pace counts from now on
-        self._storm()
+            pace.bound.move(pace.quick)  # the new pace counts from now on
+        self._steps += 1
+        if self._noted and self._noted[2] != self._preempted:
+            self._storm(*self._noted)
 
-    def _storm(self) -> None:
-        """Say when the pool preempts again and again."""
-        count = self.facts.get("preemptions", 0)
-        self._preemptions.append(count)
-        recent = count - self._preemptions[0]
-        if recent >= PREEMPTIONS:
-            text = f"preemption storm: {recent} preemptions in {len(self._preemptions)} steps"
-            rows, waiting = self.facts["running"], self.facts["waiting"]
+    def _storm(self, waiting: int, running: int, preemptions: int) -> None:
+        """Note preemptions since the last step. Say when the pool preempts again and again."""
+        self._preemptions.extend([self._steps] * (preemptions - self._preempted))
+        self._preempted = preemptions
+        first = self._preemptions[0]
+        if len(self._preemptions) == PREEMPTIONS and self._steps - first < STORM:
+            text = f"preemption storm: {PREEMPTIONS} preemptions in {self._steps - first + 1} steps"
             self.find(
-                "preemptions", f"{text}; too small a cache for {rows} rows, and {waiting} requests wait"
+                "preemptions", f"{text}; too small a cache for {running} rows, and {waiting} requests wait"
             )
 
     def find(self, kind: str, line: str, **facts: Any) -> None:

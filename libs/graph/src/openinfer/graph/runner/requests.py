@@ -36,17 +36,20 @@ class FirstTokens:
         """The events of one turn of the loop, and its numbers after it."""
         self.watch.note(waiting=stats.waiting, running=stats.running, preemptions=stats.preemptions)
         for event in events:
-            match event:
-                case Scheduled(seq):
-                    self._begun[seq.id] = self.clock(), stats.preemptions
-                case Finished(seq):
-                    self._begun.pop(seq.id, None)
-                case Tokens(rows=rows, dead=dead):
-                    for row in reversed(rows):
-                        if row.start is None:  # decode rows stand first
-                            break
-                        if row.emits and row.seq not in dead and row.seq.id in self._begun:
-                            self._first(row.seq, stats)
+            if isinstance(event, Tokens):
+                if self._begun:
+                    self._tokens(event, stats)
+            elif isinstance(event, Scheduled):
+                self._begun[event.seq.id] = self.clock(), stats.preemptions
+            elif isinstance(event, Finished):
+                self._begun.pop(event.seq.id, None)
+
+    def _tokens(self, event: Tokens[Any, Any], stats: Stats) -> None:
+        for row in reversed(event.rows):
+            if row.start is None:  # decode rows stand first
+                break
+            if row.emits and row.seq not in event.dead and row.seq.id in self._begun:
+                self._first(row.seq, stats)
 
     def _first(self, seq: Any, stats: Stats) -> None:
         now, (begun, preemptions) = self.clock(), self._begun.pop(seq.id)

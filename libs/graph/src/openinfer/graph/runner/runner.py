@@ -173,9 +173,9 @@ class Runner:
             trace.mark("upload")
         self.upload()
         if trace is not None:
-            kv_tokens, pairs = self.pace.workload
-            facts = {"kv_tokens": kv_tokens, "qk_pairs": pairs, "timed": timed}
-            trace.launch(step.index, bucket=self._bucket, rows=len(step.rows), **facts)
+            read, pairs = self.pace.workload
+            batch = {"bucket": self._bucket, "rows": len(step.rows)}
+            trace.launch(step.index, **batch, kv_tokens=read, qk_pairs=pairs, timed=timed)
             trace.mark("launch")
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
