@@ -95,7 +95,9 @@ class Alone:
         self._inner = inner
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        if not op.collective:
+        if op.name == "hc_post":  # the sum is left out, the streams are not
+            args = {**args, "ranks": 1}
+        if args.get("ranks", 1) == 1:
             self._inner.run(op, args)
 
 

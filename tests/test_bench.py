@@ -383,7 +383,7 @@ def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         (qwen3.config_json("8B"), {"linear_add", "gather_columns"}),
         (qwen3_5.config_json("9B"), {"linear_add", "gather_columns"}),
         (qwen3_5.config_json("35B-A3B", fp8=True), {"linear_add", "reduce_add", "gather_columns"}),
-        (deepseek_v4.config_json("Flash", layers=3), {"all_reduce", "gather_columns"}),
+        (deepseek_v4.config_json("Flash", layers=3), {"hc_post", "gather_columns"}),
     ],
     ids=["qwen3", "qwen3_5", "mixture", "deepseek_v4"],
 )

@@ -10,10 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from openinfer.cli import gate
 from openinfer.kernels import RankLost
+from openinfer.recipes.deepseek_v4 import RECIPE as DEEPSEEK_V4
+from openinfer.recipes.engine.forced import Forced
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.recipes.qwen3 import RECIPE
@@ -56,6 +59,25 @@ def test_every_path_passes_and_every_control_fails(flags, references, golden_of)
     assert len(controls) == 6
     assert built.engine.stats().compiles_after_ready == 0
     built.engine.close()
+
+
+def test_two_ranks_of_deepseek_v4_err_like_one(golden_of):
+    """The sum of ranks is mixed into the streams where it is made. Control: the logits of another position."""
+    golden, found = golden_of("deepseek_v4-tiny"), []
+    for ranks in (1, 2):
+        flags = FLAGS | {"tensor_parallel_size": ranks, "activation_quantization": "off"}
+        engine = build(DEEPSEEK_V4, golden.path, **flags).engine
+        errors = []
+        for index in (1, 2, 3):
+            forced, prompt = Forced(engine), golden.prompt(index)
+            logits = forced.feed(forced.join(1, prompt), len(prompt), 512)
+            forced.leave()
+            wanted = golden.numbers[f"p{index}.logits_fp32"]
+            errors.append(float(np.sqrt(np.mean((logits[0] - wanted[-1]) ** 2))))
+            assert np.sqrt(np.mean((logits[0] - wanted[0]) ** 2)) > 5 * errors[-1]
+        found.append(np.median(errors))
+        engine.close()
+    assert found[1] < 1.5 * found[0], found
 
 
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")  # a lost engine drops its sequences

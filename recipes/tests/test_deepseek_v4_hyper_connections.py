@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from openinfer.kernels.testing import error
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
+from openinfer.recipes.deepseek_v4.ops.streams import hc_post, spread
 from openinfer.tensor import bfloat16, float32
 
 Array = np.ndarray[Any, Any]

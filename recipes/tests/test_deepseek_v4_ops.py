@@ -10,9 +10,10 @@ import pytest
 
 from openinfer.kernels import ContractError, CpuPack, formats
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, sinkhorn
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre, sinkhorn
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
+from openinfer.recipes.deepseek_v4.ops.streams import hc_post
 from openinfer.tensor import Tensor
 
 Array = np.ndarray[Any, Any]

@@ -11,6 +11,7 @@ An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pa
  - parts of ops here that another op may launch: products (`matmul`, `takes_codes`, `expect_bf16`, `expect_q8`),
    attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
    `expect_cache`, `cached_bytes`, `write_launch`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
+ - sums of several ranks: `Communicator`, `sum_over` (references), `pushes`, `pushed_rows` (launches)
  - cost: `Cost`, `Workload`
 
 Kernels themselves import Triton functions from the modules of openinfer.kernels.device by
@@ -25,8 +26,10 @@ from openinfer.kernels.attention import Call as AttentionCall
 from openinfer.kernels.attention import Choice as AttentionChoice
 from openinfer.kernels.attention import choose as choose_attention
 from openinfer.kernels.attention import launches as attention_launches
+from openinfer.kernels.communicator import Communicator, sum_over
 from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_packed, expect_weight, require
 from openinfer.kernels.errors import ContractError
+from openinfer.kernels.exchange import pushed_rows, pushes
 from openinfer.kernels.formats import (
     FP4_BLOCK,
     SCALE_BLOCK,
@@ -76,6 +79,7 @@ __all__ = [
     "AttentionChoice",
     "Collective",
     "Command",
+    "Communicator",
     "ContractError",
     "Cost",
     "Launch",
@@ -108,6 +112,8 @@ __all__ = [
     "matmul",
     "matmul_nt",
     "power_of_two",
+    "pushed_rows",
+    "pushes",
     "q4",
     "q8",
     "require",
@@ -116,6 +122,7 @@ __all__ = [
     "rounded",
     "shared_bytes",
     "silu",
+    "sum_over",
     "takes_codes",
     "unpack_fp4",
     "write_launch",

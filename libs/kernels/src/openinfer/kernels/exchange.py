@@ -81,29 +81,41 @@ def _push(
 ) -> Command:
     """The sum by our own kernel, see device.push_sum."""
     rows, width = x.shape
-    lanes = power_of_two(width // 8)
+    lanes, pushed = power_of_two(width // 8), pushed_rows(target, ranks, rows, width)
     out, weight, eps = normed or (x, x, 0.0)
-    args: dict[str, Arg] = {
-        "x": x,
-        "y": y,
-        "normed": out,
-        "gain": weight,
-        "peers": Peers(2 * width),
-        "rank": target.rank,
-        "rows": rows,
-        "eps": eps,
-    }
+    args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
     constants = {
-        "WIDTH": width,
-        "RANKS": ranks,
-        "SLOT": PROGRAMS * 2 * width,
+        **pushed.constants,
         "LANES": lanes,
         "ADD": add,
         "NORM": normed is not None,
         "TWO_SHOT": choice.kind == "two_shot",
     }
-    grid, warps = (min(rows, PROGRAMS),), min(choice.warps, max(1, lanes // 32))
-    return launch("openinfer.kernels.device.push_sum", "push_sum", grid, args, constants, num_warps=warps)
+    warps = min(choice.warps, max(1, lanes // 32))
+    return launch(
+        "openinfer.kernels.device.push_sum", "push_sum", pushed.grid, args, constants, num_warps=warps
+    )
+
+
+class PushedRows(NamedTuple):
+    """The part of a launch that device.push_sum's `exchanged` needs: arguments peers, rank and rows, the constants
+    WIDTH, RANKS and SLOT, and the grid."""
+
+    args: dict[str, Arg]
+    constants: dict[str, int]
+    grid: tuple[int]
+
+
+def pushed_rows(target: Target, ranks: int, rows: int, width: int) -> PushedRows:
+    """For bf16 [rows, width]. All rows that a model's kernels push have one width."""
+    args: dict[str, Arg] = {"peers": Peers(2 * width), "rank": target.rank, "rows": rows}
+    constants = {"WIDTH": width, "RANKS": ranks, "SLOT": PROGRAMS * 2 * width}
+    return PushedRows(args, constants, (min(rows, PROGRAMS),))
+
+
+def pushes(target: Target, ranks: int, rows: int, width: int) -> bool:
+    """Whether a kernel of one shot is the way to add up bf16 [rows, width]."""
+    return not target.interpreted and choose_exchange(target, ranks, rows, width).kind == "push"
 
 
 def columns_of_ranks(out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:

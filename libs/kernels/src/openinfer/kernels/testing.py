@@ -9,6 +9,11 @@ The interpreter needs `TRITON_INTERPRET=1` in the environment before anything im
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import mmap
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.errors import ContractError
+from openinfer.kernels.errors import ContractError, RankLost
+from openinfer.kernels.exchange import PROGRAMS
+from openinfer.kernels.launch import Peers
 from openinfer.kernels.op import Op, Workload
 from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
@@ -31,6 +38,7 @@ __all__ = [
     "INTERPRETED",
     "Array",
     "Case",
+    "HostPeers",
     "OpConformance",
     "compare",
     "error",
@@ -210,3 +218,61 @@ class OpConformance:
                 assert cost.flops >= 0
             assert much.bytes >= little.bytes
             assert much.flops >= little.flops
+
+
+class HostPeers(InterpDriver):
+    """A driver of the interpreter for kernels that push to other ranks, which are processes of this host.
+
+    All ranks give a descriptor of one file (os.memfd_create). width: bytes of a row. Plan for a Target with the rank
+    and without `interpreted`. The interpreter has no inline assembly, so the accesses of 16 bytes of device.push_sum
+    become numpy's: make the driver before any other module imports them. RankLost where a word does not come within
+    `timeout_s`. clears=False: slots that were read keep their words, which is a fault for controls.
+    """
+
+    def __init__(
+        self, file: int, rank: int, size: int, width: int, *, timeout_s: float = 20.0, clears: bool = True
+    ) -> None:
+        super().__init__()
+        segment = 2 * size * PROGRAMS * width
+        os.ftruncate(file, size * segment)
+        memory, self._lost = np.frombuffer(mmap.mmap(file, 0), np.uint8), np.zeros(4, np.int32)
+        self._width, self._timeout_s, self._clears, self._memory = width, timeout_s, clears, memory
+        self._table = np.zeros(size + 2 + PROGRAMS // 2, np.int64)
+        self._table[:size] = memory.ctypes.data + np.arange(size) * segment
+        self._table[size] = self._lost.ctypes.data
+        device: Any = importlib.import_module("openinfer.kernels.device.push_sum")
+        device.load16, device.store16, device.arrived = self._load, self._store, self._arrived
+        device.fence = lambda inside: None
+
+    def peers(self, table: Peers) -> int:
+        assert table.width == self._width, f"rows of {table.width} bytes; the segments are for {self._width}"
+        return int(self._table.ctypes.data)
+
+    def _words(self, address: Any, inside: Any) -> Array:
+        found = np.zeros((4, inside.handle.data.size), np.int32)
+        for lane in np.flatnonzero(inside.handle.data):
+            found[:, lane] = np.frombuffer(ctypes.string_at(int(address.handle.data[lane]), 16), np.int32)
+        return found
+
+    def _load(self, address: Any, inside: Any) -> tuple[Any, ...]:
+        import triton.language as tl
+        from triton.runtime.interpreter import TensorHandle
+
+        words = self._words(address, inside)
+        block = tl.block_type(tl.int32, [words.shape[1]])
+        return tuple(tl.tensor(TensorHandle(row.copy(), tl.int32), block) for row in words)
+
+    def _store(self, address: Any, inside: Any, *words: Any) -> None:
+        rows = np.stack([word.handle.data for word in words]).astype(np.int32)
+        if not self._clears and not rows.any():
+            return
+        for lane in np.flatnonzero(inside.handle.data):
+            ctypes.memmove(int(address.handle.data[lane]), rows[:, lane].tobytes(), 16)
+
+    def _arrived(self, address: Any, lost: Any, inside: Any) -> tuple[Any, ...]:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._words(address, inside)[:, inside.handle.data != 0].all():
+            if time.monotonic() > deadline:
+                raise RankLost("a word of another rank did not come")
+            os.sched_yield()
+        return self._load(address, inside)

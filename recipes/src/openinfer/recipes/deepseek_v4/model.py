@@ -12,7 +12,6 @@ from typing import NamedTuple
 from openinfer.graph.runner import Batch, States
 from openinfer.kernels import (
     Pack,
-    all_reduce,
     embed,
     experts,
     gate_up_clamped,
@@ -26,10 +25,11 @@ from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.ops.compress import compress
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_post, hc_pre, spread
+from openinfer.recipes.deepseek_v4.ops.hyper_connections import hc_head, hc_pre
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.queries import q_kv_write
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
+from openinfer.recipes.deepseek_v4.ops.streams import hc_post, spread
 from openinfer.recipes.deepseek_v4.places import Mixing
 from openinfer.recipes.deepseek_v4.weights import Attention, Compressor, Layer, Sparse, Weights
 from openinfer.tensor import Stream, Tensor
@@ -88,10 +88,11 @@ class Model:
         b, t = self.buffers, step.tokens
         self.read_streams(pack, layer.attn_mixing, layer.attn_norm, t)
         self._attention(pack, layer.attention, layer.place, step, kv)
-        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t])
+        ranks = self.config.ranks
+        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t], ranks=ranks)
         self.read_streams(pack, layer.ffn_mixing, layer.ffn_norm, t)
         self._mixture(pack, layer, t)
-        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t])
+        hc_post(pack, streams=b.streams[:t], y=b.y[:t], mix=b.mix[:t], ranks=ranks)
 
     def read_streams(self, pack: Pack, mixing: Mixing, norm: Tensor, t: int) -> None:
         """normed = the norm of a mixture of the streams; rounded = the same for products that round their input."""
@@ -177,7 +178,6 @@ class Model:
             quantized=self.quantized,
         )
         self._project(pack, b.y[:t], groups, out_b)
-        self._sum_of_ranks(pack, t)
 
     def _select(self, pack: Pack, sparse: Sparse, place: int, step: Step) -> Tensor:
         """The entries of a CSA layer; `selected` = those that each token attends to."""
@@ -241,7 +241,7 @@ class Model:
         )
 
     def _mixture(self, pack: Pack, layer: Layer, t: int) -> None:
-        """y = the output of each token's experts plus that of the shared expert."""
+        """y = a rank's part of the output of each token's experts plus that of the shared expert."""
         c, b, batch, m = self.config, self.buffers, self.batch, layer.mixture
         ids, weights = b.expert_ids[:t], b.expert_weights[:t]
         self._project(pack, b.router[:t], b.normed[:t], Linear(m.router, None))
@@ -283,13 +283,6 @@ class Model:
             quantized=self.quantized,
             all_experts=c.num_experts,
         )
-        self._sum_of_ranks(pack, t)
-
-    def _sum_of_ranks(self, pack: Pack, t: int) -> None:
-        """y = the sum of the y of all ranks."""
-        y, ranks = self.buffers.y[:t], self.config.ranks
-        if ranks > 1:
-            all_reduce(pack, out=y, x=y, ranks=ranks)
 
     def _project(self, pack: Pack, out: Tensor, x: Tensor, linear: Linear) -> None:
         """Packed weights are for inputs that are rounded where the model rounds."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from openinfer.graph.runner import StepRows
 from openinfer.kernels import Pack, embed, norm_rows
 from openinfer.recipes.deepseek_v4.model import Model, Step
-from openinfer.recipes.deepseek_v4.ops.hyper_connections import spread
+from openinfer.recipes.deepseek_v4.ops.streams import spread
 from openinfer.recipes.deepseek_v4.weights import Mtp
 from openinfer.tensor import Tensor
 

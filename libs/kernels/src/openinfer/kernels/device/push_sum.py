@@ -150,6 +150,28 @@ def sum_of_slots(own, mine, old, lost, rank, inside, RANKS: tl.constexpr, SLOT: 
 
 
 @triton.jit
+def exchanged(mine, old, peers, rank, lost, slot, inside, RANKS: tl.constexpr, SLOT: tl.constexpr):
+    """`old` plus a row of all ranks, of which `mine` is ours; `slot`: bytes to the row's slot of rank 0."""
+    a, b, c, d = mine
+    for step in tl.static_range(1, RANKS):
+        other = tl.load(peers + (rank + step) % RANKS)
+        store16(other + slot + rank * SLOT, inside, a, b, c, d)
+    return sum_of_slots(tl.load(peers + rank) + slot, mine, old, lost, rank, inside, RANKS, SLOT)
+
+
+@triton.jit
+def calls_of(peers, program, RANKS: tl.constexpr):
+    """Where the count of a program's calls is."""
+    return (peers + RANKS + 2).to(tl.pointer_type(tl.int32)) + program
+
+
+@triton.jit
+def slot_of(call, program, index, RANKS: tl.constexpr, SLOT: tl.constexpr, WIDTH: tl.constexpr):
+    """Bytes from the start of a segment to the 16 bytes of each lane in the slot of rank 0."""
+    return (call % 2).to(tl.int64) * (SLOT * RANKS) + program.to(tl.int64) * (WIDTH * 2) + index * 16
+
+
+@triton.jit
 def gains(gain, index, inside, WIDE: tl.constexpr):
     """The eight weights of a lane in float32, of bf16 or, with WIDE, of float32."""
     if WIDE:
@@ -210,7 +232,7 @@ def push_sum(
     index = tl.arange(0, LANES).to(tl.int64)
     inside = (index < WIDTH // 8).to(tl.int32)
     program = tl.program_id(0)
-    count = (peers + RANKS + 2).to(tl.pointer_type(tl.int32)) + program
+    count = calls_of(peers, program, RANKS)
     call = tl.load(count)
     own = tl.load(peers + rank)
     lost = tl.load(peers + RANKS) + tl.zeros([LANES], tl.int64)
@@ -219,7 +241,7 @@ def push_sum(
         g = gains(gain, index, inside, WIDE)
     for row in range(program, rows, tl.num_programs(0)):
         at = (tl.zeros([LANES], tl.int64) + row) * (WIDTH * 2) + index * 16
-        slot = (call % 2).to(tl.int64) * (SLOT * RANKS) + program.to(tl.int64) * (WIDTH * 2) + index * 16
+        slot = slot_of(call, program, index, RANKS, SLOT, WIDTH)
         a, b, c, d = load16(y.to(tl.int64) + at, inside)
         mine = (sent(a), sent(b), sent(c), sent(d))
         old = (none, none, none, none)
@@ -241,12 +263,9 @@ def push_sum(
                 store16(own + slot + owner * SLOT, inside, none, none, none, none)
             words = (received(a), received(b), received(c), received(d))
         else:
-            for step in tl.static_range(1, RANKS):
-                other = tl.load(peers + (rank + step) % RANKS)
-                store16(other + slot + rank * SLOT, inside, mine[0], mine[1], mine[2], mine[3])
             if ADD:
                 old = load16(x.to(tl.int64) + at, inside)
-            words = narrow(sum_of_slots(own + slot, mine, old, lost, rank, inside, RANKS, SLOT))
+            words = narrow(exchanged(mine, old, peers, rank, lost, slot, inside, RANKS, SLOT))
         store16(x.to(tl.int64) + at, inside, words[0], words[1], words[2], words[3])
         if NORM:
             a, b, c, d = normed_words(words, g, eps, WIDTH, WIDE)

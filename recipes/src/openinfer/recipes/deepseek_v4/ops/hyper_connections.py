@@ -1,4 +1,4 @@
-"""hc_pre, hc_post, hc_head: the residual streams around a sublayer, and after the last. spread: into the streams."""
+"""hc_pre, hc_head: one vector of the residual streams, for a sublayer and after the last."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from openinfer.kernels.authoring import (
     Scratch,
     Target,
     Workload,
-    aligned,
     depth,
     expect,
     expect_bf16,
@@ -34,6 +33,7 @@ from openinfer.kernels.authoring import (
     rounded,
 )
 from openinfer.kernels.benchmark import Case, Memory
+from openinfer.recipes.deepseek_v4.ops.streams import hc_post
 from openinfer.tensor import Tensor, float32, int32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
@@ -248,52 +248,6 @@ def _pre_cost(
 hc_pre = Op("hc_pre", _pre_contract, reference=_pre_reference, launches=_pre_launches, cost=_pre_cost)
 
 
-def _post_contract(*, streams: Tensor, y: Tensor, mix: Tensor) -> None:
-    """streams[t, k] = post_k * y[t] + sum over j of C[j, k] * streams[t, j], in place: float32, rounded once.
-
-    streams [T, n, D], y [T, D] of one float dtype; mix float32 [T, n + n n] as hc_pre writes it: post, then C row by
-    row (the sum is over its first index). On a GPU n is 4.
-    """
-    expect("streams", streams, (-1, -1, -1), *FLOATS)
-    tokens, n, width = streams.shape
-    expect("y", y, (tokens, width), streams.dtype)
-    expect("mix", mix, (tokens, n + n * n), float32)
-
-
-def _post_reference(*, streams: Array, y: Array, mix: Array) -> None:
-    tokens, n, _ = streams.shape
-    post, comb = mix[:, :n], mix[:, n:].reshape(tokens, n, n)
-    old, added = f32(streams).copy(), f32(y)
-    for k in range(n):
-        total = post[:, k : k + 1] * added
-        for j in range(n):
-            total = total + comb[:, j, k : k + 1] * old[:, j]
-        streams[:, k] = total
-
-
-def _post_launches(target: Target, *, streams: Tensor, y: Tensor, mix: Tensor) -> Iterator[Command]:
-    expect_bf16(streams)
-    tokens, n, width = streams.shape
-    require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
-    block = min(1024, power_of_two(width))
-    yield launch(
-        _DEVICE,
-        "hc_post",
-        (tokens, -(-width // block)),
-        {"streams": streams, "y": y, "mix": mix, "width": Aligned(width)},
-        {"BLOCK": block},
-    )
-
-
-def _post_cost(workload: Workload, *, streams: Tensor, y: Tensor, mix: Tensor) -> Cost:
-    _, n, width = streams.shape
-    numbers = (2 * n + 1) * width * streams.itemsize + mix.shape[1] * 4
-    return Cost(workload.tokens * numbers, workload.tokens * 2 * (n * n + n) * width)
-
-
-hc_post = Op("hc_post", _post_contract, reference=_post_reference, launches=_post_launches, cost=_post_cost)
-
-
 def _head_contract(
     *, out: Tensor, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc_eps: float
 ) -> None:
@@ -334,39 +288,6 @@ def _head_cost(workload: Workload, *, streams: Tensor, fn: Tensor, **rest: objec
 
 
 hc_head = Op("hc_head", _head_contract, reference=_head_reference, launches=_head_launches, cost=_head_cost)
-
-
-def _spread_contract(*, streams: Tensor, x: Tensor, add: bool) -> None:
-    """streams[t, s] = x[t] for every stream s, or += with `add` (rounded once). streams [T, n, D], x [T, D] of one
-    float dtype."""
-    expect("streams", streams, (-1, -1, -1), *FLOATS)
-    expect("x", x, (streams.shape[0], streams.shape[2]), streams.dtype)
-
-
-def _spread_reference(*, streams: Array, x: Array, add: bool) -> None:
-    streams[:] = f32(streams) + f32(x)[:, None] if add else x[:, None]
-
-
-def _spread_launches(target: Target, *, streams: Tensor, x: Tensor, add: bool) -> Iterator[Command]:
-    tokens, n, width = streams.shape
-    block = min(1024, power_of_two(width))
-    yield launch(
-        _DEVICE,
-        "spread",
-        (tokens, -(-width // block)),
-        {"streams": streams, "x": x, "width": aligned(width)},
-        {"STREAMS": n, "ADD": add, "BLOCK": block},
-    )
-
-
-def _spread_cost(workload: Workload, *, streams: Tensor, x: Tensor, add: bool) -> Cost:
-    _, n, width = streams.shape
-    return Cost(workload.tokens * ((1 + add) * n + 1) * width * x.itemsize, workload.tokens * add * n * width)
-
-
-spread = Op(
-    "spread", _spread_contract, reference=_spread_reference, launches=_spread_launches, cost=_spread_cost
-)
 
 
 def cases(memory: Memory) -> Iterator[Case]:
