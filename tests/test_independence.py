@@ -231,6 +231,16 @@ def test_recipes_are_within_their_budgets(capsys: pytest.CaptureFixture[str]) ->
     assert lines_of(SOURCES["recipes"]) <= MAX_RECIPE_LINES
 
 
+def test_processes_that_serve_http_do_without_numpy() -> None:
+    """It takes a third of their start."""
+    code = "import sys, openinfer.frontend.{} as m; print('numpy' in sys.modules)"
+    for module in ("http", "web", "frontend_process", "render_process"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "False\n", module
+
+
 def test_the_engine_knows_no_model() -> None:
     words = re.compile(r"model_type|qwen|deepseek|llama", re.I)
     folder = SOURCES["recipes"] / "engine"

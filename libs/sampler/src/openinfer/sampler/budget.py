@@ -5,11 +5,13 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from openinfer.sampler.errors import InvalidGrammar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Budget", "Spending"]
 
@@ -74,11 +76,11 @@ class Spending:
 
         Token t is bit t % 32 of word t // 32."""
         token = self._budget.closing
-        word, bit = token // 32, np.uint32(1 << token % 32)
-        if not self._due or not mask.view(np.uint32)[word] & bit:
+        words, word, bit = mask.view("uint32"), token // 32, 1 << token % 32
+        if not self._due or not words[word] & bit:
             return False
-        mask[:] = 0
-        mask.view(np.uint32)[word] = bit
+        words[:] = 0
+        words[word] = bit
         return True
 
     @property

@@ -1,6 +1,7 @@
 """Structured output: a grammar compiled against a vocabulary, and for every step the mask of tokens that may come next.
 
-Importing this needs numpy only, and `Grammar` is plain data; a `Compiler` needs the extra [grammar] (llguidance).
+Importing this needs the standard library only. `Grammar` is plain data, and a `Compiler` needs the extra [grammar]
+(llguidance).
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import numpy as np
-from numpy.typing import NDArray
-
 from openinfer.sampler.budget import Budget, Spending
 from openinfer.sampler.errors import GrammarFailed, GrammarTimeout, InvalidGrammar, MissingExtra
 from openinfer.sampler.schema import prepared
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher
+    from numpy.typing import NDArray
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "any"]
 MAX_GRAMMAR_CHARS = 1 << 16
@@ -134,7 +134,7 @@ class Matcher:
         Raises GrammarFailed where the grammar got too complex for its limits.
         """
         words = -(-self._vocabulary // 32)
-        if mask.dtype != np.int32 or mask.shape != (words,) or not mask.flags.c_contiguous:
+        if mask.dtype != "int32" or mask.shape != (words,) or not mask.flags.c_contiguous:
             raise ValueError(f"mask is {mask.dtype}{list(mask.shape)}: it must be contiguous int32[{words}]")
         if self._inner is None:
             mask.fill(-1)
@@ -146,6 +146,8 @@ class Matcher:
 
     def allowed(self) -> NDArray[np.bool_]:
         """The mask as new bool[V]; ``~allowed()`` is a row of `forbid` for ``sample_arrays``."""
+        import numpy as np  # at this place, because processes that serve HTTP do without numpy
+
         mask = np.zeros(-(-self._vocabulary // 32), np.int32)
         self.fill(mask)
         return np.unpackbits(mask.view(np.uint8), count=self._vocabulary, bitorder="little").view(np.bool_)
@@ -307,10 +309,9 @@ class Compiler:
         probe = matcher.deep_copy()
         if not probe.is_error():
             # Most of the work on expressions is done for the first token, and most of what can fail fails with it.
-            mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
-            allowed = np.unpackbits(mask, bitorder="little").nonzero()[0]
-            if allowed.size:
-                probe.consume_token(int(allowed[-1]))
+            last = int.from_bytes(probe.compute_bitmask(), "little").bit_length() - 1  # of the tokens allowed
+            if last >= 0:
+                probe.consume_token(last)
         if probe.is_error():
             kind = (grammar.content or grammar).kind  # what is around a content is not the user's own
             raise InvalidGrammar(f"{kind}: {_problem(probe.get_error())}")
