@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class Faulty:
     """Repeats the last token, and after a while proposes one that does not exist."""
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
-        return [10**6 if len(tokens) > 50 else tokens[-1]] * count
+        return [10**6 if len(tokens) > 44 else tokens[-1]] * count
 
 
 def test_a_drafter_that_proposes_no_token_is_turned_off(
@@ -98,6 +99,24 @@ def test_a_drafter_that_proposes_no_token_is_turned_off(
     assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in wanted]
     assert drafted.engine.stats().draft_tokens > 0
     assert sum("the drafter is off" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_steps_after_drafts_have_no_room_for_them(session: Callable[..., Any]) -> None:
+    """One step takes the accepted drafts of a recurrent state. The steps after it run as without drafts."""
+    drafted = session(GOLDENS / "qwen3_5-tiny", speculative_config=NGRAM)
+    runner, levels = drafted.engine.runner, list[int]()
+    runner.drafting.worth.choose = lambda available, rows, cost: 2 if len(levels) == 5 else 0
+    launch = runner.graphs.launch
+
+    def noted(key: tuple[Any, ...]) -> None:
+        levels.extend([key[1].drafts] if key[0] == "forward" else [])
+        launch(key)
+
+    runner.graphs.launch = noted
+    runner.drafting.make_drafter = lambda: SimpleNamespace(propose=lambda tokens, count: [5] * count)
+    drafted.outcomes_of([(list(range(20, 60)), 24, {"ignore_eos": True})])
+    assert levels[:10] == [0, 0, 0, 0, 0, 2, 1, 0, 0, 0]
+    assert not any(levels[10:])
 
 
 def test_suffixes_find_drafts_in_a_text_that_repeats_itself(session: Callable[..., Any]) -> None:

@@ -45,6 +45,14 @@ def test_steps_that_take_longer_correct_their_shape_first():
     assert costs.decode(8, 0) < 8.5
 
 
+def test_the_first_step_of_a_shape_says_nothing():
+    costs, shape = made(), BUCKETS.choose(8, 8)
+    costs.took(shape, 30.0)
+    assert costs.decode(8, 0) == costs.decode(1, 0) * 8 == 8.0
+    costs.took(shape, 9.0)
+    assert costs.decode(8, 0) == pytest.approx(9.0)
+
+
 def test_without_predictions_a_shape_costs_what_its_steps_took():
     costs = made(predicted=False)
     for _ in range(4):  # the first may be held up

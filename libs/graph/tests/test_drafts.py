@@ -173,7 +173,9 @@ def test_a_step_after_one_with_drafts_has_their_shape_where_states_lag_behind():
     assert level(seqs, {seqs[1]: 1}) == 1
     assert level(seqs[:1], {}) == 0  # its last step had none
     assert level(seqs, {}) == 1  # the other's had one
+    assert drafting.unsettled  # the next step has a shape without drafts
     assert level(seqs, {}) == 0
+    assert not drafting.unsettled
     assert level(seqs, {seqs[0]: 3}) == 3
     assert level(seqs[1:], {}, left=[1]) == 0
     assert not drafting.lagging

@@ -61,6 +61,8 @@ class Drafting:
     """Drafts that they made after the last step that was launched."""
     lagging: set[int] = field(default_factory=set)
     """Slots whose state lags behind by drafts of their last step (model.States)."""
+    unsettled: bool = False
+    """Whether the next step may have another shape than the last, though its rows and drafts are the same."""
     worth: Worth = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,13 +87,15 @@ class Drafting:
 
     def level(self, step: Step[Sampling], may_lag: bool) -> int:
         """The drafts of a step's shape: the most of a row, or 1 if a row must catch up. may_lag: the model has States.
-        Called for each step whose rows or drafts have changed, and while `lagging` has slots."""
+        Called for each step whose rows or drafts have changed, and for a step that follows an unsettled one."""
         most = max(step.drafts.values(), default=0)
+        self.unsettled = False
         if may_lag and (most or self.lagging):
             slots = {row.seq.slot for row in step.rows}
             most = most or int(not self.lagging.isdisjoint(slots))
             self.lagging.difference_update(step.left, slots)
             self.lagging.update(seq.slot for seq in step.drafts)
+            self.unsettled = most > 0
         return most
 
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:

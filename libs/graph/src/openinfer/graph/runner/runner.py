@@ -161,7 +161,7 @@ class Runner:
             table = self.model.tables[write.group]
             if table is not None:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
-        if step.changed or (self.drafting is not None and self.drafting.lagging):
+        if step.changed or (self.drafting is not None and self.drafting.unsettled):
             self._write_batch(step)
         if self.drafting is not None:
             self.drafting.write(rows, step)
