@@ -101,6 +101,20 @@ def test_a_trial_that_brings_tokens_is_repeated_at_once() -> None:
     assert worth.choose([1], 1, cost) == 0
 
 
+def test_a_step_with_drafts_that_seems_short_is_not_taken_for_it() -> None:
+    """The step without drafts must run again, so that its cost is corrected."""
+    worth = Worth((1, 2))
+    for _ in range(200):
+        worth.saw({(1, 0): 1})
+        worth.spent(1, 0, 1.0, 1.0)
+    chosen = 0
+    for _ in range(200):
+        level = worth.choose([2], 1, {0: 1.5, 1: 1.0, 2: 1.0}.get)
+        chosen += level > 0
+        worth.spent(1, 0, 1.53 if level else 1.5, 1.5)
+    assert chosen < 100
+
+
 def test_a_step_of_an_unknown_cost_is_tried_once_the_plain_one_is_known() -> None:
     worth, known = Worth((1, 3)), dict[int, float]()
     assert worth.choose([3], 1, known.get) == 0

@@ -17,6 +17,9 @@ LOSS = 0.012
 """The part of the time that drafts may lose."""
 STEPS = 1024
 """Steps over which losses are counted."""
+CHEAPEST = 1.02
+"""The least ratio of a step with drafts to a step without that is believed. Where the ratio seems smaller, the estimate
+of the step without drafts is too high. Only running such steps corrects it."""
 LEAST = 0.3
 """Drafts of which the last is accepted less often are not tried: its gain is lost in the noise of the costs."""
 ADVANCE = 150
@@ -64,7 +67,7 @@ class Worth:
             seconds = cost(level)
             if seconds is None:
                 return level
-            rate = (rows + self._expected(available, level)) / seconds
+            rate = (rows + self._expected(available, level)) / max(seconds, CHEAPEST * plain)
             if rate > best_rate:
                 best, best_rate = level, rate
             if level >= max(available):
@@ -72,7 +75,8 @@ class Worth:
         if best:
             return best
         least = cost(self._levels[0])
-        return self._levels[0] if least is None or self._credit >= least - plain else 0
+        tries = least is None or self._credit >= max(least, CHEAPEST * plain) - plain
+        return self._levels[0] if tries else 0
 
     def _expected(self, available: Sequence[int], level: int) -> float:
         """Drafts that are accepted, of rows with up to `level`."""
