@@ -26,6 +26,9 @@ TILED_ROWS, SCANNED_ROWS = 8, 2
 rows. A program without work is not free, and in a step of 256 rows nearly all have one token. A row's scan alone
 fills a GPU."""
 
+VERIFIED_COLUMNS = 16
+"""Columns of a state that a program of rows with drafts has: a warp's, so that no sum crosses warps."""
+
 _DEVICE = "openinfer.recipes.qwen3_5.device."
 _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")
 
@@ -136,33 +139,43 @@ def _step(call: Call, tuning: Tuning, tokens: int) -> Launch:
 
 def _verify(call: Call, tokens: int, short: int) -> Iterator[Launch]:
     """Rows of at most `short` tokens, and zeros for the tokens from the last row's end to `tokens`."""
-    (_, heads, _, _), rows = call.t["state"].shape, call.t["slots"].shape[0]
+    (_, heads, dk, dv), rows = call.t["state"].shape, call.t["slots"].shape[0]
     ring, snapshots = call.t["recent"].shape[1], call.t["snapshot_ends"].shape[1]
-    of_step = call.tensors("snapshot_ends", "snapshot_blocks")
-    drafts = call.tensors("accepted", "num_drafts")
-    width, gates, block = call.t["qkv"].shape[1], call.t["ba"].shape[1], 512
-    constants = call.taps | {"RING": ring, "SNAPSHOTS": power_of_two(snapshots)}
+    width, columns = call.t["qkv"].shape[1], min(VERIFIED_COLUMNS, dv)
+    of_step = call.tensors(*_OF_ROWS, "state_from", "state_to", "snapshot_ends", "snapshot_blocks")
+    of_step |= call.tensors("recent", "accepted", "num_drafts")
+    shared: dict[str, Arg] = {
+        "made": Scratch((rows, ring, width), float32),
+        "snapshots": snapshots,
+        "short": short,
+    }
+    constants = call.sizes | {"RING": ring, "SNAPSHOTS": power_of_two(snapshots)}
     yield launch(
         _DEVICE + "delta_verify",
-        "delta_verify",
-        (heads, rows),
-        call.tensors("out", "qkv", "z", "ba", "conv_weight", "decay", "dt_bias", "norm_weight", "conv_state")
-        | call.tensors("state", *_OF_ROWS, "state_from", "state_to")
-        | {**of_step, **call.tensors("recent"), **drafts}
-        | call.strides("qkv", "z", "ba", "conv_state", "state", "recent")
-        | {"eps": call.eps, "tokens": tokens, "snapshots": snapshots, "short": short},
-        call.sizes | constants,
-        num_warps=8,
+        "delta_inputs_short",
+        (2 * call.key_heads + heads + 1, rows),
+        call.tensors("qkv", "ba", "conv_weight", "conv_state")
+        | of_step
+        | call.strides("qkv", "ba", "conv_state", "recent")
+        | shared,
+        constants | call.taps | {"WIDE": max(dk, dv), "GATES": power_of_two(2 * heads)},
     )
     yield launch(
         _DEVICE + "delta_verify",
-        "delta_keep",
-        (-(-(width + gates) // block), rows),
-        call.tensors("qkv", "ba", "conv_state", "recent", *_OF_ROWS, "state_from", "state_to")
-        | {**of_step, **drafts}
-        | call.strides("qkv", "ba", "conv_state", "recent")
-        | {"width": width, "gates": gates, "snapshots": snapshots, "short": short},
-        {**constants, "BLOCK": block},
+        "delta_verify",
+        (heads * (dv // columns), rows),
+        call.tensors("out", "z", "ba", "decay", "dt_bias", "norm_weight", "state")
+        | of_step
+        | call.strides("z", "ba", "state", "recent")
+        | shared
+        | {
+            "partial": Scratch((rows, heads, short, dv), float32),
+            "arrived": Scratch((rows, heads), int32, zeroed=True),
+            "eps": call.eps,
+            "tokens": tokens,
+        },
+        constants | {"BV": columns},
+        num_warps=1,
     )
 
 

@@ -1,7 +1,8 @@
 """Rows of a few tokens through a gated delta-rule layer, the last ones drafts: token by token, as delta_step does one.
 
 A row first takes the drafts that its last step accepted. Their inputs are in `recent`, at their positions modulo RING.
-The convolution's inputs at the positions before these are in the ring of the row's block.
+The convolution's inputs at the positions before these are in the ring of the row's block. delta_inputs_short runs the
+convolution for all positions at once, and keeps its inputs. delta_verify carries the states through the positions.
 """
 
 # mypy: ignore-errors
@@ -13,122 +14,26 @@ from openinfer.recipes.qwen3_5.device.gates import gated_norm, log_decay, sigmoi
 
 @triton.jit
 def _input(
-    channel, position, begin, start, ring, recent, recent_width, token, qkv_stride, width,
+    channel, inside, position, begin, start, ring, recent, recent_width, token, qkv_stride, width,
     TAPS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """The convolution's inputs of channels [N] at a position. begin, start: the positions of the row's state and of its
-    first new token, which `token` points at. Before position 0: what the ring holds there."""
+    """The convolution's inputs of channels at positions, 0 where not `inside`. begin, start: the positions of the row's
+    state and of its first new token, which `token` points at. Before position 0: what the ring holds there."""
     kept = tl.load(
         ring + (position + TAPS) % TAPS * width + channel,
-        mask=(position < begin) & (begin > 0),
+        mask=inside & (position < begin) & (begin > 0),
         other=0.0,
     )
     draft = tl.load(
         recent + (position + RING) % RING * recent_width + channel,
-        mask=(position >= begin) & (position < start), other=0.0,
+        mask=inside & (position >= begin) & (position < start), other=0.0,
     )  # fmt: skip
     new = tl.load(
-        token + (position - start).to(tl.int64) * qkv_stride + channel, mask=position >= start, other=0.0
+        token + (position - start).to(tl.int64) * qkv_stride + channel,
+        mask=inside & (position >= start),
+        other=0.0,
     )
     return kept + draft + new
-
-
-@triton.jit
-def _convolved(
-    channel, position, begin, start, ring, recent, recent_width, token, qkv_stride, weight, width,
-    TAPS: tl.constexpr, RING: tl.constexpr,
-):  # fmt: skip
-    """silu of the convolution at a position, rounded, in float32: [N]."""
-    total = tl.zeros(channel.shape, tl.float32)
-    for back in tl.static_range(TAPS):
-        value = _input(
-            channel, position - back, begin, start, ring, recent, recent_width, token, qkv_stride, width, TAPS,
-            RING,
-        )  # fmt: skip
-        value = tl.where(position >= back, value, 0.0)
-        total += value.to(tl.float32) * tl.load(weight + channel * TAPS + TAPS - 1 - back).to(tl.float32)
-    return silu(total).to(token.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def delta_verify(
-    out, qkv, z, ba, conv_weight, decay, dt_bias, norm_weight, conv_state, state, slots, q_starts, seq_lens, alive,
-    state_from, state_to, snapshot_ends, snapshot_blocks, recent, accepted, num_drafts, qkv_stride, z_stride, ba_stride,
-    conv_stride, state_stride, recent_stride, eps, tokens, snapshots, short,
-    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
-    SNAPSHOTS: tl.constexpr,
-):  # fmt: skip
-    """Rows of 1 to `short` tokens, and zeros for the tokens from the last row's end to `tokens`. Grid (heads, rows).
-
-    It writes outputs and states. `delta_keep` writes the convolution's inputs, because heads read those of others."""
-    head, row, rows = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    heads: tl.constexpr = KEYS * GROUP
-    width: tl.constexpr = 2 * KEYS * DK + heads * DV
-    recent_width: tl.constexpr = width + 2 * heads
-    i, j = tl.arange(0, DK), tl.arange(0, DV)
-    dtype = out.dtype.element_ty
-    slot, first, after = tl.load(slots + row), tl.load(q_starts + row), tl.load(q_starts + row + 1)
-    end = tl.load(q_starts + rows)
-    for padding in range(end + row, tokens, rows):
-        tl.store(out + (padding * heads + head) * DV + j, tl.zeros((DV,), dtype))
-    length = after - first
-    if (length == 0) | (length > short):
-        return
-    if tl.load(alive + slot) == 0:
-        for dead in range(first, after):
-            tl.store(out + (dead * heads + head) * DV + j, tl.zeros((DV,), dtype))
-        return
-    start = tl.load(seq_lens + slot)
-    begin = start - tl.load(accepted + slot)
-    sure = start + length - tl.load(num_drafts + row)
-    source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
-    place = (head * DK + i[:, None]) * DV + j[None, :]
-    s = tl.load(state + source * state_stride + place, mask=begin > 0, other=0.0)
-    ring, drafts = conv_state + source * conv_stride, recent + slot.to(tl.int64) * recent_stride
-    of_row = qkv + first.to(tl.int64) * qkv_stride
-    rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
-    weight = tl.load(norm_weight + j)
-    which = tl.arange(0, SNAPSHOTS)
-    ends = tl.load(snapshot_ends + row * snapshots + which, mask=which < snapshots, other=0)
-    of_q = head // GROUP * DK + i
-    of_v = 2 * KEYS * DK + head * DV + j
-    for position in range(begin, start + length):
-        new = position >= start
-        token = (first + position - start).to(tl.int64)
-        q = _convolved(
-            of_q, position, begin, start, ring, drafts, recent_width, of_row, qkv_stride, conv_weight, width,
-            TAPS, RING,
-        )  # fmt: skip
-        k = _convolved(
-            of_q + KEYS * DK, position, begin, start, ring, drafts, recent_width, of_row, qkv_stride,
-            conv_weight, width, TAPS, RING,
-        )  # fmt: skip
-        v = _convolved(
-            of_v, position, begin, start, ring, drafts, recent_width, of_row, qkv_stride, conv_weight, width,
-            TAPS, RING,
-        )  # fmt: skip
-        of_gates = drafts + position % RING * recent_width + width + head
-        a = tl.load(ba + token * ba_stride + heads + head, mask=new, other=0.0)
-        a += tl.load(of_gates + heads, mask=position < start, other=0.0)
-        b = tl.load(ba + token * ba_stride + head, mask=new, other=0.0)
-        b += tl.load(of_gates, mask=position < start, other=0.0)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * DK**-0.5
-        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        left = tl.exp(log_decay(a, rate, bias))
-        beta = sigmoid(b.to(tl.float32)).to(dtype).to(tl.float32)
-        u = beta * (v - left * tl.sum(s * k[:, None], 0))
-        o = left * tl.sum(s * q[:, None], 0) + tl.sum(q * k, 0) * u  # of the state after the update
-        s = left * s + k[:, None] * u[None, :]
-        if new:
-            gate = tl.load(z + token * z_stride + head * DV + j)
-            o = o.to(dtype).to(tl.float32)
-            tl.store(out + (token * heads + head) * DV + j, gated_norm(o, gate, weight, eps, DV, dtype))
-        due = (ends == position + 1) & (which < snapshots)
-        block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=due, other=0), 0)
-        if block > 0:
-            tl.store(state + block.to(tl.int64) * state_stride + place, s)
-        if position + 1 == sure:
-            tl.store(state + target * state_stride + place, s)
 
 
 @triton.jit
@@ -142,7 +47,8 @@ def _kept(
         position = upto - 1 - back
         inputs += (
             _input(
-                channel, position, begin, start, ring, recent, recent_width, token, qkv_stride, width, TAPS, RING
+                channel, inside, position, begin, start, ring, recent, recent_width, token, qkv_stride, width,
+                TAPS, RING,
             ),
         )  # fmt: skip
     to = conv_state + block.to(tl.int64) * conv_stride
@@ -151,50 +57,162 @@ def _kept(
 
 
 @triton.jit
-def delta_keep(
-    qkv, ba, conv_state, recent, slots, q_starts, seq_lens, alive, state_from, state_to, snapshot_ends,
-    snapshot_blocks, accepted, num_drafts, qkv_stride, ba_stride, conv_stride, recent_stride, width, gates, snapshots,
-    short, TAPS: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, SNAPSHOTS: tl.constexpr,
+def delta_inputs_short(
+    qkv, ba, conv_weight, conv_state, slots, q_starts, seq_lens, alive, state_from, state_to, snapshot_ends,
+    snapshot_blocks, recent, accepted, num_drafts, qkv_stride, ba_stride, conv_stride, recent_stride, made, snapshots,
+    short, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, TAPS: tl.constexpr,
+    RING: tl.constexpr, SNAPSHOTS: tl.constexpr, WIDE: tl.constexpr, GATES: tl.constexpr,
 ):  # fmt: skip
-    """The convolution's inputs of delta_verify's rows into the rings of their blocks, and the inputs of their drafts
-    into `recent`. Grid (cdiv(width + gates, BLOCK), rows); a program reads all it needs of BLOCK channels first."""
-    channel, row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    """Queries, keys and values of rows of 1 to `short` tokens, float32 in made [rows, RING, channels]: made[row, n] has
+    those of the position n after the row's state. The convolution's inputs go into the rings of the row's blocks, and
+    the inputs of its drafts into `recent`. Grid (2 KEYS + heads + 1, rows): a head each, and the gates.
+
+    WIDE: DK or DV, the larger; GATES: a power of two of at least twice the heads. A program reads all that it needs of
+    its channels before it writes any."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    heads: tl.constexpr = KEYS * GROUP
+    width: tl.constexpr = 2 * KEYS * DK + heads * DV
+    recent_width: tl.constexpr = width + 2 * heads
     slot, first = tl.load(slots + row), tl.load(q_starts + row)
     length = tl.load(q_starts + row + 1) - first
     if (length == 0) | (length > short) | (tl.load(alive + slot) == 0):
         return
     start = tl.load(seq_lens + slot)
     begin = start - tl.load(accepted + slot)
-    sure = start + length - tl.load(num_drafts + row)
-    recent_width = width + gates
-    mixed = tl.where(channel < width, channel, 0)
-    ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
+    end = start + length
+    sure = end - tl.load(num_drafts + row)
     drafts = recent + slot.to(tl.int64) * recent_stride
+    if part == 2 * KEYS + heads:
+        gate = tl.arange(0, GATES)
+        for position in range(sure, end):
+            value = tl.load(
+                ba + (first + position - start).to(tl.int64) * ba_stride + gate, mask=gate < 2 * heads
+            )
+            tl.store(drafts + position % RING * recent_width + width + gate, value, mask=gate < 2 * heads)
+        return
+    column, is_key = tl.arange(0, WIDE), part < 2 * KEYS
+    channel = tl.where(is_key, part * DK, 2 * KEYS * DK + (part - 2 * KEYS) * DV) + column
+    inside = column < tl.where(is_key, DK, DV)
+    ring = conv_state + tl.load(state_from + slot).to(tl.int64) * conv_stride
     token = qkv + first.to(tl.int64) * qkv_stride
+
+    step = tl.arange(0, RING)[:, None]
+    live = (begin + step < end) & inside[None, :]
+    total = tl.zeros((RING, WIDE), tl.float32)
+    for back in tl.static_range(TAPS):
+        position = begin + step - back
+        value = _input(
+            channel[None, :], live & (position >= 0), position, begin, start, ring, drafts, recent_width, token,
+            qkv_stride, width, TAPS, RING,
+        )  # fmt: skip
+        tap = tl.load(conv_weight + channel * TAPS + TAPS - 1 - back, mask=inside, other=0.0)
+        total += value.to(tl.float32) * tap.to(tl.float32)[None, :]
+    value = silu(total).to(qkv.dtype.element_ty).to(tl.float32)
+    if is_key:
+        scale = tl.rsqrt(tl.sum(value * value, 1) + 1e-6)
+        value *= tl.where(part < KEYS, scale * DK**-0.5, scale)[:, None]
+    tl.store(made + (row.to(tl.int64) * RING + step) * width + channel[None, :], value, mask=live)
+    tl.debug_barrier()  # the rings are read before any thread writes them
+
     which = tl.arange(0, SNAPSHOTS)
     ends = tl.load(snapshot_ends + row * snapshots + which, mask=which < snapshots, other=0)
-    for upto in range(start + 1, sure):  # snapshots before the end
+    for upto in range(start + 1, sure + 1):
         due = (ends == upto) & (which < snapshots)
-        block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=due, other=0), 0)
-        if block > 0:
+        if tl.max(due.to(tl.int32), 0) > 0:
+            block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=due, other=0), 0)
             _kept(
-                mixed, channel < width, upto, block, begin, start, ring, drafts, recent_width, token, qkv_stride, width,
+                channel, inside, upto, block, begin, start, ring, drafts, recent_width, token, qkv_stride, width,
                 conv_state, conv_stride, TAPS, RING,
             )  # fmt: skip
-    due = (ends == sure) & (which < snapshots)
-    block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=due, other=0), 0)
-    if block > 0:
-        _kept(
-            mixed, channel < width, sure, block, begin, start, ring, drafts, recent_width, token, qkv_stride, width,
-            conv_state, conv_stride, TAPS, RING,
-        )  # fmt: skip
     _kept(
-        mixed, channel < width, sure, tl.load(state_to + slot), begin, start, ring, drafts, recent_width, token,
-        qkv_stride, width, conv_state, conv_stride, TAPS, RING,
+        channel, inside, sure, tl.load(state_to + slot), begin, start, ring, drafts, recent_width, token, qkv_stride,
+        width, conv_state, conv_stride, TAPS, RING,
     )  # fmt: skip
-    for position in range(sure, start + length):
-        at = (first + position - start).to(tl.int64)
-        value = tl.load(qkv + at * qkv_stride + channel, mask=channel < width, other=0.0)
-        of_gates = (channel >= width) & (channel < recent_width)
-        value += tl.load(ba + at * ba_stride + channel - width, mask=of_gates, other=0.0)
-        tl.store(drafts + position % RING * recent_width + channel, value, mask=channel < recent_width)
+    for position in range(sure, end):
+        new = tl.load(token + (position - start).to(tl.int64) * qkv_stride + channel, mask=inside)
+        tl.store(drafts + position % RING * recent_width + channel, new, mask=inside)
+
+
+@triton.jit
+def delta_verify(
+    out, z, ba, decay, dt_bias, norm_weight, state, slots, q_starts, seq_lens, alive, state_from, state_to,
+    snapshot_ends, snapshot_blocks, recent, accepted, num_drafts, z_stride, ba_stride, state_stride, recent_stride,
+    made, snapshots, short, partial, arrived, eps, tokens,
+    KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, RING: tl.constexpr,
+    SNAPSHOTS: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Rows of 1 to `short` tokens, and zeros for the tokens from the last row's end to `tokens`. Grid (heads * parts
+    of BV columns, rows): the part of a head that arrives last does the norm.
+
+    made: of delta_inputs_short. partial: float32 [rows, heads, short, DV]; arrived: int32 [rows, heads], zero before
+    and after."""
+    PARTS: tl.constexpr = DV // BV
+    head, part, row = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    heads: tl.constexpr = KEYS * GROUP
+    width: tl.constexpr = 2 * KEYS * DK + heads * DV
+    recent_width: tl.constexpr = width + 2 * heads
+    rows = tl.num_programs(1)
+    i, j, whole_j = tl.arange(0, DK), part * BV + tl.arange(0, BV), tl.arange(0, DV)
+    dtype = out.dtype.element_ty
+    slot, first, after = tl.load(slots + row), tl.load(q_starts + row), tl.load(q_starts + row + 1)
+    end = tl.load(q_starts + rows)
+    for padding in range(end + row, tokens, rows):
+        tl.store(out + (padding * heads + head) * DV + j, tl.zeros((BV,), dtype))
+    length = after - first
+    if (length == 0) | (length > short):
+        return
+    if tl.load(alive + slot) == 0:
+        for dead in range(first, after):
+            tl.store(out + (dead * heads + head) * DV + j, tl.zeros((BV,), dtype))
+        return
+    start = tl.load(seq_lens + slot)
+    begin = start - tl.load(accepted + slot)
+    sure = start + length - tl.load(num_drafts + row)
+    source, target = tl.load(state_from + slot).to(tl.int64), tl.load(state_to + slot).to(tl.int64)
+    place = (head * DK + i[:, None]) * DV + j[None, :]
+    s = tl.load(state + source * state_stride + place, mask=begin > 0, other=0.0)
+    of_row = made + row.to(tl.int64) * RING * width
+    of_q, of_v = of_row + head // GROUP * DK + i, of_row + 2 * KEYS * DK + head * DV + j
+    of_k = of_q + KEYS * DK
+    next_q, next_k, next_v = tl.load(of_q), tl.load(of_k), tl.load(of_v)
+    rate, bias = tl.load(decay + head), tl.load(dt_bias + head)
+    which = tl.arange(0, SNAPSHOTS)
+    ends = tl.load(snapshot_ends + row * snapshots + which, mask=which < snapshots, other=0)
+    of_head = (row * heads + head).to(tl.int64)
+    for position in range(begin, start + length):
+        q, k, v = next_q, next_k, next_v
+        more, behind = position + 1 < start + length, (position + 1 - begin) * width
+        next_q = tl.load(of_q + behind, mask=more, other=0.0)  # while this position is worked on
+        next_k = tl.load(of_k + behind, mask=more, other=0.0)
+        next_v = tl.load(of_v + behind, mask=more, other=0.0)
+        new = position >= start
+        of_new = ba + (first + position - start).to(tl.int64) * ba_stride + head
+        of_draft = recent + slot.to(tl.int64) * recent_stride + position % RING * recent_width + width + head
+        a = tl.load(of_new + heads, mask=new, other=0.0) + tl.load(
+            of_draft + heads, mask=position < start, other=0.0
+        )
+        b = tl.load(of_new, mask=new, other=0.0) + tl.load(of_draft, mask=position < start, other=0.0)
+        left = tl.exp(log_decay(a, rate, bias))
+        beta = sigmoid(b.to(tl.float32)).to(dtype).to(tl.float32)
+        u = beta * (v - left * tl.sum(s * k[:, None], 0))
+        o = left * tl.sum(s * q[:, None], 0) + tl.sum(q * k, 0) * u  # of the state after the update
+        s = left * s + k[:, None] * u[None, :]
+        if new:
+            tl.store(partial + (of_head * short + position - start) * DV + j, o.to(dtype).to(tl.float32))
+        due = (ends == position + 1) & (which < snapshots)
+        if tl.max(due.to(tl.int32), 0) > 0:
+            block = tl.max(tl.load(snapshot_blocks + row * snapshots + which, mask=due, other=0), 0)
+            tl.store(state + block.to(tl.int64) * state_stride + place, s)
+        if position + 1 == sure:
+            tl.store(state + target * state_stride + place, s)
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    if tl.atomic_add(arrived + of_head, 1, sem="acq_rel") == PARTS - 1:
+        weight = tl.load(norm_weight + whole_j)
+        for n in range(length):
+            # .cg: not from this SM's first-level cache
+            whole = tl.load(partial + (of_head * short + n) * DV + whole_j, cache_modifier=".cg")
+            token = first.to(tl.int64) + n
+            gate = tl.load(z + token * z_stride + head * DV + whole_j)
+            to = out + (token * heads + head) * DV + whole_j
+            tl.store(to, gated_norm(whole, gate, weight, eps, DV, dtype))
+        tl.store(arrived + of_head, 0)
