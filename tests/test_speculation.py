@@ -85,7 +85,7 @@ class Faulty:
     """Repeats the last token, and after a while proposes one that does not exist."""
 
     def propose(self, tokens: list[int], count: int) -> list[int]:
-        return [10**6 if len(tokens) > 44 else tokens[-1]] * count
+        return [10**6 if len(tokens) > 50 else tokens[-1]] * count
 
 
 def test_a_drafter_that_proposes_no_token_is_turned_off(
@@ -94,6 +94,7 @@ def test_a_drafter_that_proposes_no_token_is_turned_off(
     plain = session(GOLDENS / "qwen3-tiny")
     config = f'{{"method": "custom_class", "model": "{__name__}:Faulty", "num_speculative_tokens": 2}}'
     drafted = session(GOLDENS / "qwen3-tiny", speculative_config=config)
+    drafted.engine.runner.drafting.worth.choose = lambda available, rows, cost: 2 if available else 0
     asked = [(list(range(20, 60 + n)), 24, {"ignore_eos": True}) for n in (0, 3)]
     wanted, found = plain.outcomes_of(asked), drafted.outcomes_of(asked)
     assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in wanted]
