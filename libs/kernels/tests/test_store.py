@@ -11,6 +11,8 @@ from openinfer.kernels import CompileError, KernelMissing, Store, UntrustedCache
 from openinfer.tensor import Device, Tensor, bfloat16
 
 ROWS = "openinfer.kernels.device.rows"
+ANSWERS = {}
+"""What compile workers answered, by architecture and kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,19 @@ def spec(arena, plan):
     }
     (spec,) = plan(embed, **args).specs()
     return spec
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A compile that was done before takes no process."""
+    run = store._run_workers
+
+    def remembered(keys, arch):
+        if (arch, *keys) not in ANSWERS:
+            ANSWERS[arch, *keys] = [*run(keys, arch)]
+        return ANSWERS[arch, *keys]
+
+    monkeypatch.setattr(store, "_run_workers", remembered)
 
 
 def broken():
@@ -64,6 +79,7 @@ def test_a_sealed_store_refuses_and_counts(tmp_path, spec):
         assert sealed.misses_after_seal == misses
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_damaged_cubin_is_compiled_again(cubins, tmp_path, spec):
     one = Store(90, tmp_path, folders=[])
     one.prepare([spec])
@@ -74,6 +90,7 @@ def test_a_damaged_cubin_is_compiled_again(cubins, tmp_path, spec):
     assert path.read_bytes() == good
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("damage", ['"shared": 0', '"shared": 10000000'])
 def test_the_digest_covers_what_a_launch_reads(tmp_path, spec, damage):
     Store(90, tmp_path, folders=[]).prepare([spec])
@@ -85,6 +102,7 @@ def test_the_digest_covers_what_a_launch_reads(tmp_path, spec, damage):
     assert path.read_text() == good
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '"x"'])
 def test_an_index_entry_that_is_none_is_compiled_again(tmp_path, spec, text):
     Store(90, tmp_path, folders=[]).prepare([spec])
@@ -93,11 +111,13 @@ def test_an_index_entry_that_is_none_is_compiled_again(tmp_path, spec, text):
     assert Store(90, tmp_path, folders=[]).prepare([spec]) == (1, 1)
 
 
+@pytest.mark.usefixtures("quick")
 def test_the_cache_is_made_private(tmp_path, spec):
     Store(90, tmp_path / "a/cubin", folders=[]).prepare([spec])
     assert (tmp_path / "a/cubin").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 def test_a_cache_that_others_can_write_to_is_refused(tmp_path, spec, mode):
     Store(90, tmp_path, folders=[]).prepare([spec])
@@ -107,6 +127,7 @@ def test_a_cache_that_others_can_write_to_is_refused(tmp_path, spec, mode):
     tmp_path.chmod(0o700)
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_cache_of_another_user_is_refused(tmp_path, spec, monkeypatch):
     Store(90, tmp_path, folders=[]).prepare([spec])
     me = os.geteuid()
