@@ -325,10 +325,9 @@ TODAY = datetime.date.today().toordinal()
 
 
 def cases() -> Iterator[Any]:
-    """CASES. Half are of the day, a third of those with an FP8 cache, and a ninth of those with FP8 weights; the others
-    are slow."""
+    """CASES. A third are of the day, and a ninth of those with FP8 weights; the others are slow."""
     for number, (model, turn, names) in enumerate(CASES):
-        share = 9 if "FP8 weights" in names else 3 if set(F.OWN) & set(names) else 2
+        share = 9 if "FP8 weights" in names else 3
         of_the_day = (number + TODAY) % share == 0
         marks = () if of_the_day else pytest.mark.slow
         yield pytest.param(model, turn, names, id="-".join((model, *names)), marks=marks)
@@ -452,10 +451,10 @@ WITHOUT = {"ranks": {*F.OWN}, "one rank": {"several ranks"}}
 
 
 def servers() -> Iterator[Any]:
-    """Model, features of the server, features that the engine lacks. A third is of the day, the others are slow."""
+    """Model, features of the server, features that the engine lacks. A sixth is of the day, the others are slow."""
     every = itertools.product(F.MODELS, SERVERS.items(), WITHOUT.items())
     for number, (model, (kind, features), (name, without)) in enumerate(every):
-        of_the_day = (number + number // 3 + TODAY) % 3 == 0
+        of_the_day = (number + number // 6 + TODAY) % 6 == 0
         marks = () if of_the_day else pytest.mark.slow
         yield pytest.param(model, features, without, id=f"{name}-{kind}-{model}", marks=marks)
 
