@@ -138,7 +138,7 @@ def log_softmax(logits: Any) -> Any:
     return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gpu() -> None:
     """Skips without one."""
     try:
