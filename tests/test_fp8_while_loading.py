@@ -55,7 +55,8 @@ def test_answers_are_those_of_the_codes(plain: tuple[Any, Path, Path]) -> None:
     want = answers(same, recipe=recipe)
     assert want != answers(source, recipe=recipe)  # codes are not the plain weights
     for ranks in (1, 2):
-        got = answers(source, recipe=recipe, quantization="fp8", tensor_parallel_size=ranks)
+        flags = {"quantization": "fp8", "activation_quantization": "off", "tensor_parallel_size": ranks}
+        got = answers(source, recipe=recipe, **flags)
         for (tokens, logprobs), (same_tokens, same_logprobs) in zip(got, want, strict=True):
             assert tokens == same_tokens
             np.testing.assert_allclose(logprobs, same_logprobs, atol=1e-4)
@@ -101,7 +102,7 @@ def test_what_is_refused(plain: tuple[Any, Path, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["tensor", "block"])
 def test_other_scales_of_compressed_tensors(strategy: str, tmp_path: Path) -> None:
-    """Scales of a tensor with static activations, whose scales are not used; and of blocks."""
+    """Scales of a tensor with static activations, and of blocks. Stacked projections take the largest static scale."""
     source = write_random_checkpoint(RECIPE, tmp_path / "source", fp8.CONFIG)
     packed, same = {}, {}
     with Checkpoint(source) as checkpoint:
@@ -116,10 +117,14 @@ def test_other_scales_of_compressed_tensors(strategy: str, tmp_path: Path) -> No
                 scales = np.array([np.abs(weight).max() / 448], np.float32)
                 packed[name] = (weight / scales).astype(float8_e4m3fn)
                 same[name] = packed[name].astype(np.float32) * scales
-                packed[name.replace(".weight", ".input_scale")] = np.ones(1, np.float32)
+                least = 0.025 if "k_proj" in name else 0.05
+                packed[name.replace(".weight", ".input_scale")] = np.full(1, least, np.float32)
             packed[name + "_scale"] = scales
     weights = {**fp8.FLOAT8, "strategy": strategy, "dynamic": False, "block_structure": [128, 128]}
-    group = {"weights": weights, "input_activations": {**fp8.FLOAT8, "strategy": "tensor", "dynamic": False}}
+    activations = {"strategy": "tensor", "dynamic": False}
+    if strategy == "block":
+        activations = {"strategy": "group", "group_size": 128, "dynamic": True}
+    group = {"weights": weights, "input_activations": {**fp8.FLOAT8, **activations}}
     said = {**fp8.BY_ROW, "config_groups": {"group_0": group}}
     for name, tensors, config in (
         ("packed", packed, {**fp8.CONFIG, "quantization_config": said}),
@@ -128,4 +133,14 @@ def test_other_scales_of_compressed_tensors(strategy: str, tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
         write(tmp_path / name / "model.safetensors", tensors)
-    assert answers(tmp_path / "packed") == answers(tmp_path / "same")
+    plain = answers(tmp_path / "packed", activation_quantization="off")
+    assert plain == answers(tmp_path / "same")
+    coded = answers(tmp_path / "packed")
+    assert 0 < max(abs(a[1][0] - b[1][0]) for a, b in zip(plain, coded, strict=True)) < 0.5
+    engine = build(RECIPE, tmp_path / "packed", **FLAGS).engine
+    for layer in engine.runner.model.weights.layers:
+        scales = [one.x_scale for one in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        assert [scale and scale.numpy().tolist() for scale in scales] == [
+            None if strategy == "block" else [np.float32(0.05)]
+        ] * 4
+    engine.close()

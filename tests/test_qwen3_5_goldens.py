@@ -43,10 +43,12 @@ def load_model(place: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mod
     """load_model(path, max_tokens, dtype, mtp)"""
     of = Format.of
 
-    def load(path: Path, max_tokens: int = 512, dtype: Any = float32, mtp: bool = False) -> Model:
+    def load(
+        path: Path, max_tokens: int = 512, dtype: Any = float32, mtp: bool = False, **flags: Any
+    ) -> Model:
         with monkeypatch.context() as patch:
             patch.setattr(Format, "of", lambda *given: replace(of(*given), mtp=mtp))
-            model: Model = place(RECIPE, path, [65, 5], max_tokens=max_tokens, dtype=dtype)
+            model: Model = place(RECIPE, path, [65, 5], max_tokens=max_tokens, dtype=dtype, **flags)
         return model
 
     return load
@@ -281,7 +283,8 @@ def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid,
         with pytest.raises(UnsupportedModel, match="experts take blocks of 128 x 128"):
             load_model(tmp_path / "fp8")
         return
-    small, same = load_model(tmp_path / "fp8"), load_model(tmp_path / "bf16")
+    plain = {"activation_quantization": "off"}
+    small, same = load_model(tmp_path / "fp8", **plain), load_model(tmp_path / "bf16")
     scaled = [load.dst for load in small.weights.places.loads if load.dst.dtype == float8_e4m3fn]
     assert len(scaled) > 20
     assert not any(load.dst.dtype == float8_e4m3fn for load in same.weights.places.loads)
@@ -295,9 +298,9 @@ def test_fp8_weights_stay_fp8_and_mean_what_their_scales_say(load_model, hybrid,
     )  # of logits with a standard deviation of 2.5: quantised, and still the same model
     small.weights.layers[3].mixer.qkv.scales.numpy()[-1] *= 2  # negative control
     assert np.abs(last_logits(small, prompt) - want).max() > 1e-2
-    runs = [session(tmp_path / name, max_num_batched_tokens=50) for name in ("fp8", "bf16")]
+    runs = [session(tmp_path / name, max_num_batched_tokens=50, **plain) for name in ("fp8", "bf16")]
     if small.config.experts or by_row:
-        runs.append(session(tmp_path / "fp8", tensor_parallel_size=2))
+        runs.append(session(tmp_path / "fp8", tensor_parallel_size=2, **plain))
     else:
         with pytest.raises(UnsupportedModel, match="intermediate_size is 192; 2 ranks cannot share it"):
             session(tmp_path / "fp8", tensor_parallel_size=2)  # 96 columns from the 96th on are of two blocks

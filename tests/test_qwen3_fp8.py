@@ -97,19 +97,38 @@ def answers(folder: Path, recipe: Any = RECIPE, **flags: Any) -> list[Any]:
     return [(one.tokens, [entry.logprob for entry in one.logprobs if entry]) for one in found]
 
 
+PLAIN = {"activation_quantization": "off"}
+
+
 def test_answers_are_those_of_the_dequantised_weights(folders: tuple[Path, Path]) -> None:
     """Bit for bit, because the sums are the same."""
     fp8, same = folders
-    assert answers(fp8) == answers(same)
+    assert answers(fp8, **PLAIN) == answers(same)
     engine = build(RECIPE, fp8, **FLAGS).engine
     layer = engine.runner.model.weights.layers[1]
     assert layer.qkv.weight.dtype == layer.down.weight.dtype == float8_e4m3fn
     engine.close()
 
 
+def test_activations_are_quantised_as_the_checkpoint_says(folders: tuple[Path, Path]) -> None:
+    """Near the answers with plain activations, and not the same. Ranks quantise parts of 128 columns as one rank does;
+    they sum in another order, and now and then a last bit chooses another code."""
+    fp8, _ = folders
+    plain, coded = answers(fp8, **PLAIN), answers(fp8)
+    far = max(abs(a[1][0] - b[1][0]) for a, b in zip(plain, coded, strict=True))
+    assert 0 < far < 0.5
+    engine = build(RECIPE, fp8, **FLAGS).engine
+    layer, blocks = engine.runner.model.weights.layers[1], engine.runner.model.config.packing.block_rows
+    assert {layer.qkv.coding, layer.o.coding, layer.down.coding} == {"block" if blocks else "token"}
+    engine.close()
+    shared = answers(fp8, tensor_parallel_size=2)
+    apart = max(abs(a[1][0] - b[1][0]) for a, b in zip(shared, coded, strict=True))
+    assert apart < far
+
+
 def test_ranks_share_codes_and_scales(folders: tuple[Path, Path]) -> None:
     fp8, same = folders
-    got, want = answers(fp8, tensor_parallel_size=2), answers(same)
+    got, want = answers(fp8, tensor_parallel_size=2, **PLAIN), answers(same)
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
 
 
@@ -120,7 +139,7 @@ def test_adapters_go_with_codes(folders: tuple[Path, Path], tmp_path: Path) -> N
     write_adapter(weights, tmp_path / "one", 8, 16, ("q_proj", "o_proj", "up_proj", "down_proj"), 0)
     found = []
     for folder in (fp8, same):
-        lora = {"enable_lora": True, "lora_modules": [f"one={tmp_path / 'one'}"]}
+        lora = {"enable_lora": True, "lora_modules": [f"one={tmp_path / 'one'}"], **PLAIN}
         session = Session(build(RECIPE, folder, **FLAGS, **lora).engine)
         ids = [session.submit(range(9, 40), 16, ignore_eos=True, adapter=name) for name in ("", "one")]
         session.finish()
@@ -138,7 +157,7 @@ def test_scales_in_another_order_would_be_noticed(folders: tuple[Path, Path], tm
     tensors[name] = tensors[name][::-1, ::-1]
     (tmp_path / "config.json").write_text((fp8 / "config.json").read_text())
     write(tmp_path / "model.safetensors", tensors)
-    assert answers(tmp_path) != answers(same)
+    assert answers(tmp_path, **PLAIN) != answers(same)
 
 
 def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -156,6 +175,8 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for other in ({"quant_method": "bitsandbytes"}, {**QUANTIZED, "weight_block_size": [64, 64]}):
         with pytest.raises(UnsupportedModel, match="'fp8' in blocks of"):
             Config.parse(CONFIG | {"quantization_config": other})
+    with pytest.raises(UnsupportedModel, match="activation_scheme is 'static'; it must be 'dynamic'"):
+        Config.parse(CONFIG | {"quantization_config": {**QUANTIZED, "activation_scheme": "static"}})
 
 
 @pytest.mark.parametrize(
@@ -170,6 +191,19 @@ def test_what_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
         ({"weights": {**FLOAT8, "type": "int", "strategy": "channel"}}, "type is 'int'"),
         ({"weights": None}, "one group with weights is run"),
         ({"input_activations": "all"}, "input_activations: num_bits is None"),
+        (
+            {"input_activations": {**FLOAT8, "strategy": "token", "dynamic": "local"}},
+            "dynamic is 'local'; it must be True or False",
+        ),
+        ({"input_activations": {**FLOAT8, "strategy": "channel", "dynamic": False}}, "strategy is 'channel'"),
+        ({"input_activations": {**FLOAT8, "strategy": "group", "dynamic": True}}, "strategy is 'group'"),
+        (
+            {
+                "weights": {**FLOAT8, "strategy": "block", "block_structure": [128, 128]},
+                "input_activations": {**FLOAT8, "strategy": "token", "dynamic": True},
+            },
+            "strategy is 'token'; it must be 'group'",
+        ),
     ],
 )
 def test_what_of_compressed_tensors_is_refused(change: Any, why: str) -> None:
@@ -185,6 +219,28 @@ def test_what_of_compressed_tensors_is_refused(change: Any, why: str) -> None:
         Config.parse(CONFIG | {"quantization_config": {**BY_ROW, "kv_cache_scheme": FLOAT8}})
     with pytest.raises(UnsupportedModel, match="quantization_config: it is 'all'; it must be an object"):
         Config.parse(CONFIG | {"quantization_config": "all"})
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "coding"),
+    [
+        ("channel", None, None),
+        ("channel", {"strategy": "token", "dynamic": True}, "token"),
+        ("tensor", {"strategy": "tensor", "dynamic": True}, "token"),
+        ("tensor", {"strategy": "tensor", "dynamic": False}, "tensor"),
+        ("block", {"strategy": "group", "group_size": 128, "dynamic": True}, "block"),
+        ("block", None, None),
+    ],
+)
+def test_how_activations_are_quantised(weights: str, activations: Any, coding: Any) -> None:
+    given = None if activations is None else {**FLOAT8, **activations}
+    group = {
+        "weights": {**FLOAT8, "strategy": weights, "block_structure": [128, 128]},
+        "input_activations": given,
+    }
+    raw = CONFIG | {"quantization_config": {**BY_ROW, "config_groups": {"group_0": group}}}
+    assert Config.parse(raw).packing.coding == coding  # type: ignore[union-attr]
+    assert Config.parse(raw, coded=False).packing.coding is None  # type: ignore[union-attr]
 
 
 def test_fp8_takes_about_half_the_memory() -> None:

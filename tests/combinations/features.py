@@ -175,9 +175,9 @@ def written(token: int) -> str:
 
 
 def word_in(plain: Answer) -> str:
-    """A token of an answer that a user can name."""
-    tokens = plain.first.tokens
-    return next(w for t in tokens if (w := written(t)).isalpha() and tokenizer().encode_short(w) == [t])
+    """A token of an answer that a user can name; "a" where the answer has none."""
+    words = ((written(token), token) for token in plain.first.tokens)
+    return next((w for w, t in words if w.isalpha() and tokenizer().encode_short(w) == [t]), "a")
 
 
 def letters_in(plain: Answer) -> str:

@@ -1,6 +1,7 @@
 """cuBLASLt against a fake library: what it is asked, and what is kept. Real products: the gpu tests."""
 
 import ctypes
+import dataclasses
 
 import pytest
 
@@ -74,7 +75,7 @@ def product(m=5, n=64, k=32, dtype=bfloat16, accumulate=False):
 
 
 def test_row_major_products_are_given_as_column_major_ones(library):
-    CublasLt().matmul(product(), out=0x300, x=0x100, weight=0x200, workspace=0x1000, stream=9)
+    CublasLt().matmul(product(), [0x300, 0x100, 0x200], workspace=0x1000, stream=9)
     assert library.made == [("desc", 68, 0), (14, 32, 64, 32), (14, 32, 5, 32), (14, 64, 5, 64)]
     assert library.attributes[3] == 1  # the weight is transposed
     assert library.attributes[4] == 0
@@ -83,19 +84,19 @@ def test_row_major_products_are_given_as_column_major_ones(library):
 
 
 def test_accumulate_reads_what_it_writes(library):
-    CublasLt().matmul(product(accumulate=True), 0x300, 0x100, 0x200, 0x1000, 9)
+    CublasLt().matmul(product(accumulate=True), [0x300, 0x100, 0x200], 0x1000, 9)
     assert library.products[0][3] == 1.0
 
 
 def test_float32_output(library):
-    CublasLt().matmul(product(dtype=float32), 0x300, 0x100, 0x200, 0x1000, 9)
+    CublasLt().matmul(product(dtype=float32), [0x300, 0x100, 0x200], 0x1000, 9)
     assert library.made[-1] == (0, 64, 5, 64)
 
 
 def test_an_answer_is_kept_for_equal_products(library):
     lt = CublasLt()
     for command, at in ((product(), 0x100), (product(), 0x500), (product(m=6), 0x100), (product(), 0x110)):
-        lt.matmul(command, 0x300, at, 0x200, 0x1000, 9)
+        lt.matmul(command, [0x300, at, 0x200], 0x1000, 9)
     assert library.made.count(("desc", 68, 0)) == 3  # another m, and an address with less alignment
     assert library.attributes[("preference", 5)] == 16
     lt.close()
@@ -105,14 +106,32 @@ def test_an_answer_is_kept_for_equal_products(library):
     assert library.destroyed.count("cublasLtDestroy") == 1
 
 
+@pytest.mark.parametrize(
+    ("of_weight", "of_x", "modes"), [((64, 1), (1, 5), (3, 3)), ((1, 3), (3, 5), (5, 4))]
+)
+def test_scales_are_told_with_each_product(library, of_weight, of_x, modes):
+    null = Device("null")
+    command = dataclasses.replace(
+        product(), scales=(Tensor(256, of_x, float32, null), Tensor(256, of_weight, float32, null))
+    )
+    lt = CublasLt()
+    lt.matmul(command, [0x300, 0x100, 0x200, 0x400, 0x500], 0x1000, 9)
+    assert library.made[1:] == [(28, 32, 64, 32), (28, 32, 5, 32), (14, 64, 5, 64)]
+    assert (library.attributes[31], library.attributes[32]) == modes  # of the weight, of x
+    assert (library.attributes[17], library.attributes[18]) == (0x500, 0x400)
+    lt.matmul(command, [0x300, 0x100, 0x200, 0x600, 0x700], 0x1000, 9)
+    assert (library.attributes[17], library.attributes[18]) == (0x700, 0x600)
+    assert library.made.count(("desc", 68, 0)) == 1
+
+
 def test_errors_name_the_product(library):
     lt = CublasLt()
     library.status = 14
     with pytest.raises(LaunchError, match="cublasLtMatmul gave status 14 for M=5 N=64 K=32 into bfloat16"):
-        lt.matmul(product(), 0x300, 0x100, 0x200, 0x1000, 9)
+        lt.matmul(product(), [0x300, 0x100, 0x200], 0x1000, 9)
     library.answers = 0
     with pytest.raises(LaunchError, match=r"no algorithm .* for M=7 N=64 K=32"):
-        lt.matmul(product(m=7), 0x300, 0x100, 0x200, 0x1000, 9)
+        lt.matmul(product(m=7), [0x300, 0x100, 0x200], 0x1000, 9)
 
 
 def test_a_missing_library_names_the_extra(monkeypatch):

@@ -52,8 +52,8 @@ class Recorder:
             (spec.function, grid, [int.from_bytes(parameters.read(i, 8), "little") for i in range(2)])
         )
 
-    def matmul(self, command, out, x, weight, workspace):
-        self.products.append((command, out, x, weight, workspace))
+    def matmul(self, command, operands, workspace):
+        self.products.append((command, *operands, workspace))
 
 
 def test_null_records_calls_kernels_and_workspace(arena):

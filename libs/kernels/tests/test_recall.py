@@ -25,8 +25,8 @@ class Recorder:
         codes = enumerate(packing._fields(spec))
         self.records.append((spec, grid, [parameters.read(i, packing._SIZES[code]) for i, code in codes]))
 
-    def matmul(self, command, out, x, weight, workspace):
-        self.records.append((command.out.shape, command.accumulate, out, x, weight, workspace))
+    def matmul(self, command, operands, workspace):
+        self.records.append((command.out.shape, command.accumulate, *operands, workspace))
 
 
 def pack(target=PLAIN):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, of_rows
+from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import GROUPS, is_int4
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
@@ -94,6 +94,25 @@ def expect_weight(
         return
     blocks = (parts * -(-n // parts // SCALE_BLOCK), -(-k // SCALE_BLOCK))
     expect(f"scales of {name}", scales, (*weight.shape[:-2], *blocks), float32)
+
+
+def expect_coding(
+    coding: Coding | None, x_scale: Tensor | None, weight: Tensor, scales: Tensor | None
+) -> None:
+    """Raise ContractError unless activations can be quantised so before they are multiplied with this weight: by block
+    where a float8 weight has scales of blocks, by token or with one scale where it has scales of rows."""
+    require(
+        (x_scale is not None) == (coding == "tensor"),
+        f"coding is {coding!r} and x_scale is {x_scale!r}; only 'tensor' has an x_scale",
+    )
+    if x_scale is not None:
+        expect("x_scale", x_scale, (1,), float32)
+    if coding is not None and scales is not None:
+        require(
+            not is_int4(scales) and (coding != "block") == of_rows(weight, scales),
+            f"coding is {coding!r}, and scales of weight have shape {scales.shape}; 'block' is for scales of blocks, "
+            "the others are for scales of rows",
+        )
 
 
 def expect_columns(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from openinfer.kernels.errors import LaunchError, MissingExtra
 from openinfer.kernels.launch import Matmul
 
-DATA_TYPES = {"bfloat16": 14, "float32": 0}
+DATA_TYPES = {"bfloat16": 14, "float32": 0, "float8_e4m3fn": 28}
 """cudaDataType_t by numpy's name."""
 
 COMPUTE_F32 = 68
 DESC_TRANSA, DESC_TRANSB = 3, 4
+DESC_SCALES, DESC_SCALE_MODES = (17, 18), (31, 32)
+OUTER_VECTORS, VECTORS_OF_128, BLOCKS_OF_128 = 3, 4, 5
+"""cublasLtMatmulMatrixScale_t: scales of rows, of 128 numbers of a row, and of 128 x 128 numbers."""
 PREF_MAX_WORKSPACE, PREF_MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 
 PROTOTYPES: dict[str, list[Any]] = {
@@ -45,6 +49,29 @@ class _Heuristic(ctypes.Structure):
         ("waves", c_float),
         ("reserved", c_int * 4),
     )
+
+
+class _Key(NamedTuple):
+    """The kind of a product. modes: of the scales of the weight and of x; empty for bf16."""
+
+    m: int
+    n: int
+    k: int
+    out: str
+    accumulate: bool
+    alignment: int
+    room: int
+    modes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, command: Matmul, alignment: int) -> _Key:
+        (m, n), k = command.out.shape, command.weight.shape[1]
+        modes: tuple[int, ...] = ()
+        if command.scales is not None:
+            rows = command.scales[1].shape[-1] == 1
+            modes = (OUTER_VECTORS, OUTER_VECTORS) if rows else (BLOCKS_OF_128, VECTORS_OF_128)
+        out, room = command.out.dtype.name, command.workspace.nbytes
+        return cls(m, n, k, out, command.accumulate, alignment, room, modes)
 
 
 class _Plan:
@@ -102,30 +129,31 @@ class CublasLt:
     def __init__(self) -> None:
         self._lib = load_library()
         self._handle = c_void_p()
-        self._plans: dict[tuple[int, int, int, str, bool, bool, int], _Plan] = {}
+        self._plans: dict[_Key, _Plan] = {}
         self._one, self._zero = c_float(1), c_float(0)
         self._call("cublasLtCreate", byref(self._handle))
 
-    def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int, stream: int) -> None:
-        """Enqueue the product on `stream`; the others are the addresses of the command's tensors (16-byte aligned)."""
-        (m, n), k = command.out.shape, command.weight.shape[1]
-        aligned = (
-            out | x | weight
-        ) % 256 == 0  # some algorithms want more than the 16 bytes that are promised
-        room = command.workspace.nbytes
-        key = (m, n, k, command.out.dtype.name, command.accumulate, aligned, room)
+    def matmul(self, command: Matmul, operands: Sequence[int], workspace: int, stream: int) -> None:
+        """Enqueue the product on `stream`; operands: the addresses of the command's (16-byte aligned)."""
+        out, x, weight, *scales = operands
+        # some algorithms want more than the 16 bytes that are promised
+        key = _Key.of(command, 256 if (out | x | weight) % 256 == 0 else 16)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(
-                m, n, k, command.out.dtype.name, 256 if aligned else 16, room
-            )
+            plan = self._plans[key] = self._plan(key, scales)
+        self._point(plan, scales)
         status = self._lib.cublasLtMatmul(
             self._handle, plan.desc, byref(self._one), weight, plan.left, x, plan.right,
             byref(self._one if command.accumulate else self._zero), out, plan.out, out, plan.out,
-            byref(plan.result.algo), workspace, room, stream,
+            byref(plan.result.algo), workspace, key.room, stream,
         )  # fmt: skip
         if status:
-            raise LaunchError(f"cublasLtMatmul gave status {status} for M={m} N={n} K={k} into {key[3]}")
+            raise LaunchError(f"cublasLtMatmul gave status {status} for {_shown(key)}")
+
+    def _point(self, plan: _Plan, scales: Sequence[int]) -> None:
+        """Say where the scales are: of x, then of the weight, which is cuBLAS's first operand."""
+        for attribute, address in zip(DESC_SCALES, reversed(scales), strict=False):
+            self._call("cublasLtMatmulDescSetAttribute", plan.desc, attribute, byref(c_uint64(address)), 8)
 
     def close(self) -> None:
         """Free the handle and the descriptors; later calls of `matmul` fail. Closing twice does nothing."""
@@ -141,22 +169,29 @@ class CublasLt:
             self._lib.cublasLtMatrixLayoutDestroy(layout)
         self._lib.cublasLtMatmulDescDestroy(plan.desc)
 
-    def _plan(self, m: int, n: int, k: int, out: str, alignment: int, room: int) -> _Plan:
+    def _plan(self, key: _Key, scales: Sequence[int]) -> _Plan:
         """cuBLAS is column-major: there out^T [n, m] = weight [k, n]^T x^T [k, m]."""
         plan = _Plan()
-        bf16 = DATA_TYPES["bfloat16"]
+        m, n, k, out, *_ = key
+        kind = DATA_TYPES["float8_e4m3fn" if key.modes else "bfloat16"]
         self._call("cublasLtMatmulDescCreate", byref(plan.desc), COMPUTE_F32, DATA_TYPES["float32"])
-        for attribute, transposed in ((DESC_TRANSA, 1), (DESC_TRANSB, 0)):
-            self._call("cublasLtMatmulDescSetAttribute", plan.desc, attribute, byref(c_int32(transposed)), 4)
-        self._call("cublasLtMatrixLayoutCreate", byref(plan.left), bf16, k, n, k)
-        self._call("cublasLtMatrixLayoutCreate", byref(plan.right), bf16, k, m, k)
+        set_attribute = "cublasLtMatmulDescSetAttribute"
+        for attribute, value in (
+            (DESC_TRANSA, 1),
+            (DESC_TRANSB, 0),
+            *zip(DESC_SCALE_MODES, key.modes, strict=False),
+        ):
+            self._call(set_attribute, plan.desc, attribute, byref(c_int32(value)), 4)
+        self._point(plan, scales)
+        self._call("cublasLtMatrixLayoutCreate", byref(plan.left), kind, k, n, k)
+        self._call("cublasLtMatrixLayoutCreate", byref(plan.right), kind, k, m, k)
         self._call("cublasLtMatrixLayoutCreate", byref(plan.out), DATA_TYPES[out], n, m, n)
         preference, answers = c_void_p(), c_int()
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         set_preference = "cublasLtMatmulPreferenceSetAttribute"
-        self._call(set_preference, preference, PREF_MAX_WORKSPACE, byref(c_uint64(room)), 8)
+        self._call(set_preference, preference, PREF_MAX_WORKSPACE, byref(c_uint64(key.room)), 8)
         for attribute in PREF_MIN_ALIGNMENTS:
-            self._call(set_preference, preference, attribute, byref(c_uint32(alignment)), 4)
+            self._call(set_preference, preference, attribute, byref(c_uint32(key.alignment)), 4)
         status = self._lib.cublasLtMatmulAlgoGetHeuristic(
             self._handle, plan.desc, plan.left, plan.right, plan.out, plan.out, preference, 1,
             byref(plan.result), byref(answers),
@@ -164,10 +199,14 @@ class CublasLt:
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         if status or not answers.value:
             self._destroy(plan)
-            raise LaunchError(f"cuBLASLt has no algorithm (status {status}) for M={m} N={n} K={k} into {out}")
+            raise LaunchError(f"cuBLASLt has no algorithm (status {status}) for {_shown(key)}")
         return plan
 
     def _call(self, name: str, *args: Any) -> None:
         status = getattr(self._lib, name)(*args)
         if status:
             raise LaunchError(f"{name} gave status {status}")
+
+
+def _shown(key: _Key) -> str:
+    return f"M={key.m} N={key.n} K={key.k}{' of float8' if key.modes else ''} into {key.out}"

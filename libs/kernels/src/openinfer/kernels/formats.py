@@ -5,7 +5,7 @@ Rounded values are returned as float32; a scale is always a power of two, so q8 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -27,6 +27,12 @@ FP4_BLOCK = 32
 """Columns of an FP4 weight that share one scale."""
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+CODED_LEAST = 1e-10
+"""The least magnitude that `coded` scales to E4M3_MAX."""
+
+Coding = Literal["block", "token", "tensor"]
+"""How activations are quantised to e4m3: with a scale for each SCALE_BLOCK columns of a token, with one for each token,
+or with one that is known beforehand."""
 Q8_LEAST, Q4_LEAST = 1e-4, 6 * 2.0**-126
 """The least magnitudes: a block whose largest magnitude is smaller is scaled as if it had this one."""
 
@@ -81,6 +87,29 @@ def _scale(x: Array, least: float, most: float) -> Array:
     largest = np.maximum(np.abs(x).max(axis=-1, keepdims=True), np.float32(least)) / np.float32(most)
     mantissa, exponent = np.frexp(largest)  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     return np.asarray(np.ldexp(np.float32(1), exponent - (mantissa == 0.5)), np.float32)
+
+
+def coded(x: Array, coding: Coding | None, x_scale: Array | None = None) -> Array:
+    """Float32 values of x [T, K] after they were quantised to e4m3; x itself for None. Without x_scale [1], a scale
+    makes the largest magnitude of its columns E4M3_MAX."""
+    if coding is None:
+        return x
+    wide, most = x.astype(np.float32, copy=False), np.float32(E4M3_MAX)
+    if coding == "tensor":
+        assert x_scale is not None
+        scale, inverse = x_scale, np.float32(1) / x_scale
+    else:
+        starts = range(0, x.shape[1], SCALE_BLOCK if coding == "block" else x.shape[1])
+        largest = np.maximum.reduceat(np.abs(wide), list(starts), axis=1)
+        largest = np.repeat(
+            np.maximum(largest, np.float32(CODED_LEAST)),
+            len(wide[0]) if len(starts) == 1 else SCALE_BLOCK,
+            axis=1,
+        )
+        largest = largest[:, : x.shape[1]]
+        scale, inverse = largest / most, most / largest
+    codes = np.clip(wide * inverse, -most, most).astype(ml_dtypes.float8_e4m3fn)
+    return np.asarray(codes.astype(np.float32) * scale)
 
 
 def q8_codes(x: Array) -> tuple[Array, Array]:

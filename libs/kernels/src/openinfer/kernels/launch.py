@@ -135,8 +135,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """out[M, N] = x[M, K] @ weight[N, K]^T (+ out if `accumulate`) through cuBLASLt; fp32 accumulation. `branch`: see
-    beside."""
+    """out[M, N] = x[M, K] @ weight[N, K]^T (+ out if `accumulate`) through cuBLASLt; fp32 accumulation.
+
+    scales: float32 scales of x and of weight, which are float8 then: [1, M] and [N, 1], or [K / 128, M] and [N / 128,
+    K / 128]. `branch`: see beside."""
 
     out: Tensor | Scratch
     x: Tensor | Scratch
@@ -144,6 +146,12 @@ class Matmul:
     workspace: Scratch
     accumulate: bool = False
     branch: int = 0
+    scales: tuple[Tensor | Scratch, Tensor | Scratch] | None = None
+
+    @property
+    def operands(self) -> tuple[Tensor | Scratch, ...]:
+        """All tensors but the workspace: out, x, weight and the scales."""
+        return (self.out, self.x, self.weight, *(self.scales or ()))
 
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter"]

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from openinfer.kernels.coded_products import Coded, coded_product, expect_coded, for_cublas, normed_codes
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats import SCALE_BLOCK, of_rows
+from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.int4_products import FEW_TOKENS, few, widened
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
@@ -42,10 +43,21 @@ def normed_product(
     scales: Tensor | None,
     *,
     gated: bool = False,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> Iterator[Command]:
     """out [M, N] = rms_norm(x [M, K]; gain, eps) @ weight [N, K]^T, or its gated form with weight [2 N, K]. `op`: the
     name the choice is looked up by. For M = 1 the product normalises x itself, unless it is large or of float8;
-    else the norm is a kernel before it. Without `gain` x is normalised already."""
+    else the norm is a kernel before it. Without `gain` x is normalised already. The norm's kernel also quantises its
+    result as `coding` says."""
+    if coding is not None:
+        hidden: Tensor | Coded = x
+        if gain is not None and eps is not None:
+            expect_coded(target, x)
+            command, hidden = normed_codes(x, gain, eps, coding, x_scale)
+            yield command
+        yield from _coded(target, out, hidden, weight, scales, coding, x_scale, gated=gated)
+        return
     choice = _choose(target, op, x.shape[0], weight, scales)
     yield from normed(choice, target, op, out, x, gain, eps, weight, scales, gated=gated)
 
@@ -85,10 +97,39 @@ def product(
     scales: Tensor | None,
     *,
     add: bool = False,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> Iterator[Command]:
-    """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`. `op`: the name the choice is looked up by."""
+    """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`. `op`: the name the choice is looked up by. x is
+    quantised as `coding` says."""
+    if coding is not None:
+        yield from _coded(target, out, x, weight, scales, coding, x_scale, add=add)
+        return
     choice = _choose(target, op, x.shape[0], weight, scales)
     yield from _product(choice, target, op, out, x, weight, scales, add=add)
+
+
+def _coded(
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch | Coded,
+    weight: Tensor,
+    scales: Tensor | None,
+    coding: Coding,
+    x_scale: Tensor | None,
+    *,
+    add: bool = False,
+    gated: bool = False,
+) -> Iterator[Command]:
+    """The product of float8 codes."""
+    if scales is None:
+        raise ContractError("x is to be quantised and weight is not float8; on a GPU both are float8")
+    if not (gated and for_cublas(target, out.shape[0], weight, scales, gated=True)):
+        yield from coded_product(target, out, x, weight, scales, coding, x_scale, add=add, gated=gated)
+        return
+    both = Scratch((out.shape[0], weight.shape[0]), bfloat16)
+    yield from coded_product(target, both, x, weight, scales, coding, x_scale)
+    yield silu_mul(out, both)
 
 
 def _choose(target: Target, op: str, m: int, weight: Tensor, scales: Tensor | None) -> Choice:

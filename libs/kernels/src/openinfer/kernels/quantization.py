@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from openinfer.kernels.errors import UnsupportedQuantization
+from openinfer.kernels.formats import Coding
 from openinfer.kernels.int4 import GROUPS
 from openinfer.kernels.int4_checkpoints import Int4
 from openinfer.kernels.weights import FP8_FLOAT32, FP8_MADE, FP8_ROWS, FP8_TENSOR, Packing
@@ -44,6 +45,7 @@ def packing_of(config: Mapping[str, Any] | None, quantization: str | None = None
     match method:
         case "fp8":
             if list(config.get("weight_block_size") or ()) == [128, 128]:
+                _expect(config, "quant_method 'fp8' in blocks", activation_scheme=("dynamic", None))
                 return FP8_FLOAT32
             shape = _shown(config.get("weight_block_size"))
             raise UnsupportedQuantization(f"quant_method is 'fp8' and weight_block_size {shape}; {KNOWN}")
@@ -79,10 +81,7 @@ def _compressed(config: Mapping[str, Any]) -> AnyPacking:
         _expect(weights, where, type=("float",), strategy=tuple(_COMPRESSED_FP8))
         if weights["strategy"] == "block":
             _expect(weights, where, block_structure=([128, 128],))
-        if activations is not None:
-            given = activations if isinstance(activations, Mapping) else {}
-            _expect(given, "compressed-tensors, input_activations", num_bits=(8,), type=("float",))
-        return _COMPRESSED_FP8[weights["strategy"]]
+        return _COMPRESSED_FP8[weights["strategy"]]._replace(coding=_coding(activations, weights["strategy"]))
     _expect(config, "compressed-tensors", format=("pack-quantized",))
     _expect(weights, where, type=("int",), strategy=("group",), group_size=GROUPS, symmetric=(True, False))
     _expect(weights, "act-order (compressed-tensors)", actorder=(None, "weight", "static", False))
@@ -91,6 +90,26 @@ def _compressed(config: Mapping[str, Any]) -> AnyPacking:
             "compressed-tensors: input_activations is given; INT4 weights are run with plain activations"
         )
     return Int4("compressed-tensors", weights["group_size"], not weights["symmetric"])
+
+
+def _coding(activations: Any, weights: str) -> Coding | None:
+    """How activations of FP8 weights are quantised. A scale of a tensor that is found while the model runs would be of
+    a batch. One of each token is at least as fine, and a token's result does not depend on the others."""
+    if activations is None:
+        return None
+    given, where = (
+        activations if isinstance(activations, Mapping) else {},
+        "compressed-tensors, input_activations",
+    )
+    _expect(given, where, num_bits=(8,), type=("float",), dynamic=(True, False, None))
+    if weights == "block":
+        _expect(given, where, strategy=("group",), group_size=(128,), dynamic=(True,))
+        return "block"
+    if given.get("dynamic"):
+        _expect(given, where, strategy=("token", "tensor"))
+        return "token"
+    _expect(given, where, strategy=("tensor",))
+    return "tensor"
 
 
 def _expect(config: Mapping[str, Any], where: str, **allowed: tuple[Any, ...]) -> None:

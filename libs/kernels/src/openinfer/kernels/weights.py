@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats import E4M3_MAX, FP4_BLOCK, SCALE_BLOCK, dequantized
+from openinfer.kernels.formats import E4M3_MAX, FP4_BLOCK, SCALE_BLOCK, Coding, dequantized
 from openinfer.kernels.int4_checkpoints import Int4, Part, conversions
 from openinfer.tensor import (
     Conversion,
@@ -50,7 +50,7 @@ class Packing(NamedTuple):
     """How a checkpoint stores a packed weight: the ending of its scales' name (the weight's is ".weight"), their dtype,
     and whether values are FP4 pairs (int8) or float8_e4m3fn. by_row: float8 has scales of rows, not of blocks. whole:
     the checkpoint has one scale for all rows. made: the checkpoint's weights are plain, and become float8 by row while
-    they are loaded."""
+    they are loaded. coding: how activations are quantised; None: they are not."""
 
     scales: str
     dtype: np.dtype[Any]
@@ -58,6 +58,7 @@ class Packing(NamedTuple):
     by_row: bool = False
     whole: bool = False
     made: bool = False
+    coding: Coding | None = None
 
     @property
     def kind(self) -> str:
@@ -92,10 +93,10 @@ class WeightPart(NamedTuple):
 AnyPart = WeightPart | tuple[str, int]
 """A module and its rows are enough where the weight is taken whole, or from its first row and column on."""
 
-FP8_FLOAT32 = Packing(".weight_scale_inv", float32)
+FP8_FLOAT32 = Packing(".weight_scale_inv", float32, coding="block")
 FP8_ROWS = Packing(".weight_scale", float32, by_row=True)
 FP8_TENSOR = Packing(".weight_scale", float32, by_row=True, whole=True)
-FP8_MADE = Packing(".weight", float32, by_row=True, made=True)
+FP8_MADE = Packing(".weight", float32, by_row=True, made=True, coding="token")
 FP8_E8M0 = Packing(".scale", float8_e8m0fnu)
 FP4_E8M0 = Packing(".scale", float8_e8m0fnu, fp4=True)
 
@@ -118,10 +119,18 @@ def padded(rows: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Linear:
     """A weight [N, K] (of experts [E, N, K]) of the model's dtype, or packed with scales: contract.expect_weight for
-    float32 scales and the words of INT4, contract.expect_packed for E8M0 scales, which are uint8 here."""
+    float32 scales and the words of INT4, contract.expect_packed for E8M0 scales, which are uint8 here. coding, x_scale:
+    how activations are quantised (contract.expect_coding)."""
 
     weight: Tensor
     scales: Tensor | None
+    coding: Coding | None = None
+    x_scale: Tensor | None = None
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments of an op that multiplies with the weight."""
+        return {"weight": self.weight, "scales": self.scales, "coding": self.coding, "x_scale": self.x_scale}
 
     def __getitem__(self, expert: int) -> Linear:
         """One expert's."""
@@ -158,7 +167,19 @@ class LinearPlaces(Places):
             self.pads.append(linear.weight[sum(rows) :])
             if linear.scales is not None and linear.scales.shape[-2] == linear.weight.shape[-2]:
                 self.pads.append(linear.scales[sum(rows) :])
-        return linear
+        if isinstance(packing, Int4) or packing is None or packing.coding is None:
+            return linear
+        return replace(linear, coding=packing.coding, x_scale=self._x_scale(parts, packing))
+
+    def _x_scale(self, parts: Sequence[AnyPart], packing: Packing) -> Tensor | None:
+        """The scale of the activations of stacked projections: the largest published one."""
+        names = tuple(f"{part[0]}.input_scale" for part in parts)
+        if packing.coding != "tensor":
+            return None
+        scale = self.arena.alloc((1,), float32, names[0])
+        self.conversions.append(Conversion(names, scale, _largest))
+        self.ignored = [name for name in self.ignored if name not in names]
+        return scale
 
     def empty(
         self,
@@ -292,6 +313,10 @@ def _blocks_of(module: str, start: int, size: int) -> slice:
 
 def _wide(scales: Array) -> Array:
     return scales.astype(np.float32)
+
+
+def _largest(*scales: Array) -> Array:
+    return np.asarray(np.max([scale.astype(np.float32) for scale in scales], axis=0))
 
 
 def _repeated(rows: int, scale: Array) -> Array:

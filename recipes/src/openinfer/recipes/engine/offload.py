@@ -87,6 +87,7 @@ def description(
         "kv_cache_dtype": limits.kv_dtype.name,
         "load_format": options.load_format,
         "quantization": options.quantization,
+        "activation_quantization": options.activation_quantization,
         "options": own,
         "ranks": options.tensor_parallel_size,
         "groups": [[g.name, g.block_size, g.block_bytes, g.window, g.snapshots] for g in groups],

@@ -39,7 +39,10 @@ class Options:
     are the methods of --speculative-config that its models can have.
     """
 
-    refused: ClassVar[Mapping[str, str]] = {"quantization": "its weights are taken as they are published"}
+    refused: ClassVar[Mapping[str, str]] = {
+        "quantization": "its weights are taken as they are published",
+        "activation_quantization": "its checkpoints have no quantised activations",
+    }
     draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix", "custom_class")
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
@@ -63,6 +66,12 @@ class Options:
         "fp8: make FP8 of a plain checkpoint's projections while they are loaded, with a scale for each row; packed "
         "checkpoints need no flag",
         choices=("fp8",),
+    )
+    activation_quantization: str = option(
+        "on",
+        "on: quantise activations to FP8 where config.json says so, and with --quantization fp8, so that products are "
+        "of FP8 codes; off: multiply FP8 weights with activations of --dtype, which is slower from 8 rows on",
+        choices=("on", "off"),
     )
     load_format: str = option(
         "safetensors",

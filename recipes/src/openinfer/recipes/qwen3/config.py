@@ -88,9 +88,11 @@ class Config:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None) -> Config:
-        """From the parsed config.json; eos None: those of config.json. quantization: the flag. Raises UnsupportedModel
-        naming the key."""
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True
+    ) -> Config:
+        """From the parsed config.json; eos None: those of config.json. quantization: the flag. coded: whether
+        activations may be quantised. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         _refuse(fields)
         heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
@@ -116,7 +118,7 @@ class Config:
             inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
-            packing=packing(fields, quantization),
+            packing=packing(fields, quantization, coded),
         )
 
 

@@ -91,7 +91,7 @@ class Model:
         for n, layer in enumerate(w.layers):
             layers = n + 1
             self.before_layer(pack, n, x)
-            norm_linear(pack, out=qkv, **read, weight=layer.qkv.weight, scales=layer.qkv.scales)
+            norm_linear(pack, out=qkv, **read, **layer.qkv.args)
             batch.adapt(pack, layer.qkv.weight, out=qkv, **read)
             norm_rope_attend(
                 pack,
@@ -109,14 +109,10 @@ class Model:
                 max_q_len=max_q_len,
             )
             o, up, down = layer.o, layer.gate_up, layer.down
-            read = batch.add(
-                pack, x, h=heads, weight=o.weight, scales=o.scales, ranks=c.ranks, norm=layer.post_norm, eps=eps
-            )  # fmt: skip
+            read = batch.add(pack, x, h=heads, **o.args, ranks=c.ranks, norm=layer.post_norm, eps=eps)
             added = batch.adapted(pack, up.weight, **read)
-            gate_up_silu(pack, out=mlp, **read, weight=up.weight, scales=up.scales, added=added)
-            read = batch.add(
-                pack, x, h=mlp, weight=down.weight, scales=down.scales, ranks=c.ranks, norm=layer.next_norm, eps=eps
-            )  # fmt: skip
+            gate_up_silu(pack, out=mlp, **read, **up.args, added=added)
+            read = batch.add(pack, x, h=mlp, **down.args, ranks=c.ranks, norm=layer.next_norm, eps=eps)
         self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 

@@ -43,7 +43,8 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         from openinfer.recipes.qwen3.blueprint import Qwen3
         from openinfer.recipes.qwen3.config import Config
 
-        whole = Config.parse(source.config, source.eos, options.quantization)
+        coded = options.activation_quantization == "on"
+        whole = Config.parse(source.config, source.eos, options.quantization, coded)
         head, speculation = None, options.speculation()
         if speculation is not None and speculation.proposes:
             from openinfer.recipes.qwen3.eagle3 import Head

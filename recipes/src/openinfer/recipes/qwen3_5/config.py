@@ -173,9 +173,11 @@ class Config:
         return self.num_linear * (recurrent + self.conv_kernel * self.conv_size * itemsize)
 
     @classmethod
-    def parse(cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None) -> Config:
-        """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag. Raises
-        UnsupportedModel naming the key."""
+    def parse(
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True
+    ) -> Config:
+        """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag.
+        coded: whether activations may be quantised. Raises UnsupportedModel naming the key."""
         whole, model_type = Fields(raw), raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
@@ -201,7 +203,7 @@ class Config:
             tie_word_embeddings=_tied(whole, text),
             inv_freq=_rope(text, head_dim),
             mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
-            packing=packing(whole, quantization),
+            packing=packing(whole, quantization, coded),
             text_only=text is whole,
             eos_token_ids=eos_ids(eos, vocab),
         )

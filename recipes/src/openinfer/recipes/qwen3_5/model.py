@@ -229,7 +229,7 @@ class Model:
         """x += the gated full attention of its norm; `index`: of the layer among its kind. Returns the MLP's input."""
         c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
-        norm_linear(pack, out=qkv, **read, weight=mixer.qkv.weight, scales=mixer.qkv.scales)
+        norm_linear(pack, out=qkv, **read, **mixer.qkv.args)
         batch.adapt(pack, mixer.qkv.weight, out=qkv, **read)
         gated_attention(
             pack,
@@ -263,7 +263,7 @@ class Model:
         states may lag behind by drafts (graph.runner.States)."""
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
         x, mixed, adapt, into = b.x[:t], b.mixed[:t], self.batch.adapt, mixer.in_proj
-        norm_linear(pack, out=mixed, **read, weight=into.weight, scales=into.scales)
+        norm_linear(pack, out=mixed, **read, **into.args)
         adapt(pack, into.weight, out=mixed, **read)
         width, ba = c.conv_size + c.z_size, 2 * c.value_heads
         recent = self.recent[:, index] if lags and self.recent is not None else None
@@ -335,19 +335,19 @@ class Model:
             all_experts=count,
         )
         down = mlp.shared.down
-        self.batch.add(pack, y, h=hidden, weight=down.weight, scales=down.scales)
+        self.batch.add(pack, y, h=hidden, **down.args)
         return self.batch.add_sum(pack, x, y=y, ranks=ranks, norm=layer.next_norm, eps=c.rms_norm_eps)
 
     def _gate_up(self, pack: Pack, up: Linear, read: Read, t: int) -> None:
         """The hidden layer of a gated MLP."""
         added = self.batch.adapted(pack, up.weight, **read)
         out = self.buffers.mlp[:t]
-        gate_up_silu(pack, out=out, **read, weight=up.weight, scales=up.scales, added=added)
+        gate_up_silu(pack, out=out, **read, **up.args, added=added)
 
     def _add(self, pack: Pack, linear: Linear, x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
         """x += h times a layer, over all ranks, and its norm for what comes next."""
         ranks, eps, add = self.config.ranks, self.config.rms_norm_eps, self.batch.add
-        return add(pack, x, h=h, weight=linear.weight, scales=linear.scales, ranks=ranks, norm=norm, eps=eps)
+        return add(pack, x, h=h, **linear.args, ranks=ranks, norm=norm, eps=eps)
 
 
 def _columns(wide: Tensor, first: int, shape: tuple[int, int], strides: tuple[int, int]) -> Tensor:

@@ -38,7 +38,8 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         from openinfer.recipes.qwen3_5.config import Config
         from openinfer.recipes.qwen3_5.weights import Format
 
-        config = Config.parse(source.config, source.eos, options.quantization)
+        coded = options.activation_quantization == "on"
+        config = Config.parse(source.config, source.eos, options.quantization, coded)
         form = Format.of(source.checkpoint, config) if source.checkpoint else Format.published(config)
         if options.proposes:
             if not config.mtp:

@@ -157,21 +157,22 @@ class Batch:
         *,
         h: Tensor,
         weight: Tensor,
-        scales: Tensor | None = None,
         ranks: int = 1,
         norm: Tensor | None = None,
         eps: float | None = None,
+        **packed: Any,
     ) -> Read:
         """x += h @ weight^T and what each row's adapter adds to it (linear_add); the sum of all ranks. The result is
-        for a product of the norm of x, which several ranks make with their sum."""
+        for a product of the norm of x, which several ranks make with their sum. packed: the arguments of linear_add
+        that belong to the weight."""
         if ranks == 1 or self.normed is None:
-            linear_add(pack, x=x, h=h, weight=weight, scales=scales)
+            linear_add(pack, x=x, h=h, weight=weight, **packed)
             self.adapt(pack, weight, out=x, x=h)
             return Read(x=x, norm_weight=norm, eps=eps)
         normed = self.normed[: x.shape[0]] if norm is not None else None
         added = self.adapted(pack, weight, x=h)
         linear_add(
-            pack, x=x, h=h, weight=weight, scales=scales, ranks=ranks, added=added,
+            pack, x=x, h=h, weight=weight, ranks=ranks, added=added, **packed,
             normed=normed, norm_weight=norm, eps=eps if norm is not None else None,
         )  # fmt: skip
         return Read(x=x if normed is None else normed, norm_weight=None, eps=None)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels.contract import FLOATS, expect, expect_norm, expect_weight, require
-from openinfer.kernels.formats import SCALE_BLOCK, halves, of_rows
+from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
+from openinfer.kernels.formats import SCALE_BLOCK, Coding, coded, halves, of_rows
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
@@ -26,14 +26,16 @@ def _contract(
     eps: float | None = None,
     scales: Tensor | None = None,
     added: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> None:
     """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [2 I, H] (the gate's rows, then the up projection's), out [T, I], of one float
     dtype; norm_weight may also be float32 (as in norm_linear). g and u are rounded as outputs of a linear layer,
     silu(g) is rounded, and the product is rounded. H and I are multiples of 16. With `scales` the weight is
-    float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2), or INT4; x is not quantised.
-    Without norm_weight and eps, x is normalised already.
+    float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2), or INT4. coding and
+    x_scale: how the normalised x is quantised, as in norm_linear. Without norm_weight and eps, x is normalised already.
 
     `added` [T, 2 I] is added to [g, u] before they are rounded, and the call may overwrite it. With scales of blocks, I
     is then a multiple of 128.
@@ -43,6 +45,7 @@ def _contract(
     expect_norm(norm_weight, eps, hidden, x.dtype)
     expect("out", out, (tokens, -1), x.dtype)
     expect_weight("weight", weight, scales, (2 * out.shape[1], hidden), x.dtype, parts=2, rows=True)
+    expect_coding(coding, x_scale, weight, scales)
     require(
         hidden % 16 == 0 and out.shape[1] % 16 == 0,
         f"weight is {weight.shape}; sizes must be multiples of 16",
@@ -64,8 +67,10 @@ def _reference(
     eps: float | None = None,
     scales: Array | None = None,
     added: Array | None = None,
+    coding: Coding | None = None,
+    x_scale: Array | None = None,
 ) -> None:
-    h = normed(x, norm_weight, eps)
+    h = coded(normed(x, norm_weight, eps), coding, x_scale)
     both = [matmul_nt(h, half) for half in halves(weight, scales)]
     if added is not None:
         both = [half + f32(more) for half, more in zip(both, np.split(added, 2, axis=1), strict=True)]
@@ -83,16 +88,32 @@ def _launches(
     eps: float | None = None,
     scales: Tensor | None = None,
     added: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> Iterator[Command]:
     if added is not None:
         h: Tensor | Scratch = x
         if norm_weight is not None and eps is not None:
             h = Scratch(x.shape, x.dtype)
             yield norm(h, x, norm_weight, eps)
-        yield from product(target, "gate_up_silu", added, h, weight, scales, add=True)
+        yield from product(
+            target, "gate_up_silu", added, h, weight, scales, add=True, coding=coding, x_scale=x_scale
+        )
         yield silu_mul(out, added)
         return
-    yield from normed_product(target, "gate_up_silu", out, x, norm_weight, eps, weight, scales, gated=True)
+    yield from normed_product(
+        target,
+        "gate_up_silu",
+        out,
+        x,
+        norm_weight,
+        eps,
+        weight,
+        scales,
+        gated=True,
+        coding=coding,
+        x_scale=x_scale,
+    )
 
 
 def _cost(
@@ -105,6 +126,8 @@ def _cost(
     eps: float | None = None,
     scales: Tensor | None = None,
     added: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> Cost:
     n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens

@@ -8,9 +8,9 @@ import numpy as np
 
 from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.communicator import Communicator, sum_over
-from openinfer.kernels.contract import FLOATS, expect, expect_normed, expect_weight, require
+from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_normed, expect_weight, require
 from openinfer.kernels.exchange import Normed, sum_of_ranks
-from openinfer.kernels.formats import dequantized
+from openinfer.kernels.formats import Coding, coded, dequantized
 from openinfer.kernels.int4 import group_words
 from openinfer.kernels.launch import Collective, Command, Scratch
 from openinfer.kernels.op import Cost, Op, Workload
@@ -29,6 +29,8 @@ def _contract(
     scales: Tensor | None = None,
     ranks: int = 1,
     added: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
     normed: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
@@ -37,8 +39,8 @@ def _contract(
 
     x [T, H], h [T, K], weight [H, K] of one float dtype. The product accumulates in float32; the published models round
     it before the addition, an implementation may round once after it. H and K are multiples of 16. With `scales` the
-    weight is float8_e4m3fn or INT4 (contract.expect_weight); h is not quantised. A rank's product is rounded before the
-    sum.
+    weight is float8_e4m3fn or INT4 (contract.expect_weight). coding and x_scale: how h is quantised, as in
+    norm_linear. A rank's product is rounded before the sum.
 
     added [T, H]: of several ranks, what adapters add to a rank's product, see add_lora. It is overwritten.
 
@@ -49,6 +51,7 @@ def _contract(
     tokens, hidden = x.shape
     expect("h", h, (tokens, -1), x.dtype)
     expect_weight("weight", weight, scales, (hidden, h.shape[1]), x.dtype, rows=True)
+    expect_coding(coding, x_scale, weight, scales)
     require(
         hidden % 16 == 0 and h.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16"
     )
@@ -66,12 +69,14 @@ def _reference(
     scales: Array | None = None,
     ranks: int = 1,
     added: Array | None = None,
+    coding: Coding | None = None,
+    x_scale: Array | None = None,
     normed: Array | None = None,
     norm_weight: Array | None = None,
     eps: float | None = None,
     communicator: Communicator | None = None,
 ) -> None:
-    y = matmul_nt(h, dequantized(weight, scales))
+    y = matmul_nt(coded(h, coding, x_scale), dequantized(weight, scales))
     y = rounded(y if added is None else f32(added) + y, x.dtype)
     x[:] = f32(x) + sum_over(communicator, y)
     if normed is not None:
@@ -87,18 +92,23 @@ def _launches(
     scales: Tensor | None = None,
     ranks: int = 1,
     added: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
     normed: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Iterator[Command]:
     own = Normed.of(normed, norm_weight, eps)
     if ranks == 1:
-        yield from product(target, "linear_add", x, h, weight, scales, add=True)
+        yield from product(
+            target, "linear_add", x, h, weight, scales, add=True, coding=coding, x_scale=x_scale
+        )
         if own is not None:
             yield norm(own.out, x, own.weight, own.eps)
         return
     y = Scratch(x.shape, x.dtype) if added is None else added
-    yield from product(target, "linear_add", y, h, weight, scales, add=added is not None)
+    add = added is not None
+    yield from product(target, "linear_add", y, h, weight, scales, add=add, coding=coding, x_scale=x_scale)
     yield from sum_of_ranks(target, x, y, ranks, normed=own)
 
 
@@ -111,6 +121,8 @@ def _cost(
     scales: Tensor | None = None,
     ranks: int = 1,
     added: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
     normed: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float | None = None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from openinfer.kernels.contract import FLOATS, expect, expect_norm, expect_weight, require
-from openinfer.kernels.formats import dequantized
+from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
+from openinfer.kernels.formats import Coding, coded, dequantized
 from openinfer.kernels.launch import Command
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import normed_product
@@ -22,19 +22,25 @@ def _contract(
     norm_weight: Tensor | None = None,
     eps: float | None = None,
     scales: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> None:
     """out = rms_norm(x; norm_weight, eps) @ weight^T.
 
     x [T, H], norm_weight [H], weight [N, H] of one float dtype; out [T, N] of that dtype, or float32 (logits: not
     rounded). The norm is computed in float32, rounded, multiplied by its weight and rounded; a norm_weight of float32
     multiplies before the one rounding. The product accumulates in float32 and is rounded once. H and N are multiples
-    of 16. With `scales` the weight is float8_e4m3fn or INT4 (contract.expect_weight); x is not quantised. Without
-    norm_weight and eps, x is normalised already.
+    of 16. With `scales` the weight is float8_e4m3fn or INT4 (contract.expect_weight). Without norm_weight and
+    eps, x is normalised already.
+
+    coding: how the normalised x is quantised to e4m3 before the product (formats.coded; not at all if None). x_scale:
+    float32 [1], the scale for "tensor". See contract.expect_coding.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
     expect_norm(norm_weight, eps, hidden, x.dtype)
     expect_weight("weight", weight, scales, (-1, hidden), x.dtype, rows=True)
+    expect_coding(coding, x_scale, weight, scales)
     expect("out", out, (tokens, weight.shape[0]), x.dtype, float32)
     require(
         hidden % 16 == 0 and weight.shape[0] % 16 == 0,
@@ -50,8 +56,11 @@ def _reference(
     norm_weight: Array | None = None,
     eps: float | None = None,
     scales: Array | None = None,
+    coding: Coding | None = None,
+    x_scale: Array | None = None,
 ) -> None:
-    out[:] = matmul_nt(normed(x, norm_weight, eps), dequantized(weight, scales))
+    h = coded(normed(x, norm_weight, eps), coding, x_scale)
+    out[:] = matmul_nt(h, dequantized(weight, scales))
 
 
 def _launches(
@@ -63,9 +72,13 @@ def _launches(
     norm_weight: Tensor | None = None,
     eps: float | None = None,
     scales: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> Iterator[Command]:
     op = "norm_linear" if out.dtype == x.dtype else "logits"
-    yield from normed_product(target, op, out, x, norm_weight, eps, weight, scales)
+    yield from normed_product(
+        target, op, out, x, norm_weight, eps, weight, scales, coding=coding, x_scale=x_scale
+    )
 
 
 def _cost(
@@ -77,6 +90,8 @@ def _cost(
     norm_weight: Tensor | None = None,
     eps: float | None = None,
     scales: Tensor | None = None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
 ) -> Cost:
     n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens if out.dtype == x.dtype else workload.rows

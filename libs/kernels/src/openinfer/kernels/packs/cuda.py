@@ -28,7 +28,9 @@ class LaunchDriver(Protocol):
         self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int
     ) -> bytes: ...
     def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None: ...
-    def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None: ...
+    def matmul(self, command: Matmul, operands: Sequence[int], workspace: int) -> None:
+        """operands: the addresses of the command's."""
+
     def collective(self, command: Collective, out: int, x: int) -> None: ...
     def peers(self, table: Peers) -> int: ...
     def branch(self, number: int) -> None:
@@ -108,13 +110,8 @@ class LaunchPack:
 
     def _run(self, command: Command, address: Callable[[Tensor | Scratch | Peers], int]) -> None:
         if isinstance(command, Matmul):
-            self.driver.matmul(
-                command,
-                address(command.out),
-                address(command.x),
-                address(command.weight),
-                address(command.workspace),
-            )
+            operands = [address(operand) for operand in command.operands]
+            self.driver.matmul(command, operands, address(command.workspace))
             return
         if isinstance(command, Collective):
             self.driver.collective(command, address(command.out), address(command.x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from openinfer.kernels.cublas import CublasLt
@@ -138,12 +139,12 @@ class CudaDriver:
         )  # fmt: skip
         check(status, kernel.call)
 
-    def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None:
+    def matmul(self, command: Matmul, operands: Sequence[int], workspace: int) -> None:
         if self._cublas is None:
             raise LaunchError(
                 "this plan has a cuBLASLt product and no cuBLASLt was loaded: plan with cublas=False"
             )
-        self._cublas.matmul(command, out, x, weight, workspace, self._at.handle)
+        self._cublas.matmul(command, operands, workspace, self._at.handle)
 
     def collective(self, command: Collective, out: int, x: int) -> None:
         """By NCCL. Raises LaunchError without ranks, or with another number of them."""

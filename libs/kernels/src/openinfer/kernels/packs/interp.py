@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from openinfer.kernels.communicator import Communicator, member
@@ -64,7 +65,7 @@ class InterpDriver:
         self.launched[str(spec)] = self.launched.get(str(spec), 0) + 1
         function[grid](**args)
 
-    def matmul(self, command: Matmul, out: int, x: int, weight: int, workspace: int) -> None:
+    def matmul(self, command: Matmul, operands: Sequence[int], workspace: int) -> None:
         raise LaunchError("the interpreter has no cuBLASLt: plan for a Target with cublas=False")
 
     def collective(self, command: Collective, out: int, x: int) -> None:

@@ -39,8 +39,7 @@ class Call:
 def scratches(command: Command) -> list[Scratch]:
     """The scratch memory that a command uses."""
     if isinstance(command, Matmul):
-        parts = (command.out, command.x, command.weight, command.workspace)
-        return [s for s in parts if isinstance(s, Scratch)]
+        return [s for s in (*command.operands, command.workspace) if isinstance(s, Scratch)]
     if isinstance(command, Collective):
         return [s for s in (command.out, command.x) if isinstance(s, Scratch)]
     return [s for a in command.args if isinstance(s := a.tensor if isinstance(a, TensorMap) else a, Scratch)]

@@ -94,7 +94,7 @@ def _tensors(commands: Sequence[Command]) -> Iterator[Tensor]:
         values: Sequence[Any]
         match command:
             case Matmul():
-                values = (command.out, command.x, command.weight)
+                values = command.operands
             case Collective():
                 values = (command.out, command.x)
             case _:

@@ -1,0 +1,213 @@
+"""Products of float8 codes as commands: activations are quantised, and weights of float8 are not unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
+from openinfer.kernels.launch import (
+    Aligned,
+    Arg,
+    Command,
+    Launch,
+    Matmul,
+    Scratch,
+    aligned,
+    launch,
+    power_of_two,
+)
+from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
+
+FEW_TOKENS = 256
+"""Tokens up to which the time is that of reading the weights. With more, cuBLASLt takes the codes."""
+MADE_TOKENS = 16
+"""Tokens up to which a product quantises its activations itself. With more, each program would repeat too much."""
+
+CUBLAS_WORKSPACE = 32 << 20
+
+_DEVICE = "openinfer.kernels.device.coded_linear"
+
+
+class Coded(NamedTuple):
+    """Activations [T, K] as codes, and their scales [ceil(K / 128) or 1, T]."""
+
+    codes: Scratch
+    scales: Scratch
+
+
+class Tile(NamedTuple):
+    """Rows of the weight and tokens at a time, and how many programs share the columns."""
+
+    rows: int
+    bm: int
+    split: int
+    warps: int = 4
+    stages: int = 4
+
+
+def takes_codes(target: Target) -> bool:
+    """Whether the tensor cores of the target multiply float8 codes."""
+    return target.arch >= 89
+
+
+def expect_coded(target: Target, x: Tensor | Scratch) -> None:
+    """Raise ContractError where activations cannot be quantised."""
+    if not takes_codes(target):
+        raise ContractError(
+            f"activations are quantised to float8 on sm_{target.arch}; float8 is for sm_89 and up"
+        )
+    if x.dtype != bfloat16:
+        raise ContractError(f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+
+
+def tile(target: Target, tokens: int, n: int, k: int, *, sets: int = 1) -> Tile:
+    """The tile for `sets` of n rows of weights. K is split while each program keeps at least four blocks of 128
+    columns, and the programs do not yet fill the GPU twice."""
+    if target.batch_invariant:
+        return Tile(64, 16, 1)
+    bm = min(64, max(16, power_of_two(tokens)))
+    rows = 128 if tokens > FEW_TOKENS and sets == 1 else 64
+    programs, blocks, split = -(-n // rows) * -(-tokens // bm), -(-k // SCALE_BLOCK), 1
+    while split < 8 and programs * split < 1.5 * target.num_sms and blocks >= 8 * split:
+        split *= 2
+    return Tile(rows, bm, split)
+
+
+def coded_rows(x: Tensor | Scratch, coding: Coding, x_scale: Tensor | None) -> tuple[Launch, Coded]:
+    """The command that quantises x [T, K], and its result."""
+    (tokens, width), made = x.shape, _empty(x.shape, coding)
+    blocks = -(-width // SCALE_BLOCK)
+    size = power_of_two(blocks) if coding == "token" else min(8, power_of_two(blocks))
+    args: dict[str, Arg] = {**_places(made), "x": x, **_sizes(made, x_scale, width, tokens)}
+    grid = (tokens, -(-blocks // size))
+    return launch(
+        _DEVICE, "code_rows", grid, args, _constants(size, coding), num_warps=8 if size > 16 else 4
+    ), made
+
+
+def normed_codes(
+    x: Tensor, gain: Tensor, eps: float, coding: Coding, x_scale: Tensor | None
+) -> tuple[Launch, Coded]:
+    """The command that quantises rms_norm(x; gain, eps), and its result."""
+    (tokens, width), made = x.shape, _empty(x.shape, coding)
+    size = power_of_two(-(-width // SCALE_BLOCK))
+    args: dict[str, Arg] = {
+        **_places(made),
+        "x": x,
+        "weight": gain,
+        **_sizes(made, x_scale, width, tokens),
+        "eps": eps,
+    }
+    return launch(
+        _DEVICE, "norm_codes", (tokens,), args, _constants(size, coding), num_warps=8 if size > 16 else 4
+    ), made
+
+
+def coded_product(
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch | Coded,
+    weight: Tensor,
+    scales: Tensor,
+    coding: Coding,
+    x_scale: Tensor | None,
+    *,
+    add: bool = False,
+    gated: bool = False,
+) -> Iterator[Command]:
+    """out [M, N] = x @ weight^T, or out += with `add`, or its gated form with weight [2 N, K]; x in bf16 is quantised
+    first, or in the product."""
+    tokens, blocks = out.shape[0], not of_rows(weight, scales)
+    if not isinstance(x, Coded):
+        expect_coded(target, x)
+        if not (coding == "block" and tokens <= MADE_TOKENS and not target.batch_invariant):
+            command, x = coded_rows(x, coding, x_scale)
+            yield command
+    if isinstance(x, Coded) and for_cublas(target, tokens, weight, scales, gated=gated):
+        yield Matmul(
+            out,
+            x.codes,
+            weight,
+            Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)),
+            add,
+            scales=(x.scales, scales),
+        )
+        return
+    n = weight.shape[0] // (2 if gated else 1)
+    yield _project(
+        tile(target, tokens, n, weight.shape[1], sets=2 if gated else 1),
+        out,
+        x,
+        weight,
+        scales,
+        blocks,
+        add,
+        gated,
+    )
+
+
+def for_cublas(target: Target, tokens: int, weight: Tensor, scales: Tensor, *, gated: bool) -> bool:
+    """Whether cuBLASLt multiplies the codes: it takes scales of blocks in fours, and no half of a block."""
+    (n, k), whole = weight.shape, of_rows(weight, scales)
+    fits = whole or (k % (4 * SCALE_BLOCK) == 0 and not (gated and n // 2 % SCALE_BLOCK))
+    fits = fits and tokens % 16 == 0 and k % 16 == 0
+    return target.cublas and tokens > FEW_TOKENS and fits and not target.batch_invariant
+
+
+def _project(
+    tile: Tile,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch | Coded,
+    weight: Tensor,
+    scales: Tensor,
+    blocks: bool,
+    add: bool,
+    gated: bool,
+) -> Launch:
+    (tokens, n), k = out.shape, weight.shape[1]
+    rows, bm, split, warps, stages = tile
+    made = not isinstance(x, Coded)
+    grid = (-(-n // rows), split, -(-tokens // bm))
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x.codes if isinstance(x, Coded) else x,
+        "x_scales": x.scales if isinstance(x, Coded) else scales,
+        "weight": weight,
+        "scales": scales,
+        "partial": Scratch((split, 2 if gated else 1, tokens, n) if split > 1 else (1,), float32),
+        "counter": Scratch((grid[0] * grid[2] if split > 1 else 1,), int32, zeroed=True),
+        "M": tokens,
+        "N": Aligned(n),
+        "K": Aligned(k),
+        "TOKENS": aligned(tokens),
+    }
+    constants = {"BM": bm, "ROWS": rows, "SPLIT": split, "BLOCKS": blocks, "MADE": made}
+    constants |= {"EVEN": k % SCALE_BLOCK == 0, "ADD": add, "GATED": gated}
+    return launch(_DEVICE, "project_coded", grid, args, constants, num_warps=warps, num_stages=stages)
+
+
+def _empty(shape: tuple[int, ...], coding: Coding) -> Coded:
+    tokens, width = shape
+    blocks = -(-width // SCALE_BLOCK) if coding == "block" else 1
+    return Coded(Scratch((tokens, width), float8_e4m3fn), Scratch((blocks, tokens), float32))
+
+
+def _places(made: Coded) -> dict[str, Arg]:
+    return {"codes": made.codes, "scales": made.scales}
+
+
+def _sizes(made: Coded, x_scale: Tensor | None, width: int, tokens: int) -> dict[str, Arg]:
+    return {
+        "x_scale": made.scales if x_scale is None else x_scale,
+        "width": aligned(width),
+        "TOKENS": aligned(tokens),
+    }
+
+
+def _constants(size: int, coding: Coding) -> dict[str, int | bool]:
+    return {"SIZE": size, "BLOCKS": coding == "block", "STATIC": coding == "tensor"}
