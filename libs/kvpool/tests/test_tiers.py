@@ -21,6 +21,7 @@ from openinfer.kvpool import (
 )
 from openinfer.kvpool.eviction import Lru
 from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers
+from openinfer.kvpool.tiers.tiers import FIRST_PIECES, PIECES
 from openinfer.tensor import Device, Stream, Tensor
 from openinfer.tensor.testing import fake_driver
 
@@ -171,7 +172,7 @@ def test_steps_do_not_wait_for_what_makes_room_for_a_load(comes):
                 lease.reserve(12)
                 lease.commit(tokens, 12)
         fake._cuCtxSynchronize()
-        waits, out = len(steps.work), fake.streams[tiers._mover._out.handle]
+        waits, out = len(steps.work), fake.streams[tiers._mover._streams["swap"].handle]
         with pool.acquire([*FIRST[:12], 1]) as lease:
             assert lease.num_loadable == 12
             if not comes:
@@ -185,6 +186,33 @@ def test_steps_do_not_wait_for_what_makes_room_for_a_load(comes):
             assert lease.num_cached == (12 if comes else 0)
         with pool.acquire([*OTHER[:12], 1]) as lease:
             assert lease.num_loadable == 12
+        engine.tiers.close()
+
+
+def test_a_long_load_is_begun_in_portions():
+    """The copies of each turn fit beside a step."""
+    count = FIRST_PIECES + PIECES + 1
+    with fake_driver() as fake:
+        group = Group("pages", 4, count + 1, 16)
+        engine = Engine([group], host=4 * count * 4096, device="cuda")
+        pool = engine.pool
+        prompts = [[first] * (4 * count) for first in (1, 2)]
+        for tokens in prompts:
+            with pool.acquire(tokens) as lease:
+                lease.reserve(len(tokens))
+                lease.commit(tokens, len(tokens))
+        fake._cuCtxSynchronize()
+        names = "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"
+        with pool.acquire([*prompts[0], 1]) as lease:
+            copies, before = [], [fake.count(name) for name in names]
+            assert lease.load()
+            for _ in range(3):
+                copies.append([fake.count(name) - old for name, old in zip(names, before, strict=True)])
+                assert pool.poll(0.0) == []
+            fake._cuCtxSynchronize()
+            assert pool.poll(0.0) == [lease]
+            assert lease.num_cached == 4 * count
+        assert copies == [[FIRST_PIECES] * 2, [FIRST_PIECES + PIECES] * 2, [count] * 2]
         engine.tiers.close()
 
 

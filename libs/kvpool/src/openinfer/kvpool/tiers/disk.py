@@ -24,8 +24,9 @@ from .record import Files, Wrong, file_bytes, takes_direct
 
 log = logging.getLogger("openinfer.kvpool")
 
-READERS = 4
-"""Threads that read. One thread writes, so that a write and the removal of an older file keep their order."""
+READERS = 8
+"""Threads that read, and check what they read, which takes as long as a fast disk's read. One thread writes, so that a
+write and the removal of an older file keep their order."""
 PAUSE_S = 30.0
 """Seconds without writes after a write has failed."""
 

@@ -173,12 +173,13 @@ class HostMemory:
             slot.readable = True
             self.used_bytes += self._sizes[slot.group]
 
-    def use(self, slot: Slot) -> None:
-        """Add a user."""
+    def use(self, slot: Slot) -> Slot:
+        """Add a user. Returns the slot."""
         with self._lock:
             if not slot.users:
                 self._idle[slot.group].use(slot.name)
             slot.users += 1
+        return slot
 
     def leave(self, slot: Slot) -> None:
         """Take a user away. A slot without a record is free then."""

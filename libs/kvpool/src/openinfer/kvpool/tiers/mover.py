@@ -88,17 +88,18 @@ class Others:
 class Mover:
     """Copies of one rank. steps: the stream of the steps.
 
-    A copy from a block waits for nothing. The stream of the steps waits for it. It does not wait for a swap, because no
-    step has these blocks before the load has ended. A copy to a block waits for the copies from it and to its record.
-    So both directions of the link are busy at once. `others`: of the first rank of several. after_steps: copies wait
-    for the steps before them. A later rank needs that, because its steps may end after those of the first.
+    A copy from a block waits for nothing. The stream of the steps waits for it. It does not wait for a swap,
+    because no step has these blocks before the load has ended; so swaps have a stream of their own. A copy to a
+    block waits for the copies from it and to its record. So both directions of the link are busy at once. `others`:
+    of the first rank of several. after_steps: copies wait for the steps before them. A later rank needs that,
+    because its steps may end after those of the first.
     """
 
     def __init__(
         self, layout: Layout, steps: Stream, others: Others | None = None, *, after_steps: bool = False
     ) -> None:
         self._layout, self._steps, self._others = layout, steps, others
-        self._out, self._in = Stream(steps.device), Stream(steps.device)
+        self._streams: dict[Kind, Stream] = {kind: Stream(steps.device) for kind in ("d2h", "swap", "h2d")}
         self._saved = Event(steps.device)  # all copies from blocks so far, but for swaps
         self._marks = deque(
             Event(steps.device) for _ in range(_MARKS)
@@ -110,16 +111,16 @@ class Mover:
 
     def copy(self, kind: Kind, copies: Sequence[Copy]) -> Ticket:
         """Begin a batch of copies."""
-        stream = self._in if kind == "h2d" else self._out
+        stream = self._streams[kind]
         if self._stepped is not None:
             self._stepped.record(self._steps)
             stream.wait(self._stepped)
         if kind == "h2d":
-            self._in.wait(self._saved)
+            stream.wait(self._saved)
         for start in range(0, len(copies), _RUN):
             self._copy_run(stream, kind, copies[start : start + _RUN])
         if kind == "d2h":
-            self._saved.record(self._out)
+            self._saved.record(stream)
             self._steps.wait(self._saved)
         if self._others is not None:
             self._others.tell(kind, copies)
@@ -156,12 +157,12 @@ class Mover:
 
     def synchronize(self) -> None:
         """Wait for this rank's copies."""
-        for stream in (self._out, self._in):
+        for stream in self._streams.values():
             stream.synchronize()
 
     def close(self) -> None:
         """Wait for this rank's copies and give everything back. Tickets are void."""
-        for stream in (self._out, self._in):
+        for stream in self._streams.values():
             stream.close()
         for event in (*self._idle, *self._marks, self._saved, *([self._stepped] if self._stepped else [])):
             event.close()

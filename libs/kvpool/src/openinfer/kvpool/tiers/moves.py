@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from ..loading import Load, Piece
 from .host import Slot
-from .mover import Ticket
+from .mover import Copy, Ticket
 from .stats import LoadTime
+
+Save = tuple[Copy, Slot]
+"""A block on its way to a record."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,17 +24,25 @@ class Copies:
 
 @dataclass(slots=True, eq=False)
 class Loading:
-    """A load under way. begun, deadline: by time.monotonic(). saves: number of the last batch of copies before it. That
-    batch must end first, because a step may then write a block that the load could not fill."""
+    """A load under way. begun, deadline: by time.monotonic(). saves: number of the last batch of copies that made room
+    for it. That batch must end first, because a step may then write a block that the load could not fill. swaps: what
+    is to be copied out of its blocks first, by block. expected: records that it uses, by piece."""
 
     load: Load
-    waiting: list[Piece]
+    waiting: deque[Piece]
     begun: float
     deadline: float
     saves: int
+    swaps: dict[tuple[int, int], Save]
+    expected: dict[tuple[int, bytes], Slot]
     from_disk: int = 0
     from_peer: int = 0
-    copies: list[Copies] = field(default_factory=list)
+    copies: deque[Copies] = field(default_factory=deque)
+
+    @property
+    def done(self) -> bool:
+        """Whether its pieces have come, or have failed to."""
+        return not (self.waiting or self.copies or self.swaps)
 
     def time(self, now: float) -> LoadTime:
         """The time of a load that has ended."""

@@ -1,9 +1,8 @@
 """Tiers: the loader and saver of a pool, over host memory and a disk.
 
-Copies run on two streams of their own (`mover`). A block is copied out when the pool evicts it, and the stream of the
-steps waits for that copy on the device. So the step that overwrites the block runs after it, and the host waits for
-nothing. The copies overlap with the step that is in flight. A load takes blocks that no step uses; its lease comes back
-when the copies have ended.
+A block is copied out when the pool evicts it, and the stream of the steps waits for that copy on the device. So the
+step that overwrites the block runs after it, and the host waits for nothing. A load takes blocks that no step uses; its
+lease comes back when its copies have ended. Other streams copy (`mover`).
 """
 
 from __future__ import annotations
@@ -25,16 +24,20 @@ from ..pool import Pool
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
-from .mover import Copy, Mover, Others
-from .moves import Copies, Loading
+from .mover import Copy, Kind, Mover, Others
+from .moves import Copies, Loading, Save
 from .peers import Sharing
 from .stats import LoadTime, TierStats
+from .told import Told
 
 log = logging.getLogger("openinfer.kvpool")
 
 BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most, so that an engine ends soon."""
 LOADS_KEPT = 256
+PIECES, FIRST_PIECES = 256, 64
+"""Copies that are begun in a turn of a load, and in its first turn, which evicts too. To begin more would hold up the
+next step."""
 _TICK_S = 0.0002
 _AT_ONCE = 64
 """Blocks of a group that `take_all` evicts before it waits: the host's memory must have room for them."""
@@ -68,13 +71,11 @@ class Tiers:
         self._host, self._disk = HostMemory(groups, host_bytes, eviction), disk
         self._load_timeout_s = load_timeout_s
         self.sharing, self._peers = sharing, sharing.peers if sharing is not None else None
-        self._expected: list[Slot] = []  # of the load that is about to begin
-        self._swapping = False  # between expect() and begin(): what the pool evicts makes room for the load
-        self._events: list[BlockStored | BlockRemoved] | None = [] if events else None
-        self._parts = parts
+        self._expected: dict[tuple[int, bytes], Slot] = {}  # of the load that is about to begin
+        self._swaps: dict[tuple[int, int], Save] | None = None  # what makes room for that load, by block
+        self._told, self._parts = Told(self.groups, keep=events), parts
         self._mover: Mover | None = None
-        self._saves: deque[Copies] = deque()
-        self._loads: list[Loading] = []
+        self._saves, self._loads = deque[Copies](), list[Loading]()
         self.load_times: deque[LoadTime] = deque(maxlen=LOADS_KEPT)
         """The last loads that have ended. The caller takes them out."""
         self._behind = False  # a load has timed out, and the disk has read nothing since
@@ -120,7 +121,7 @@ class Tiers:
         if self._mover is None:
             return
         self._collect(0.0)
-        slots, copies = [], []
+        saves = []
         for name, block in zip(names, blocks, strict=True):
             slot = self._host.find(group, name)
             if slot is not None:
@@ -130,15 +131,24 @@ class Tiers:
             if slot is None:
                 self.stats.dropped += 1
                 continue
-            copies.append(Copy(group, block, slot.ptr))
+            saves.append((Copy(group, block, slot.ptr), slot))
+        self._told.removed(self._host.evicted, "CPU")
+        if self._swaps is None:
+            self._save("d2h", saves)
+        else:
+            self._swaps |= {(group, copy.block): (copy, slot) for copy, slot in saves}
+
+    def _save(self, kind: Kind, saves: Sequence[Save]) -> None:
+        """Begin the copies of blocks to their records."""
+        if self._mover is None or not saves:
+            return
+        slots = [slot for _, slot in saves]
+        for slot in slots:
             self._host.fill(slot)
-            slots.append(slot)
-        self._tell_removed(self._host.evicted, "CPU")
-        if slots:
-            self._saves.append(Copies(self._mover.copy("swap" if self._swapping else "d2h", copies), slots))
-            self.stats.saved += len(slots)
-            self._tell(BlockStored([s.name for s in slots], None, [], self.groups[group].block_size,
-                                   medium="CPU", group_idx=group))  # fmt: skip
+        self._saves.append(Copies(self._mover.copy(kind, [copy for copy, _ in saves]), slots))
+        self.stats.saved += len(slots)
+        names = [slot.name for slot in slots if self._host.find(slot.group, slot.name) is slot]
+        self._told.stored(slots[0].group, names, "CPU")
 
     def keep(self, pool: Pool, seconds: float = 2.0) -> None:
         """Write the cached blocks of a pool to the disk, for at most this time. For the end of an engine: a restart
@@ -201,24 +211,23 @@ class Tiers:
         ]
 
     def expect(self, group: int, names: Sequence[bytes]) -> None:
-        """Keep the records of a load from eviction until it begins."""
-        self._swapping = True
+        """Keep the records of a load from eviction until they are copied. Blocks that the pool evicts until the load
+        begins make room for it."""
+        self._swaps = self._swaps or {}
         for name in names:
             slot = self._host.find(group, name)
             if slot is not None:
-                self._host.use(slot)
-                self._expected.append(slot)
+                self._expected[group, name] = self._host.use(slot)
 
     def begin(self, load: Load) -> None:
         """Start to fill the blocks of a load."""
-        now = time.monotonic()
+        begun, pieces = time.monotonic(), deque(load.pieces)
         saves = self._saves[-1].ticket.number if self._saves else 0
-        loading = Loading(load, list(load.pieces), now, now + self._load_timeout_s, saves)
+        until, swaps = begun + self._load_timeout_s, self._swaps or {}
+        loading = Loading(load, pieces, begun, until, saves, swaps, self._expected)
+        self._swaps, self._expected = None, {}
         self._loads.append(loading)
-        self._advance(loading)
-        for slot in self._expected:
-            self._host.leave(slot)
-        self._expected, self._swapping = [], False
+        self._advance(loading, FIRST_PIECES)
 
     def poll(self, wait_s: float | None) -> Sequence[Load]:
         """Loads that have ended."""
@@ -228,7 +237,7 @@ class Tiers:
             for loading in self._loads:
                 self._advance(loading)
             saving = self._saves[0].ticket.number if self._saves else sys.maxsize
-            ended = [one for one in self._loads if not (one.waiting or one.copies) and one.saves < saving]
+            ended = [one for one in self._loads if one.done and one.saves < saving]
             if ended:
                 self._loads = [loading for loading in self._loads if loading not in ended]
                 now = time.monotonic()
@@ -240,53 +249,68 @@ class Tiers:
             self._collect(left)
         return []
 
-    def _advance(self, loading: Loading) -> None:
-        """Start the copies of the pieces that are in host memory, and the reads of the others."""
+    def _advance(self, loading: Loading, most: int = PIECES) -> None:
+        """Start the copies of up to `most` pieces that are in host memory, and the reads of others."""
         slots: list[Slot] = []
         copies: list[Copy] = []
-        waiting, mover = [], self._mover
-        late = time.monotonic() > loading.deadline
-        for piece in loading.waiting:
-            slot = self._host.find(piece.group, piece.name)
+        late, waited, started = time.monotonic() > loading.deadline, bool(loading.waiting), 0
+        for _ in range(len(loading.waiting)):
+            if started == most:
+                break
+            piece = loading.waiting.popleft()
+            pinned = loading.expected.pop((piece.group, piece.name), None)
+            slot = pinned or self._host.find(piece.group, piece.name)
             sources = (self._disk, self._peers) if slot is None and not late else ()
             source = next((s for s in sources if s is not None and s.has(piece.group, piece.name)), None)
             if source is not None:
                 slot = self._host.take(piece.group, piece.name)
                 if slot is None:  # until other copies have ended
-                    waiting.append(piece)
+                    loading.waiting.append(piece)
                     continue
                 source.read(slot)
                 loading.from_disk += source is self._disk
                 loading.from_peer += source is self._peers
-            if slot is None or mover is None or (late and not slot.readable):
+                started += 1
+            if slot is not None and slot.readable:
+                slots.append(slot if slot is pinned else self._host.use(slot))
+                copies.append(Copy(piece.group, piece.block, slot.ptr))
+                started += 1
+                continue
+            if pinned is not None:
+                self._host.leave(pinned)
+            if slot is None or late:
                 loading.load.failed.add(piece)
                 self.stats.failed += 1
-            elif not slot.readable:
-                waiting.append(piece)
             else:
-                self._host.use(slot)
-                copies.append(Copy(piece.group, piece.block, slot.ptr))
-                slots.append(slot)
-        if late and loading.waiting and self._disk is not None and not self._behind:
+                loading.waiting.append(piece)
+        if late and waited and self._disk is not None and not self._behind:
             self._behind = True
-            log.warning(
-                "KV offload: reads from the disk take more than %g s; tokens are computed",
-                self._load_timeout_s,
-            )
-        loading.waiting = waiting
-        if mover is None:
+            wait_s = self._load_timeout_s
+            log.warning("KV offload: reads from the disk take more than %g s; tokens are computed", wait_s)
+        if self._mover is None:
             return
+        self._swap(loading, copies, most)
         if slots:
-            loading.copies.append(Copies(mover.copy("h2d", copies), slots))
+            loading.copies.append(Copies(self._mover.copy("h2d", copies), slots))
             self.stats.from_host += len(slots)
-        while loading.copies and mover.ended(loading.copies[0].ticket):
-            self._end(loading.copies.pop(0))
+        while loading.copies and self._mover.ended(loading.copies[0].ticket):
+            self._end(loading.copies.popleft())
+
+    def _swap(self, loading: Loading, copies: Sequence[Copy], most: int) -> None:
+        """Begin to copy out what is in the blocks of these copies, and in others that the load has, up to `most`."""
+        swaps = loading.swaps
+        taken = [swaps.pop(key) for key in ((c.group, c.block) for c in copies) if key in swaps]
+        taken += [swaps.popitem()[1] for _ in range(min(len(swaps), most - len(taken)))]
+        for group in {copy.group for copy, _ in taken}:
+            self._save("swap", [save for save in taken if save[0].group == group])
+        if taken:
+            loading.saves = self._saves[-1].ticket.number
 
     # -- both --
 
     def _collect(self, wait_s: float) -> None:
         """Take note of copies, reads and writes that have ended. Waits up to wait_s seconds for a read or write."""
-        self._tell_removed(self._host.evicted, "CPU")  # before the same blocks may come again
+        self._told.removed(self._host.evicted, "CPU")  # before the same blocks may come again
         while self._saves and self._mover is not None and self._mover.ended(self._saves[0].ticket):
             self._end(self._saves.popleft())
         if self._peers is not None:
@@ -304,7 +328,7 @@ class Tiers:
                     self.stats.to_disk += problem is None
                     self.stats.not_written += problem is not None
                     if self._disk.has(slot.group, slot.name):
-                        self._tell(self._stored(slot, "DISK"))
+                        self._told.stored(slot.group, [slot.name], "DISK")
                 else:
                     self._from_disk(slot, problem)
                 self._host.leave(slot)
@@ -322,7 +346,7 @@ class Tiers:
             self._host.fill(slot)
             slot.whole = True
             if self._host.find(slot.group, slot.name) is slot:  # not cleared meanwhile
-                self._tell(self._stored(slot, "CPU"))
+                self._told.stored(slot.group, [slot.name], "CPU")
         else:
             self._host.forget(slot)
 
@@ -347,33 +371,13 @@ class Tiers:
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         """The events since the last call, of the media CPU and DISK."""
-        self._tell_removed(self._host.evicted, "CPU")
+        self._told.removed(self._host.evicted, "CPU")
         self._tell_disk()
-        taken, self._events = self._events or [], [] if self._events is not None else None
-        return taken
+        return self._told.take()
 
     def _tell_disk(self) -> None:
-        """Records of an earlier process, and those that were dropped."""
-        if self._disk is None:
-            return
-        for group, name in self._disk.found:
-            size = self.groups[group].block_size
-            self._tell(BlockStored([name], None, [], size, medium="DISK", group_idx=group))
-        self._disk.found.clear()
-        self._tell_removed(self._disk.evicted, "DISK")
-
-    def _stored(self, slot: Slot, medium: str) -> BlockStored:
-        size = self.groups[slot.group].block_size
-        return BlockStored([slot.name], None, [], size, medium=medium, group_idx=slot.group)
-
-    def _tell(self, event: BlockStored | BlockRemoved) -> None:
-        if self._events is not None:
-            self._events.append(event)
-
-    def _tell_removed(self, gone: list[tuple[int, bytes]], medium: str) -> None:
-        for group, name in gone:
-            self._tell(BlockRemoved([name], medium=medium, group_idx=group))
-        gone.clear()
+        if self._disk is not None:
+            self._told.disk(self._disk.found, self._disk.evicted)
 
     def close(self, *, lost: bool = False) -> None:
         """Wait for the copies and the writes under way, and give everything back. lost: a rank is gone, so its copies
