@@ -69,21 +69,27 @@ class Drill:
 
     def in_the_next_step(self, work: Callable[[], None]) -> None:
         """Put work on the stream of the steps, between the two segments of one step."""
-        replay = self.engine.runner.replay
+        kind = type(self.engine.runner)
+        replay = kind.replay
 
-        def once(key: Any) -> None:
-            replay(key)
+        def once(runner: Any, key: Any) -> None:
+            replay(runner, key)
             if key[0] == "forward":
-                self.engine.runner.replay = replay
+                kind.replay = replay
                 work()
 
-        self.engine.runner.replay = once
+        kind.replay = once
         self.steps(20)
 
     def slow_kernels(self) -> list[str]:
         """The kernels of a step run five times."""
-        replay, shape = self.engine.runner.replay, self.engine.runner._shape
-        self.in_the_next_step(lambda: [replay(("forward", shape)) for _ in range(4)] and None)
+        runner = self.engine.runner
+
+        def work() -> None:
+            for _ in range(4):
+                runner.replay(("forward", runner._shape))
+
+        self.in_the_next_step(work)
         return self.lines()
 
     def copies(self) -> list[str]:

@@ -50,6 +50,8 @@ def test_a_prefix_comes_back_from_host_memory_and_disk(
         "tensor_parallel_size": ranks,
     }  # fmt: skip
     alike = model == "deepseek_v4-tiny"  # all ranks hold its cache
+    if alike:  # a rounded activation that flips moves a log-probability by more than the limit
+        flags["activation_quantization"] = "off"
     own = {"kv_cache_memory_bytes": CACHE[model] // (1 if alike else ranks)}
     tiers = {"kv_offload_gb": 0.2, "kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2}
     run = session(GOLDENS / model, **flags, **own, **tiers, enable_sleep_mode=True)

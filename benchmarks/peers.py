@@ -1,0 +1,115 @@
+"""Prefill and decode on engines of their own, on two GPUs of one host if there are two.
+
+    python benchmarks/peers.py MODEL_DIR [--connectors TcpConnector NixlConnector] [--gpus 0 1] [--json FILE]
+
+An engine computes a prompt of 16,384 tokens, and another one fetches its KV and goes on. Weights are random, so
+MODEL_DIR needs only config.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from driven import FRESH, LONG, SHORT, Json, driven, loads_seen
+
+from openinfer.frontend.kv_transfer import KVTransfer
+
+
+def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
+    """The prefill engine, in a process of its own: prompts come, parameters of transfers go."""
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    with driven(model_dir, **flags) as one:
+        one.run(one.prompt(SHORT))
+        link.send("ready")
+        while (prompt := link.recv()) is not None:
+            began = time.perf_counter()
+            number = one.submit(prompt, 1, kv_transfer=KVTransfer(do_remote_decode=True), logprobs=10)
+            one.until(lambda number=number: number in one.ended)  # type: ignore[misc]
+            given = one.session.outcomes[number].terminals[0].kv_transfer
+            link.send((given, 1e3 * (time.perf_counter() - began)))
+            stop = time.monotonic() + 0.05
+            while time.monotonic() < stop or not link.poll():
+                one.step(0.001)
+
+
+def peers(model_dir: Path, connector: str, gpus: Sequence[str]) -> Json:
+    """A long prompt that one engine computes and another goes on with."""
+    config = {"kv_connector": connector, "kv_port": 0, "kv_buffer_size": 6e9}
+    flags: Json = {"kv_transfer_config": json.dumps(config), "kv_cache_memory_bytes": 12 << 30}
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_serve_prefill, args=(model_dir, flags, gpus[-1], theirs))
+    child.start()
+    found: Json = {"connector": connector, "gpus": list(gpus)}
+    try:
+        with driven(model_dir, **flags) as one, loads_seen() as seen:
+            if ours.recv() != "ready":
+                raise RuntimeError("the prefill engine did not start")
+            one.run(one.prompt(SHORT))
+            one.run(one.prompt(LONG))
+            time.sleep(6.0)  # both lock their memory
+            rows = []
+            for length in (LONG, LONG, LONG, FRESH, FRESH):
+                prompt = one.prompt(length)
+                began = time.perf_counter()
+                ours.send(prompt)
+                given, prefill_ms = ours.recv()
+                number = one.run(prompt, 8, kv_transfer=given, logprobs=10)
+                fetched = one.session.outcomes[number]
+                total_ms = 1e3 * (time.perf_counter() - began)
+                ttft_ms = 1e3 * (one.times[number][1] - began)
+                one.engine.pool.reset_prefix_cache()
+                plain = one.run(prompt, 8, logprobs=10)
+                own = one.session.outcomes[plain]
+                a, b = (
+                    dict(zip(o.logprobs[0].top_token_ids, o.logprobs[0].top_logprobs, strict=True))
+                    for o in (fetched, own)
+                )
+                rows.append({
+                    "tokens": length, "cached": fetched.cached, "prefill_ms": prefill_ms,
+                    "decode_ttft_ms": one.ttft_ms(number),
+                    "ttft_ms": ttft_ms, "total_ms": total_ms, "one_engine_ttft_ms": one.ttft_ms(plain),
+                    "same_tokens": sum(x == y for x, y in zip(fetched.tokens, own.tokens, strict=True)),
+                    "logprob_error": float(np.mean([abs(a[t] - b[t]) for t in a.keys() & b.keys()] or [9.0])),
+                })  # fmt: skip
+            found["rows"] = rows
+            found["load_gb_per_s"] = [load.blocks * one.page_bytes / load.seconds / 1e9 for load in seen]
+            ours.send(None)
+    finally:
+        child.join(10)
+        if child.is_alive():
+            child.kill()
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model_dir", type=Path)
+    add("--json", type=Path)
+    add("--connectors", nargs="+", default=["TcpConnector"])
+    add("--gpus", nargs="+", default=[""], help="GPUs of the engines; the last has the prefill engine")
+    args = parser.parse_args()
+    found: Json = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
+    for connector in args.connectors:
+        found[connector] = peers(args.model_dir, connector, args.gpus)
+        print(connector, json.dumps(found[connector]), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
