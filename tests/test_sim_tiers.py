@@ -12,15 +12,18 @@ from openinfer.kvpool import Pool
 from openinfer.scheduler import make_policy
 from openinfer.scheduler.sim import LinearCost, Request, SimTiers, TierSpeeds, simulate
 
-MODEL = Path(__file__).parent / "goldens" / "qwen3-tiny"
+GOLDENS = Path(__file__).parent / "goldens"
 AGENTS, REQUESTS, OUTPUT = 5, 24, 6
-DEVICE_BYTES, HOST_BYTES = 3 << 20, 5_000_000
+BYTES = {"qwen3-tiny": (3 << 20, 5_000_000), "qwen3_5-tiny": (12 << 20, 20_000_000)}
+"""Of the device's cache and of host memory."""
 FAST = TierSpeeds(50e9, 10e9, 10e9)
 
 
-def served(session: Any, flags: dict[str, Any]) -> tuple[list[Request], list[int], Any]:
+def served(session: Any, model: str, flags: dict[str, Any]) -> tuple[list[Request], list[int], Any]:
     """What agents ask an engine one after the other, the tokens that it found of each prompt, and the engine."""
-    run = session(MODEL, max_model_len=320, max_num_seqs=2, kv_cache_memory_bytes=DEVICE_BYTES, **flags)
+    run = session(
+        GOLDENS / model, max_model_len=320, max_num_seqs=2, kv_cache_memory_bytes=BYTES[model][0], **flags
+    )
     rng = random.Random(5)
     said = [[rng.randrange(3, 480) for _ in range(60)] for _ in range(AGENTS)]
     asked: list[Request] = []
@@ -35,14 +38,17 @@ def served(session: Any, flags: dict[str, Any]) -> tuple[list[Request], list[int
     return asked, [run.outcomes[number].cached for number in range(len(asked))], run.engine
 
 
+@pytest.mark.parametrize("model", BYTES)
 @pytest.mark.parametrize("disk_bytes", [0, 64_000_000], ids=["host memory", "and a disk"])
-def test_the_simulator_finds_what_the_engine_finds(session: Any, tmp_path: Path, disk_bytes: int) -> None:
-    flags: dict[str, Any] = {"kv_offload_gb": HOST_BYTES / 1e9}
+def test_the_simulator_finds_what_the_engine_finds(
+    session: Any, tmp_path: Path, disk_bytes: int, model: str
+) -> None:
+    flags: dict[str, Any] = {"kv_offload_gb": BYTES[model][1] / 1e9}
     if disk_bytes:
         flags |= {"kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": disk_bytes / 1e9}
-    asked, found, engine = served(session, flags)
-    groups = engine.pool.groups
-    simulated = SimTiers(groups, HOST_BYTES, disk_bytes, FAST)
+    asked, found, engine = served(session, model, flags)
+    groups, states = engine.pool.groups, engine.runner.model.states
+    simulated = SimTiers(groups, BYTES[model][1], disk_bytes, FAST)
     pool = Pool(groups, loader=simulated, saver=simulated)
     report = simulate(
         asked,
@@ -52,6 +58,7 @@ def test_the_simulator_finds_what_the_engine_finds(session: Any, tmp_path: Path,
         max_rows=2,
         max_model_len=320,
         tiers=simulated,
+        snapshots=states.snapshots if states is not None else None,
     )
     predicted = [record.num_cached for record in report.records]
     total = sum(len(request.prompt) for request in asked)

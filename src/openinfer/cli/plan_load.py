@@ -17,7 +17,6 @@ from openinfer.cli.plan_tiers import tiers_of
 from openinfer.cli.segments import Outline
 from openinfer.kernels import Figures, Target
 from openinfer.kvpool import Pool
-from openinfer.recipes.engine import SetupError
 from openinfer.scheduler import Policy, make_policy
 from openinfer.scheduler.sim import Record, Request, SteadyDrafts, TierSpeeds, chats, simulate
 
@@ -106,11 +105,7 @@ class Server:
         room = int(figures.memory_bytes * options.gpu_memory_utilization) - sum(outline.memory.values())
         wanted = options.kv_cache_memory_bytes
         server = cls(asked, outline, figures, room if wanted is None else wanted, gpus, acceptance, agents)
-        groups = outline.cache(server.cache_bytes).groups  # too little room is said before the work
-        if agents is not None and any(group.snapshots for group in groups):
-            raise SetupError(
-                "a plan does not know where snapshots of recurrent states are kept: plan this model with --turns 1"
-            )
+        outline.cache(server.cache_bytes)  # too little room is said before the work
         return server
 
     @property
@@ -136,6 +131,7 @@ class Server:
         if self.agents is not None:
             tiers = tiers_of(options, pool.groups, self.outline.parts, self.agents.speeds)
             pool = Pool(pool.groups, loader=tiers, saver=tiers)
+        states = self.outline.model.states if self.agents is not None else None
         cost, most_used = StepCost(self.outline.steps, self.outline.buckets, self.figures, self.gpus), 0.0
 
         def timed(work: Any) -> float:
@@ -147,6 +143,7 @@ class Server:
             requests(load, self.agents), self.policy(), pool, timed, max_rows=options.max_num_seqs,
             max_model_len=self.max_model_len,
             max_queued=options.max_num_queued_reqs, drafts=self._drafts(cost, load.seed), tiers=tiers,
+            snapshots=states.snapshots if states is not None else None,
         )  # fmt: skip
         done = [record for record in report.records if record.num_output]
         full = most_used > FULL or report.preemptions > 0

@@ -71,17 +71,19 @@ class States:
             rows.set("state_to", seq.slot, live)
             self._joined.append((seq.slot, live))
 
+    def snapshots(self, start: int, end: int, prompt: int) -> list[int]:
+        """Positions where a chunk leaves snapshots. delta_step, which takes chunks of one token, writes none."""
+        return self.boundaries.within(start, end, prompt) if end - start > 1 else []
+
     def chunks(self, rows: Rows, step: Step[Any], num_rows: int) -> None:
         """Write where the step's chunks leave snapshots, as far as the pool has room. The lease's commit makes these
         findable."""
         wanted = np.zeros((2, num_rows, self.max_snapshots), np.int32)
         for index, row in enumerate(step.rows[step.num_decode :], start=step.num_decode):
-            if (
-                row.start is None or row.num_tokens == 1
-            ):  # delta_step, which takes rows of one token, writes none
+            if row.start is None:
                 continue
             lease, count = _lease(row.seq), 0
-            for end in self.boundaries.within(row.start, row.start + row.num_tokens, row.seq.target):
+            for end in self.snapshots(row.start, row.start + row.num_tokens, row.seq.target):
                 for copy in lease.snapshot(end) or ():
                     wanted[:, index, count] = end, copy.target
                     count += 1

@@ -27,6 +27,10 @@ class States(Protocol):
         """Write what the step's prompt chunks keep. Called when the rows of a step with chunks have changed; the step
         runs in a bucket of `num_rows` rows."""
 
+    def snapshots(self, start: int, end: int, prompt: int) -> Sequence[int]:
+        """Positions p, start < p <= end, where `chunks` keeps the state of a prompt of `prompt` tokens, if its chunk is
+        start..end."""
+
 
 class Constraint(Protocol):
     """The tokens that a sequence may draw next. openinfer.sampler.constraint.Constraint is one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..runner import Step, StepResult
 from ..sequence import FinishReason, Seq
@@ -10,19 +12,24 @@ from .cost import CostModel, StepWork
 from .drafts import SteadyDrafts
 from .report import Record
 
+Snapshots = Callable[[int, int, int], Sequence[int]]
+
 
 class SimRunner:
     """A Runner in virtual time. Steps run one after the other; the cost model gives their time. A row ends after the
     output of its request (Seq.owner is a Record).
 
     now: seconds. Time passes while the caller waits for a result, and when the caller sets it. drafts: says how many
-    of a row's drafts are accepted.
+    of a row's drafts are accepted. snapshots: positions where a prompt's chunk (start, end, tokens of the prompt) keeps
+    the state in the pool, whose leases are then those of `openinfer.kvpool`.
     """
 
-    def __init__(self, cost: CostModel, drafts: SteadyDrafts | None = None) -> None:
+    def __init__(
+        self, cost: CostModel, drafts: SteadyDrafts | None = None, snapshots: Snapshots | None = None
+    ) -> None:
         self.now = 0.0
         self.busy_s = 0.0
-        self._cost, self._drafts = cost, drafts
+        self._cost, self._drafts, self._snapshots = cost, drafts, snapshots
         self._free_at = 0.0  # when the device is done with all that was launched
         self._running: deque[tuple[float, StepResult[None]]] = deque()
         self._endings: dict[
@@ -37,6 +44,10 @@ class SimRunner:
         for row in step.rows[step.num_decode :]:
             if row.emits:
                 self._schedule_ending(row.seq, step.index)
+            if self._snapshots is not None and row.start is not None:
+                lease: Any = row.seq.lease
+                for end in self._snapshots(row.start, row.start + row.num_tokens, row.seq.target):
+                    lease.snapshot(end)
         accepted, advanced = self._advance(step)
         finished = []
         for seq, preemptions in self._endings.pop(step.index, ()):

@@ -15,7 +15,7 @@ from ..sequence import Seq
 from .cost import CostModel
 from .drafts import SteadyDrafts
 from .report import Record, Report
-from .runner import SimRunner
+from .runner import SimRunner, Snapshots
 from .tiers import SimTiers
 from .workloads import Request
 
@@ -34,15 +34,17 @@ def simulate(
     tpot_s: float | None = None,
     drafts: SteadyDrafts | None = None,
     tiers: SimTiers | None = None,
+    snapshots: Snapshots | None = None,
 ) -> Report:
     """Serve a workload and report. Policy, pool and loop are real, and must be new; `cost` models the time of the
     device. ttft_s, tpot_s: objectives of Report.goodput. drafts: the speculation; None: no row has drafts. tiers: the
-    pool's loader and saver, which get this clock.
+    pool's loader and saver, which get this clock. snapshots: of a pool with groups of snapshots, see SimRunner.
 
     Raises SchedulerError if requests wait and the policy runs none. Exceptions of the parts pass through.
     """
     simulation = _Simulation(
-        workload, policy, pool, cost, max_rows, max_model_len, max_queued, max_headroom, drafts
+        workload, policy, pool, SimRunner(cost, drafts, snapshots), max_rows, max_model_len, max_queued, max_headroom,
+        drafts,
     )  # fmt: skip
     if tiers is not None:
         tiers.clock = simulation.runner
@@ -55,14 +57,14 @@ class _Simulation:
         workload: Sequence[Request],
         policy: Policy,
         pool: Pool,
-        cost: CostModel,
+        runner: SimRunner,
         max_rows: int,
         max_model_len: int,
         max_queued: int,
         max_headroom: float,
         drafts: SteadyDrafts | None,
     ) -> None:
-        self.runner = SimRunner(cost, drafts)
+        self.runner = runner
         self.loop = StepLoop(
             self.runner,
             pool,
