@@ -229,6 +229,21 @@ def test_a_random_head_changes_no_token(session: Callable[..., Any], tmp_path: P
     assert stats.draft_tokens > 50
 
 
+def test_ranks_have_their_parts_of_a_head(session: Callable[..., Any], tmp_path: Path) -> None:
+    """Two ranks make the drafts of one."""
+    write_head(tmp_path)
+    asked = [(list(range(20, 50 + n)), 16, {"temperature": 0.5, "seed": n}) for n in range(3)]
+    found = []
+    for ranks in (1, 2):
+        drafted = session(PATH, speculative_config=speculation(tmp_path), tensor_parallel_size=ranks)
+        drafted.engine.runner.drafting.worth.choose = lambda available, rows, cost: 2 if available else 0
+        tokens = [one.tokens for one in drafted.outcomes_of(asked)]
+        found.append((tokens, drafted.engine.runner.model.batch.rows["drafts"].numpy().copy()))
+    assert found[0][0] == found[1][0]
+    assert found[0][1].any()
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
 @pytest.mark.parametrize(
     ("changed", "flags", "complaint"),
     [
@@ -237,8 +252,7 @@ def test_a_random_head_changes_no_token(session: Callable[..., Any], tmp_path: P
         ({"head_dim": 64}, {}, "shares the pages"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1, 2]}}, {}, "ascending"),
         ({"draft_vocab_size": 300}, {}, "lm_head"),
-        ({}, {"tensor_parallel_size": 2}, "eagle3 is not possible with --tensor-parallel-size"),
-        ({}, {"enable_lora": True}, "--enable-lora is not possible with method mtp or eagle3"),
+        ({"intermediate_size": 328}, {"tensor_parallel_size": 2}, "intermediate_size"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from test_eagle3 import speculation, write_head
 
 from openinfer.cli import recipes
 from openinfer.cli.segments import Outline
@@ -151,6 +152,31 @@ def test_ranks_have_their_parts_of_adapters(made: Made) -> None:
     asked |= {ask(session, made.prompts[1], adapter): (adapter, 1) for adapter in ("mlp", "all")}
     made.check(session, asked)
     session.engine.close()
+
+
+def check_drafts(made: Made, config: str) -> None:
+    session = made.serving(*ADAPTERS, max_loras=3, speculative_config=config, max_num_batched_tokens=50)
+    drafting: Any = session.engine.runner.drafting  # type: ignore[attr-defined]
+    drafting.worth.choose = lambda available, rows, cost: 2 if available else 0
+    asked = {
+        ask(session, prompt, adapter): (adapter, index)
+        for index, prompt in enumerate(made.prompts[:2])
+        for adapter in ("", *ADAPTERS)
+    }
+    made.check(session, asked)
+    assert session.engine.stats().draft_tokens > 20
+    session.engine.close()
+
+
+def test_a_head_that_drafts_has_no_adapter_and_changes_no_token(small: Made) -> None:
+    """It reads the hidden states of the adapted model."""
+    write_head(small.folder / "head")
+    check_drafts(small, speculation(small.folder / "head"))
+
+
+@pytest.mark.parametrize("made", ["qwen3_5-tiny"], indirect=True)
+def test_an_mtp_layer_has_no_adapter_and_changes_no_token(made: Made) -> None:
+    check_drafts(made, '{"method": "mtp", "num_speculative_tokens": 2}')
 
 
 @pytest.mark.parametrize("places", [1, 2])

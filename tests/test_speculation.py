@@ -228,7 +228,6 @@ def test_the_head_of_a_mixture_drafts(session: Callable[..., Any], tmp_path: Pat
     [
         ("tests/goldens/qwen3-tiny", {}, "method 'mtp' is not possible with this model; possible: ngram"),
         ("tests/goldens/qwen3_5-moe-tiny", {}, "has no MTP head; use method ngram"),
-        ("demo/qwen3_5", {"enable_lora": True}, "--enable-lora is not possible with method mtp or eagle3"),
     ],
 )
 def test_layers_that_cannot_draft_are_refused_with_the_reason(

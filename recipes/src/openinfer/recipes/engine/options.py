@@ -187,11 +187,6 @@ class Options:
             raise SetupError("--lora-modules needs --enable-lora")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
-        if self.proposes and self.enable_lora:
-            raise SetupError(
-                "--enable-lora is not possible with method mtp or eagle3 of --speculative-config: the layers that "
-                "draft have no part for it yet; use method ngram, or leave one of the flags out"
-            )
 
     def speculation(self) -> SpeculativeConfig | None:
         """The value of --speculative-config. Raises SetupError."""

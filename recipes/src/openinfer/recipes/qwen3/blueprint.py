@@ -99,7 +99,7 @@ class Qwen3(Blueprint[Model]):
         self, model: Model, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None]
     ) -> LoadReport:
         if isinstance(model, DraftingModel) and model.drafter is not None:
-            model.drafter.weights.load(model.drafter.head, self.config, stream)
+            model.drafter.weights.load(model.drafter.head, self.whole, stream)
         return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:

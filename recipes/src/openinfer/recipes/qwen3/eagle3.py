@@ -31,7 +31,7 @@ from openinfer.kernels import (
     select_rows,
 )
 from openinfer.kernels.weights import LinearPlaces, WeightPart
-from openinfer.recipes.engine.config_fields import Fields
+from openinfer.recipes.engine.config_fields import Fields, share_evenly
 from openinfer.recipes.engine.errors import SetupError, UnsupportedModel
 from openinfer.recipes.qwen3.config import Config, frequencies
 from openinfer.recipes.qwen3.model import Model
@@ -56,8 +56,9 @@ class Head:
     layers: tuple[int, ...]
 
     @classmethod
-    def read(cls, path: Path, config: Config) -> Head:
-        """The head of a folder for a model. Raises SetupError, or UnsupportedModel naming the key."""
+    def read(cls, path: Path, config: Config, ranks: int) -> Head:
+        """The head of a folder for a model on this number of GPUs. Raises SetupError, or UnsupportedModel naming the
+        key."""
         try:
             raw = json.loads((path / "config.json").read_text())
         except (OSError, ValueError) as error:
@@ -79,15 +80,22 @@ class Head:
                 f"{config.head_dim} elements and {config.num_kv_heads} keys"
             )
         fields.is_all({"rope_scaling": None, "num_hidden_layers": 1}, "this recipe runs")
+        inter = fields.size("intermediate_size")
+        share_evenly(ranks, {"num_attention_heads": (heads, 1), "intermediate_size": (inter, 16)})
         return cls(
             path,
             heads,
-            fields.size("intermediate_size"),
+            inter,
             fields.size("draft_vocab_size", default=config.vocab_size),
             fields.number("rms_norm_eps", default=1e-6, most=1),
             fields.number("rope_theta", default=1e4, most=1e12),
             _layers(raw, config.num_layers),
         )
+
+    def sizes(self, config: Config) -> tuple[int, int, int]:
+        """Columns of queries, of keys and of the MLP that a rank has. config: the rank's."""
+        dim, ranks = config.head_dim, config.ranks
+        return self.num_heads * dim // ranks, config.num_kv_heads * dim, self.intermediate_size // ranks
 
 
 def _layers(raw: Mapping[str, Any], count: int) -> tuple[int, ...]:
@@ -105,8 +113,8 @@ def _layers(raw: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """The weights of a head. qkv and fc take two and three hidden states; each has its own columns. sources int32 [V]:
-    the row of lm_head of a token, -1 where it has none."""
+    """A rank's weights of a head: its heads, its part of the MLP, and all else whole. qkv and fc take two and three
+    hidden states; each has its own columns. sources int32 [V]: the row of lm_head of a token, -1 where it has none."""
 
     fc: tuple[Tensor, ...]  # [H, H] each
     input_norm: Tensor  # [H], of the embedding
@@ -124,22 +132,18 @@ class HeadWeights:
 
     @classmethod
     def allocate(cls, head: Head, config: Config, arena: Arena, dtype: np.dtype[Any]) -> HeadWeights:
-        """Uninitialised weights in `arena`."""
-        p, h, inter, vocab = (
-            LinearPlaces(arena, dtype),
-            config.hidden_size,
-            head.intermediate_size,
-            config.vocab_size,
-        )
-        q, kv = head.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        sizes = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+        """Uninitialised weights in `arena`. config: the rank's."""
+        p, h, vocab, rank = LinearPlaces(arena, dtype), config.hidden_size, config.vocab_size, config.rank
+        q, kv, inter = head.sizes(config)
+        first = config.first_kv_head * config.head_dim
+        sizes = (("q_proj", q, rank * q), ("k_proj", kv, first), ("v_proj", kv, first))
 
-        def part(name: str, rows: int, column: int = 0) -> WeightPart:
-            return WeightPart(name, rows, 0, column)
+        def part(name: str, rows: int, row: int = 0, column: int = 0) -> WeightPart:
+            return WeightPart(name, rows, row, column)
 
         def qkv(column: int) -> Tensor:
             return p.linear(
-                *(part(f"{AT}self_attn.{n}", rows, column) for n, rows in sizes), columns=h
+                *(part(f"{AT}self_attn.{n}", rows, row, column) for n, rows, row in sizes), columns=h
             ).weight
 
         def sources(offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -150,17 +154,17 @@ class HeadWeights:
             found[ids] = rows
             return found
 
-        gate_up = (part(f"{AT}mlp.gate_proj", inter), part(f"{AT}mlp.up_proj", inter))
+        gate_up = (part(f"{AT}mlp.{name}_proj", inter, rank * inter) for name in ("gate", "up"))
         return cls(
-            fc=tuple(p.linear(part("fc", h, n * h), columns=h).weight for n in range(READ)),
+            fc=tuple(p.linear(part("fc", h, 0, n * h), columns=h).weight for n in range(READ)),
             input_norm=p.plain(f"{AT}input_layernorm.weight", h),
             hidden_norm=p.plain(f"{AT}hidden_norm.weight", h, dtype=float32),
             of_embedding=qkv(0),
             of_hidden=qkv(h),
-            o=p.linear(part(f"{AT}self_attn.o_proj", h), columns=q).weight,
+            o=p.linear(part(f"{AT}self_attn.o_proj", h, 0, rank * q), columns=q).weight,
             post_norm=p.plain(f"{AT}post_attention_layernorm.weight", h),
             gate_up=p.linear(*gate_up, columns=h).weight,
-            down=p.linear(part(f"{AT}mlp.down_proj", h), columns=inter).weight,
+            down=p.linear(part(f"{AT}mlp.down_proj", h, 0, rank * inter), columns=inter).weight,
             norm=p.plain("norm.weight", h),
             lm_head=p.plain("lm_head.weight", head.draft_vocab_size, h),
             sources=p.converted("d2t", vocab, convert=sources, dtype=int32),
@@ -168,7 +172,7 @@ class HeadWeights:
         )
 
     def load(self, head: Head, config: Config, stream: Stream) -> None:
-        """Fill the weights from the head's folder. Raises CheckpointError, SetupError."""
+        """Fill the weights from the head's folder. config: the whole model's. Raises CheckpointError, SetupError."""
         h, kv, inter = config.hidden_size, config.num_kv_heads * config.head_dim, head.intermediate_size
         q = head.num_heads * config.head_dim
         shapes = {
@@ -214,8 +218,8 @@ class HeadBuffers:
     ) -> HeadBuffers:  # fmt: skip
         """For steps of at most max_tokens tokens, and sequences of at most `length`."""
         h, d = config.hidden_size, config.head_dim
-        q, kv = head.num_heads * d, config.num_kv_heads * d
-        widths = (h, h, h, q + 2 * kv, q, head.intermediate_size)
+        q, kv, inter = head.sizes(config)
+        widths = (h, h, h, q + 2 * kv, q, inter)
         fused, embeds, normed, qkv, heads, mlp = (arena.alloc((max_tokens, width), dtype) for width in widths)
         logits = arena.alloc((max_logits, head.draft_vocab_size), float32)
         counts, cos_sin = arena.alloc((max_tokens + 1,), int32), arena.alloc((length, 2, d // 2), float32)
@@ -287,9 +291,9 @@ class DraftingModel(Model):
             pack, out=heads, **cache, qkv=qkv, cos_sin=b.cos_sin, block_tables=table, **step, eps=eps,
             scale=self.config.head_dim**-0.5, window=0, max_q_len=max_q_len,
         )  # fmt: skip
-        linear_add(pack, x=x, h=heads, weight=w.o)
+        linear_add(pack, x=x, h=heads, weight=w.o, ranks=self.config.ranks)
         gate_up_silu(pack, out=mlp, x=x, norm_weight=w.post_norm, weight=w.gate_up, eps=eps)
-        linear_add(pack, x=x, h=mlp, weight=w.down)
+        linear_add(pack, x=x, h=mlp, weight=w.down, ranks=self.config.ranks)
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """See Proposer."""

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from openinfer.recipes.engine import Options, Recipe, Source
-from openinfer.recipes.engine.errors import SetupError
 from openinfer.recipes.qwen3.published import IN_AWQ, SIZES, config_json
 
 if TYPE_CHECKING:
@@ -49,12 +48,7 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         if speculation is not None and speculation.proposes:
             from openinfer.recipes.qwen3.eagle3 import Head
 
-            if ranks > 1:
-                raise SetupError(
-                    "--speculative-config: method eagle3 is not possible with --tensor-parallel-size: the head is not "
-                    "shared out over ranks; use another method, or leave one of the flags out"
-                )
-            head = Head.read(Path(speculation.model), whole)
+            head = Head.read(Path(speculation.model), whole, ranks)
         return Qwen3(whole.of_rank(rank, ranks), whole, options.block_size, head)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:
