@@ -52,6 +52,10 @@ def test_the_profile_is_of_the_median_step_and_names_the_longest_gaps() -> None:
     assert found["longest"][0] == {"after": "k1", "before": "k2", "p50_us": 6.0, "max_us": 6.0}
     assert found["longest"][1]["max_us"] == 40.0
     assert found["repeats"]["longest_gap_us"] == [6.0, 6.0, 40.0]
+    k1 = {"name": "k1", "calls": 1, "us": 10.0, "gaps_us": 1.0}
+    assert found["kernels"] == [
+        {**k1, "name": "k0", "gaps_us": 0.0}, {**k1, "us": 9.0}, {**k1, "name": "k2", "us": 4.0, "gaps_us": 6.0},
+    ]  # fmt: skip
     assert "after k1" in bench_gaps.table({"point": "p", "how": "h", "device_ms": 0.03, **found})
 
 

@@ -1,7 +1,7 @@
-"""`openinfer bench step --gaps`: the idle time of the device between the kernels of a decode step.
+"""`openinfer bench step --gaps`: the kernels of a decode step, and the idle time of the device between them.
 
-CUPTI times every kernel inside the graphs. A gap is the time from the end of all earlier kernels to the start of the
-next one; kernels that overlap have no gap between them.
+CUPTI times every kernel inside the graphs, where other kernels have used the caches since its last run. A gap is the
+time from the end of all earlier kernels to the start of the next one; kernels that overlap have no gap between them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
         "overlapped": sum(gap == 0 for gap in medians),
         "gap_p50_us": percentile(medians, 50),
         "gap_p99_us": percentile(medians, 99),
+        "kernels": times(steps, medians),
         "longest": [
             {"after": names[at][0], "before": names[at][1], "p50_us": medians[at], "max_us": max(columns[at])}
             for at in longest
@@ -110,6 +111,19 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
             "longest_gap_us": [max(gaps(step)) for step in steps],
         },
     }
+
+
+def times(steps: Sequence[Step], gaps_us: Sequence[float]) -> list[dict[str, Any]]:
+    """Kernels, copies and memsets of a step by name, the longest first. Each has its number, and the sums of the
+    medians of its times and of the gaps before it."""
+    found: dict[str, dict[str, Any]] = {}
+    for column, gap in zip(zip(*steps, strict=True), (0.0, *gaps_us), strict=True):
+        name = column[0].name
+        entry = found.setdefault(name, {"name": name, "calls": 0, "us": 0.0, "gaps_us": 0.0})
+        entry["calls"] += 1
+        entry["us"] += statistics.median((a.end_ns - a.start_ns) / 1e3 for a in column)
+        entry["gaps_us"] += gap
+    return sorted(found.values(), key=lambda entry: -float(entry["us"]))
 
 
 def table(result: dict[str, Any]) -> str:
@@ -125,4 +139,8 @@ def table(result: dict[str, Any]) -> str:
         f"      after {gap['after'][:NAME_CHARS]}\n      before {gap['before'][:NAME_CHARS]}"
         for gap in result["longest"]
     ]
-    return "\n".join([head, *lines])
+    kernels = [
+        f"  {k['us']:9.1f} us, {k['calls']:4d} of {k['us'] / k['calls']:8.2f} us, {k['name'][:NAME_CHARS]}"
+        for k in result["kernels"][:LISTED]
+    ]
+    return "\n".join([head, *kernels, *lines])

@@ -32,7 +32,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
         help="write the steps' times with their workloads, for the scheduler's simulator; "
         "this adds default points")  # fmt: skip
     add("--gaps", action="store_true",
-        help="instead: the gaps between the kernels of decode points (default: decode:1,1024), through CUPTI; "
+        help="instead: the kernels of decode points (default: decode:1,1024) and the gaps between them, through CUPTI; "
         "exit code 1 if one is longer than 5 us")  # fmt: skip
     add_arguments(parser)
 
