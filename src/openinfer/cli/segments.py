@@ -21,7 +21,7 @@ from openinfer.recipes.engine.options import O
 from openinfer.recipes.engine.recipe import Recipe, Source
 from openinfer.recipes.engine.startup import buckets_for, make_plan, options_target
 from openinfer.sampler.gpu import sample_rows
-from openinfer.tensor import Arena, Device, Stream
+from openinfer.tensor import Device
 
 MARGIN = 8
 """Tokens that a placed sequence may grow by before its block table ends, besides those asked for."""
@@ -88,8 +88,7 @@ class Outline:
         self.steps, self.max_model_len = plan.steps, limits.max_model_len
         self.kv_dtype = limits.kv_dtype
         self.groups, self.parts = blueprint.groups(limits), 1 if blueprint.cache_is_alike else ranks
-        null, one_each = Device("null"), [1] * len(blueprint.groups(limits))
-        self.model: Model = blueprint.lay_out(Arena(null, None), Stream(null), limits, one_each)
+        self.model = plan.model
         rows, own = self.model.batch.rows, dict(blueprint.memory(self.model))
         own["activations"] += self.model.batch.nbytes
         if self.model.batch.adapters is not None:

@@ -29,7 +29,7 @@ from openinfer.recipes.engine.blueprint import Blueprint, Control
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.engine.verdict import Check, Reference
-from openinfer.tensor import Arena, Checkpoint, Device, LoadReport, Stream, Tensor, float32
+from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor, float32
 
 log = logging.getLogger("openinfer.deepseek_v4")
 
@@ -142,11 +142,9 @@ class DeepseekV4(Blueprint[Model]):
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
 
     def memory(self, model: Model) -> Mapping[str, int]:
-        weights = Arena(Device("null"), None)
-        Weights.allocate(self.config, weights, model.cache.window.dtype, self.form)
         buffers = {getattr(model.buffers, f.name) for f in dataclasses.fields(model.buffers)}
         return {
-            "weights": weights.used,
+            "weights": model.weights.nbytes,
             "activations": sum(tensor.nbytes for tensor in buffers if tensor is not model.batch.logits),
             "rotary tables": model.cos_sin.nbytes + model.compress_cos_sin.nbytes,
             "states of drafts": sum(

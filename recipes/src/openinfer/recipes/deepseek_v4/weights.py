@@ -112,7 +112,7 @@ class Mtp:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A rank's weights, and where each comes from."""
+    """A rank's weights, and where each comes from. nbytes: of the arena."""
 
     embed: Tensor  # [V, D]
     layers: tuple[Layer, ...]
@@ -121,11 +121,12 @@ class Weights:
     lm_head: Tensor  # [V of the rank, D]
     mtp: Mtp | None
     places: Places
+    nbytes: int
 
     @classmethod
     def allocate(cls, config: Config, arena: Arena, dtype: np.dtype[Any], form: Format) -> Weights:
         """Uninitialised weights in `arena`."""
-        p, c = ModelPlaces(arena, dtype, form=form, expand=dtype == float32), config
+        p, c, used = ModelPlaces(arena, dtype, form=form, expand=dtype == float32), config, arena.used
         embed = p.plain("embed.weight", c.vocab_size, c.hidden_size)
         layers = tuple(
             _layer(p, c, f"layers.{n}.", n, c.ratios[:n].count(ratio), ratio, n < c.num_hash_layers)
@@ -135,7 +136,7 @@ class Weights:
         rows = (c.part(c.local_vocab),)
         lm_head = p.plain("head.weight", c.local_vocab, c.hidden_size, source=rows)
         mtp = _mtp(p, c) if form.mtp else None
-        return cls(embed, layers, head, norm, lm_head, mtp, p)
+        return cls(embed, layers, head, norm, lm_head, mtp, p, arena.used - used)
 
     def load(
         self, checkpoint: Checkpoint, stream: Stream, progress: Callable[[int, int], None] | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
-from openinfer.graph.runner import HostPack, Runner, WeightsDesk, readback_bytes, segments
+from openinfer.graph.runner import HostPack, Model, Runner, WeightsDesk, readback_bytes, segments
 from openinfer.kernels import (
     Call,
     CpuPack,
@@ -76,9 +76,11 @@ class Plan:
     """The result of tracing every segment on the null device, which needs no GPU.
 
     fixed_bytes: bytes of the arena without the cache. specs: the kernels. scratch_bytes, zeroed_bytes: the workspace.
-    steps: the calls of every step by its shape. peer_widths: bytes of rows that ranks push to each other."""
+    steps: the calls of every step by its shape. peer_widths: bytes of rows that ranks push to each other. model: on
+    the null device."""
 
     fixed_bytes: int
+    model: Model
     specs: list[KernelSpec] = field(default_factory=list)
     scratch_bytes: int = 0
     zeroed_bytes: int = 0
@@ -301,7 +303,7 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     model = blueprint.lay_out(arena, Stream(null), limits, [1] * len(smallest))
     fixed = arena.used - sum(group.block_bytes for group in smallest)
     if target is None:
-        return Plan(fixed)
+        return Plan(fixed, model)
     pack = NullPack(target)
     traced = blueprint.traced(model, pack)
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
@@ -311,7 +313,7 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     steps = {s: [call for key in keys for call in calls.get(key, [])] for s, keys in parts.items()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     workspace = scratch + zeroed + 1024
-    return Plan(fixed + workspace, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
+    return Plan(fixed + workspace, model, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
 
 
 def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[KernelSpec]:
