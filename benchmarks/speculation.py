@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import random
 import statistics
@@ -27,6 +28,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from openinfer.cli import recipes
 from openinfer.cli.plan_cost import StepCost
@@ -64,6 +67,7 @@ def main() -> None:
     add("--config", default='{"method": "ngram", "num_speculative_tokens": 3}', help="--speculative-config")
     add("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     add("--acceptance", nargs="+", type=float, default=[0.0, 0.5, 0.8, 0.95])
+    add("--mixed", nargs=2, type=float, help="acceptances of two halves of the rows of --predict")
     add("--own", nargs="+", type=float, help="temperatures at which the engine's own drafts are measured")
     add("--prompts", type=Path, help="JSON: lists of token ids")
     add("--tokens", type=int, default=96, help="tokens of an answer")
@@ -75,8 +79,9 @@ def main() -> None:
     if args.model is not None:
         measure(args)
     if args.predict:
-        print("| model | requests at once | without |", *(f"{chance:g} |" for chance in args.acceptance))
-        print("| --- | --- | --- |" + " --- |" * len(args.acceptance))
+        heads = ["one number", "a number a row"] if args.mixed else [f"{one:g}" for one in args.acceptance]
+        print("| model | requests at once | without |", *(f"{head} |" for head in heads))
+        print("| --- | --- | --- |" + " --- |" * len(heads))
     for name in args.predict:
         predict(args, *name.split(":"))
 
@@ -225,21 +230,44 @@ def predict(args: argparse.Namespace, name: str, size: str) -> None:
         of_level = {
             n: costs[args.config](StepWork(rows, rows * CONTEXT, 0, 0, rows * n)) for n in (0, *levels)
         }
-        speeds = [simulate(rows, chance, drafts, levels, of_level, lags) for chance in args.acceptance]
+        if args.mixed is not None:
+            chances = [args.mixed[n % 2] for n in range(rows)]
+            one = simulate(chances, drafts, levels, of_level, lags)
+            speeds = [one, most_of_rows(chances, drafts, of_level)]
+        else:
+            speeds = [simulate([one] * rows, drafts, levels, of_level, lags) for one in args.acceptance]
         cells = (f"{speed:,.0f} |" for speed in speeds)
         print(f"| {name} {size}, predicted | {rows} | {rows / off:,.0f} |", *cells, flush=True)
 
 
+def most_of_rows(chances: Sequence[float], drafts: int, cost: dict[int, float]) -> float:
+    """Tokens a second if each row had a number of drafts of its own, and knew the chances: the best of all pairs of
+    numbers. A step costs by its tokens, between the shapes that are recorded."""
+    rows, kinds = len(chances), sorted(set(chances))
+
+    def seconds(tokens: float) -> float:
+        shapes = [rows * (1 + level) for level in sorted(cost)]
+        return float(np.interp(tokens, shapes, [cost[level] for level in sorted(cost)]))
+
+    def rate(numbers: Mapping[float, int]) -> float:
+        tokens = sum(sum(chance**place for place in range(1 + numbers[chance])) for chance in chances)
+        return tokens / seconds(sum(1 + numbers[chance] for chance in chances))
+
+    choices = itertools.product(range(1 + drafts), repeat=len(kinds))
+    return max(rate(dict(zip(kinds, numbers, strict=True))) for numbers in choices)
+
+
 def simulate(
-    rows: int, chance: float, drafts: int, levels: Sequence[int], cost: dict[int, float], lags: bool
+    chances: Sequence[float], drafts: int, levels: Sequence[int], cost: dict[int, float], lags: bool
 ) -> float:
-    """Tokens a second of 2,000 steps. lags: a step after one with drafts has a shape with drafts."""
+    """Tokens a second of 2,000 steps. chances: of a draft, by row. lags: a step after one with drafts has a shape with
+    drafts."""
     rng, worth, tokens, seconds = random.Random(0), Worth(levels), 0, 0.0
-    last = 0
+    last, rows = 0, len(chances)
     for _ in range(2000):
         level = worth.choose([drafts] * rows, rows, cost.get)
         found: Counter[tuple[int, int]] = Counter()
-        for _ in range(rows if level else 0):
+        for chance in chances if level else ():
             right = 0
             while right < level and rng.random() < chance:
                 right += 1
