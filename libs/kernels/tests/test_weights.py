@@ -8,13 +8,14 @@ import pytest
 
 from openinfer.kernels import ContractError
 from openinfer.kernels.formats import dequantized
-from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, LinearPlaces, WeightPart
+from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, Linear, LinearPlaces, WeightPart
 from openinfer.tensor import (
     Arena,
     Checkpoint,
     CheckpointError,
     Device,
     Stream,
+    Tensor,
     bfloat16,
     float8_e4m3fn,
     float8_e8m0fnu,
@@ -201,3 +202,16 @@ def test_values_that_a_conversion_refuses_are_an_error_of_the_checkpoint(checkpo
     p.converted("table", 4, convert=refuse)
     with pytest.raises(CheckpointError, match="'table': names expert 9; there are 8"):
         p.load(checkpoint({"table": np.zeros(4, np.float32)}), Stream(Device("cpu")))
+
+
+@pytest.mark.parametrize("by_row", [True, False])
+def test_the_last_rows_of_a_weight_keep_their_scales_and_coding(rng, by_row):
+    scales = rng.random((384, 1) if by_row else (3, 2)).astype(np.float32)
+    weight = rng.standard_normal((384, 256)).astype(float8_e4m3fn)
+    whole = Linear(Tensor.from_numpy(weight), Tensor.from_numpy(scales), "token")
+    last = whole.rows_from(128)
+    assert last.coding == "token"
+    wanted = dequantized(weight, scales)[128:]
+    np.testing.assert_array_equal(dequantized(last.weight.numpy(), last.scales.numpy()), wanted)
+    plain = Linear(Tensor.from_numpy(wanted), None).rows_from(64)
+    np.testing.assert_array_equal(plain.weight.numpy(), wanted[64:])

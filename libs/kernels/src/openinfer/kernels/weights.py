@@ -139,9 +139,9 @@ class Linear:
     def rows_from(self, first: int) -> Linear:
         """The rows from `first` on, which begins a projection: blocks of scales begin there too."""
         if self.scales is None:
-            return Linear(self.weight[first:], None)
+            return replace(self, weight=self.weight[first:])
         block = 1 if self.scales.shape[-2] == self.weight.shape[-2] else SCALE_BLOCK
-        return Linear(self.weight[first:], self.scales[first // block :])
+        return replace(self, weight=self.weight[first:], scales=self.scales[first // block :])
 
 
 @dataclass(slots=True)

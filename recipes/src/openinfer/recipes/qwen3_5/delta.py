@@ -26,8 +26,8 @@ TILED_ROWS, SCANNED_ROWS = 8, 2
 rows. A program without work is not free, and in a step of 256 rows nearly all have one token. A row's scan alone
 fills a GPU."""
 
-VERIFIED_COLUMNS = 16
-"""Columns of a state that a program of rows with drafts has: a warp's, so that no sum crosses warps."""
+VERIFIED_COLUMNS = 32
+"""Columns of a state that a warp has in rows with drafts. A program has one warp, so that no sum crosses warps."""
 
 _DEVICE = "openinfer.recipes.qwen3_5.device."
 _OF_ROWS = ("slots", "q_starts", "seq_lens", "alive")

@@ -190,7 +190,7 @@ class Model:
         c, t = self.config, step["positions"].shape[0]
         own = mixer.qkv.rows_from(2 * c.num_heads * c.head_dim)
         pairs = self.buffers.qkv.reshape(-1)[: t * own.weight.shape[0]].reshape(t, -1)
-        norm_linear(pack, out=pairs, **read, weight=own.weight, scales=own.scales)
+        norm_linear(pack, out=pairs, **read, **own.args)
         qk_norm_rope_write(
             pack, q=None, **self.kv.layer(c.num_full), qkv=pairs, q_norm=mixer.q_norm, k_norm=mixer.k_norm,
             cos_sin=self.cos_sin, positions=step["positions"], token_slots=step["token_slots"],
