@@ -20,7 +20,7 @@ STEPS = 1024
 CHEAPEST = 1.02
 """The least ratio of a step with drafts to a step without that is believed. Where the ratio seems smaller, the estimate
 of the step without drafts is too high. Only running such steps corrects it."""
-LEAST = 0.3
+LEAST = 0.1
 """Drafts of which the last is accepted less often are not tried: its gain is lost in the noise of the costs."""
 ADVANCE = 150
 """Steps of time that losses may draw on at the start."""
