@@ -492,7 +492,8 @@ def test_tables_fit_100_columns() -> None:
     gap = {"p50_us": 1234.5, "max_us": 12345.6, "after": "k" * 200, "before": "k" * 200}
     gaps = {"point": "decode:256,16384", "how": "through the engine", "kernels_a_step": 9999, "span_us": 1e5,
             "device_ms": 100.0, "idle_us": 1e4, "overlapped": 9999, "activities_a_step": 9999,
-            "longest_gap_us": 12345.6, "over_limit": 9999, "longest": [gap]}  # fmt: skip
+            "longest_gap_us": 12345.6, "over_limit": 9999, "longest": [gap],
+            "kernels": [{"us": 123456.7, "calls": 9999, "name": "k" * 200}]}  # fmt: skip
     step = {"point": "mixed:224,16384,1024", "wall_ms": 12345.6, "device_ms": 12345.6}
     host = {"what": "frontend, 256 clients, 128 tokens, not streamed", "requests_per_s": 12345.6,
             "tokens_per_s": 1234567.8, "cpu_us_a_token": 1234.5, "cpu_us_a_request": 123456.7}  # fmt: skip

@@ -140,7 +140,7 @@ def table(result: dict[str, Any]) -> str:
         for gap in result["longest"]
     ]
     kernels = [
-        f"  {k['us']:9.1f} us, {k['calls']:4d} of {k['us'] / k['calls']:8.2f} us, {k['name'][:NAME_CHARS]}"
+        f"  {k['us']:9.1f} us, {k['calls']:4d} of {k['us'] / k['calls']:8.2f} us, {k['name'][: NAME_CHARS - 24]}"
         for k in result["kernels"][:LISTED]
     ]
     return "\n".join([head, *kernels, *lines])
