@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+from openinfer.kernels import Launch, NullPack, Target
+from openinfer.recipes.deepseek_v4.ops.streams import hc_post
+from openinfer.tensor import Arena, Device, bfloat16, float32
+
 WORKER = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
@@ -39,3 +43,22 @@ def test_the_sum_of_ranks_is_mixed_into_the_streams() -> None:
     started = [subprocess.Popen([*command, str(rank), "3"], pass_fds=[file]) for rank in range(3)]
     assert [process.wait(60) for process in started] == [0] * 3
     os.close(file)
+
+
+def test_the_sum_is_part_of_the_kernel_where_one_shot_is_the_way() -> None:
+    """Two shots, and more rows than programs push at a few turns, are kernels of their own."""
+    arena = Arena(Device("null"), None)
+    found = {}
+    for ranks, tokens in ((1, 8), (2, 8), (2, 2048), (8, 64)):
+        pack = NullPack(Target(90, 132))
+        streams, y = arena.alloc((tokens, 4, 4096), bfloat16), arena.alloc((tokens, 4096), bfloat16)
+        hc_post(pack, streams=streams, y=y, mix=arena.alloc((tokens, 20), float32), ranks=ranks)
+        commands = pack.calls[0].commands
+        found[ranks, tokens] = [c.spec.function if isinstance(c, Launch) else "nccl" for c in commands]
+        assert pack.peer_widths() <= {2048}
+    assert found == {
+        (1, 8): ["hc_post"],
+        (2, 8): ["hc_post_ranks"],
+        (2, 2048): ["nccl", "hc_post"],
+        (8, 64): ["push_sum", "hc_post"],
+    }

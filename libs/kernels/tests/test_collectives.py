@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from openinfer.kernels import (
     linear_add,
     reduce_add,
     reduce_scatter,
+    tuning,
 )
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
 
@@ -190,7 +192,7 @@ def test_packs_without_ranks_refuse_by_name(arena, monkeypatch, tmp_path, memory
 def test_a_norm_is_part_of_the_push(arena):
     """One kernel for the sum, the residual and the norm; for NCCL the norm is a kernel of its own."""
     target = Target(90, 132)
-    for rows, kernels in ((8, ["push_sum"]), (4096, ["all_reduce", "add_rows", "rms_norm"])):
+    for rows, kernels in ((512, ["push_sum"]), (8192, ["all_reduce", "add_rows", "rms_norm"])):
         x, y, normed = (arena.alloc((rows, 4096), bfloat16) for _ in range(3))
         norm = {"normed": normed, "norm_weight": arena.alloc((4096,), float32), "eps": 1e-6}
         pack = NullPack(target)
@@ -202,6 +204,27 @@ def test_a_norm_is_part_of_the_push(arena):
         reduce_add(pack, x=x, y=y, ranks=2, normed=normed, norm_weight=norm["norm_weight"])
     with pytest.raises(ContractError, match="normed and norm_weight come together"):
         reduce_add(pack, x=x, y=y, ranks=2, norm_weight=norm["norm_weight"], eps=1e-6)
+
+
+def test_the_way_to_add_up_follows_from_ranks_and_bytes(monkeypatch):
+    """Two ranks send each byte once in either way. A table comes before the rule, batch invariance before both."""
+    target = Target(90, 132, gpu="a GPU")
+    monkeypatch.setattr(tuning, "_table", lambda gpu: {})
+    found = {(ranks, rows): tuning.choose_exchange(target, ranks, rows, 4096).kind
+             for ranks in (2, 4, 8) for rows in (1, 8, 64, 512, 8192)}  # fmt: skip
+    assert [kind for (ranks, _), kind in found.items() if ranks == 2] == ["push"] * 4 + ["nccl"]
+    assert [kind for (ranks, _), kind in found.items() if ranks == 4] == ["push"] * 2 + ["two_shot"] * 2 + [
+        "nccl"
+    ]
+    assert [kind for (ranks, _), kind in found.items() if ranks == 8] == ["push"] * 2 + ["two_shot"] * 2 + [
+        "nccl"
+    ]
+    table = {"sum_of_ranks": {"2x4096": {"8": {"kind": "two_shot", "warps": 4}}}}
+    monkeypatch.setattr(tuning, "_table", lambda gpu: table)
+    tuned = Target(90, 132, gpu="another GPU")
+    assert tuning.choose_exchange(tuned, 2, 5, 4096) == tuning.Exchange("two_shot", 4)
+    assert tuning.choose_exchange(tuned, 2, 9, 4096) == tuning.Exchange("push")
+    assert tuning.choose_exchange(replace(tuned, batch_invariant=True), 2, 8192, 4096).kind == "push"
 
 
 def test_contracts(arena):

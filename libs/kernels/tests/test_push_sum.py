@@ -11,18 +11,18 @@ WORKER = """
 import hashlib, json, os, sys, time
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
-from openinfer.kernels import LaunchPack, Target, exchange
+from openinfer.kernels import LaunchPack, Target, exchange, gather_columns
 from openinfer.kernels.exchange import Normed, sum_by
 from openinfer.kernels.reference import rms_norm
 from openinfer.kernels.testing import HostPeers
 from openinfer.kernels.tuning import Exchange
-from openinfer.tensor import Tensor, bfloat16
+from openinfer.tensor import Tensor, bfloat16, float32
 
 file, rank, ranks, calls = map(int, sys.argv[1:5])
 clears = sys.argv[5] == "clears"
 WIDTH, EPS, of = 40, 1e-6, Tensor.from_numpy
 driver = HostPeers(file, rank, ranks, 2 * WIDTH, timeout_s=20 if clears else 2, clears=clears)
-exchange.PROGRAMS = 4  # rows take turns
+exchange.PROGRAMS, exchange.COLUMNS_BYTES = 4, 128  # rows take turns
 target = Target(90, 132, rank=rank)
 pack = LaunchPack(target, driver, None, None)
 draw, late = np.random.default_rng(0), np.random.default_rng(rank)
@@ -45,6 +45,10 @@ for call in range(calls):
     assert (x == want).all(), (call, rows, two, add)
     good = rms_norm(want, gain, EPS) if norm else np.zeros_like(normed, np.float32)
     np.testing.assert_allclose(normed.astype(np.float32), good, rtol=0.01, atol=1e-4)
+    wide = draw.standard_normal((ranks, rows, 24 * (1 + call % 3))).astype(bfloat16 if call % 2 else float32)
+    wide[:, 0, :5], columns = 0, np.full((rows, ranks * wide.shape[2]), 7, wide.dtype)
+    gather_columns(pack, out=of(columns), x=of(wide[rank].copy()), ranks=ranks)
+    assert (columns == np.concatenate(wide, axis=1)).all(), (call, rows)
     digests.append(hashlib.sha256(x.tobytes() + normed.tobytes()).hexdigest())
 print(json.dumps(digests))
 """
@@ -71,7 +75,8 @@ def run_ranks(size, calls, clears=True):
 
 @pytest.mark.parametrize(("size", "calls"), [(2, 24), (3, 16)])
 def test_every_rank_has_the_sum_and_its_norm(size, calls):
-    """In one shot and two, of more rows than programs, with ranks that are late, words of zeros among the rows."""
+    """In one shot and two, of more rows than programs, with ranks that are late, words of zeros among the rows. Columns
+    are gathered between sums."""
     first, *others = run_ranks(size, calls)
     assert first is not None
     assert len(first) == calls

@@ -11,7 +11,7 @@ An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pa
  - parts of ops here that another op may launch: products (`matmul`, `takes_codes`, `expect_bf16`, `expect_q8`),
    attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
    `expect_cache`, `cached_bytes`, `write_launch`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
- - sums of several ranks: `Communicator`, `sum_over` (references), `pushes`, `pushed_rows` (launches)
+ - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_by`, `pushed_rows` (launches)
  - cost: `Cost`, `Workload`
 
 Kernels themselves import Triton functions from the modules of openinfer.kernels.device by
@@ -29,7 +29,7 @@ from openinfer.kernels.attention import launches as attention_launches
 from openinfer.kernels.communicator import Communicator, sum_over
 from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_packed, expect_weight, require
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.exchange import pushed_rows, pushes
+from openinfer.kernels.exchange import pushed_rows, sum_by, way_of
 from openinfer.kernels.formats import (
     FP4_BLOCK,
     SCALE_BLOCK,
@@ -63,13 +63,14 @@ from openinfer.kernels.packed_products import expect_bf16, expect_q8, takes_code
 from openinfer.kernels.products import matmul
 from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded, silu
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import CONSUMER_SHARED_BYTES, depth, shared_bytes
+from openinfer.kernels.tuning import CONSUMER_SHARED_BYTES, NCCL, depth, shared_bytes
 
 __all__ = [
     "CONSUMER_SHARED_BYTES",
     "FLOATS",
     "FP4_BLOCK",
     "MERGED_AT_ONCE",
+    "NCCL",
     "NEW_PAIRS",
     "SCALE_BLOCK",
     "Aligned",
@@ -113,7 +114,6 @@ __all__ = [
     "matmul_nt",
     "power_of_two",
     "pushed_rows",
-    "pushes",
     "q4",
     "q8",
     "require",
@@ -122,8 +122,10 @@ __all__ = [
     "rounded",
     "shared_bytes",
     "silu",
+    "sum_by",
     "sum_over",
     "takes_codes",
     "unpack_fp4",
+    "way_of",
     "write_launch",
 ]

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from openinfer.kernels.launch import Arg, Collective, Command, Peers, Scratch, aligned, launch, power_of_two
+import numpy as np
+
+from openinfer.kernels.launch import (
+    Aligned,
+    Arg,
+    Collective,
+    Command,
+    Launch,
+    Peers,
+    Scratch,
+    aligned,
+    launch,
+    power_of_two,
+)
 from openinfer.kernels.products import norm
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import NCCL, Exchange, choose_exchange
 from openinfer.tensor import Tensor, bfloat16
 
-PROGRAMS = 512
-"""Rows that ranks push to each other at once; a slot holds as many. More rows take turns."""
+PROGRAMS = 1024
+"""Rows that ranks push to each other at once, by one kernel; a slot holds as many. More rows are more kernels."""
+COLUMNS_BYTES = 4096
+"""Bytes of a row of push_columns, whatever the model."""
+SETS = 2
+"""Sets of slots that take turns."""
+MOST_COLUMNS = 1 << 30
+"""Bytes of columns of all ranks below which they are pushed; their places are int32."""
+
 _BLOCK = 1024
+_DEVICE = "openinfer.kernels.device.push_sum"
 
 
 class Normed(NamedTuple):
@@ -39,11 +60,16 @@ def sum_of_ranks(
     normed: Normed | None = None,
 ) -> Iterator[Command]:
     """x += the sum of the y of all ranks, or x = with add=False; then the norm of x. y may be overwritten."""
+    way = way_of(target, ranks, x)
+    yield from sum_by(way, target, x, y, ranks, add=add, normed=normed)
+
+
+def way_of(target: Target, ranks: int, x: Tensor) -> Exchange:
+    """The way to add up an x [T, H] of each rank."""
     rows, width = x.shape
-    choice = NCCL
-    if not target.interpreted and x.dtype == bfloat16 and width % 8 == 0:
-        choice = choose_exchange(target, ranks, rows, width)
-    yield from sum_by(choice, target, x, y, ranks, add=add, normed=normed)
+    if target.interpreted or x.dtype != bfloat16 or width % 8:
+        return NCCL
+    return choose_exchange(target, ranks, rows, width)
 
 
 def sum_by(
@@ -58,7 +84,7 @@ def sum_by(
 ) -> Iterator[Command]:
     """sum_of_ranks in the way of `choice`."""
     if choice.kind != "nccl":
-        yield _push(choice, target, x, y, ranks, add, normed)
+        yield from _push(choice, target, x, y, ranks, add, normed)
         return
     yield Collective("all_reduce", y if add else x, y, ranks)
     if add:
@@ -78,49 +104,75 @@ def _push(
     ranks: int,
     add: bool,
     normed: Normed | None,
-) -> Command:
+) -> Iterator[Command]:
     """The sum by our own kernel, see device.push_sum."""
     rows, width = x.shape
-    lanes, pushed = power_of_two(width // 8), pushed_rows(target, ranks, rows, width)
+    lanes = power_of_two(width // 8)
     out, weight, eps = normed or (x, x, 0.0)
-    args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
-    constants = {
-        **pushed.constants,
-        "LANES": lanes,
-        "ADD": add,
-        "NORM": normed is not None,
-        "TWO_SHOT": choice.kind == "two_shot",
-    }
+    own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": choice.kind == "two_shot"}
     warps = min(choice.warps, max(1, lanes // 32))
-    return launch(
-        "openinfer.kernels.device.push_sum", "push_sum", pushed.grid, args, constants, num_warps=warps
-    )
+    for pushed in pushed_rows(target, ranks, rows, width):
+        args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
+        constants = {**pushed.constants, **own}
+        yield launch(_DEVICE, "push_sum", pushed.grid, args, constants, num_warps=warps)
 
 
 class PushedRows(NamedTuple):
-    """The part of a launch that device.push_sum's `exchanged` needs: arguments peers, rank and rows, the constants
-    WIDTH, RANKS and SLOT, and the grid."""
+    """The part of a launch that every kernel that pushes needs: arguments peers, rank and first, the constants WIDTH,
+    RANKS, SLOT, BASE and COUNTS, and the grid. Program p has row first + p."""
 
     args: dict[str, Arg]
     constants: dict[str, int]
     grid: tuple[int]
 
 
-def pushed_rows(target: Target, ranks: int, rows: int, width: int) -> PushedRows:
-    """For bf16 [rows, width]. All rows that a model's kernels push have one width."""
-    args: dict[str, Arg] = {"peers": Peers(2 * width), "rank": target.rank, "rows": rows}
-    constants = {"WIDTH": width, "RANKS": ranks, "SLOT": PROGRAMS * 2 * width}
-    return PushedRows(args, constants, (min(rows, PROGRAMS),))
+def pushed_rows(target: Target, ranks: int, rows: int, width: int) -> Iterator[PushedRows]:
+    """A launch after the other for bf16 [rows, width]. All rows that a model's kernels push have one width."""
+    base = segment_bytes(ranks, 0)
+    yield from _pushed(target, ranks, rows, 2 * width, Peers(2 * width), base, PROGRAMS)
 
 
-def pushes(target: Target, ranks: int, rows: int, width: int) -> bool:
-    """Whether a kernel of one shot is the way to add up bf16 [rows, width]."""
-    return not target.interpreted and choose_exchange(target, ranks, rows, width).kind == "push"
+def _pushed(
+    target: Target, ranks: int, rows: int, nbytes: int, peers: Peers, base: int, counts: int
+) -> Iterator[PushedRows]:
+    constants = {
+        "WIDTH": nbytes // 2,
+        "RANKS": ranks,
+        "SLOT": PROGRAMS * nbytes,
+        "BASE": base,
+        "COUNTS": counts,
+    }
+    for first in range(0, rows, PROGRAMS):
+        args: dict[str, Arg] = {"peers": peers, "rank": target.rank, "first": first}
+        yield PushedRows(args, constants, (min(rows - first, PROGRAMS),))
 
 
-def columns_of_ranks(out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
+def segment_bytes(ranks: int, width: int) -> int:
+    """Bytes of a rank's segment where rows of sums have `width` bytes."""
+    return SETS * ranks * PROGRAMS * (COLUMNS_BYTES + width)
+
+
+def table_of(addresses: Sequence[int], lost: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The table that device.push_sum describes, at the start. addresses: of the ranks' segments."""
+    return np.array([*addresses, lost, 0, *[0] * PROGRAMS], np.int64)  # two counts a program are a word
+
+
+def columns_of_ranks(target: Target, out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
     """out [N, ranks * C] = the x [N, C] of all ranks side by side."""
     rows, width = x.shape
+    part = width * x.itemsize
+    if not target.interpreted and part % 16 == 0 and ranks * x.nbytes < MOST_COLUMNS:
+        count = -(-x.nbytes // COLUMNS_BYTES)
+        for pushed in _pushed(target, ranks, count, COLUMNS_BYTES, Peers(None), 0, 0):
+            own: dict[str, Arg] = {
+                "out": out,
+                "x": x,
+                **pushed.args,
+                "nbytes": x.nbytes,
+                "part": Aligned(part),
+            }
+            yield launch(_DEVICE, "push_columns", pushed.grid, own, pushed.constants, num_warps=8)
+        return
     if rows == 1:
         yield Collective("all_gather", out, x, ranks)
         return
@@ -135,3 +187,20 @@ def columns_of_ranks(out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
     }
     grid = (rows * ranks, -(-width // _BLOCK))
     yield launch("openinfer.kernels.device.rows", "join_columns", grid, args, {"BLOCK": _BLOCK})
+
+
+def described(command: Command) -> str | None:
+    """How ranks carry out a command of this module, or of another kernel that pushes; None for other commands."""
+    if isinstance(command, Collective):
+        return f"NCCL's {command.kind} of {list(command.x.shape)}"
+    if not isinstance(command, Launch):
+        return None
+    args = dict(zip((name for name, _ in command.spec.signature), command.args, strict=True))
+    constants = dict(command.spec.constants)
+    if "peers" not in args:
+        return None
+    shots, rows = "two shots" if constants.get("TWO_SHOT") else "one shot", command.grid[0]
+    if command.spec.function == "push_columns":
+        return f"columns pushed, {2 * rows * constants['WIDTH']} bytes"
+    norm = " with the norm" if constants.get("NORM") else ""
+    return f"sum in {shots} of [{rows}, {constants['WIDTH']}]{norm}"

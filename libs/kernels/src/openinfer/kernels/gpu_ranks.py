@@ -10,11 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from openinfer.kernels.errors import LaunchError, RankLost
-from openinfer.kernels.exchange import PROGRAMS
+from openinfer.kernels.exchange import segment_bytes, table_of
 from openinfer.kernels.launch import Collective, Peers
 from openinfer.tensor import Arena, Device, NcclRanks, PeerMemory, PinnedBuffer, Stream, int64
-
-_SETS = 2  # sets of slots that take turns; see device.push_sum
 
 
 class GpuRanks:
@@ -28,10 +26,10 @@ class GpuRanks:
     def __init__(self, device: Device, nccl: NcclRanks, width: int) -> None:
         self.rank, self.size, self._width = nccl.rank, nccl.size, width
         self._nccl, self._device = nccl, device
-        self._memory = PeerMemory(device, _SETS * self.size * PROGRAMS * width)
+        self._memory = PeerMemory(device, segment_bytes(self.size, width))
         self._lost = PinnedBuffer(device, 64)
         self._lost.array[:] = 0
-        self._table = Arena(device, 8 * (self.size + 2) + 4 * PROGRAMS + 1024)
+        self._table = Arena(device, table_of([0] * self.size, 0).nbytes + 1024)
 
     def connect(self, links: Sequence[socket.socket], stream: Stream) -> None:
         """Map the segments of the other ranks. links: of rank 0, a Unix socket to each other rank; of another one, the
@@ -39,9 +37,8 @@ class GpuRanks:
         own = self._memory.export()
         self._memory.connect(self.rank, self._everyones(own, links))
         os.close(own)
-        self._peers = self._table.alloc((self.size + 2 + PROGRAMS // 2,), int64, "peers and calls by program")
-        words = np.zeros(self._peers.shape, np.int64)
-        words[: self.size + 1] = [*self._memory.addresses, self._lost.ptr]
+        words = table_of(self._memory.addresses, self._lost.ptr)
+        self._peers = self._table.alloc(words.shape, int64, "peers and calls by program")
         self._peers.copy_from(words, stream)
         stream.synchronize()
 
@@ -60,7 +57,7 @@ class GpuRanks:
 
     def table(self, table: Peers) -> int:
         """The address of the table that device.push_sum reads. Raises LaunchError for rows of another width."""
-        if table.width != self._width:
+        if table.width not in (None, self._width):
             raise LaunchError(
                 f"rows of {table.width} bytes; the ranks' segments are for rows of {self._width}"
             )

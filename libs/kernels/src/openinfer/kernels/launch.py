@@ -79,9 +79,10 @@ def power_of_two(n: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The table of the ranks' segments for rows of `width` bytes, which the driver owns (see device.push_sum)."""
+    """The table of the ranks' segments for sums of rows of `width` bytes, or for columns, which the driver owns (see
+    device.push_sum)."""
 
-    width: int
+    width: int | None
 
 
 Arg = Tensor | Scratch | Peers | TensorMap | Aligned | int | float

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from openinfer.kernels.errors import ContractError, RankLost
-from openinfer.kernels.exchange import PROGRAMS
+from openinfer.kernels.exchange import segment_bytes, table_of
 from openinfer.kernels.launch import Peers
 from openinfer.kernels.op import Op, Workload
 from openinfer.kernels.packs.cpu import CpuPack
@@ -233,19 +233,21 @@ class HostPeers(InterpDriver):
         self, file: int, rank: int, size: int, width: int, *, timeout_s: float = 20.0, clears: bool = True
     ) -> None:
         super().__init__()
-        segment = 2 * size * PROGRAMS * width
+        segment = segment_bytes(size, width)
         os.ftruncate(file, size * segment)
         memory, self._lost = np.frombuffer(mmap.mmap(file, 0), np.uint8), np.zeros(4, np.int32)
         self._width, self._timeout_s, self._clears, self._memory = width, timeout_s, clears, memory
-        self._table = np.zeros(size + 2 + PROGRAMS // 2, np.int64)
-        self._table[:size] = memory.ctypes.data + np.arange(size) * segment
-        self._table[size] = self._lost.ctypes.data
+        addresses = [memory.ctypes.data + rank * segment for rank in range(size)]
+        self._table = table_of(addresses, self._lost.ctypes.data)
         device: Any = importlib.import_module("openinfer.kernels.device.push_sum")
-        device.load16, device.store16, device.arrived = self._load, self._store, self._arrived
-        device.fence = lambda inside: None
+        device.load16, device.store16, device.arrived = self._load, self._send, self._arrived
+        device.peek16, device.put16 = self._load, self._store
+        device.packed = self._packed
 
     def peers(self, table: Peers) -> int:
-        assert table.width == self._width, f"rows of {table.width} bytes; the segments are for {self._width}"
+        assert table.width in (None, self._width), (
+            f"rows of {table.width} bytes; the segments are for {self._width}"
+        )
         return int(self._table.ctypes.data)
 
     def _words(self, address: Any, inside: Any) -> Array:
@@ -253,6 +255,13 @@ class HostPeers(InterpDriver):
         for lane in np.flatnonzero(inside.handle.data):
             found[:, lane] = np.frombuffer(ctypes.string_at(int(address.handle.data[lane]), 16), np.int32)
         return found
+
+    def _packed(self, first: Any, second: Any) -> Any:
+        import triton.language as tl
+
+        halves = (half.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) for half in (first, second))
+        low, high = halves
+        return (low | (high << 16)).to(tl.int32, bitcast=True)
 
     def _load(self, address: Any, inside: Any) -> tuple[Any, ...]:
         import triton.language as tl
@@ -262,14 +271,18 @@ class HostPeers(InterpDriver):
         block = tl.block_type(tl.int32, [words.shape[1]])
         return tuple(tl.tensor(TensorHandle(row.copy(), tl.int32), block) for row in words)
 
+    def _send(self, address: Any, inside: Any, *words: Any) -> None:
+        if self._clears or any(word.handle.data.any() for word in words):
+            self._store(address, inside, *words)
+
     def _store(self, address: Any, inside: Any, *words: Any) -> None:
         rows = np.stack([word.handle.data for word in words]).astype(np.int32)
-        if not self._clears and not rows.any():
-            return
         for lane in np.flatnonzero(inside.handle.data):
             ctypes.memmove(int(address.handle.data[lane]), rows[:, lane].tobytes(), 16)
 
-    def _arrived(self, address: Any, lost: Any, inside: Any) -> tuple[Any, ...]:
+    def _arrived(self, address: Any, lost: Any, inside: Any, *seen: Any) -> tuple[Any, ...]:
+        if all(word.handle.data[inside.handle.data != 0].all() for word in seen):
+            return seen
         deadline = time.monotonic() + self._timeout_s
         while not self._words(address, inside)[:, inside.handle.data != 0].all():
             if time.monotonic() > deadline:

@@ -61,6 +61,10 @@ class Exchange:
 
 
 NCCL = Exchange("nccl")
+MOST_PUSHED = 4 << 20
+"""Bytes of a sum that the rule still pushes. Figures: docs/lessons.md, "Sums between GPUs"."""
+ONE_SHOT_SENT = 768 << 10
+"""Bytes that a rank sends to more than one other up to which the rule takes one shot."""
 EXCHANGES = "sum_of_ranks"
 """The op of a table whose entries are Exchanges: by "RANKSxWIDTH", by rows."""
 
@@ -78,10 +82,12 @@ def choose_exchange(target: Target, ranks: int, rows: int, width: int) -> Exchan
 
 
 def exchange_rule(ranks: int, rows: int, width: int) -> Exchange:
-    """The choice for a sum without a measurement."""
-    if rows <= 128 and 2 * rows * width * (ranks - 1) <= 1 << 20:
-        return Exchange("push")
-    return NCCL
+    """The choice for a sum without a measurement. In one shot a rank sends its rows to each other rank; in two shots it
+    sends them twice, less a part, and waits twice. NCCL alone has no bound of rows at once."""
+    nbytes = 2 * rows * width
+    if nbytes > MOST_PUSHED:
+        return NCCL
+    return Exchange("push" if ranks == 2 or nbytes * (ranks - 1) <= ONE_SHOT_SENT else "two_shot")
 
 
 @functools.cache

@@ -1,8 +1,14 @@
-"""A sum over ranks that every rank pushes to its peers: no barrier, and 16 bytes at a time carry their own arrival.
+"""Sums and columns that every rank pushes to its peers: no barrier, and 16 bytes at a time carry their own arrival.
 
 A rank writes its row into a slot of its own in its peers' segments, and reads the peers' slots in its segment. A word
 of +0 has not arrived: a rank sends -0 in place of +0, and clears what it has read. Two sets of slots take turns.
 A rank that is a call ahead writes into the other set. No rank can be two ahead, because each call waits for all ranks.
+Each program has one row. Slots must be clear before the next row tells peers so. The end of a kernel sees to that for
+nothing; between rows of a program a fence would have to.
+
+The table `peers`, int64: addresses of the ranks' segments and of the word that is not 0 once a rank is lost; then int32
+counts of calls, by program, of columns and of sums. A segment has the slots of columns first, from BASE on those of
+sums. A kernel loads all that it needs before it sends, because a load that waits its turn costs a third of a call.
 """
 
 # mypy: ignore-errors
@@ -40,15 +46,51 @@ def store16(address, inside, a, b, c, d):
 
 
 @triton.jit
-def arrived(address, lost, inside):
-    """Four words of a slot once none of them is 0, or once the word at `lost` is not 0; ones where `inside` is 0. Each
-    thread waits for its own words."""
+def put16(address, inside, a, b, c, d):
+    """Four words where `inside` is not 0, for this GPU's later kernels."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, $2, 0;
+        @p st.global.v4.b32 [$1], {$3, $4, $5, $6};
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r,r,r", [address, inside, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def peek16(address, inside):
+    """Four words of a slot, whether they have arrived or not; zeros where `inside` is 0."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, $5, 0;
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        @p ld.relaxed.sys.global.v4.b32 {$0, $1, $2, $3}, [$4];
+        }""",
+        "=&r,=&r,=&r,=&r,l,r", [address, inside],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def arrived(address, lost, inside, a, b, c, d):
+    """Four words of a slot once none of them is 0, or once the word at `lost` is not 0; ones where `inside` is 0. a, b,
+    c, d: an earlier peek at them, or zeros. Each thread waits for its own words, after a while with pauses, because its
+    reads take the room of those that it waits for."""
     return tl.inline_asm_elementwise(
         """{
         .reg .pred p;
         .reg .b32 tries, word;
         mov.b32 $0, 1; mov.b32 $1, 1; mov.b32 $2, 1; mov.b32 $3, 1;
         setp.eq.b32 p, $6, 0;
+        @p bra DONE;
+        mov.b32 $0, $7; mov.b32 $1, $8; mov.b32 $2, $9; mov.b32 $3, $10;
+        setp.ne.b32 p, $0, 0;
+        setp.ne.and.b32 p, $1, 0, p;
+        setp.ne.and.b32 p, $2, 0, p;
+        setp.ne.and.b32 p, $3, 0, p;
         @p bra DONE;
         mov.b32 tries, 0;
         AGAIN:
@@ -59,6 +101,9 @@ def arrived(address, lost, inside):
         setp.ne.and.b32 p, $3, 0, p;
         @p bra DONE;
         add.u32 tries, tries, 1;
+        setp.lt.u32 p, tries, 64;
+        @p bra AGAIN;
+        nanosleep.u32 100;
         and.b32 word, tries, 1023;
         setp.ne.b32 p, word, 0;
         @p bra AGAIN;
@@ -67,7 +112,7 @@ def arrived(address, lost, inside):
         @p bra AGAIN;
         DONE:
         }""",
-        "=&r,=&r,=&r,=&r,l,l,r", [address, lost, inside],
+        "=&r,=&r,=&r,=&r,l,l,r,r,r,r,r", [address, lost, inside, a, b, c, d],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -96,10 +141,11 @@ def high(word):
 
 @triton.jit
 def packed(first, second):
-    """Two float32 as a word of bf16."""
-    a = first.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    b = second.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
-    return (a | (b << 16)).to(tl.int32, bitcast=True)
+    """Two float32 as a word of bf16. One instruction: the compiler's own for a single number runs at an eighth of the
+    rate."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [first, second], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -127,11 +173,18 @@ def narrow(s):
 
 
 @triton.jit
-def fence(inside):
-    """The stores of the threads come before their later ones, for every GPU."""
-    tl.inline_asm_elementwise(
-        "fence.acq_rel.sys; mov.u32 $0, $1;", "=r,r", [inside], dtype=tl.int32, is_pure=False, pack=1
-    )
+def seen_of(own, lost, rank, inside, RANKS: tl.constexpr, SLOT: tl.constexpr):
+    """A peek at the words of each rank. Of several others, one is waited for first; then the loads of all are under way
+    together, while a wait for one after the other would take a load's time for each."""
+    none = tl.zeros(inside.shape, tl.int32)
+    found = ()
+    if RANKS == 2:
+        found = ((none, none, none, none), (none, none, none, none))
+    else:
+        arrived(own + ((rank + 1) % RANKS) * SLOT, lost, inside, none, none, none, none)
+        for other in tl.static_range(RANKS):
+            found += (peek16(own + other * SLOT, inside),)
+    return found
 
 
 @triton.jit
@@ -140,138 +193,176 @@ def sum_of_slots(own, mine, old, lost, rank, inside, RANKS: tl.constexpr, SLOT: 
     none = tl.zeros(inside.shape, tl.int32)
     zero = tl.zeros(inside.shape, tl.float32)
     s = (zero, zero, zero, zero, zero, zero, zero, zero)
+    seen = seen_of(own, lost, rank, inside, RANKS, SLOT)
     for other in tl.static_range(RANKS):
         a, b, c, d = mine
         if other != rank:
-            a, b, c, d = arrived(own + other * SLOT, lost, inside)
+            e, f, g, h = seen[other]
+            a, b, c, d = arrived(own + other * SLOT, lost, inside, e, f, g, h)
             store16(own + other * SLOT, inside, none, none, none, none)
         s = plus(s, (a, b, c, d))
     return plus(s, old)
 
 
 @triton.jit
-def exchanged(mine, old, peers, rank, lost, slot, inside, RANKS: tl.constexpr, SLOT: tl.constexpr):
+def others_of(peers, rank, RANKS: tl.constexpr):
+    """The addresses of the segments of the RANKS - 1 ranks after this one, round about."""
+    found = ()
+    for step in tl.static_range(1, RANKS):
+        found += (tl.load(peers + (rank + step) % RANKS),)
+    return found
+
+
+@triton.jit
+def exchanged(mine, old, own, others, rank, lost, slot, inside, RANKS: tl.constexpr, SLOT: tl.constexpr):
     """`old` plus a row of all ranks, of which `mine` is ours; `slot`: bytes to the row's slot of rank 0."""
     a, b, c, d = mine
-    for step in tl.static_range(1, RANKS):
-        other = tl.load(peers + (rank + step) % RANKS)
-        store16(other + slot + rank * SLOT, inside, a, b, c, d)
-    return sum_of_slots(tl.load(peers + rank) + slot, mine, old, lost, rank, inside, RANKS, SLOT)
+    for step in tl.static_range(RANKS - 1):
+        store16(others[step] + slot + rank * SLOT, inside, a, b, c, d)
+    return sum_of_slots(own + slot, mine, old, lost, rank, inside, RANKS, SLOT)
 
 
 @triton.jit
-def calls_of(peers, program, RANKS: tl.constexpr):
-    """Where the count of a program's calls is."""
-    return (peers + RANKS + 2).to(tl.pointer_type(tl.int32)) + program
+def calls_of(peers, program, RANKS: tl.constexpr, COUNTS: tl.constexpr):
+    """Where the count of a program's calls is; COUNTS: counts before those of its kind."""
+    return (peers + RANKS + 2).to(tl.pointer_type(tl.int32)) + COUNTS + program
 
 
 @triton.jit
-def slot_of(call, program, index, RANKS: tl.constexpr, SLOT: tl.constexpr, WIDTH: tl.constexpr):
+def slot_of(
+    call, program, index, BASE: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, WIDTH: tl.constexpr
+):
     """Bytes from the start of a segment to the 16 bytes of each lane in the slot of rank 0."""
-    return (call % 2).to(tl.int64) * (SLOT * RANKS) + program.to(tl.int64) * (WIDTH * 2) + index * 16
+    return BASE + (call % 2).to(tl.int64) * (SLOT * RANKS) + program.to(tl.int64) * (WIDTH * 2) + index * 16
 
 
 @triton.jit
-def gains(gain, index, inside, WIDE: tl.constexpr):
-    """The eight weights of a lane in float32, of bf16 or, with WIDE, of float32."""
+def gain_words(gain, index, inside, WIDE: tl.constexpr):
+    """The eight weights of a lane, of bf16 or, with WIDE, of float32, as words."""
     if WIDE:
-        a, b, c, d = load16(gain.to(tl.int64) + index * 32, inside)
-        e, f, g, h = load16(gain.to(tl.int64) + index * 32 + 16, inside)
-        return (
-            a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True),
-            c.to(tl.float32, bitcast=True), d.to(tl.float32, bitcast=True),
-            e.to(tl.float32, bitcast=True), f.to(tl.float32, bitcast=True),
-            g.to(tl.float32, bitcast=True), h.to(tl.float32, bitcast=True),
-        )  # fmt: skip
+        first = load16(gain.to(tl.int64) + index * 32, inside)
+        return first, load16(gain.to(tl.int64) + index * 32 + 16, inside)
     else:  # noqa: RET505  a branch of the compiler's
-        return wide(load16(gain.to(tl.int64) + index * 16, inside))
+        words = load16(gain.to(tl.int64) + index * 16, inside)
+        return words, words
 
 
 @triton.jit
-def weighted(value, scale, gain, WIDE: tl.constexpr):
-    """value * scale times a weight as float32, rounded to bf16 between them unless the weight is float32."""
-    unit = value * scale
-    if not WIDE:
-        unit = unit.to(tl.bfloat16).to(tl.float32)
-    return unit * gain
+def floats(words):
+    """The float32 that four words are."""
+    return (
+        words[0].to(tl.float32, bitcast=True), words[1].to(tl.float32, bitcast=True),
+        words[2].to(tl.float32, bitcast=True), words[3].to(tl.float32, bitcast=True),
+    )  # fmt: skip
 
 
 @triton.jit
-def normed_words(words, g, eps, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """The RMS norm of a row of bf16, as norm.rms_norm makes it, of weights `g`."""
+def times(v, factor):
+    """Eight float32 times a number."""
+    return (
+        v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor,
+        v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor,
+    )  # fmt: skip
+
+
+@triton.jit
+def normed_words(words, gain, eps, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """The RMS norm of a row of bf16, as norm.rms_norm makes it. gain: of gain_words."""
     v = wide(words)
     squares = v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]
     squares += v[4] * v[4] + v[5] * v[5] + v[6] * v[6] + v[7] * v[7]
-    scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
-    return narrow((
-        weighted(v[0], scale, g[0], WIDE), weighted(v[1], scale, g[1], WIDE),
-        weighted(v[2], scale, g[2], WIDE), weighted(v[3], scale, g[3], WIDE),
-        weighted(v[4], scale, g[4], WIDE), weighted(v[5], scale, g[5], WIDE),
-        weighted(v[6], scale, g[6], WIDE), weighted(v[7], scale, g[7], WIDE),
-    ))  # fmt: skip
+    v = times(v, tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps))
+    if WIDE:
+        a, b, c, d = floats(gain[0])
+        e, f, g, h = floats(gain[1])
+    else:
+        v = wide(narrow(v))
+        a, b, c, d, e, f, g, h = wide(gain[0])
+    return narrow((v[0] * a, v[1] * b, v[2] * c, v[3] * d, v[4] * e, v[5] * f, v[6] * g, v[7] * h))
 
 
 @triton.jit
 def push_sum(
-    x, y, normed, gain, peers, rank, rows, eps,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, LANES: tl.constexpr,
-    ADD: tl.constexpr, NORM: tl.constexpr, TWO_SHOT: tl.constexpr,
+    x, y, normed, gain, peers, rank, first, eps,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, BASE: tl.constexpr, COUNTS: tl.constexpr,
+    LANES: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, TWO_SHOT: tl.constexpr,
 ):  # fmt: skip
     """x[row] (+)= the sum of the y[row] of all ranks, in their order, in float32; normed[row] = its RMS norm, if NORM.
-    bf16 rows of WIDTH; gain of bf16 or float32.
+    bf16 rows of WIDTH; gain of bf16 or float32. Program p has row `first` + p, and all ranks have as many programs.
 
     One shot: every rank sends its row to all others, and adds up. Two shots (TWO_SHOT): the rank row % RANKS gets the
-    row of all, adds up and sends the result back, with the same bits.
-
-    A program takes every num_programs-th row, and each row is a call of its own to it. All ranks have as many programs.
-    peers int64 [RANKS + 2 + ...]: addresses of the ranks' segments and of the word that is not 0 once a rank is lost;
-    then int32 counts of calls, by program. SLOT: bytes of a rank's slot, with a row a program. LANES: at least
-    WIDTH / 8.
+    row of all, adds up and sends the result back, with the same bits. SLOT: bytes of a rank's slot, with a row a
+    program. LANES: at least WIDTH / 8.
     """
     WIDE: tl.constexpr = gain.dtype.element_ty == tl.float32
     index = tl.arange(0, LANES).to(tl.int64)
     inside = (index < WIDTH // 8).to(tl.int32)
     program = tl.program_id(0)
-    count = calls_of(peers, program, RANKS)
+    count = calls_of(peers, program, RANKS, COUNTS)
     call = tl.load(count)
-    own = tl.load(peers + rank)
+    own, others = tl.load(peers + rank), others_of(peers, rank, RANKS)
     lost = tl.load(peers + RANKS) + tl.zeros([LANES], tl.int64)
     none = tl.zeros([LANES], tl.int32)
+    row = first + program
+    at = row.to(tl.int64) * (WIDTH * 2) + index * 16
+    slot = slot_of(call, program, index, BASE, RANKS, SLOT, WIDTH)
+    a, b, c, d = load16(y.to(tl.int64) + at, inside)
+    old, weights = (none, none, none, none), ((none, none, none, none), (none, none, none, none))
+    if ADD:
+        old = load16(x.to(tl.int64) + at, inside)
     if NORM:
-        g = gains(gain, index, inside, WIDE)
-    for row in range(program, rows, tl.num_programs(0)):
-        at = (tl.zeros([LANES], tl.int64) + row) * (WIDTH * 2) + index * 16
-        slot = slot_of(call, program, index, RANKS, SLOT, WIDTH)
-        a, b, c, d = load16(y.to(tl.int64) + at, inside)
-        mine = (sent(a), sent(b), sent(c), sent(d))
-        old = (none, none, none, none)
-        if TWO_SHOT:
-            owner = row % RANKS
-            a, b, c, d = mine
-            if owner == rank:
-                if ADD:
-                    old = load16(x.to(tl.int64) + at, inside)
-                s = sum_of_slots(own + slot, mine, old, lost, rank, inside, RANKS, SLOT)
-                a, b, c, d = narrow(s)
-                a, b, c, d = sent(a), sent(b), sent(c), sent(d)
-                for step in tl.static_range(1, RANKS):
-                    other = tl.load(peers + (rank + step) % RANKS)
-                    store16(other + slot + rank * SLOT, inside, a, b, c, d)
-            else:
-                store16(tl.load(peers + owner) + slot + rank * SLOT, inside, a, b, c, d)
-                a, b, c, d = arrived(own + slot + owner * SLOT, lost, inside)
-                store16(own + slot + owner * SLOT, inside, none, none, none, none)
-            words = (received(a), received(b), received(c), received(d))
+        weights = gain_words(gain, index, inside, WIDE)
+    mine = (sent(a), sent(b), sent(c), sent(d))
+    if TWO_SHOT:
+        owner = row % RANKS
+        a, b, c, d = mine
+        if owner == rank:
+            a, b, c, d = narrow(sum_of_slots(own + slot, mine, old, lost, rank, inside, RANKS, SLOT))
+            a, b, c, d = sent(a), sent(b), sent(c), sent(d)
+            for step in tl.static_range(RANKS - 1):
+                store16(others[step] + slot + rank * SLOT, inside, a, b, c, d)
         else:
-            if ADD:
-                old = load16(x.to(tl.int64) + at, inside)
-            words = narrow(exchanged(mine, old, peers, rank, lost, slot, inside, RANKS, SLOT))
-        store16(x.to(tl.int64) + at, inside, words[0], words[1], words[2], words[3])
-        if NORM:
-            a, b, c, d = normed_words(words, g, eps, WIDTH, WIDE)
-            store16(normed.to(tl.int64) + at, inside, a, b, c, d)
-        call += 1
-        # Slots are clear before the next row tells peers so; after the last row the kernel's end sees to that.
-        if row + tl.num_programs(0) < rows:
-            fence(none)
-    tl.store(count, call)
+            store16(tl.load(peers + owner) + slot + rank * SLOT, inside, a, b, c, d)
+            a, b, c, d = arrived(own + slot + owner * SLOT, lost, inside, none, none, none, none)
+            store16(own + slot + owner * SLOT, inside, none, none, none, none)
+        words = (received(a), received(b), received(c), received(d))
+    else:
+        words = narrow(exchanged(mine, old, own, others, rank, lost, slot, inside, RANKS, SLOT))
+    put16(x.to(tl.int64) + at, inside, words[0], words[1], words[2], words[3])
+    if NORM:
+        a, b, c, d = normed_words(words, weights, eps, WIDTH, WIDE)
+        put16(normed.to(tl.int64) + at, inside, a, b, c, d)
+    tl.store(count, call + 1)
+
+
+@triton.jit
+def push_columns(
+    out, x, peers, rank, first, nbytes, part,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, BASE: tl.constexpr, COUNTS: tl.constexpr,
+):  # fmt: skip
+    """out[n] = the x[n] of all ranks side by side; -0 becomes +0. x of `nbytes`, `part` of them a row, multiples of
+    16. A row here is 2 * WIDTH bytes of x, and programs, calls and slots are those of push_sum."""
+    index = tl.arange(0, WIDTH // 8)
+    program = tl.program_id(0)
+    count = calls_of(peers, program, RANKS, COUNTS)
+    call = tl.load(count)
+    own, others = tl.load(peers + rank), others_of(peers, rank, RANKS)
+    lost = tl.load(peers + RANKS) + tl.zeros([WIDTH // 8], tl.int64)
+    none = tl.zeros([WIDTH // 8], tl.int32)
+    at = (first + program) * (WIDTH * 2) + index * 16
+    inside = (at < nbytes).to(tl.int32)
+    slot = slot_of(call, program, index.to(tl.int64), BASE, RANKS, SLOT, WIDTH)
+    a, b, c, d = load16(x.to(tl.int64) + at.to(tl.int64), inside)
+    a, b, c, d = sent(a), sent(b), sent(c), sent(d)
+    for step in tl.static_range(RANKS - 1):
+        store16(others[step] + slot + rank * SLOT, inside, a, b, c, d)
+    to = out.to(tl.int64) + (at // part).to(tl.int64) * (part * RANKS) + at % part
+    put16(to + rank * part, inside, received(a), received(b), received(c), received(d))
+    seen = seen_of(own + slot, lost, rank, inside, RANKS, SLOT)
+    for other in tl.static_range(RANKS):
+        if other != rank:
+            a, b, c, d = seen[other]
+            a, b, c, d = arrived(own + slot + other * SLOT, lost, inside, a, b, c, d)
+            store16(own + slot + other * SLOT, inside, none, none, none, none)
+            put16(to + other * part, inside, received(a), received(b), received(c), received(d))
+    tl.store(count, call + 1)

@@ -149,7 +149,7 @@ def _reduce_add_cost(
 def _gather_columns(*, out: Tensor, x: Tensor, ranks: int) -> None:
     """out = the x of all ranks, one beside the other: columns r * C to (r + 1) * C are rank r's.
 
-    x [N, C] and out [N, ranks * C] of one float dtype, dense, apart from each other.
+    x [N, C] and out [N, ranks * C] of one float dtype, dense, apart from each other. -0 may become +0.
     """
     require(ranks >= 1, f"gather_columns over {ranks} ranks; there must be one at least")
     expect("x", x, (-1, -1), *FLOATS)
@@ -163,7 +163,7 @@ def _gather_columns_reference(
 
 
 def _gather_columns_launches(target: Target, *, out: Tensor, x: Tensor, ranks: int) -> Iterator[Command]:
-    yield from columns_of_ranks(out, x, ranks)
+    yield from columns_of_ranks(target, out, x, ranks)
 
 
 def _gather_columns_cost(workload: Workload, *, out: Tensor, x: Tensor, ranks: int) -> Cost:

@@ -81,7 +81,8 @@ class NullPack:
     def peer_widths(self) -> set[int]:
         """Bytes of the rows that ranks push to each other in the recorded calls."""
         launches = (c for call in self.calls for c in call.commands if isinstance(c, Launch))
-        return {arg.width for command in launches for arg in command.args if isinstance(arg, Peers)}
+        tables = (arg for command in launches for arg in command.args if isinstance(arg, Peers))
+        return {table.width for table in tables if table.width is not None}
 
     def workspace_bytes(self, *, zeroed: bool) -> int:
         """The most scratch memory (of the zeroed or the ordinary kind) that any one call needs."""

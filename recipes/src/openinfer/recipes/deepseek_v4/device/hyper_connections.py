@@ -13,12 +13,13 @@ from openinfer.kernels.device.formats import q8
 from openinfer.kernels.device.push_sum import (
     calls_of,
     exchanged,
-    fence,
     load16,
     narrow,
+    others_of,
+    put16,
     sent,
     slot_of,
-    store16,
+    times,
     wide,
 )
 
@@ -194,8 +195,9 @@ def hc_post(streams, y, mix, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def hc_post_ranks(
-    streams, y, mix, peers, rank, rows,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr,
+    streams, y, mix, peers, rank, first,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, BASE: tl.constexpr, COUNTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """hc_post of the sum of the y of all ranks, rounded. A row here is one of the PARTS of a token, of WIDTH columns;
     programs, peers and counts are those of push_sum."""
@@ -203,42 +205,31 @@ def hc_post_ranks(
     inside = tl.full([WIDTH // 8], 1, tl.int32)
     none = tl.zeros([WIDTH // 8], tl.int32)
     program = tl.program_id(0)
-    count = calls_of(peers, program, RANKS)
+    count = calls_of(peers, program, RANKS, COUNTS)
     call = tl.load(count)
+    own, others = tl.load(peers + rank), others_of(peers, rank, RANKS)
     lost = tl.load(peers + RANKS) + tl.zeros([WIDTH // 8], tl.int64)
-    for row in range(program, rows, tl.num_programs(0)):
-        token, part = row // PARTS, row % PARTS
-        a, b, c, d = load16(y.to(tl.int64) + (index * 0 + row) * (WIDTH * 2) + index * 16, inside)
-        place = streams.to(tl.int64) + ((index * 0 + token) * (4 * PARTS) + part) * (WIDTH * 2) + index * 16
-        old = ()
+    row = (first + program).to(tl.int64)
+    token, part = row // PARTS, row % PARTS
+    a, b, c, d = load16(y.to(tl.int64) + row * (WIDTH * 2) + index * 16, inside)
+    place = streams.to(tl.int64) + (token * (4 * PARTS) + part) * (WIDTH * 2) + index * 16
+    old = ()
+    for j in tl.static_range(4):
+        old += (load16(place + j * (PARTS * WIDTH * 2), inside),)
+    m = ()
+    for i in tl.static_range(20):
+        m += (tl.load(mix + token * 20 + i),)
+    slot = slot_of(call, program, index, BASE, RANKS, SLOT, WIDTH)
+    mine = (sent(a), sent(b), sent(c), sent(d))
+    s = exchanged(mine, (none, none, none, none), own, others, rank, lost, slot, inside, RANKS, SLOT)
+    added = wide(narrow(s))
+    for k in tl.static_range(4):
+        total = times(added, m[k])
         for j in tl.static_range(4):
-            old += (load16(place + j * (PARTS * WIDTH * 2), inside),)
-        m = ()
-        for i in tl.static_range(20):
-            m += (tl.load(mix + token * 20 + i),)
-        slot = slot_of(call, program, index, RANKS, SLOT, WIDTH)
-        mine = (sent(a), sent(b), sent(c), sent(d))
-        s = exchanged(mine, (none, none, none, none), peers, rank, lost, slot, inside, RANKS, SLOT)
-        added = wide(narrow(s))
-        for k in tl.static_range(4):
-            total = times(added, m[k])
-            for j in tl.static_range(4):
-                total = plus_times(total, old[j], m[4 + 4 * j + k])
-            a, b, c, d = narrow(total)
-            store16(place + k * (PARTS * WIDTH * 2), inside, a, b, c, d)
-        call += 1
-        if row + tl.num_programs(0) < rows:
-            fence(none)  # see push_sum
-    tl.store(count, call)
-
-
-@triton.jit
-def times(v, factor):
-    """Eight float32 times a number."""
-    return (
-        v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor,
-        v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor,
-    )  # fmt: skip
+            total = plus_times(total, old[j], m[4 + 4 * j + k])
+        a, b, c, d = narrow(total)
+        put16(place + k * (PARTS * WIDTH * 2), inside, a, b, c, d)
+    tl.store(count, call + 1)
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from openinfer.kernels.authoring import (
     FLOATS,
+    NCCL,
     Aligned,
     Array,
     Collective,
@@ -23,10 +24,11 @@ from openinfer.kernels.authoring import (
     launch,
     power_of_two,
     pushed_rows,
-    pushes,
     require,
     rounded,
+    sum_by,
     sum_over,
+    way_of,
 )
 from openinfer.tensor import Tensor, float32
 
@@ -67,20 +69,20 @@ def _post_launches(
     expect_bf16(streams)
     tokens, n, width = streams.shape
     require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
-    part = depth(width, 1024)
-    if ranks > 1 and part >= 256 and pushes(target, ranks, tokens, width):
-        pushed = pushed_rows(target, ranks, tokens * (width // part), part)
-        yield launch(
-            _DEVICE,
-            "hc_post_ranks",
-            pushed.grid,
-            {"streams": streams, "y": y, "mix": mix, **pushed.args},
-            {**pushed.constants, "PARTS": width // part},
-            num_warps=part // 256,
-        )
-        return
     if ranks > 1:
-        yield Collective("all_reduce", y, y, ranks)
+        part = depth(width, 1024)  # the width of all rows that the model's kernels push
+        rows, way = y.reshape(-1, part), way_of(target, ranks, y)
+        if part < 64:
+            way = NCCL
+        if way.kind == "push":
+            for pushed in pushed_rows(target, ranks, *rows.shape):
+                args = {"streams": streams, "y": y, "mix": mix, **pushed.args}
+                constants = {**pushed.constants, "PARTS": width // part}
+                yield launch(
+                    _DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=max(1, part // 256)
+                )
+            return
+        yield from sum_by(way, target, rows, rows, ranks, add=False)
     block = min(1024, power_of_two(width))
     yield launch(
         _DEVICE,
