@@ -8,13 +8,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,28 +20,16 @@ from typing import Any
 import numpy as np
 
 from openinfer.graph import StepGraphs
-from openinfer.kernels import (
-    CudaDriver,
-    GpuRanks,
-    LaunchPack,
-    NullPack,
-    SharedMemory,
-    Store,
-    Target,
-    gather_columns,
-)
-from openinfer.kernels.exchange import Normed, sum_by
+from openinfer.kernels import NullPack, gather_columns
+from openinfer.kernels.exchange import Normed, columns_of_ranks, sum_by
+from openinfer.kernels.exchange_tuner import CALLS, EPS, WAYS, ExchangeRank, other_ranks
 from openinfer.kernels.reference import rms_norm
-from openinfer.kernels.tuning import NCCL, Exchange
-from openinfer.tensor import Arena, Device, Event, NcclRanks, Stream, Tensor, bfloat16, float32, uint8
+from openinfer.kernels.tuning import NCCL
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32
 
-VOCABULARY, CALLS, REPEATS, EPS = 151936, 100, 9, 1e-6
-ROWS = (1, 2, 8, 16, 32, 64, 128, 256, 512, 2048)
-WAYS = {
-    **{f"push, {warps} warps": Exchange("push", warps) for warps in (16, 8, 4)},
-    **{f"two-shot, {warps} warps": Exchange("two_shot", warps) for warps in (16, 8, 4)},
-    "NCCL": NCCL,
-}
+VOCABULARY = 151936
+ROWS = (1, 8, 32, 128, 512, 2048, 4096, 8192)
+NAMES = {way: f"{way.kind}, {way.warps} warps" for way in WAYS} | {NCCL: "NCCL"}
 
 
 def main() -> None:
@@ -55,54 +41,15 @@ def main() -> None:
     parser.add_argument("--boot", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.boot is not None:
-        rank, memory, *links = map(int, args.boot.split(","))
-        run(args, rank, memory, [socket.socket(fileno=fd) for fd in links])
+        run(args, ExchangeRank.joined(args.boot, args.width))
         return
-    memory, pairs = os.memfd_create("ranks"), [socket.socketpair() for _ in range(args.ranks - 1)]
-    others = [
-        subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:], "--boot", f"{rank},{memory},{theirs.fileno()}"],
-            pass_fds=(memory, theirs.fileno()),
-        )
-        for rank, (_, theirs) in enumerate(pairs, start=1)
-    ]
-    run(args, 0, memory, [ours for ours, _ in pairs])
-    assert [process.wait(60) for process in others] == [0] * len(others)
+    with other_ranks(args.ranks, [sys.executable, __file__, *sys.argv[1:], "--boot"]) as (memory, links):
+        run(args, ExchangeRank(0, args.ranks, args.width, memory, links))
 
 
-class Rank:
-    """A process and its GPU among those that exchange rows of `width` bf16."""
-
-    def __init__(self, rank: int, size: int, width: int, memory: int, links: list[socket.socket]) -> None:
-        self.rank, self.size, self.width = rank, size, width
-        self.shared, self.device = SharedMemory(memory, rank, size), Device("cuda", rank)
-        self.device.activate()
-        mine = NcclRanks.unique_id() if rank == 0 else bytes(128)
-        unique_id = self.shared.exchange(np.frombuffer(mine, np.uint8))[0].tobytes()
-        self.gpus = GpuRanks(self.device, NcclRanks(self.device, unique_id, rank, size), 2 * width)
-        self.stream, self.arena = Stream(self.device), Arena(self.device, 3 << 30)
-        self.gpus.connect(links, self.stream)
-        self.shared.exchange(np.zeros(1))
-        found = Target.of(self.device, cublas=False)
-        self.target = Target(found.arch, found.num_sms, gpu=found.gpu, rank=rank)
-        self.store = Store(self.device.arch)
-        scratch = self.arena.alloc((256 << 20,), uint8)
-        driver = CudaDriver(self.device, self.stream, self.store, None, self.gpus)
-        self.pack = LaunchPack(self.target, driver, scratch, None)
-
-    def tensor(self, *shape: int, dtype: Any = bfloat16) -> Tensor:
-        made = self.arena.alloc(shape, dtype)
-        made.zero_(self.stream)
-        return made
-
-    def sum(self, way: Exchange, x: Tensor, y: Tensor, normed: Normed | None, *, add: bool = True) -> None:
-        self.pack.submit("sum", list(sum_by(way, self.target, x, y, self.size, add=add, normed=normed)))
-
-
-def run(args: argparse.Namespace, number: int, memory: int, links: list[socket.socket]) -> None:
-    rank = Rank(number, args.ranks, args.width, memory, links)
+def run(args: argparse.Namespace, rank: ExchangeRank) -> None:
     prepare(rank)
-    say = print if number == 0 else lambda *words, **named: None
+    say = print if rank.rank == 0 else lambda *words, **named: None
     result: dict[str, Any] = {
         "device": rank.device.name, "ranks": args.ranks, "width": args.width, "calls": CALLS, "us": {}
     }  # fmt: skip
@@ -115,30 +62,29 @@ def run(args: argparse.Namespace, number: int, memory: int, links: list[socket.s
     for what, found in measured(rank):
         result["us"][what] = found
         say(f"{what}: {found[0]:.2f} us", flush=True)
-    if args.json is not None and number == 0:
+    if args.json is not None and rank.rank == 0:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    rank.gpus.close()
+    rank.close()
 
 
-def prepare(rank: Rank) -> None:
+def prepare(rank: ExchangeRank) -> None:
     """Compile all kernels, in this process of every rank."""
     null, plan = Arena(Device("null"), None), NullPack(rank.target)
     x, y, normed = (null.alloc((max(ROWS), rank.width), bfloat16) for _ in range(3))
     specs = {}
     for weight in (null.alloc((rank.width,), bfloat16), null.alloc((rank.width,), float32)):
-        for way in WAYS.values():
+        for way in WAYS:
             for add, norm in ((True, None), (True, Normed(normed, weight, EPS)), (False, None)):
                 for command in sum_by(way, rank.target, x, y, rank.size, add=add, normed=norm):
                     if hasattr(command, "spec"):
                         specs[command.spec] = None
     wide, part = (null.alloc((8, n), float32) for n in (VOCABULARY, VOCABULARY // rank.size))
-    gather_columns(plan, out=wide, x=part, ranks=rank.size)
-    rank.store.prepare([*specs, *plan.specs()], lambda done, total: None)
-    rank.shared.timeout_s = 300
-    rank.shared.exchange(np.zeros(1))
+    for how in (rank.target, replace(rank.target, interpreted=True)):
+        gather_columns(NullPack(how, plan.calls), out=wide, x=part, ranks=rank.size)
+    rank.prepare([*specs, *plan.specs()])
 
 
-def check(rank: Rank, calls: int) -> int:
+def check(rank: ExchangeRank, calls: int) -> int:
     """Sums of random numbers of rows in random order, in all ways by turns, now and then with one rank late; every
     rank's bits are compared. Then a graph of sums is replayed."""
     order, width = np.random.default_rng(1), rank.width
@@ -147,7 +93,6 @@ def check(rank: Rank, calls: int) -> int:
     gain = order.standard_normal(width).astype(bfloat16)
     for one in gains:
         one.copy_from(gain.astype(one.dtype), rank.stream)
-    ways = list(WAYS.values())
     base = np.random.default_rng(7).standard_normal((512 + rank.size, width), np.float32)
     for call in range(calls):
         rows = int(
@@ -157,7 +102,7 @@ def check(rank: Rank, calls: int) -> int:
             )
         )
         way, late, wide = (
-            ways[int(order.integers(len(ways)))],
+            WAYS[int(order.integers(len(WAYS)))],
             int(order.integers(8 * rank.size)),
             int(order.integers(2)),
         )
@@ -183,14 +128,32 @@ def check(rank: Rank, calls: int) -> int:
         good = rms_norm(found, gain.astype((bfloat16, np.float32)[wide]), EPS)
         error = np.abs(normed.astype(np.float32) - good)
         assert (error <= 0.01 * np.abs(good) + 1e-3).all(), (call, way, rows, error.max())
+        if call % 4 == 0:
+            check_columns(rank, x, out, call, rows)
         digest = np.frombuffer(hashlib.sha256(found.tobytes() + normed.tobytes()).digest(), np.uint8)
         assert all((other == digest).all() for other in rank.shared.exchange(digest)), (call, way, rows)
     return calls + replayed(rank, x, y, out, gains[0])
 
 
-def replayed(rank: Rank, x: Tensor, y: Tensor, out: Tensor, gain: Tensor) -> int:
+def check_columns(rank: ExchangeRank, x: Tensor, out: Tensor, call: int, rows: int) -> None:
+    """Columns of all ranks side by side, between the sums."""
+    width = 16 * (1 + call % 7)
+    parts = [
+        np.random.default_rng([call, r]).standard_normal((rows, width), np.float32) for r in range(rank.size)
+    ]
+    for part in parts:
+        part[:, :3] = 0
+    mine = Tensor(x.ptr, (rows, width), np.dtype(np.float32), x.device, owner=x)
+    wide = Tensor(out.ptr, (rows, rank.size * width), np.dtype(np.float32), x.device, owner=out)
+    mine.copy_from(parts[rank.rank], rank.stream)
+    gather_columns(rank.pack, out=wide, x=mine, ranks=rank.size)
+    rank.stream.synchronize()
+    assert (np.array(wide.numpy()) == np.concatenate(parts, axis=1)).all(), (call, rows, width)
+
+
+def replayed(rank: ExchangeRank, x: Tensor, y: Tensor, out: Tensor, gain: Tensor) -> int:
     """A graph of a sum onto x in each way of pushing, over and over: x is what repeated addition makes."""
-    ways, times, rows = [way for way in WAYS.values() if way.kind != "nccl"], 50, 128
+    ways, times, rows = [way for way in WAYS if way.kind != "nccl"], 50, 128
     graphs = StepGraphs(rank.device, rank.stream, capture=True)
     graphs.record(
         "sums", lambda: [rank.sum(w, x[:rows], y[:rows], Normed(out[:rows], gain, EPS)) for w in ways]
@@ -213,12 +176,12 @@ def replayed(rank: Rank, x: Tensor, y: Tensor, out: Tensor, gain: Tensor) -> int
     return times * len(ways)
 
 
-def measured(rank: Rank) -> Iterator[tuple[str, list[float]]]:
+def measured(rank: ExchangeRank) -> Iterator[tuple[str, list[float]]]:
     """Times by size and way."""
     gain = rank.tensor(rank.width)
     x, y, out = (rank.tensor(max(ROWS), rank.width) for _ in range(3))
     for rows in ROWS:
-        for name, way in WAYS.items():
+        for way, name in NAMES.items():
             for norm in (None, Normed(out[:rows], gain, EPS)):
                 if norm is None and rows not in (1, 128, 2048):
                     continue
@@ -229,25 +192,15 @@ def measured(rank: Rank) -> Iterator[tuple[str, list[float]]]:
     for rows in (1, 8, 32, 128):
         part = rank.tensor(rows, VOCABULARY // rank.size, dtype=float32)
         wide = rank.tensor(rows, VOCABULARY, dtype=float32)
-        work = partial(gather_columns, rank.pack, out=wide, x=part, ranks=rank.size)
-        yield f"gather_columns of logits, {rows} rows", timed(rank, work)
+        for name, how in (("push", rank.target), ("NCCL", replace(rank.target, interpreted=True))):
+            commands = list(columns_of_ranks(how, wide, part, rank.size))
+            work = partial(rank.pack.submit, "columns", commands)
+            yield f"columns of logits, {name}, {rows} rows", timed(rank, work)
 
 
-def timed(rank: Rank, call: Callable[[], None]) -> list[float]:
-    """Microseconds a call in a graph of CALLS: the median, and all repeats."""
-    call()
-    rank.stream.synchronize()
-    graphs = StepGraphs(rank.device, rank.stream, capture=True)
-    graphs.record("calls", lambda: [call() for _ in range(CALLS)])
-    begin, end, found = Event(rank.device, timing=True), Event(rank.device, timing=True), []
-    for _ in range(REPEATS):
-        rank.shared.exchange(np.zeros(1))
-        begin.record(rank.stream)
-        graphs.launch("calls")
-        end.record(rank.stream)
-        rank.stream.synchronize()
-        found.append(round(1e6 * end.elapsed_s(begin) / CALLS, 3))
-    graphs.close()
+def timed(rank: ExchangeRank, call: Callable[[], None]) -> list[float]:
+    """Microseconds a call: the median, and all repeats."""
+    found = [round(1e6 * seconds, 3) for seconds in rank.seconds(call)]
     return [statistics.median(found), *found]
 
 

@@ -34,6 +34,7 @@ def test_a_rank_of_two_has_half_of_the_weights_and_links(capsys) -> None:
         shown = capsys.readouterr().out
         assert "link MB" in shown
         assert "gather_columns" in shown
+        assert "between ranks: 8 x sum in one shot of [8, 256] with the norm" in shown
     assert explain.main([str(TINY), "--decode", "8,64"]) == 0
     assert "link MB" not in capsys.readouterr().out
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from openinfer.cli import tune
+from openinfer.cli import tune, tune_ranks
 from openinfer.kernels import InvalidTable, Target, tuner, tuning
 from openinfer.kernels.tuner import Measured, Shape
-from openinfer.kernels.tuning import Choice, choose
+from openinfer.kernels.tuning import NCCL, Choice, Exchange, choose, choose_exchange
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 GPU = "Fake GPU 3000"
@@ -44,10 +44,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder of its own for what is measured here."""
     monkeypatch.setenv("OPENINFER_CACHE", str(tmp_path))
     monkeypatch.setattr(tune, "DeviceMeter", FakeMeter)
-    for cached in (tuning._table, choose):
+    for cached in (tuning._table, choose, choose_exchange):
         cached.cache_clear()
     yield tmp_path
-    for cached in (tuning._table, choose):
+    for cached in (tuning._table, choose, choose_exchange):
         cached.cache_clear()
 
 
@@ -128,3 +128,28 @@ def test_own_measurements_stand_over_the_packages() -> None:
 def test_wrong_flags_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert tune.main([str(TINY), "--tokens", "0"]) == 1
     assert "--tokens [0]: they must be at least 1" in capsys.readouterr().err
+
+
+def test_the_ways_to_add_up_are_measured_once_and_used(
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measured(ranks: int, width: int, rows: Sequence[int]) -> Iterator[tune_ranks.Found]:
+        asked.append((ranks, width, list(rows)))
+        for count in rows:
+            yield count, {Exchange("push", 8): count * 1e-6, Exchange("two_shot", 16): 10e-6, NCCL: 12e-6}
+
+    monkeypatch.setattr(tune_ranks, "measured", measured)
+    assert run() == 0
+    assert asked == []
+    assert run("-tp", "2") == 0
+    assert "sum of 2 ranks [1, 256]: one shot of 8 warps 1.0, two shots of 16 warps 10.0, NCCL 12.0 us" in (
+        capsys.readouterr().out
+    )
+    assert run("-tp", "2") == 0
+    assert asked == [(2, 256, [1, 16, 300])]
+    tuning._table.cache_clear()
+    ways = [choose_exchange(TARGET, 2, rows, 256) for rows in (1, 2, 17, 301)]
+    assert ways == [Exchange("push", 8), Exchange("two_shot"), Exchange("two_shot"), Exchange("push")]
+    assert choose_exchange(TARGET, 2, 1, 512) == Exchange("push")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.segments import Outline, Steps
 from openinfer.kernels import GPUS, H200, NullPack, Target
+from openinfer.kernels.exchange import described
 from openinfer.kernels.weights import columns_of
 from openinfer.recipes.engine import SetupError
 from openinfer.tensor import format_bytes
@@ -86,6 +88,8 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
+    for how, count in exchanges(steps, outline.target).items():
+        print(f"  between ranks: {count} x {how}")
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
     for line in plan_tiers.describe(asked.options, outline.groups, outline.parts, plan_tiers.speeds(args)):
         print(f"  tier: {line}")
@@ -119,6 +123,16 @@ def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, flo
             line.floor_us += limits.floor_us(cost)
             line.us += measured.get(bench_ledger.key(call.op, call.args, segment.workload), math.nan)
     return list(lines.values())
+
+
+def exchanges(steps: Steps, target: Target) -> Counter[str]:
+    """The ways in which ranks exchange arrays in these steps, and how often each is taken."""
+    found = Counter[str]()
+    for segment in (segment for step in steps for segment in step):
+        pack = NullPack(target)
+        segment.run(pack)
+        found.update(how for call in pack.calls for command in call.commands if (how := described(command)))
+    return found
 
 
 def _name(call: OpCall) -> str:

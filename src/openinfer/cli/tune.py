@@ -1,5 +1,7 @@
 """`openinfer tune MODEL_DIR`: measure which kernels are fastest for a model's linear layers on this GPU.
 
+With `-tp N` the layers are those of a rank, and the ways in which N GPUs add up their parts are measured too.
+
 The results are kept after every measurement. So a run that was stopped goes on where it was, and engines started later
 use them. `--out` writes a table elsewhere: the package's own tables (libs/kernels, tables/) are made that way.
 """
@@ -12,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import bench_recipe, tune_speed
+from openinfer.cli import bench_recipe, tune_ranks, tune_speed
 from openinfer.cli.bench_ledger import Recorder
 from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.bench_record import add_arguments, progress, record, write
@@ -60,19 +62,29 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
         return _fit(args, asked)
     if min(args.tokens) < 1:
         raise bench_recipe.BadFlags(f"--tokens {args.tokens}: they must be at least 1")
-    shapes = shapes_of(Outline(asked.recipe, asked.source(), asked.options, H200))
+    outline, ranks = (
+        Outline(asked.recipe, asked.source(), asked.options, H200),
+        asked.options.tensor_parallel_size,
+    )
+    shapes = shapes_of(outline)
     meter = DeviceMeter()
     gpu = meter.target.gpu
     file = args.out or tuning.table_file(tuning.user_tables(), gpu)
     known = tuning.load(file)
     progress(f"{gpu}: {len(shapes)} layers, {len(args.tokens)} token counts, into {file}")
+
+    def keep(found: tuning.Table) -> None:
+        nonlocal known
+        known = tuning.merged(known, found)
+        tuning.save(file, known)
+
     bar, results = ProgressBar("measuring", things="products"), []
     try:
         for found in tuner.tune(meter, shapes, args.tokens, {} if args.again else known, bar, args.budget):
             results.append(_result(found))
             print(line(found), flush=True)
-            known = tuning.merged(known, _table(found))
-            tuning.save(file, known)
+            keep(_table(found))
+        results += tune_ranks.tune(outline, ranks, args.tokens, {} if args.again else known, keep)
     finally:
         if args.json:
             write(args.json, record("tune", args, results, target=gpu))
