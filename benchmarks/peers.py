@@ -57,9 +57,9 @@ def peers(model_dir: Path, connector: str, gpus: Sequence[str]) -> Json:
                 raise RuntimeError("the prefill engine did not start")
             one.run(one.prompt(SHORT))
             one.run(one.prompt(LONG))
-            time.sleep(6.0)  # both lock their memory
+            time.sleep(4.0)  # both lock their memory
             rows = []
-            for length in (LONG, LONG, LONG, FRESH, FRESH):
+            for length in (LONG, LONG, FRESH):
                 prompt = one.prompt(length)
                 began = time.perf_counter()
                 ours.send(prompt)

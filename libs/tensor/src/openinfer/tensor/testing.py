@@ -193,7 +193,7 @@ class FakeDriver:
 
     def _cuMemHostRegister(self, ptr: int, nbytes: int, flags: int) -> None:
         assert (ptr % 4096, nbytes % 4096) == (0, 0)
-        self.pinned[ptr] = nbytes
+        self.pinned[ptr] = range(nbytes)
 
     def _cuMemHostUnregister(self, ptr: int) -> None:
         del self.pinned[ptr]

@@ -48,8 +48,7 @@ def snapshot(
     stats.compiles_after_ready = store.misses_after_seal if store else 0
     if runner.stream.device.kind == "cuda":
         now = DriverCounts.now()
-        slabs = tiers.num_slabs if tiers is not None else 0  # host memory, locked by a thread
-        stats.allocations_after_ready = max(0, now.allocations - at_ready.allocations - slabs)
+        stats.allocations_after_ready = now.allocations - at_ready.allocations
         stats.host_waits_after_ready = now.waits - at_ready.waits - runner.readback.waits
     stats.outlier_steps = pace.num_outliers
     stats.slow_findings = runner.watch.num_findings if runner.watch is not None else 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +75,6 @@ class HostMemory:
                 )
         self.used_bytes = 0
         """Bytes of the records."""
-        self.num_slabs = 0
-        """Pieces of memory that were locked, each by a call of the driver."""
         self.evicted: list[tuple[int, bytes]] = []
         """Group and name of the records that were evicted; the caller clears it."""
         self._free: list[list[Slot]] = [[] for _ in groups]
@@ -120,13 +121,10 @@ class HostMemory:
         for group, nbytes in self._pieces():
             if self._stop.is_set():
                 return
-            self.num_slabs += 1
             try:
-                if memory is None:
-                    slab = PinnedBuffer(device, nbytes)
-                else:
-                    slab = PinnedBuffer.over(device, memory[start : start + nbytes])
-            except TensorError as error:
+                piece = _touched(nbytes) if memory is None else memory[start : start + nbytes]
+                slab = PinnedBuffer.over(device, piece)
+            except (TensorError, OSError) as error:
                 log.warning(
                     "KV offload: no more host memory could be locked (%s); the tier stays smaller", error
                 )
@@ -244,3 +242,15 @@ class HostMemory:
             self._thread.join()
         self._made.clear()
         self._free, self._index = [[] for _ in self._free], [{} for _ in self._index]
+
+
+def _touched(nbytes: int) -> Array:
+    """Memory, uint8 [nbytes], whose pages the kernel has given. The driver launches no step while it locks memory, and
+    it locks such pages in little time."""
+    pages = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    ctypes.memset(int(memory.ctypes.data), 0, nbytes)  # without the interpreter's lock
+    return memory

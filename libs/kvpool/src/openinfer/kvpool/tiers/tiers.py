@@ -109,11 +109,6 @@ class Tiers:
         """Bytes of the blocks on the disk."""
         return self._disk.used_bytes if self._disk is not None else 0
 
-    @property
-    def num_slabs(self) -> int:
-        """Driver calls that locked memory."""
-        return self._host.num_slabs
-
     # -- saving --
 
     def save(self, group: int, names: Sequence[bytes], blocks: Sequence[int]) -> None:
