@@ -23,6 +23,20 @@ from driven import FRESH, LONG, SHORT, Json, driven, loads_seen
 
 from openinfer.frontend.kv_transfer import KVTransfer
 
+BUFFER_BYTES = 3.2e9
+"""Host memory of each engine: the second long prompt evicts the first."""
+
+
+def first(outcome: Any) -> dict[int, float]:
+    """The likeliest first tokens."""
+    entry = outcome.logprobs[0]
+    return dict(zip(entry.top_token_ids, entry.top_logprobs, strict=True))
+
+
+def error(one: dict[int, float], other: dict[int, float]) -> float:
+    """The mean difference of log-probabilities of tokens that both have; 9 where they have none."""
+    return float(np.mean([abs(one[token] - other[token]) for token in one.keys() & other.keys()] or [9.0]))
+
 
 def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
     """The prefill engine, in a process of its own: prompts come, parameters of transfers go."""
@@ -35,8 +49,8 @@ def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
             began = time.perf_counter()
             number = one.submit(prompt, 1, kv_transfer=KVTransfer(do_remote_decode=True), logprobs=10)
             one.until(lambda number=number: number in one.ended)  # type: ignore[misc]
-            given = one.session.outcomes[number].terminals[0].kv_transfer
-            link.send((given, 1e3 * (time.perf_counter() - began)))
+            outcome = one.session.outcomes[number]
+            link.send((outcome.terminals[0].kv_transfer, 1e3 * (time.perf_counter() - began), first(outcome)))
             stop = time.monotonic() + 0.05
             while time.monotonic() < stop or not link.poll():
                 one.step(0.001)
@@ -44,7 +58,7 @@ def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
 
 def peers(model_dir: Path, connector: str, gpus: Sequence[str]) -> Json:
     """A long prompt that one engine computes and another goes on with."""
-    config = {"kv_connector": connector, "kv_port": 0, "kv_buffer_size": 6e9}
+    config = {"kv_connector": connector, "kv_port": 0, "kv_buffer_size": BUFFER_BYTES}
     flags: Json = {"kv_transfer_config": json.dumps(config), "kv_cache_memory_bytes": 12 << 30}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -57,13 +71,14 @@ def peers(model_dir: Path, connector: str, gpus: Sequence[str]) -> Json:
                 raise RuntimeError("the prefill engine did not start")
             one.run(one.prompt(SHORT))
             one.run(one.prompt(LONG))
-            time.sleep(4.0)  # both lock their memory
+            one.wait_for_memory()
+            time.sleep(1.0)  # the other locks its memory too
             rows = []
-            for length in (LONG, LONG, FRESH):
+            for length in (LONG, LONG, FRESH, FRESH):
                 prompt = one.prompt(length)
                 began = time.perf_counter()
                 ours.send(prompt)
-                given, prefill_ms = ours.recv()
+                given, prefill_ms, theirs_first = ours.recv()
                 number = one.run(prompt, 8, kv_transfer=given, logprobs=10)
                 fetched = one.session.outcomes[number]
                 total_ms = 1e3 * (time.perf_counter() - began)
@@ -71,17 +86,15 @@ def peers(model_dir: Path, connector: str, gpus: Sequence[str]) -> Json:
                 one.engine.pool.reset_prefix_cache()
                 plain = one.run(prompt, 8, logprobs=10)
                 own = one.session.outcomes[plain]
-                a, b = (
-                    dict(zip(o.logprobs[0].top_token_ids, o.logprobs[0].top_logprobs, strict=True))
-                    for o in (fetched, own)
-                )
                 rows.append({
                     "tokens": length, "cached": fetched.cached, "prefill_ms": prefill_ms,
                     "decode_ttft_ms": one.ttft_ms(number),
                     "ttft_ms": ttft_ms, "total_ms": total_ms, "one_engine_ttft_ms": one.ttft_ms(plain),
                     "same_tokens": sum(x == y for x, y in zip(fetched.tokens, own.tokens, strict=True)),
-                    "logprob_error": float(np.mean([abs(a[t] - b[t]) for t in a.keys() & b.keys()] or [9.0])),
+                    "error": error(first(fetched), first(own)),
+                    "error_of_prefill": error(theirs_first, first(own)),
                 })  # fmt: skip
+                print(rows[-1], one.engine.stats().offload_blocks, flush=True)
             found["rows"] = rows
             found["load_gb_per_s"] = [load.blocks * one.page_bytes / load.seconds / 1e9 for load in seen]
             ours.send(None)

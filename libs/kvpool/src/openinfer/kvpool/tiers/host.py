@@ -122,8 +122,12 @@ class HostMemory:
             if self._stop.is_set():
                 return
             try:
-                piece = _touched(nbytes) if memory is None else memory[start : start + nbytes]
-                slab = PinnedBuffer.over(device, piece)
+                if memory is not None:
+                    slab = PinnedBuffer.over(device, memory[start : start + nbytes])
+                elif device.kind == "cuda":
+                    slab = PinnedBuffer.over(device, _touched(nbytes))
+                else:
+                    slab = PinnedBuffer(device, nbytes)
             except (TensorError, OSError) as error:
                 log.warning(
                     "KV offload: no more host memory could be locked (%s); the tier stays smaller", error

@@ -35,6 +35,8 @@ class Loading:
     saves: int
     swaps: dict[tuple[int, int], Save]
     expected: dict[tuple[int, bytes], Slot]
+    reading: dict[tuple[int, bytes], Piece] = field(default_factory=dict)
+    """Pieces whose records are on their way to host memory."""
     from_disk: int = 0
     from_peer: int = 0
     copies: deque[Copies] = field(default_factory=deque)
@@ -42,7 +44,19 @@ class Loading:
     @property
     def done(self) -> bool:
         """Whether its pieces have come, or have failed to."""
-        return not (self.waiting or self.copies or self.swaps)
+        return not (self.waiting or self.reading or self.copies or self.swaps)
+
+    def was_read(self, slot: Slot) -> bool:
+        """A read has ended. Returns whether it was for this load, whose piece is then looked at next."""
+        piece = self.reading.pop((slot.group, slot.name), None)
+        if piece is not None:
+            self.waiting.appendleft(piece)
+        return piece is not None
+
+    def stop_reading(self) -> None:
+        """Look at the pieces whose records do not come."""
+        self.waiting += self.reading.values()
+        self.reading.clear()
 
     def time(self, now: float) -> LoadTime:
         """The time of a load that has ended."""

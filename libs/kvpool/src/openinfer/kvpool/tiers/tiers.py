@@ -217,9 +217,8 @@ class Tiers:
     def begin(self, load: Load) -> None:
         """Start to fill the blocks of a load."""
         begun, pieces = time.monotonic(), deque(load.pieces)
-        saves = self._saves[-1].ticket.number if self._saves else 0
-        until, swaps = begun + self._load_timeout_s, self._swaps or {}
-        loading = Loading(load, pieces, begun, until, saves, swaps, self._expected)
+        until, saves = begun + self._load_timeout_s, self._saves[-1].ticket.number if self._saves else 0
+        loading = Loading(load, pieces, begun, until, saves, self._swaps or {}, self._expected)
         self._swaps, self._expected = None, {}
         self._loads.append(loading)
         self._advance(loading, FIRST_PIECES)
@@ -248,7 +247,9 @@ class Tiers:
         """Start the copies of up to `most` pieces that are in host memory, and the reads of others."""
         slots: list[Slot] = []
         copies: list[Copy] = []
-        late, waited, started = time.monotonic() > loading.deadline, bool(loading.waiting), 0
+        late, waited, started = time.monotonic() > loading.deadline, not loading.done, 0
+        if late:
+            loading.stop_reading()
         for _ in range(len(loading.waiting)):
             if started == most:
                 break
@@ -261,11 +262,12 @@ class Tiers:
                 slot = self._host.take(piece.group, piece.name)
                 if slot is None:  # until other copies have ended
                     loading.waiting.append(piece)
-                    continue
+                    break
                 source.read(slot)
+                loading.reading[piece.group, piece.name] = piece
                 loading.from_disk += source is self._disk
-                loading.from_peer += source is self._peers
-                started += 1
+                loading.from_peer, started = loading.from_peer + (source is self._peers), started + 1
+                continue
             if slot is not None and slot.readable:
                 slots.append(slot if slot is pinned else self._host.use(slot))
                 copies.append(Copy(piece.group, piece.block, slot.ptr))
@@ -337,6 +339,9 @@ class Tiers:
         self._read(slot, problem)
 
     def _read(self, slot: Slot, problem: str | None) -> None:
+        for loading in self._loads:
+            if loading.was_read(slot) and problem is None:
+                loading.expected[slot.group, slot.name] = self._host.use(slot)
         if problem is None:
             self._host.fill(slot)
             slot.whole = True

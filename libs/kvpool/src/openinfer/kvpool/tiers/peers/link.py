@@ -32,12 +32,15 @@ class Link:
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
-        connected.settimeout(timeout_s)
+        connected.settimeout(None)  # the kernel keeps the time, so that one call moves a whole record
         self._socket = connected
+        self.wait_for(timeout_s)
 
     def wait_for(self, timeout_s: float) -> None:
         """From now on the other end may be silent for so long."""
-        self._socket.settimeout(timeout_s)
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def say(self, **words: Any) -> None:
         """Send an object."""
@@ -72,7 +75,7 @@ class Link:
     def fill(self, room: memoryview) -> None:
         """Receive as many bytes as there is room for."""
         while room:
-            count = self._socket.recv_into(room)
+            count = self._socket.recv_into(room, flags=socket.MSG_WAITALL)
             if not count:
                 raise ConnectionResetError("the other engine has closed the connection")
             room = room[count:]
