@@ -187,6 +187,7 @@ class Options:
             raise SetupError("--lora-modules needs --enable-lora")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise SetupError(f"--gpu-memory-utilization {self.gpu_memory_utilization}: it must be in (0, 1]")
+        self.speculation()
 
     def speculation(self) -> SpeculativeConfig | None:
         """The value of --speculative-config. Raises SetupError."""
