@@ -6,7 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from openinfer.kernels.coded_products import Coded, coded_product, expect_coded, for_cublas, normed_codes
+from openinfer.kernels.coded_products import (
+    Coded,
+    coded_product,
+    coded_rows,
+    expect_coded,
+    for_cublas,
+    normed_codes,
+)
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
@@ -56,7 +63,7 @@ def normed_product(
             expect_coded(target, x)
             command, hidden = normed_codes(x, gain, eps, coding, x_scale)
             yield command
-        yield from _coded(target, out, hidden, weight, scales, coding, x_scale, gated=gated)
+        yield from _coded(target, op, out, hidden, weight, scales, coding, x_scale, gated=gated)
         return
     choice = _choose(target, op, x.shape[0], weight, scales)
     yield from normed(choice, target, op, out, x, gain, eps, weight, scales, gated=gated)
@@ -103,7 +110,7 @@ def product(
     """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`. `op`: the name the choice is looked up by. x is
     quantised as `coding` says."""
     if coding is not None:
-        yield from _coded(target, out, x, weight, scales, coding, x_scale, add=add)
+        yield from _coded(target, op, out, x, weight, scales, coding, x_scale, add=add)
         return
     choice = _choose(target, op, x.shape[0], weight, scales)
     yield from _product(choice, target, op, out, x, weight, scales, add=add)
@@ -111,6 +118,7 @@ def product(
 
 def _coded(
     target: Target,
+    op: str,
     out: Tensor | Scratch,
     x: Tensor | Scratch | Coded,
     weight: Tensor,
@@ -121,15 +129,23 @@ def _coded(
     add: bool = False,
     gated: bool = False,
 ) -> Iterator[Command]:
-    """The product of float8 codes."""
+    """The product of float8 codes; x in bf16 is quantised first."""
     if scales is None:
         raise ContractError("x is to be quantised and weight is not float8; on a GPU both are float8")
-    if not (gated and for_cublas(target, out.shape[0], weight, scales, gated=True)):
-        yield from coded_product(target, out, x, weight, scales, coding, x_scale, add=add, gated=gated)
-        return
-    both = Scratch((out.shape[0], weight.shape[0]), bfloat16)
-    yield from coded_product(target, both, x, weight, scales, coding, x_scale)
-    yield silu_mul(out, both)
+    if not isinstance(x, Coded):
+        expect_coded(target, x)
+        command, x = coded_rows(x, coding, x_scale)
+        yield command
+    tokens, k = x.codes.shape
+    if tokens == 1 and not target.batch_invariant and (k % SCALE_BLOCK == 0 or coding != "block"):
+        choice = scaled_rule(target, op, 1, *weight.shape)
+        yield _gemv(choice, out, x.codes, weight, scales, add=add, gated=gated, x_scales=x.scales)
+    elif gated and for_cublas(target, tokens, weight, scales, gated=True):
+        both = Scratch((tokens, weight.shape[0]), bfloat16)
+        yield coded_product(target, both, x, weight, scales)
+        yield silu_mul(out, both)
+    else:
+        yield coded_product(target, out, x, weight, scales, add=add, gated=gated)
 
 
 def _choose(target: Target, op: str, m: int, weight: Tensor, scales: Tensor | None) -> Choice:
@@ -291,10 +307,11 @@ def _gemv(
     add: bool = False,
     gated: bool = False,
     norm: tuple[Tensor, float] | None = None,
+    x_scales: Scratch | None = None,
 ) -> Command:
     n, k = out.shape[1], weight.shape[1]
     programs = -(-n // c.bn)
-    gain, eps = norm or (x, 0.0)
+    gain, eps = norm or (x_scales or x, 0.0)
     args: dict[str, Arg] = {
         "out": out,
         "x": x,
@@ -311,6 +328,7 @@ def _gemv(
         "NORM": 1 << (k - 1).bit_length() if norm else 0,
         "ADD": add,
         "GATED": gated,
+        "CODED": x_scales is not None,
     }
     if scales is not None and c.bk % SCALE_BLOCK == 0 and not of_rows(weight, scales):
         constants |= {"BLOCKS": c.bk // SCALE_BLOCK}

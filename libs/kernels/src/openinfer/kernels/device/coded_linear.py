@@ -108,12 +108,12 @@ def _finish(out, acc, up, token, row, M, N, ADD: tl.constexpr, GATED: tl.constex
 @triton.jit
 def project_coded(
     out, x, x_scales, weight, scales, partial, counter, M, N, K, TOKENS,
-    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCKS: tl.constexpr, MADE: tl.constexpr,
-    EVEN: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """out [M, N] = x @ weight^T, or out += with ADD; GATED: weight [2 N, K] has a gate's rows and an up projection's.
 
-    x: codes [M, K] with x_scales [cdiv(K, 128) or 1, TOKENS]; MADE: bf16, and codes are made here, by BLOCKS.
+    x: codes [M, K] with x_scales [cdiv(K, 128) or 1, TOKENS].
     weight: codes with scales [cdiv(N, 128), cdiv(K, 128)], twice that if GATED, or [N]. ROWS divides 128. EVEN: K is a
     multiple of 128. The blocks of K are split over SPLIT programs, and the last one to finish sums their parts in a
     fixed order. partial: float32 [SPLIT, 2 if GATED else 1, M, N]; counter: int32 [programs / SPLIT], zero before and
@@ -141,15 +141,10 @@ def project_coded(
         up_block = block
         if GATED:
             up_block = tl.load(of_up_blocks + tl.minimum(first, count - 1))
-        if not MADE:
-            x_block = tl.load(of_x_scales + tl.minimum(first, count - 1) * TOKENS)
+        x_block = tl.load(of_x_scales + tl.minimum(first, count - 1) * TOKENS)
     for k in range(first, last):
         value = _columns(of_x + k * 128, (k * 128 + column < K)[:, None], EVEN)
         inside = (k * 128 + column < K)[None, :]
-        if MADE:
-            wide = value.to(tl.float32)
-            value, x_block = _coded(wide, tl.max(tl.abs(wide), 0, keep_dims=True))
-            x_block = tl.reshape(x_block, [BM])
         product = tl.dot(_columns(of_weight + k * 128, inside, EVEN), value)
         if BLOCKS:
             product *= (x_block * block)[None, :]
@@ -164,8 +159,7 @@ def project_coded(
             block = tl.load(of_blocks + ahead)
             if GATED:
                 up_block = tl.load(of_up_blocks + ahead)
-            if not MADE:
-                x_block = tl.load(of_x_scales + ahead * TOKENS)
+            x_block = tl.load(of_x_scales + ahead * TOKENS)
     acc, up = tl.trans(acc), tl.trans(up)
     if not BLOCKS:
         of_token = tl.load(of_x_scales)[:, None]

@@ -90,12 +90,12 @@ def dequantize(out, weight, scales, part, N, K, BN: tl.constexpr):
 def gemv(
     out, x, gain, weight, scales, N, K, eps,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """M = 1, on the CUDA cores: BN rows of the weights a program. Grid (cdiv(N, BN),).
 
     NORM: 0, or a power of two >= K: then x is normalised first; every program does that for itself, while its first
-    weights are on their way.
+    weights are on their way. CODED: x is codes of float8, whose scale [1] is at `gain`; SCALED is 2.
     """
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     rk = tl.arange(0, BK)
@@ -124,8 +124,13 @@ def gemv(
             up_value = _scaled(value, of_up_blocks + (k + rk) // 128, SCALED)
             up += tl.load(up_row + k).to(tl.float32) * up_value[None, :]
     total = _of_rows(tl.sum(acc, 1), scales, rn, N, SCALED)
+    if CODED:
+        total *= tl.load(gain)
     if GATED:
-        total = gated(total, _of_rows(tl.sum(up, 1), scales + N, rn, N, SCALED), out.dtype.element_ty)
+        of_up = _of_rows(tl.sum(up, 1), scales + N, rn, N, SCALED)
+        if CODED:
+            of_up *= tl.load(gain)
+        total = gated(total, of_up, out.dtype.element_ty)
     _finish(out + rn, total, rn < N, ADD)
 
 
@@ -133,10 +138,10 @@ def gemv(
 def gemv_scaled(
     out, x, gain, weight, scales, N, K, eps,
     BN: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """gemv of float8 weights, for a K of whole blocks, BLOCKS of them at a time: a thread reads a scale once, not with
-    every weight. Grid (cdiv(N, BN),)."""
+    every weight. CODED: x is codes of float8, with the scales of its blocks at `gain`. Grid (cdiv(N, BN),)."""
     rn = tl.program_id(0) * BN + tl.arange(0, BN)
     block, column = tl.arange(0, BLOCKS), tl.arange(0, 128)
     place = block[:, None] * 128 + column[None, :]
@@ -155,6 +160,8 @@ def gemv_scaled(
     up = tl.zeros((BLOCKS, BN, 128), tl.float32)
     for k in tl.range(0, K, BLOCKS * 128, num_stages=STAGES):
         value = _unit(x + k + place, gain + k + place, scale, NORM)
+        if CODED:
+            value *= tl.load(gain + k // 128 + block)[:, None]
         of_row = value * tl.load(of_blocks + k // 128)[:, None]
         acc += tl.load(row + k).to(tl.float32) * of_row[:, None, :]
         if GATED:
