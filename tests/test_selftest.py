@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.cli import gate, recipes, selftest_model
+from openinfer.cli import gate, recipes, selftest_model, selftest_packed
 from openinfer.cli.selftest_ops import check
 from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.ops import route
@@ -92,3 +92,21 @@ def test_stages_of_a_model_need_one(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "need --model DIR" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", selftest_packed.FORMATS)
+def test_each_packed_format_passes_and_its_controls_fail(name: str, tmp_path: Path) -> None:
+    verdicts, controls = selftest_packed.checks(tmp_path, name, "cpu")
+    assert [str(one) for one in verdicts if not one.passed] == []
+    assert [str(one) for one in controls if one.passed] == []
+    assert any("scales" in one.path for one in controls) == (
+        selftest_packed.FORMATS[name].quantization is not None
+    )
+
+
+@pytest.mark.slow
+def test_adapters_pass_and_swapped_ones_fail(tmp_path: Path) -> None:
+    (right,), (wrong,) = selftest_packed.adapters(tmp_path, "cpu")
+    assert right.passed
+    assert not wrong.passed

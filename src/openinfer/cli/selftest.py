@@ -1,8 +1,8 @@
 """`openinfer selftest`: on any GPU, tests, accuracy gates and benchmarks in order of worth, within a budget.
 
 Each stage is a process of its own. Its result is kept in DIR/selftest.json at once, so a run that was cut off goes on
-where it stopped. From installed wheels `device` and `ops` run, and with --model `model_gates` and `model_serve`. The
-other stages need a checkout, its tests and scripts, and torch for the references.
+where it stopped. From installed wheels `device`, `ops` and `packed` run, and with --model `model_gates` and
+`model_serve`. The other stages need a checkout, its tests and scripts, and torch for the references.
 """
 
 from __future__ import annotations
@@ -78,6 +78,20 @@ def model_serve(model: Path) -> Result:
     """The server on the checkpoint of --model."""
     with tempfile.TemporaryDirectory() as folder:
         return check_server(model, Path(folder) / "serve.log")
+
+
+def packed(work: Path) -> Result:
+    """The accuracy gates of packed weights, an FP8 cache and adapters against numpy's runs, and their controls."""
+    from openinfer.cli import selftest_packed
+
+    verdicts, controls = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, found, wrong in selftest_packed.every(Path(folder)):
+            print(name, *found, *wrong, sep="\n", flush=True)
+            verdicts += [{"format": name, **check.as_dict()} for check in found]
+            controls += [{"format": name, **check.as_dict()} for check in wrong]
+    passed = all(one["passed"] for one in verdicts) and not any(one["passed"] for one in controls)
+    return {"ok": passed, "verdicts": verdicts, "controls": controls}
 
 
 def _pytest(*paths: str) -> Result:
@@ -239,6 +253,7 @@ def serve(work: Path) -> Result:
 STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
     "device": (device, 5),
     "ops": (ops, 60),
+    "packed": (packed, 60),
     "model_gates": (model_gates, 120),
     "model_serve": (model_serve, 60),
     "kernels": (kernels, 120),
@@ -259,7 +274,7 @@ STAGES: dict[str, tuple[Callable[[Path], Result], float]] = {
 """Name: the stage, and about how many seconds it takes. In order of worth."""
 OF_MODEL = ("model_gates", "model_serve")
 """Stages that get the folder of --model."""
-INSTALLED = ("device", "ops", *OF_MODEL)
+INSTALLED = ("device", "ops", "packed", *OF_MODEL)
 """Stages that need no checkout of the project."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import E4M3_MAX, FP4_BLOCK, SCALE_BLOCK, Coding, dequantized
+from openinfer.kernels.int4 import ZERO_BITS, is_int4
 from openinfer.kernels.int4_checkpoints import Int4, Part, conversions
 from openinfer.tensor import (
     Conversion,
@@ -41,6 +42,7 @@ __all__ = [
     "blocks",
     "columns_of",
     "padded",
+    "without_zero_points",
 ]
 
 Array = np.ndarray[Any, Any]
@@ -114,6 +116,13 @@ def columns_of(weight: Tensor) -> int:
 def padded(rows: int) -> int:
     """Rows of a weight that products take: a multiple of 16."""
     return -(-rows // 16) * 16
+
+
+def without_zero_points(scales: Array) -> Array | None:
+    """The words of an INT4 weight with 8 for all zero points; None for other scales, and where all are 8 already."""
+    if not is_int4(scales) or not ((scales & ZERO_BITS) != 8).any():
+        return None
+    return np.asarray((scales & ~ZERO_BITS) | 8)
 
 
 @dataclass(frozen=True, slots=True)

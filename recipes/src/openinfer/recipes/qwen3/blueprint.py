@@ -16,6 +16,7 @@ from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.controls import of_scales
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.eagle3 import DraftingModel, Head, drafter_of, traced
@@ -128,9 +129,7 @@ class Qwen3(Blueprint[Model]):
         weight = np.array(layer.gate_up.weight.numpy())
         swapped = np.roll(weight, len(weight) // 2, axis=0)
         yield Control("gate and up swapped in one layer", [(layer.gate_up.weight, swapped)])
-        if layer.down.scales is not None:
-            scales = np.array(layer.down.scales.numpy())
-            yield Control("scales of other rows in one layer", [(layer.down.scales, np.roll(scales, 1, 0))])
+        yield from of_scales(layer.down)
         if self.config.ranks > 1:
             o = np.array(layer.o.weight.numpy())
             yield Control(

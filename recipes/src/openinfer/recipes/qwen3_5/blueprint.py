@@ -17,6 +17,7 @@ from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.controls import of_scales
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Buffers, Model
@@ -160,6 +161,8 @@ class Qwen35(Blueprint[Model]):
         name = "experts" if isinstance(mlp, Mixture) else "MLP"
         swapped = np.roll(weight, weight.shape[-2] // 2, axis=-2)
         yield Control(f"gate and up swapped in one {name}", [(up, swapped)])
+        if not isinstance(mlp, Mixture):
+            yield from of_scales(mlp.down)
         delta = next(x.mixer for x in model.weights.layers if isinstance(x.mixer, DeltaNet))
         decay = np.array(delta.decay.numpy())
         yield Control("one layer forgets too fast", [(delta.decay, decay * np.float32(4))])

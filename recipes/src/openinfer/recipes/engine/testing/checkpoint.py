@@ -11,7 +11,9 @@ import numpy as np
 
 from openinfer.recipes.engine.limits import decide
 from openinfer.recipes.engine.recipe import Recipe, Source
-from openinfer.tensor import Checkpoint, Device, bfloat16, dtypes
+from openinfer.tensor import Checkpoint, Device, bfloat16, dtypes, float8_e4m3fn, float32, int32
+
+KINDS = (bfloat16, float32, float8_e4m3fn, int32)
 
 
 class _Asked:
@@ -29,8 +31,9 @@ def write_random_checkpoint(
 ) -> Path:
     """Write config.json (default: recipe.small) and model.safetensors with the tensors that the recipe requires.
 
-    Matrices keep the variance of their inputs; vectors are around 1, as norms are. Raises ValueError for a model that
-    wants other types than bfloat16 and float32. Returns the folder.
+    Matrices keep the variance of their inputs; vectors are around 1, as norms are. FP8 and INT4 of compressed-tensors
+    have scales that differ much, and zero points from 4 to 11. Raises ValueError for a model that wants other types.
+    Returns the folder.
     """
     config, options = config or recipe.small, recipe.options(device="cpu")
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,20 +42,45 @@ def write_random_checkpoint(
     asked = _Asked()
     limits = decide(options, Device("cpu"), blueprint.max_positions, blueprint.page_size)
     blueprint.validate(cast(Checkpoint, asked), limits)
-    rng, header, arrays, offset = np.random.default_rng(seed), {}, [], 0
+    rng, arrays = np.random.default_rng(seed), {}
     for name, (shape, allowed) in asked.expected.items():
-        dtype = next((found for one in allowed if (found := dtypes.of(one)) in (bfloat16, np.float32)), None)
+        dtype = next((found for one in allowed if (found := dtypes.of(one)) in KINDS), None)
         if dtype is None:
-            raise ValueError(f"{name} is {allowed}; random weights can be bfloat16 and float32")
-        noise = rng.standard_normal(shape)
-        array = (1 + 0.1 * noise if len(shape) == 1 else 2 * noise / shape[-1] ** 0.5).astype(dtype)
+            raise ValueError(f"{name} is {allowed}; random weights can be {', '.join(d.name for d in KINDS)}")
+        arrays[name] = _values(rng, name, shape, dtype, asked.expected)
+    write_tensors(folder / "model.safetensors", arrays)
+    return folder
+
+
+def write_tensors(path: Path, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    """Write a file of the safetensors format."""
+    header, offset = {}, 0
+    for name, array in arrays.items():
         span = [offset, offset := offset + array.nbytes]
-        header[name] = {"dtype": dtypes.tag(dtype), "shape": list(shape), "data_offsets": span}
-        arrays.append(array)
+        header[name] = {"dtype": dtypes.tag(array.dtype), "shape": list(array.shape), "data_offsets": span}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
+        for array in arrays.values():
             file.write(array.tobytes())
-    return folder
+
+
+def _values(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...], dtype: Any, expected: Mapping[str, Any]
+) -> np.ndarray[Any, Any]:
+    if dtype == int32:
+        bits = rng.integers(0, 1 << 32, shape, np.uint32).view(np.int32)
+        return (bits & 0x77777777) + 0x44444444 if "zero_point" in name else bits
+    noise = rng.standard_normal(shape)
+    if dtype == float8_e4m3fn:
+        return np.asarray((64 * noise).clip(-448, 448), np.float32).astype(dtype)
+    if len(shape) == 1:
+        return np.asarray(1 + 0.1 * noise).astype(dtype)
+    module = name.rpartition(".weight_scale")[0]
+    codes = expected.get(f"{module}.weight") or expected.get(f"{module}.weight_packed")
+    if not module or codes is None:
+        return np.asarray(2 * noise / shape[-1] ** 0.5).astype(dtype)
+    of_int4 = f"{module}.weight_packed" in expected
+    size, columns = (5, 8 * codes[0][-1]) if of_int4 else (64, codes[0][-1])  # of codes; of the weight
+    return np.asarray(2 / size * columns**-0.5 * np.exp(0.5 * noise)).astype(dtype)
