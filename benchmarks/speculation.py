@@ -7,8 +7,8 @@
 
 The first two measure an engine. The name of a published model stands for its shape with random weights. Every answer
 is one token again and again, by a bias of its logit. Drafts of a chosen acceptance come from an oracle that knows it.
-Layers that draft run too, and the oracle's drafts take the place of theirs. No server has the oracle. "all": drafts
-are all right, and every step has the most, so its seconds are those of a verifying step. `--own`: the engine's own
+Layers that draft run too, and the oracle's drafts take the place of theirs. No server has the oracle. "all, N":
+drafts are all right and every step has N, so its seconds are those of a verifying step. `--own`: the engine's own
 drafts at these temperatures, on prompts of the file `--prompts`. The last command simulates steps of a published
 model on an H200 at their predicted cost.
 """
@@ -144,9 +144,14 @@ def cases(args: argparse.Namespace, drafted: Any) -> dict[str, Case]:
     drafting = drafted.runner.drafting
     costs, own = drafting.costs, drafting.make_drafter
 
-    def prepare(make_drafter: Any, fixed: bool = False) -> None:
-        drafting.make_drafter, drafting.costs = make_drafter, None if fixed else costs
-        drafting.worth = Worth(drafting.buckets.draft_levels)
+    levels = drafting.buckets.draft_levels
+
+    def prepare(make_drafter: Any) -> None:
+        drafting.make_drafter, drafting.costs, drafting.worth = make_drafter, costs, Worth(levels)
+
+    def right(level: int) -> None:
+        prepare(functools.partial(Oracle, 1.0))
+        drafting.worth.choose = lambda available, rows, cost: level if available else 0
 
     if args.own is not None:
         return {
@@ -160,7 +165,7 @@ def cases(args: argparse.Namespace, drafted: Any) -> dict[str, Case]:
         "without": (False, lambda: None, options),
         **{name: (True, functools.partial(prepare, make), options) for name, make in oracles.items()},
         **({} if drafting.layers else {"own": (True, functools.partial(prepare, own), options)}),
-        "all": (True, functools.partial(prepare, functools.partial(Oracle, 1.0), True), options),
+        **{f"all, {level}": (True, functools.partial(right, level), options) for level in levels},
     }
 
 
