@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 GOLDENS, DEMO = ROOT / "tests" / "goldens", ROOT / "demo"
 RESTLESS = "openinfer.recipes.engine.testing.restless:fcfs"
 MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
+FP8_MTP = MTP.replace("}", ', "quantization": "fp8"}')
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
@@ -166,7 +167,8 @@ def test_drafts_of_the_models_own_layers_change_no_token(
     flags = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "kv_cache_dtype": cache}
     plain = session(path, max_num_seqs=1, enable_prefix_caching=False, **flags)
     small = {"max_num_batched_tokens": 32, "scheduling_policy": RESTLESS, "tensor_parallel_size": ranks}
-    drafted = session(path, speculative_config=MTP, **small, **flags)
+    config = FP8_MTP if cache == "fp8" else MTP
+    drafted = session(path, speculative_config=config, **small, **flags)
     wanted, found = plain.outcomes_of(asked), drafted.outcomes_of(asked)
     for (_, _, options), want, got in zip(asked, wanted, found, strict=True):
         assert got.tokens == want.tokens, options
@@ -290,11 +292,13 @@ SEED = 10
 """A prompt after which no two tokens are nearly as likely."""
 
 
-def drafting_steps(place: Callable[..., Any], pack: Pack, seed: int) -> list[np.ndarray[Any, Any]]:
+def drafting_steps(
+    place: Callable[..., Any], pack: Pack, seed: int, config: str
+) -> list[np.ndarray[Any, Any]]:
     """A prompt, its drafts by the MTP head, and the step that verifies them: the logits of each, and the tokens."""
     path, shape = GOLDENS / "qwen3_5-tiny", Shape(16, 1, 16)
     model = place(
-        QWEN3_5, path, [6, 4], max_rows=2, max_tokens=16, length=64, dtype=bfloat16, speculative_config=MTP
+        QWEN3_5, path, [6, 4], max_rows=2, max_tokens=16, length=64, dtype=bfloat16, speculative_config=config
     )
     work = segments(model, pack, Buckets((1,), (16,), (1,), 2))
     rows, logits, found = model.batch.rows, model.batch.logits, []
@@ -328,13 +332,15 @@ def drafting_steps(place: Callable[..., Any], pack: Pack, seed: int) -> list[np.
     return [*found, rows["drafts"].numpy()[1].copy(), model.batch.sampled.result[:3].numpy()[:, :2].copy()]
 
 
-def test_a_gpus_launches_of_drafts_in_the_interpreter(place: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("config", [MTP, FP8_MTP])
+def test_a_gpus_launches_of_drafts_in_the_interpreter(place: Callable[..., Any], config: str) -> None:
     target = Target(arch=90, num_sms=4, interpreted=True)
     regions = (Tensor.from_numpy(np.zeros(64 << 20, uint8)) for _ in range(2))
-    ours = drafting_steps(place, LaunchPack(target, InterpDriver(), *regions), SEED)
-    expected = drafting_steps(place, CpuPack(), SEED)
+    ours = drafting_steps(place, LaunchPack(target, InterpDriver(), *regions), SEED, config)
+    expected = drafting_steps(place, CpuPack(), SEED, config)
     for a, b in zip(ours[:4], expected[:4], strict=True):
         assert np.isfinite(a).all()
-        assert np.linalg.norm(a - b) / np.linalg.norm(b) < 0.04
+        # Activations of an FP8 head are rounded to 3 bits, so a small difference may become a large one.
+        assert np.linalg.norm(a - b) / np.linalg.norm(b) < (0.04 if config == MTP else 0.08)
     for a, b in zip(ours[4:], expected[4:], strict=True):
         np.testing.assert_array_equal(a, b)

@@ -56,6 +56,7 @@ def test_n_grams_are_as_long_as_the_config_says():
             "method 'mtp' is not possible with this model; possible: ngram, suffix, custom_class, eagle3",
         ),
         (NGRAM[:-1] + ', "draft": "small"}', "unknown field `draft`"),
+        (NGRAM[:-1] + ', "quantization": "fp8"}', "quantization 'fp8' with method ngram"),
         (NGRAM[:-1] + ', "model": "small"}', "eagle3 and custom_class need the key model"),
         (NGRAM[:-1] + ', "prompt_lookup_min": 4, "prompt_lookup_max": 2}', "prompt_lookup_min 4 is above"),
     ],

@@ -42,7 +42,10 @@ class DeepseekV4Recipe(Recipe[DeepseekOptions]):
 
         config = Config.parse(source.config, source.eos).of_rank(rank, ranks)
         form = Format.of(source.checkpoint) if source.checkpoint else Format(fp4_experts=True)
-        if options.proposes:
+        speculation = options.speculation()
+        if speculation is not None and speculation.proposes:
+            if speculation.quantization is not None:
+                raise SetupError("--speculative-config: quantization is for Qwen3.5's MTP head; leave it out")
             if not config.mtp:
                 raise SetupError("--speculative-config: this checkpoint has no MTP layer; use method ngram")
             form = dataclasses.replace(form, mtp=True)

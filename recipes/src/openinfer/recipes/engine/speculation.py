@@ -26,6 +26,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     method: str
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_DRAFTS)]
     model: str = ""
+    quantization: str | None = None
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1)] = 2
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1)] = 5
     suffix_decoding_max_tree_depth: Annotated[int, msgspec.Meta(ge=2)] = 24
@@ -57,6 +58,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise SetupError(
                 f"--speculative-config: the methods {' and '.join(OF_MODEL)} need the key model, the folder of the "
                 "head or MODULE:CLASS of the drafter; other methods take none"
+            )
+        if config.quantization not in (None, "fp8") or (config.quantization and config.method != "mtp"):
+            raise SetupError(
+                f"--speculative-config: quantization {config.quantization!r} with method {config.method}; give fp8 "
+                "with method mtp, or leave it out"
             )
         if config.suffix_decoding_max_cached_requests:
             raise SetupError(

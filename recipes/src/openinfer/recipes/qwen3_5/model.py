@@ -149,16 +149,11 @@ class Model:
 
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
-        self._logits(pack, num_rows, self.weights.norm)
+        self._logits(pack, num_rows, self.weights.norm, Linear(self.weights.lm_head, None))
 
-    def _logits(self, pack: Pack, r: int, norm: Tensor) -> None:
-        local, ranks, head, eps = (
-            self.buffers.local_logits[:r],
-            self.config.ranks,
-            self.weights.lm_head,
-            self.config.rms_norm_eps,
-        )
-        norm_linear(pack, out=local, x=self.batch.last[:r], norm_weight=norm, weight=head, eps=eps)
+    def _logits(self, pack: Pack, r: int, norm: Tensor, head: Linear) -> None:
+        local, ranks, eps = self.buffers.local_logits[:r], self.config.ranks, self.config.rms_norm_eps
+        norm_linear(pack, out=local, x=self.batch.last[:r], norm_weight=norm, eps=eps, **head.args)
         if ranks > 1:
             gather_columns(pack, out=self.batch.logits[:r], x=local, ranks=ranks)
 
@@ -199,7 +194,7 @@ class Model:
 
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """graph.runner.Proposer: logits of the MTP head's states in `batch.last`."""
-        self._logits(pack, num_rows, self._mtp.norm)
+        self._logits(pack, num_rows, self._mtp.norm, self._mtp.head)
 
     @property
     def _mtp(self) -> Mtp:

@@ -41,10 +41,11 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         coded = options.activation_quantization == "on"
         config = Config.parse(source.config, source.eos, options.quantization, coded)
         form = Format.of(source.checkpoint, config) if source.checkpoint else Format.published(config)
-        if options.proposes:
+        speculation = options.speculation()
+        if speculation is not None and speculation.proposes:
             if not config.mtp:
                 raise SetupError("--speculative-config: this checkpoint has no MTP head; use method ngram")
-            form = dataclasses.replace(form, mtp=True)
+            form = dataclasses.replace(form, mtp=True, fp8_drafts=speculation.quantization == "fp8")
         return Qwen35(config.of_rank(rank, ranks), form, options)
 
     def published(self) -> Mapping[str, Mapping[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from openinfer.kernels import ContractError
 from openinfer.kernels.authoring import SCALE_BLOCK
-from openinfer.kernels.weights import Linear, LinearPlaces, Packing, WeightPart, padded
+from openinfer.kernels.weights import FP8_MADE, Linear, LinearPlaces, Packing, WeightPart, padded
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
@@ -37,7 +37,8 @@ class Format:
     """How a checkpoint spells the weights.
 
     prefix: the prefix of the text model's names. packed: the modules that `packing` is of (None: all but NEVER_PACKED).
-    unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded."""
+    unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded.
+    fp8_drafts: its logits are of lm_head in FP8."""
 
     prefix: str
     packing: AnyPacking | None
@@ -45,6 +46,7 @@ class Format:
     unfused_experts: bool
     tied: bool
     mtp: bool = False
+    fp8_drafts: bool = False
 
     @classmethod
     def published(cls, config: Config) -> Format:
@@ -141,6 +143,7 @@ class Mtp:
     hidden_norm: Tensor
     layer: Layer
     norm: Tensor
+    head: Linear  # lm_head, or its codes in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,7 @@ class Weights:
             head = embed if config.whole is None else embed[rows]
         else:
             head = p.plain("lm_head.weight", config.local_vocab, config.hidden_size, source=(rows,))
-        mtp = _mtp(p, config) if form.mtp else None
+        mtp = _mtp(p, config, head) if form.mtp else None
         norms = [*(layer.input_norm for layer in layers[1:]), norm]
         linked = (replace(own, next_norm=after) for own, after in zip(layers, norms, strict=True))
         return cls(embed, tuple(linked), norm, head, mtp, p)
@@ -344,8 +347,11 @@ def _mixture(p: _Places, config: Config, at: str) -> Mixture:
     )
 
 
-def _mtp(p: _Places, config: Config) -> Mtp:
-    hidden = config.hidden_size
+def _mtp(p: _Places, config: Config, lm_head: Tensor) -> Mtp:
+    hidden, head = config.hidden_size, Linear(lm_head, None)
+    if p.form.fp8_drafts:
+        name, rows = p.form.prefix + "embed_tokens" if p.form.tied else "lm_head", config.local_vocab
+        head = p.linear(WeightPart(name, rows, config.rank * rows), columns=hidden, packing=FP8_MADE)
     of_embedding, of_hidden = (p.arena.alloc((hidden, hidden), p.dtype, MTP_FC) for _ in range(2))
     p.loads += [
         Load(MTP_FC, of_embedding, (slice(None), slice(0, hidden))),
@@ -358,4 +364,5 @@ def _mtp(p: _Places, config: Config) -> Mtp:
         hidden_norm=p.gain("mtp.pre_fc_norm_hidden.weight", hidden),
         layer=_layer(p, config, "mtp.layers.0.", True),
         norm=p.gain("mtp.norm.weight", hidden),
+        head=head,
     )
