@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ def test_a_prefix_comes_back_from_host_memory_and_disk(
     own = {"kv_cache_memory_bytes": CACHE[model] // (1 if alike else ranks)}
     tiers = {"kv_offload_gb": 0.2, "kv_offload_dir": str(tmp_path), "kv_offload_disk_gb": 0.2}
     run = session(GOLDENS / model, **flags, **own, **tiers, enable_sleep_mode=True)
+    until = time.monotonic() + 10
+    while not run.engine._tiers._host.has_room and time.monotonic() < until:
+        time.sleep(0.01)
     computed, _ = ask(run)
     loaded, cached = ask(run)
     assert min(cached) >= 256

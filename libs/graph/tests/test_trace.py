@@ -28,6 +28,23 @@ class FakeRecorder:
         self.closed = True
 
 
+def test_a_look_at_some_steps_reads_no_older_activities(tmp_path: Path, recorder: FakeRecorder) -> None:
+    """The ring may have 200,000 of them, and a look at all would hold up the next steps for seconds."""
+    traced = StepTrace(tmp_path / "trace.json")
+    for index in range(20):
+        traced.launch(index, bucket="x", timed=True)
+        traced.result(0.001)
+    begin = traced.steps[-2].launched_ns
+    ages = [10 * trace.DISORDER_NS, 2 * trace.DISORDER_NS, 0, -10]
+    recorder.done = [
+        Activity("kernel", f"k{n}", begin - age, begin - age + 5, 1, 1) for n, age in enumerate(ages)
+    ]
+    traced.read()
+    assert [a.name for a in traced._activities_since(begin)] == ["k3", "k2"]
+    assert sum(len(times) for times in traced.times(list(traced.steps)[-2:])) >= 1
+    traced.close()
+
+
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     recorder = FakeRecorder()

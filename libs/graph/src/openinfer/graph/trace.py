@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ PHASES_KEPT, OPS_KEPT = 64, 4096
 """The most host phases and ops between two results."""
 CPU_EVERY = 4
 """Results from one reading of the thread's CPU time to the next."""
+DISORDER_NS = 50_000_000
+"""Activities come in the order of their start, but for so much."""
 BETWEEN = "between turns"
 """The phase in which the engine is not asked for a step although one is under way."""
 WAITING = "read back"
@@ -151,20 +154,28 @@ class StepTrace:
             total -= end - start
         return total / 1e9
 
-    def times(self, step: TracedStep) -> dict[str, float]:
-        """Seconds by name of what happened between the result before and this step's: ops and kernels, and phases of
-        the host. The phase in which ops ran counts without them."""
-        found: dict[str, float] = {}
-        for prefix, bars in (("op", step.ops), ("host phase", step.work())):
-            for name, start, end in bars:
-                found[f"{prefix} {name}"] = found.get(f"{prefix} {name}", 0.0) + (end - start) / 1e9
-        if step.ops and "host phase launch" in found:
-            found["host phase launch"] -= sum(end - start for _, start, end in step.ops) / 1e9
-        for activity in self._activities:
-            if step.overlaps(activity.start_ns, activity.end_ns):
-                name = f"{activity.kind} {activity.name}"
-                found[name] = found.get(name, 0.0) + (activity.end_ns - activity.start_ns) / 1e9
+    def times(self, steps: Sequence[TracedStep]) -> list[dict[str, float]]:
+        """For each of these steps, the oldest first, seconds by name of what happened between the result before and its
+        own: ops and kernels, and phases of the host. The phase in which ops ran counts without them."""
+        found: list[dict[str, float]] = [{} for _ in steps]
+        for step, times in zip(steps, found, strict=True):
+            for prefix, bars in (("op", step.ops), ("host phase", step.work())):
+                for name, start, end in bars:
+                    times[f"{prefix} {name}"] = times.get(f"{prefix} {name}", 0.0) + (end - start) / 1e9
+            if step.ops and "host phase launch" in times:
+                times["host phase launch"] -= sum(end - start for _, start, end in step.ops) / 1e9
+        read = [step.read_ns for step in steps]
+        for activity in self._activities_since(min((step.launched_ns for step in steps), default=0)):
+            at, name = bisect_right(read, activity.start_ns), f"{activity.kind} {activity.name}"
+            while at < len(steps) and steps[at].overlaps(activity.start_ns, activity.end_ns):
+                found[at][name] = found[at].get(name, 0.0) + (activity.end_ns - activity.start_ns) / 1e9
+                at += 1
         return found
+
+    def _activities_since(self, begin_ns: int) -> Iterator[Activity]:
+        """Activities from this time on, and some before it; the newest first. The ring has a thousand a step, so a look
+        at all of them would hold up the next steps."""
+        return takewhile(lambda a: a.start_ns >= begin_ns - DISORDER_NS, reversed(self._activities))
 
     def recent(self, count: int) -> list[Event]:
         """The bars of the last `count` steps."""
@@ -182,7 +193,9 @@ class StepTrace:
             Outlier(
                 step,
                 [phase for phase in phases if step.overlaps(*phase[1:])],
-                [a for a in self._activities if step.overlaps(a.start_ns, a.end_ns)],
+                [a for a in self._activities_since(step.launched_ns) if step.overlaps(a.start_ns, a.end_ns)][
+                    ::-1
+                ],
             )
         )
 

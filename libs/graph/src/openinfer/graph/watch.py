@@ -36,6 +36,8 @@ SLOW_CLOCK = 0.95
 """A clock below this part of the usual one is named."""
 CAUSE = 0.2
 """A phase, op or kernel with less than this part of what a step took more is not named as the cause."""
+COMPARED = 16
+"""Steps that a finding compares, as many before it."""
 PREEMPTIONS, STORM = 8, 256
 """Preemptions that make a storm, and the steps in which they happen."""
 Json = dict[str, Any]
@@ -184,9 +186,10 @@ class Watch:
         """The op, kernel or host phase whose time is most above the usual one. more_s: what the step took more, of
         which the cause has at least the part CAUSE. steps: the last steps that are looked at."""
         self.trace.read()
-        alike = [one for one in self.trace.steps if one.facts["bucket"] == shape]
-        late, usual = alike[-steps:] or [step], alike[:-steps]
-        times = {one.index: self.trace.times(one) for one in alike or [step]}
+        alike = [one for one in self.trace.steps if one.facts["bucket"] == shape] or [step]
+        late, usual = alike[-steps:][-COMPARED:], alike[:-steps][-COMPARED:]
+        looked_at = [*usual, *late]
+        times = dict(zip([one.index for one in looked_at], self.trace.times(looked_at), strict=True))
         excess = {}
         for name in {name for one in late for name in times[one.index]}:
             took = statistics.fmean(times[one.index].get(name, 0.0) for one in late)
