@@ -1,7 +1,7 @@
 """Build hook: with OPENINFER_CUBIN_ARCHS=90,100 the wheel carries compiled kernels for these architectures.
 
-Needs no GPU, but Triton and the libraries in the building environment (`pip wheel --no-build-isolation`). Editable
-installs, and builds without the variable, carry none.
+Needs no GPU, but Triton, NVRTC and the libraries in the building environment (`pip wheel --no-build-isolation`).
+Editable installs, and builds without the variable, carry none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ class CubinHook(BuildHookInterface):
         for arch in archs:
             specs = {}
             for target in (
-                Target(arch, 132, cublas, gpu) for gpu in ("", "NVIDIA H200") for cublas in (False, True)
+                Target(arch, 132, cublas, gpu, nvrtc=nvrtc)
+                for gpu in ("", "NVIDIA H200")
+                for cublas in (False, True)
+                for nvrtc in (False, True)
             ):
                 for recipe in SHIPPED:
                     specs |= dict.fromkeys(published_specs(recipe, target))

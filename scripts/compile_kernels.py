@@ -1,8 +1,8 @@
 """Compile every kernel of every recipe: `python scripts/compile_kernels.py [--arch 90] [--every N]`. Needs no GPU.
 
 The kernels are those that engines of every published size run on an H200 with cuBLASLt. The script uses the installed
-Triton and starts with an empty cache. It fails with the compiler's message where a kernel does not compile, or needs
-more shared memory than the architecture has.
+Triton and NVRTC, and starts with an empty cache. It fails with the compiler's message where a kernel does not compile,
+or needs more shared memory than the architecture has.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from openinfer.kernels import CompileError, Store, Target
@@ -35,7 +36,8 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "recipes"))
     published_specs = importlib.import_module("hatch_build").published_specs
     target = Target(arch, 132, cublas=True, gpu="NVIDIA H200" if arch == 90 else "")
-    specs = list(dict.fromkeys(spec for recipe in RECIPES for spec in published_specs(recipe, target)))
+    targets = (target, replace(target, nvrtc=True))
+    specs = list(dict.fromkeys(s for recipe in RECIPES for t in targets for s in published_specs(recipe, t)))
     specs = specs[datetime.date.today().toordinal() % args.every :: args.every]
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="openinfer-cubins-") as cache:

@@ -36,6 +36,14 @@ from openinfer.kernels.launch import launch
 spec = launch("openinfer.kernels.device.rows", "gather_rows", (1,), {"n": 1}, {}).spec
 Store(90, pathlib.Path(tempfile.mkdtemp()), folders=[]).prepare([spec])
 """
+CUDA = """
+import pathlib, tempfile
+from openinfer.kernels import Store, launch_cuda
+spec = launch_cuda(
+    "openinfer.kernels.device", "ring.cu", "gemv_ring", (1,), {"n": 1}, {}, threads=32, shared=0, early=True
+).spec
+Store(90, pathlib.Path(tempfile.mkdtemp()), folders=[]).prepare([spec])
+"""
 GRAMMAR = "from openinfer.sampler.grammar import Compiler; Compiler([b'a'], [], [])"
 SIMULATOR = "from openinfer.scheduler.sim.__main__ import main; main(['--plot', 'x.png'])"
 FAST = """
@@ -52,6 +60,7 @@ NEEDS: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
         "from openinfer.tensor import NcclRanks; NcclRanks.unique_id()",
     ),
     ("openinfer-kernels", "jit"): (("triton",), STORE),
+    ("openinfer-kernels", "nvrtc"): (("nvidia-cuda-nvrtc",), CUDA),
     ("openinfer-kernels", "cublas"): (
         ("nvidia", "cuda.pathfinder"),
         "from openinfer.kernels.cublas import load_library; load_library()",

@@ -16,8 +16,9 @@ from openinfer.recipes.qwen3 import RECIPE
 ROOT = Path(__file__).parents[1]
 
 
-def specs_of(config):
-    return kernel_specs(RECIPE, Source(config), Options(), Target(90, 132, cublas=True, gpu="NVIDIA H200"))
+def specs_of(config, *, nvrtc=False):
+    target = Target(90, 132, cublas=True, gpu="NVIDIA H200", nvrtc=nvrtc)
+    return kernel_specs(RECIPE, Source(config), Options(), target)
 
 
 @pytest.mark.parametrize("size", RECIPE.published())
@@ -50,4 +51,5 @@ def test_a_wheel_with_cubins(tmp_path):
     folder = tmp_path / "site/openinfer/recipes/cubins"
     store = Store(90, cache=tmp_path / "empty", folders=[folder])
     for config in RECIPE.published().values():
-        assert store.prepare(specs_of(config)).compiled == 0
+        for nvrtc in (False, True):
+            assert store.prepare(specs_of(config, nvrtc=nvrtc)).compiled == 0

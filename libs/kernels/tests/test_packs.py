@@ -47,7 +47,7 @@ class Recorder:
     def encode_tensor_map(self, spec, tensor_map, address, index):
         return bytes(128)
 
-    def launch(self, spec, grid, parameters):
+    def launch(self, spec, grid, parameters, early):
         self.launched.append(
             (spec.function, grid, [int.from_bytes(parameters.read(i, 8), "little") for i in range(2)])
         )

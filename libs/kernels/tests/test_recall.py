@@ -21,7 +21,7 @@ class Recorder:
     def encode_tensor_map(self, spec, tensor_map, address, index):
         return address.to_bytes(8, "little").ljust(128, b"\1")
 
-    def launch(self, spec, grid, parameters):
+    def launch(self, spec, grid, parameters, early):
         codes = enumerate(packing._fields(spec))
         self.records.append((spec, grid, [parameters.read(i, packing._SIZES[code]) for i, code in codes]))
 

@@ -195,7 +195,7 @@ def test_versions_are_ordered_by_number(cubins, tmp_path, spec, monkeypatch):
     for name in ("3.9.0", "3.10.0"):
         (tmp_path / name).symlink_to(version)
     monkeypatch.setattr(store, "triton_version", lambda: None)
-    places = [p.parent.name for p in Store(90, tmp_path, folders=[])._places()]
+    places = [p.parent.name for p in Store(90, tmp_path, folders=[])._places(spec)]
     assert places == ["3.10.0", "3.9.0"]
 
 

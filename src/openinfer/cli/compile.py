@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from dataclasses import replace
@@ -11,8 +12,8 @@ from pathlib import Path
 from openinfer.cli import bench_recipe
 from openinfer.cli.bench_recipe import Asked
 from openinfer.frontend.errors import FlagError
-from openinfer.kernels import H200, KernelSpec, Store, Target
-from openinfer.kernels.store import default_cache
+from openinfer.kernels import H200, Spec, Store, Target
+from openinfer.kernels.store import default_cache, nvrtc_version
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import kernel_specs
 
@@ -43,9 +44,12 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 def _compile(args: argparse.Namespace, asked: Asked) -> int:
     target, source = _target(args), Source.read(asked.model_dir)
     start = time.perf_counter()
-    specs: list[KernelSpec] = []
-    for cublas in (False, True):  # the GPU's machine may have cuBLAS or not
-        specs += kernel_specs(asked.recipe, source, asked.options, replace(target, cublas=cublas))
+    specs: list[Spec] = []
+    languages = (False,) if nvrtc_version() is None else (False, True)
+    # The GPU's machine may have cuBLASLt and NVRTC or not.
+    for cublas, nvrtc in itertools.product((False, True), languages):
+        found = replace(target, cublas=cublas, nvrtc=nvrtc)
+        specs += kernel_specs(asked.recipe, source, asked.options, found)
     cache = default_cache() if args.out is None else args.out / "cubin"
     done = Store(target.arch, cache=cache).prepare(specs, _progress)
     seconds = time.perf_counter() - start

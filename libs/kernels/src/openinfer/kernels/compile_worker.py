@@ -1,8 +1,8 @@
 """`python -m openinfer.kernels.compile_worker`: compiles kernels named on standard input, a JSON line each.
 
-It is a process of its own for two reasons. Triton decides at import whether it compiles or interprets. A failed pass
-prints whole modules on the error stream. It needs no GPU. In: {"key", "spec", "arch"}; out: {"key", "meta", "cubin"}
-with the cubin in base64, or {"key", "error"}.
+Triton compiles its functions, and NVRTC files of CUDA C++. It is a process of its own for two reasons. Triton decides
+at import whether it compiles or interprets. A failed pass prints whole modules on the error stream. It needs no GPU.
+In: {"key", "spec", "arch"}; out: {"key", "meta", "cubin"} with the cubin in base64, or {"key", "error"}.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import os
 import sys
 import tempfile
 from typing import Any
+
+from openinfer.kernels.store import cuda_source
 
 
 def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]]:
@@ -50,6 +52,32 @@ def compile_spec(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
     }
 
 
+def compile_cuda(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]]:
+    """Compile one kernel of CUDA C++, for exactly this architecture; returns as compile_spec."""
+    from cuda.bindings import nvrtc
+
+    def check(answer: tuple[Any, ...]) -> Any:
+        status, *values = answer
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RuntimeError(f"NVRTC: {status.name}")
+        return values[0] if values else None
+
+    source = cuda_source(spec["module"], spec["file"]).encode()
+    program = check(nvrtc.nvrtcCreateProgram(source, spec["file"].encode(), 0, None, None))
+    options = [f"--gpu-architecture=sm_{arch}{'a' if arch >= 90 else ''}", "--std=c++17"]
+    options += [f"-D{name}={value}" for name, value in spec["constants"]]
+    encoded = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise RuntimeError(log.rstrip(b"\0 ").decode())
+    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, cubin))
+    meta = {"name": spec["function"], "shared": spec["shared"], "num_warps": -(-spec["threads"] // 32)}
+    return cubin, {**meta, "num_ctas": 1, "tensor_maps": []}
+
+
 def _with_layout(kind: str) -> str:
     """A tensor map's type with the layout of its tile in shared memory, which Gluon needs; other types unchanged."""
     from triton.experimental.gluon import language as gl
@@ -73,7 +101,8 @@ def main() -> None:
             job = json.loads(line)
             answer: dict[str, Any] = {"key": job["key"]}
             try:
-                cubin, answer["meta"] = compile_spec(job["spec"], job["arch"])
+                compile_job = compile_cuda if "file" in job["spec"] else compile_spec
+                cubin, answer["meta"] = compile_job(job["spec"], job["arch"])
                 answer["cubin"] = base64.b64encode(cubin).decode()
             except Exception as e:
                 answer["error"] = f"{type(e).__name__}: {e}"[:2000]

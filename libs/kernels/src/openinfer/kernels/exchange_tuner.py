@@ -16,7 +16,7 @@ from openinfer.kernels.communicator import SharedMemory
 from openinfer.kernels.errors import RankLost
 from openinfer.kernels.exchange import Normed, sum_by
 from openinfer.kernels.gpu_ranks import GpuRanks
-from openinfer.kernels.launch import KernelSpec, Launch
+from openinfer.kernels.launch import Launch, Spec
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.store import Store
@@ -94,7 +94,7 @@ class ExchangeRank:
         self.shared.exchange(np.zeros(1))
         self._gpus.close()
 
-    def prepare(self, specs: Sequence[KernelSpec]) -> None:
+    def prepare(self, specs: Sequence[Spec]) -> None:
         """Compile kernels, and wait until every rank has done so."""
         self.store.prepare(list(specs), lambda done, total: None)
         self.shared.exchange(np.zeros(1))

@@ -125,13 +125,49 @@ class KernelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel launch: `args` in the order of the spec's signature. `branch`: see beside."""
+class CudaSpec:
+    """A kernel of CUDA C++ to compile with NVRTC: a function of a .cu file that includes nothing. Equal specs share a
+    cubin.
 
-    spec: KernelSpec
+    `file`: its name in the package `module`. `signature`: (argument, Triton's name of its type), in the kernel's order.
+    `constants`: macros. `shared`: bytes of dynamic shared memory a block.
+
+    """
+
+    module: str
+    file: str
+    function: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, int], ...]
+    threads: int
+    shared: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields as what JSON has."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __str__(self) -> str:
+        consts = ",".join(f"{k}={v}" for k, v in self.constants)
+        return f"{self.file}.{self.function}[{consts}]"
+
+
+Spec = KernelSpec | CudaSpec
+"""A kernel to compile, of either language."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch: `args` in the order of the spec's signature. `branch`: see beside.
+
+    `early`: the kernel may start before the one ahead has ended (programmatic dependent launch). The kernel executes
+    griddepcontrol.wait before it reads or writes what a kernel of the step writes. A launch in a branch is not early.
+    """
+
+    spec: Spec
     grid: tuple[int, int, int]
     args: tuple[Arg, ...]
     branch: int = 0
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +253,7 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     max_registers: int = 0,
+    early: bool = False,
 ) -> Launch:
     """Make a launch record; types and alignments follow from the arguments.
 
@@ -240,7 +277,39 @@ def launch(
         max_registers,
     )
     x, y, z = (*grid, 1, 1)[:3]
-    return Launch(spec, (x, y, z), tuple(args.values()))
+    return Launch(spec, (x, y, z), tuple(args.values()), early=early)
+
+
+def launch_cuda(
+    module: str,
+    file: str,
+    function: str,
+    grid: tuple[int, ...],
+    args: Mapping[str, Arg],
+    constants: Mapping[str, int],
+    *,
+    threads: int,
+    shared: int,
+    early: bool = False,
+) -> Launch:
+    """Make a launch record of a kernel of CUDA C++ (see CudaSpec). It assumes tensors at multiples of 16 bytes.
+
+    Raises LaunchError for a tensor elsewhere, for a tensor map, and where an int does not fit an i32.
+    """
+    signature = []
+    for name, arg in args.items():
+        kind, aligned = _type_of(name, arg)
+        if isinstance(arg, TensorMap) or (isinstance(arg, Tensor) and not aligned):
+            raise LaunchError(f"{name} is {arg!r}; {file} takes tensors at multiples of 16 bytes")
+        signature.append((name, kind))
+    macros = tuple(sorted((name, int(value)) for name, value in constants.items()))
+    x, y, z = (*grid, 1, 1)[:3]
+    spec = _cuda_spec(module, file, function, tuple(signature), macros, threads, shared)
+    return Launch(spec, (x, y, z), tuple(args.values()), early=early)
+
+
+_cuda_spec = functools.cache(CudaSpec)
+"""One object a spec, as for _spec."""
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 Triton's parameter ABI, read off its PTX (3.6 to 3.9): the arguments less the constants, in order, each naturally
 aligned; a tensor map is 128 bytes by value (here 128-byte aligned), then its shape as i32 and its strides as i64; last
-come two pointers, global and profile scratch, which our kernels do not use.
+come two pointers, global and profile scratch, which our kernels do not use. A kernel of CUDA C++ has its arguments
+alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Sequence
 
-from openinfer.kernels.launch import Aligned, Arg, KernelSpec, Peers, Scratch, TensorMap
+from openinfer.kernels.launch import Aligned, Arg, CudaSpec, Peers, Scratch, Spec, TensorMap
 from openinfer.tensor import Tensor
 
 Address = Callable[[Tensor | Scratch | Peers], int]
@@ -23,7 +24,7 @@ _MEMORY, _NUMBERS = (Tensor, Scratch, Peers), (int, float)  # tuples: asking a u
 _SCALARS = {"i32": "i", "fp32": "f"}
 
 
-def _fields(spec: KernelSpec) -> list[str]:
+def _fields(spec: Spec) -> list[str]:
     """The struct codes of the parameters."""
     codes: list[str] = []
     for _, kind in spec.signature:
@@ -31,7 +32,7 @@ def _fields(spec: KernelSpec) -> list[str]:
             codes += ["128s", "i", "i", "q", "q"]
         else:
             codes.append(_SCALARS.get(kind, "Q"))
-    return [*codes, "Q", "Q"]
+    return codes if isinstance(spec, CudaSpec) else [*codes, "Q", "Q"]
 
 
 class Parameters:
@@ -39,7 +40,7 @@ class Parameters:
     pointers to them. A launch copies them, and `pack` overwrites them: use one object from one thread.
     """
 
-    def __init__(self, spec: KernelSpec) -> None:
+    def __init__(self, spec: Spec) -> None:
         codes, layout, offsets, end = _fields(spec), "<", [], 0
         for code in codes:
             size = _SIZES[code]
@@ -54,6 +55,7 @@ class Parameters:
         self._offsets = offsets
         self._pointers = (ctypes.c_void_p * len(codes))(*(self._base + o for o in offsets))
         self.params = ctypes.addressof(self._pointers)
+        self._rest = () if isinstance(spec, CudaSpec) else (0, 0)
 
     def pack(self, args: Sequence[Arg], address: Address, encode: EncodeTensorMap) -> None:
         """Write the values of `args`. `address` says where a tensor, a scratch or a table of peers is."""
@@ -72,7 +74,7 @@ class Parameters:
                 stride = tensor.strides[0] if isinstance(tensor, Tensor) else cols
                 values += (encode(arg, address(tensor), maps), rows, cols, stride, 1)
                 maps += 1
-        self._struct.pack_into(self._memory, self._start, *values, 0, 0)
+        self._struct.pack_into(self._memory, self._start, *values, *self._rest)
 
     def read(self, index: int, size: int) -> bytes:
         """The bytes of one parameter."""

@@ -19,6 +19,7 @@ from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.int4_products import FEW_TOKENS, few, widened
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
+from openinfer.kernels.ring import ring_product
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose, scaled_rule
 from openinfer.tensor import Tensor, bfloat16, int32
@@ -54,9 +55,9 @@ def normed_product(
     x_scale: Tensor | None = None,
 ) -> Iterator[Command]:
     """out [M, N] = rms_norm(x [M, K]; gain, eps) @ weight [N, K]^T, or its gated form with weight [2 N, K]. `op`: the
-    name the choice is looked up by. For M = 1 the product normalises x itself, unless it is large or of float8;
-    else the norm is a kernel before it. Without `gain` x is normalised already. The norm's kernel also quantises its
-    result as `coding` says."""
+    name the choice is looked up by. For M = 1 the product normalises x itself, unless it is large or of float8,
+    and so does a ring; else the norm is a kernel before it. Without `gain` x is normalised already. The norm's kernel
+    also quantises its result as `coding` says."""
     if coding is not None:
         hidden: Tensor | Coded = x
         if gain is not None and eps is not None:
@@ -89,6 +90,9 @@ def normed(
     norms = scales is None and weight.shape[0] <= NORMING_PROGRAMS * choice.bn * target.num_sms
     if choice.kind == "gemv" and norms:
         yield _gemv(choice, out, x, weight, scales, gated=gated, norm=(gain, eps))
+        return
+    if choice.kind == "ring" and scales is None and x.dtype == bfloat16:
+        yield ring_product(choice, target.num_sms, out, x, weight, gated=gated, norm=(gain, eps))
         return
     hidden = Scratch(x.shape, x.dtype)
     yield norm(hidden, x, gain, eps)
@@ -228,6 +232,8 @@ def matmul(
             return Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
         case "gemv":
             return _gemv(choice, out, x, weight, scales, add=add, gated=gated)
+        case "ring":
+            return ring_product(choice, target.num_sms, out, x, weight, add=add, gated=gated)
         case "small":
             return _gemm_small(choice, out, x, weight, scales, add, gated)
         case "tma" | "pointer":
@@ -243,7 +249,7 @@ def gated_matmul(
     scales: Tensor | None = None,
 ) -> Iterator[Command]:
     """The gated product by the kernel of `choice`, and then by silu_mul if that kernel cannot do it itself."""
-    if choice.kind in ("gemv", "small"):
+    if choice.kind in ("gemv", "ring", "small"):
         yield matmul(choice, target, out, x, weight, scales, gated=True)
         return
     m, width = out.shape

@@ -6,8 +6,10 @@ import base64
 import contextlib
 import functools
 import hashlib
+import importlib.resources
 import importlib.util
 import json
+import logging
 import os
 import re
 import selectors
@@ -21,7 +23,9 @@ from typing import Any, NamedTuple
 
 from openinfer.kernels.cache_folder import check_owner, digest, make_private, unfinished
 from openinfer.kernels.errors import CompileError, KernelMissing
-from openinfer.kernels.launch import KernelSpec
+from openinfer.kernels.launch import CudaSpec, KernelSpec, Spec
+
+log = logging.getLogger("openinfer.kernels")
 
 Progress = Callable[[int, int], None]
 
@@ -78,21 +82,47 @@ def source_hash(module: str) -> str:
     return digest.hexdigest()
 
 
-def spec_key(spec: KernelSpec, arch: int) -> str:
+def cuda_source(module: str, file: str) -> str:
+    """The text of a file of CUDA C++ in a package. Raises KernelMissing where the file is missing."""
+    try:
+        return importlib.resources.files(module).joinpath(file).read_text()
+    except (ImportError, OSError):
+        raise KernelMissing(f"there is no {file} in the package {module}") from None
+
+
+def spec_key(spec: Spec, arch: int) -> str:
     """The store's key: source, types, constants, options and architecture. Not the compiler's version: that names the
     folder."""
-    text = json.dumps([source_hash(spec.module), spec.as_json(), arch], sort_keys=True)
+    if isinstance(spec, CudaSpec):
+        source = hashlib.sha256(cuda_source(spec.module, spec.file).encode()).hexdigest()
+    else:
+        source = source_hash(spec.module)
+    text = json.dumps([source, spec.as_json(), arch], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def triton_version() -> str | None:
     """The installed Triton's version, or None. Does not import it."""
+    return _version("triton")
+
+
+def nvrtc_version() -> str | None:
+    """The installed NVRTC's version, or None. Does not load it."""
+    return _version("nvidia-cuda-nvrtc")
+
+
+def _version(distribution: str) -> str | None:
     import importlib.metadata  # a third of this library's import time
 
     try:
-        return importlib.metadata.version("triton")
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+CUDA_FOLDER = "cuda"
+"""The folder of kernels of CUDA C++, in place of a compiler's version: any NVRTC's cubins serve, because nothing but
+the source fixes their parameters."""
 
 
 def _numbers(version: str) -> list[int]:
@@ -124,8 +154,9 @@ class Store:
     """Compiled kernels of one architecture.
 
     A kernel is looked for in `folders` (wheels), then in `cache`, each laid out as <triton version>/sm_<arch>/<key>:
-    under the installed Triton's version, or under any if no Triton is installed. `prepare` compiles what is missing;
-    after `seal` a miss raises KernelMissing and counts in `misses_after_seal`.
+    under the installed Triton's version, or under any if no Triton is installed. Kernels of CUDA C++ are in a folder
+    `cuda` beside the versions. `prepare` compiles what is missing; after `seal` a miss raises KernelMissing and counts
+    in `misses_after_seal`.
 
     The cache is made with mode 0700. One that other users can write to raises UntrustedCache (a PermissionError). A
     file that does not match its digest is compiled again.
@@ -135,7 +166,7 @@ class Store:
         self.arch = arch
         self.cache = default_cache() if cache is None else cache
         self._folders = [*(wheel_folders() if folders is None else folders), self.cache]
-        self._kernels: dict[KernelSpec, Compiled] = {}
+        self._kernels: dict[Spec, Compiled] = {}
         self._lock = threading.Lock()
         self.sealed = False
         self.misses_after_seal = 0
@@ -144,7 +175,7 @@ class Store:
         """From now on a kernel that is not loaded is an error, never a compile."""
         self.sealed = True
 
-    def get(self, spec: KernelSpec) -> Compiled:
+    def get(self, spec: Spec) -> Compiled:
         """The compiled kernel; compiles it now if it is nowhere and the store is not sealed."""
         with self._lock:
             found = self._kernels.get(spec)
@@ -158,16 +189,28 @@ class Store:
                 found = self._kernels[spec]
             return found
 
-    def prepare(self, specs: Iterable[KernelSpec], progress: Progress | None = None) -> Prepared:
+    def prepare(self, specs: Iterable[Spec], progress: Progress | None = None) -> Prepared:
         """Load every kernel, compiling the missing ones in worker processes. `progress(done, total)` counts compiles.
 
-        Raises CompileError with every failure, or KernelMissing where something must be compiled and no Triton is
-        installed.
+        Raises CompileError with every failure, or KernelMissing where something must be compiled and its compiler is
+        not installed.
         """
         with self._lock:
             return self._prepare(specs, progress)
 
-    def _prepare(self, specs: Iterable[KernelSpec], progress: Progress | None) -> Prepared:
+    def can_prepare_cuda(self, specs: Iterable[Spec]) -> bool:
+        """Whether `prepare` has or can compile the kernels of CUDA C++ among these. Logs how to get the others."""
+        missing = [s for s in dict.fromkeys(specs) if isinstance(s, CudaSpec) and self._load(s) is None]
+        if missing and nvrtc_version() is None:
+            log.info(
+                "%d kernels of CUDA C++ are in no wheel; without them steps of few tokens are slower: "
+                "pip install 'openinfer-kernels[nvrtc]'",
+                len(missing),
+            )
+            return False
+        return True
+
+    def _prepare(self, specs: Iterable[Spec], progress: Progress | None) -> Prepared:
         wanted = [s for s in dict.fromkeys(specs) if s not in self._kernels]
         missing = []
         check_owner(self.cache)
@@ -177,18 +220,27 @@ class Store:
                 missing.append(spec)
             else:
                 self._kernels[spec] = found
-        if missing:
-            version = triton_version()
-            if version is None:
+        for kind, version, extra in (
+            (KernelSpec, triton_version(), "jit"),
+            (CudaSpec, nvrtc_version(), "nvrtc"),
+        ):
+            absent = [spec for spec in missing if isinstance(spec, kind)]
+            if absent and version is None:
                 raise KernelMissing(
-                    f"{len(missing)} kernels for sm_{self.arch} are not in the wheels or in {self.cache} (the first: "
-                    f"{missing[0]}); install the compiler: pip install 'openinfer-kernels[jit]'"
+                    f"{len(absent)} kernels for sm_{self.arch} are not in the wheels or in {self.cache} (the first: "
+                    f"{absent[0]}); install the compiler: pip install 'openinfer-kernels[{extra}]'"
                 )
-            self._compile(missing, self.cache / version / f"sm_{self.arch}", progress)
+        if missing:
+            self._compile(missing, progress)
         return Prepared(len(wanted), len(missing))
 
-    def _places(self) -> Iterator[Path]:
-        version = triton_version()
+    def _home(self, spec: Spec) -> Path:
+        """The folder of the cache for a kernel that is compiled now."""
+        compiler = CUDA_FOLDER if isinstance(spec, CudaSpec) else str(triton_version())
+        return self.cache / compiler / f"sm_{self.arch}"
+
+    def _places(self, spec: Spec) -> Iterator[Path]:
+        version = CUDA_FOLDER if isinstance(spec, CudaSpec) else triton_version()
         for folder in self._folders:
             versions = (
                 [version]
@@ -197,9 +249,9 @@ class Store:
             )
             yield from (folder / v / f"sm_{self.arch}" for v in versions)
 
-    def _load(self, spec: KernelSpec) -> Compiled | None:
+    def _load(self, spec: Spec) -> Compiled | None:
         key = spec_key(spec, self.arch)
-        for place in self._places():
+        for place in self._places(spec):
             with contextlib.suppress(*DAMAGE):
                 meta = json.loads((place / f"{key}.json").read_text())
                 cubin = (place / f"{key}.cubin").read_bytes()
@@ -207,9 +259,8 @@ class Store:
                     return _compiled(meta, cubin)
         return None
 
-    def _compile(self, specs: list[KernelSpec], folder: Path, progress: Progress | None) -> None:
+    def _compile(self, specs: list[Spec], progress: Progress | None) -> None:
         make_private(self.cache)
-        folder.mkdir(parents=True, exist_ok=True)
         keys = {spec_key(s, self.arch): s for s in specs}
         errors: list[str] = []
         done = 0
@@ -224,6 +275,8 @@ class Store:
             cubin = base64.b64decode(answer["cubin"])
             meta = {**answer["meta"], "spec": spec.as_json()}
             self._kernels[spec] = _compiled(meta, cubin)
+            folder = self._home(spec)
+            folder.mkdir(parents=True, exist_ok=True)
             _write(folder / f"{answer['key']}.cubin", cubin)
             # Last: the index entry makes the kernel exist.
             text = json.dumps({**meta, "sha256": digest(meta, cubin)})
@@ -247,7 +300,7 @@ def _write(file: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
 
 
-def _run_workers(keys: dict[str, KernelSpec], arch: int) -> Iterator[dict[str, Any]]:
+def _run_workers(keys: dict[str, Spec], arch: int) -> Iterator[dict[str, Any]]:
     """Compile in worker processes; yields their answers as they come."""
     jobs = [json.dumps({"key": k, "spec": s.as_json(), "arch": arch}) for k, s in keys.items()]
     count = min(len(jobs), os.cpu_count() or 1, 16)

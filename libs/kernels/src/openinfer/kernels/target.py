@@ -16,6 +16,7 @@ class Target:
 
     arch: the compute capability as an int (90).
     cublas: whether matrix products may go to cuBLASLt.
+    nvrtc: whether they may go to kernels of CUDA C++, which NVRTC compiled for the wheels or compiles here.
     gpu: the name that the measured tables are looked up by ("" = the generic choice).
     interpreted: launches are for Triton's interpreter, which has no Gluon.
     batch_invariant: one kernel an op for any number of tokens and rows, so that no row's result depends on the others.
@@ -29,11 +30,12 @@ class Target:
     interpreted: bool = False
     batch_invariant: bool = False
     rank: int = 0
+    nvrtc: bool = False
 
     @classmethod
-    def of(cls, device: Device, *, cublas: bool) -> Target:
+    def of(cls, device: Device, *, cublas: bool, nvrtc: bool = False) -> Target:
         """The target that a real device is."""
-        return cls(device.arch, device.num_sms, cublas, device.name)
+        return cls(device.arch, device.num_sms, cublas, device.name, nvrtc=nvrtc)
 
 
 H200 = Target(arch=90, num_sms=132, cublas=True, gpu="NVIDIA H200")

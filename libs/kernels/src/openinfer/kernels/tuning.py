@@ -26,7 +26,7 @@ from openinfer.kernels.errors import InvalidTable
 from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
 
-Kind = Literal["gemv", "small", "tma", "pointer", "cublas"]
+Kind = Literal["gemv", "ring", "small", "tma", "pointer", "cublas"]
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -95,6 +95,9 @@ def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
     """The kernel for out[m, n] = x[m, k] @ weight^T as part of `op`; n counts the weight's rows."""
     if target.batch_invariant:
         return rule(target, op, m, n, k)
+    ring = ring_choice(target, op, m, n, k)
+    if ring is not None:
+        return ring
     by_m = _table(target.gpu).get(op, {}).get(f"{n}x{k}", {})
     for limit, entry in sorted((int(limit), entry) for limit, entry in by_m.items()):
         if m <= limit:
@@ -103,6 +106,35 @@ def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
                 return choice
             break
     return rule(target, op, m, n, k)
+
+
+RING_COLUMNS = 256
+"""Columns that a warp of a ring multiplies at once."""
+RING_STAGE = 43 << 10
+"""The most bytes of a stage of a ring."""
+RING_BYTES = 205 << 10
+"""The most bytes of a ring."""
+RING_PART = 0.7
+"""The most of a program's rows that its ring holds. A ring that holds all of them takes memory from the kernel behind
+it (docs/lessons.md)."""
+
+
+def ring_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | None:
+    """The ring for a product of one token, or None where its kernel does not take it. The head's rows are too many for
+    the sums that a program keeps."""
+    if not target.nvrtc or target.arch != 90 or m != 1 or op == "logits" or k % RING_COLUMNS:
+        return None
+    chunks = k // RING_COLUMNS
+    warps = max((w for w in range(4, 21) if chunks % w == 0 and chunks // w <= 5), default=0)
+    if not warps:
+        return None
+    rows, fewest = 8, 2 if op == "gate_up_silu" else 1
+    while rows > fewest and rows * k * 2 > RING_STAGE:
+        rows //= 2
+    most = -(-n // target.num_sms)  # rows of a program
+    sums = (most + rows) * (warps + 2) * 4
+    room = min(RING_BYTES, shared_bytes(target.arch) - sums - 2048, int(most * k * 2 * RING_PART))
+    return Choice("ring", 1, rows, RING_COLUMNS, 1, warps, max(2, room // (rows * k * 2)))
 
 
 def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:

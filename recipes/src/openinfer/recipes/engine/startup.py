@@ -20,11 +20,11 @@ from openinfer.kernels import (
     CpuPack,
     CublasLt,
     CudaDriver,
-    KernelSpec,
     LaunchPack,
     NullPack,
     Pack,
     RankLost,
+    Spec,
     Store,
     Target,
     cublas_available,
@@ -81,7 +81,7 @@ class Plan:
 
     fixed_bytes: int
     model: Model
-    specs: list[KernelSpec] = field(default_factory=list)
+    specs: list[Spec] = field(default_factory=list)
     scratch_bytes: int = 0
     zeroed_bytes: int = 0
     steps: Mapping[Shape, list[Call]] = field(default_factory=dict)
@@ -217,14 +217,17 @@ def _make(
 ) -> _Made:
     """Plan, take the memory, and load the weights while kernels are made and steps are recorded."""
     buckets = buckets_for(blueprint, limits)
-    target = None
+    target = store = None
     if device.kind == "cuda":
-        target = options_target(options, Target.of(device, cublas=cublas_available()))
-        target = dataclasses.replace(target, rank=ranks.rank)
+        target = options_target(options, Target.of(device, cublas=cublas_available(), nvrtc=True))
+        target, store = dataclasses.replace(target, rank=ranks.rank), Store(target.arch)
     with ThreadPoolExecutor(2) as worker:
         activated = worker.submit(device.activate)  # a context takes as long as the plan
         with _phase("plan"):
             plan = make_plan(blueprint, limits, buckets, target)
+            if target is not None and store is not None and not store.can_prepare_cuda(plan.specs):
+                target = dataclasses.replace(target, nvrtc=False)
+                plan = make_plan(blueprint, limits, buckets, target)
             activated.result()
             if target is not None:
                 ranks.open(device, Stream(device), plan.peer_widths)
@@ -251,7 +254,6 @@ def _make(
         bar = ProgressBar("loading weights") if ranks.rank == 0 else _no_progress  # all ranks load as much
         weights = worker.submit(_load, blueprint, model, checkpoint, device, bar)
         predicted = worker.submit(predictions, plan.steps, target)
-        store = Store(target.arch) if target else None
         pack: Pack = HostPack(CpuPack(ranks.shared), trace, repeats=not options.enforce_eager)
         if target is not None and store is not None:
             pack = make_pack(device, target, stream, store, arena, plan, ranks)
@@ -316,7 +318,7 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     return Plan(fixed + workspace, model, pack.specs(), scratch, zeroed, steps, pack.peer_widths())
 
 
-def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[KernelSpec]:
+def kernel_specs(recipe: Recipe[O], source: Source, options: O, target: Target) -> list[Spec]:
     """The kernels that an engine with these flags runs on a GPU of the target's kind. Needs no GPU."""
     blueprint = recipe.blueprint(source, options, ranks=options.tensor_parallel_size)
     limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)

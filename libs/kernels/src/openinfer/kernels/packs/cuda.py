@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from openinfer.kernels.errors import LaunchError
-from openinfer.kernels.launch import Collective, Command, KernelSpec, Matmul, Peers, Scratch, TensorMap
+from openinfer.kernels.launch import Collective, Command, Matmul, Peers, Scratch, Spec, TensorMap
 from openinfer.kernels.op import Op
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.packs.null import Placement, place
@@ -24,10 +24,8 @@ from openinfer.tensor import Tensor
 class LaunchDriver(Protocol):
     """Runs packed launches."""
 
-    def encode_tensor_map(
-        self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int
-    ) -> bytes: ...
-    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None: ...
+    def encode_tensor_map(self, spec: Spec, tensor_map: TensorMap, address: int, index: int) -> bytes: ...
+    def launch(self, spec: Spec, grid: tuple[int, int, int], parameters: Parameters, early: bool) -> None: ...
     def matmul(self, command: Matmul, operands: Sequence[int], workspace: int) -> None:
         """operands: the addresses of the command's."""
 
@@ -54,7 +52,7 @@ class LaunchPack:
         )
         self._zeroed_bytes, self._zeroed_ptr = (zeroed.nbytes, zeroed.ptr) if zeroed is not None else (0, 0)
         self._workspace = (scratch, zeroed)  # keeps the memory alive
-        self._parameters: dict[KernelSpec, Parameters] = {}
+        self._parameters: dict[Spec, Parameters] = {}
         self._recall = Recall(target)
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
@@ -121,4 +119,4 @@ class LaunchPack:
         if parameters is None:
             parameters = self._parameters[spec] = Parameters(spec)
         parameters.pack(command.args, address, functools.partial(self.driver.encode_tensor_map, spec))
-        self.driver.launch(spec, command.grid, parameters)
+        self.driver.launch(spec, command.grid, parameters, command.early and not command.branch)

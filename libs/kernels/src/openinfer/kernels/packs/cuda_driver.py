@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from openinfer.kernels.cublas import CublasLt
 from openinfer.kernels.errors import LaunchError
 from openinfer.kernels.gpu_ranks import GpuRanks
-from openinfer.kernels.launch import TRITON_TYPES, Collective, KernelSpec, Matmul, Peers, TensorMap
+from openinfer.kernels.launch import TRITON_TYPES, Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.store import Compiled, Store
 from openinfer.tensor import Device, Event, Stream, check, driver
@@ -78,20 +78,20 @@ class CudaDriver:
         self._stream = stream
         self._cublas = cublas
         self._cu = driver()
-        self._functions: dict[KernelSpec, Loaded] = {}
+        self._functions: dict[Spec, Loaded] = {}
         self._at = stream
         self._start: Event | None = None
         self._branches: dict[int, Branch] = {}
         self._begun: list[int] = []
 
-    def load(self, spec: KernelSpec) -> Loaded:
+    def load(self, spec: Spec) -> Loaded:
         """The kernel, loaded onto the device at first use. Load all before a capture: loading is not capturable."""
         found = self._functions.get(spec)
         if found is None:
             found = self._functions[spec] = self._load(spec, self.store.get(spec))
         return found
 
-    def _load(self, spec: KernelSpec, compiled: Compiled) -> Loaded:
+    def _load(self, spec: Spec, compiled: Compiled) -> Loaded:
         cu = self._cu
         limit = self._device.shared_memory_per_block
         if compiled.shared > limit:
@@ -105,12 +105,15 @@ class CudaDriver:
         if compiled.shared > STATIC_SHARED_LIMIT:
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(cu.cuFuncSetAttribute(function, attribute, compiled.shared), "cuFuncSetAttribute")
+        if isinstance(spec, CudaSpec):  # an SM with another division drains before it takes such a block
+            attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(cu.cuFuncSetAttribute(function, attribute, 100), "cuFuncSetAttribute")
         # The block is what the compiler made of it, which may be more warps than were asked for.
         return Loaded(
             function, 32 * compiled.num_warps, compiled.shared, compiled.tensor_maps, f"cuLaunchKernel {spec}"
         )
 
-    def encode_tensor_map(self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int) -> bytes:
+    def encode_tensor_map(self, spec: Spec, tensor_map: TensorMap, address: int, index: int) -> bytes:
         meta = self.load(spec).tensor_maps[index]
         tensor = tensor_map.tensor
         rows, cols = tensor.shape
@@ -132,12 +135,28 @@ class CudaDriver:
             )
         return ctypes.string_at(base, 128)
 
-    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None:
+    def launch(self, spec: Spec, grid: tuple[int, int, int], parameters: Parameters, early: bool) -> None:
         kernel = self.load(spec)
+        if early:
+            self._launch_early(kernel, grid, parameters)
+            return
         status = self._cu.cuLaunchKernel(
             kernel.function, *grid, kernel.threads, 1, 1, kernel.shared, self._at.handle, parameters.params, 0
         )  # fmt: skip
         check(status, kernel.call)
+
+    def _launch_early(self, kernel: Loaded, grid: tuple[int, int, int], parameters: Parameters) -> None:
+        """Launch a kernel that may start before the one ahead in its stream has ended (see launch.Launch)."""
+        cu = self._cu
+        early = cu.CUlaunchAttribute()
+        early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        config = cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+        config.sharedMemBytes, config.hStream = kernel.shared, self._at.handle
+        config.attrs, config.numAttrs = [early], 1
+        check(cu.cuLaunchKernelEx(config, kernel.function, parameters.params, 0), kernel.call)
 
     def matmul(self, command: Matmul, operands: Sequence[int], workspace: int) -> None:
         if self._cublas is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from openinfer.kernels.communicator import Communicator, member
 from openinfer.kernels.errors import LaunchError, MissingExtra
-from openinfer.kernels.launch import Collective, KernelSpec, Matmul, Peers, TensorMap
+from openinfer.kernels.launch import Collective, CudaSpec, Matmul, Peers, Spec, TensorMap
 from openinfer.kernels.ops.collectives import combine
 from openinfer.kernels.packing import Parameters
 from openinfer.tensor import Device, Tensor
@@ -42,10 +42,12 @@ class InterpDriver:
         self._interpreter = interpreter
         self.launched: dict[str, int] = {}
 
-    def encode_tensor_map(self, spec: KernelSpec, tensor_map: TensorMap, address: int, index: int) -> bytes:
+    def encode_tensor_map(self, spec: Spec, tensor_map: TensorMap, address: int, index: int) -> bytes:
         return struct.pack("<Qii", address, *tensor_map.block).ljust(128, b"\0")
 
-    def launch(self, spec: KernelSpec, grid: tuple[int, int, int], parameters: Parameters) -> None:
+    def launch(self, spec: Spec, grid: tuple[int, int, int], parameters: Parameters, early: bool) -> None:
+        if isinstance(spec, CudaSpec):
+            raise LaunchError(f"the interpreter has no {spec}: plan for a Target that is interpreted")
         function = getattr(importlib.import_module(spec.module), spec.function)
         index = itertools.count()
         args: dict[str, Any] = dict(spec.constants)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 from openinfer.kernels.launch import (
     Collective,
     Command,
-    KernelSpec,
     Launch,
     Matmul,
     Peers,
     Scratch,
+    Spec,
     TensorMap,
 )
 from openinfer.kernels.op import Cost, Op, Workload
@@ -63,7 +63,7 @@ class NullPack:
         work()
         return self.calls[start:]
 
-    def specs(self) -> list[KernelSpec]:
+    def specs(self) -> list[Spec]:
         """The distinct kernels of the recorded calls, in the order of first use."""
         return list(
             dict.fromkeys(c.spec for call in self.calls for c in call.commands if isinstance(c, Launch))

@@ -1,0 +1,282 @@
+"""Products of one token by rings of CUDA C++: which calls take them, what NVRTC makes of them, and their results."""
+
+import ctypes
+import dataclasses
+import re
+import subprocess
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    H200,
+    CompileError,
+    CudaDriver,
+    CudaSpec,
+    KernelMissing,
+    LaunchError,
+    LaunchPack,
+    NullPack,
+    Store,
+    Target,
+    gate_up_silu,
+    launch_cuda,
+    linear_add,
+    norm_linear,
+    store,
+)
+from openinfer.kernels.packing import Parameters
+from openinfer.kernels.packs import cuda_driver
+from openinfer.kernels.packs.interp import InterpDriver
+from openinfer.kernels.testing import run_reference
+from openinfer.kernels.tuning import choose, shared_bytes
+from openinfer.tensor import Device, Tensor, bfloat16, float32
+
+RINGS = dataclasses.replace(H200, nvrtc=True)
+
+# hidden, rows of qkv, columns of heads, intermediate: Qwen3-0.6B, 4B, 8B, 32B, Qwen3.5-4B
+MODELS = [
+    (1024, 4096, 2048, 3072),
+    (2560, 6144, 4096, 9728),
+    (4096, 6144, 4096, 12288),
+    (5120, 10240, 8192, 25600),
+    (2560, 12352, 4096, 9216),
+]
+
+
+def layer(pack, arena, hidden, qkv, heads, inter):
+    """The products of a layer."""
+    x, gain = arena.alloc((1, hidden), bfloat16), arena.alloc((hidden,), bfloat16)
+    weights = [
+        arena.alloc(s, bfloat16)
+        for s in ((qkv, hidden), (hidden, heads), (2 * inter, hidden), (hidden, inter))
+    ]
+    out, attended, mlp = (arena.alloc((1, n), bfloat16) for n in (qkv, heads, inter))
+    norm_linear(pack, out=out, x=x, norm_weight=gain, weight=weights[0], eps=1e-6)
+    linear_add(pack, x=x, h=attended, weight=weights[1])
+    gate_up_silu(pack, out=mlp, x=x, norm_weight=gain, weight=weights[2], eps=1e-6)
+    linear_add(pack, x=x, h=mlp, weight=weights[3])
+
+
+def test_a_token_of_qwen3_4b_takes_four_rings(arena):
+    pack = NullPack(RINGS)
+    layer(pack, arena, *MODELS[1])
+    launches = [command for call in pack.calls for command in call.commands]
+    assert [launch.grid for launch in launches] == [(132, 1, 1)] * 4
+    assert all(launch.early and isinstance(launch.spec, CudaSpec) for launch in launches)
+    flags = [
+        {name for name, value in launch.spec.constants if name in ("NORM", "ADD", "GATED") and value}
+        for launch in launches
+    ]
+    assert flags == [{"NORM"}, {"ADD"}, {"NORM", "GATED"}, {"ADD"}]
+    assert all(launch.spec.shared <= shared_bytes(90) for launch in launches)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        H200,
+        dataclasses.replace(RINGS, arch=100),
+        dataclasses.replace(RINGS, arch=80),
+        dataclasses.replace(RINGS, batch_invariant=True),
+    ],
+)
+def test_other_targets_choose_as_without_it(target):
+    for op, n, k in (("norm_linear", 6144, 2560), ("gate_up_silu", 19456, 2560), ("linear_add", 2560, 9728)):
+        assert choose(target, op, 1, n, k) == choose(dataclasses.replace(target, nvrtc=False), op, 1, n, k)
+
+
+@pytest.mark.parametrize(
+    ("op", "m", "n", "k"),
+    [
+        ("norm_linear", 2, 6144, 2560),
+        ("logits", 1, 151936, 2560),
+        ("linear_add", 1, 2560, 2560 + 16),
+        ("linear_add", 1, 64, 23 * 256),
+    ],
+)
+def test_other_products_choose_as_without_it(op, m, n, k):
+    assert choose(RINGS, op, m, n, k) == choose(H200, op, m, n, k)
+
+
+def test_rings_of_published_sizes_compile(arena, cubins):
+    pack = NullPack(RINGS)
+    for model in MODELS:
+        layer(pack, arena, *model)
+    specs = pack.specs()
+    assert all(isinstance(spec, CudaSpec) for spec in specs)
+    kernels = Store(90, cubins, folders=[])
+    kernels.prepare(specs)
+    again = Store(90, cubins, folders=[])
+    assert again.prepare(specs) == (len(specs), 0)
+    for spec in specs:
+        compiled = kernels.get(spec)
+        assert again.get(spec) == compiled
+        assert (compiled.name, compiled.num_warps) == (spec.function, spec.threads // 32)
+        assert compiled.shared <= shared_bytes(90)
+        used = resources(compiled.cubin, cubins)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["REG"] * spec.threads <= 65536
+
+
+def resources(cubin, folder):
+    """What a cubin uses a thread, as Triton's copy of cuobjdump says."""
+    triton = pytest.importorskip("triton")
+    file = folder / "one.cubin"
+    file.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def small(**changes):
+    given = {"threads": 64, "shared": 4096, "early": True, **changes}
+    constants = dict.fromkeys(("WARPS", "CHUNKS", "ROWS", "STAGES", "TURNS"), 1)
+    constants |= dict.fromkeys(("NORM", "ADD", "GATED", "FLOAT", "WIDE"), False)
+    return launch_cuda(
+        "openinfer.kernels.device", "ring.cu", "gemv_ring", (1,), {"N": 16}, constants, **given
+    )
+
+
+def test_without_nvrtc_a_cached_kernel_is_found_and_a_missing_one_names_the_extra(tmp_path, monkeypatch):
+    spec = small().spec
+    made = Store(90, tmp_path / "made", folders=[])
+    assert made.prepare([spec]) == (1, 1)
+    assert [path.parent.name for path in (tmp_path / "made/cuda").rglob("*.cubin")] == ["sm_90"]
+    monkeypatch.setattr(store, "nvrtc_version", lambda: None)
+    monkeypatch.setattr(store, "triton_version", lambda: None)
+    shipped = Store(90, tmp_path / "empty", folders=[tmp_path / "made"])
+    assert shipped.can_prepare_cuda([spec])
+    assert shipped.prepare([spec]) == (1, 0)
+    empty = Store(90, tmp_path / "empty", folders=[])
+    assert not empty.can_prepare_cuda([spec])
+    assert empty.can_prepare_cuda([])
+    with pytest.raises(KernelMissing, match=r"pip install 'openinfer-kernels\[nvrtc\]'"):
+        empty.prepare([spec])
+
+
+def test_the_compilers_words_and_a_missing_file_are_told(tmp_path):
+    spec = small().spec
+    wrong = dataclasses.replace(spec, constants=spec.constants[:-1])
+    with pytest.raises(CompileError, match=r"ring\.cu\(\d+\): error: identifier \"WIDE\" is undefined"):
+        Store(90, tmp_path, folders=[]).prepare([wrong])
+    with pytest.raises(KernelMissing, match=r"no gone\.cu in the package"):
+        Store(90, tmp_path, folders=[]).prepare([dataclasses.replace(spec, file="gone.cu")])
+
+
+def test_the_key_follows_the_source_and_the_constants(monkeypatch):
+    spec = small().spec
+    other = dataclasses.replace(spec, constants=(("ADD", 1), *spec.constants[1:]))
+    keys = {store.spec_key(spec, 90), store.spec_key(spec, 100), store.spec_key(other, 90)}
+    monkeypatch.setattr(store, "cuda_source", lambda module, file: "// changed")
+    assert len(keys | {store.spec_key(spec, 90)}) == 4
+
+
+def test_parameters_end_with_the_last_argument():
+    tensor = Tensor(0x1000, (4,), bfloat16, Device("null"))
+    record = launch_cuda("m", "f.cu", "f", (1,), {"x": tensor, "n": 3, "eps": 0.5}, {}, threads=32, shared=0)
+    parameters = Parameters(record.spec)
+    parameters.pack(record.args, lambda t: t.ptr, lambda *a: b"")
+    at = list((ctypes.c_uint64 * 3).from_address(parameters.params))
+    assert [a - at[0] for a in at] == [0, 8, 12]
+    with pytest.raises(IndexError):
+        parameters.read(3, 8)
+
+
+def test_a_tensor_that_bulk_copies_cannot_read_is_refused():
+    odd = Tensor(0x1008, (4,), bfloat16, Device("null"))
+    with pytest.raises(LaunchError, match="multiples of 16 bytes"):
+        launch_cuda("m", "f.cu", "f", (1,), {"x": odd}, {}, threads=32, shared=0)
+
+
+def test_an_early_launch_says_so_to_the_driver(arena, monkeypatch):
+    cu = pytest.importorskip("cuda.bindings.driver")
+    calls = []
+
+    def launch(config, function, parameters, extra):
+        calls.append((config, function))
+        return (0,)
+
+    fake = types.SimpleNamespace(
+        cuModuleLoadData=lambda image: (0, 7),
+        cuModuleGetFunction=lambda module, name: (0, name),
+        cuFuncSetAttribute=lambda function, attribute, value: calls.append((int(attribute), value)) or (0,),
+        cuLaunchKernelEx=launch,
+        **{
+            name: getattr(cu, name)
+            for name in ("CUlaunchAttribute", "CUlaunchAttributeID", "CUlaunchConfig", "CUfunction_attribute")
+        },
+    )
+    monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
+    kernel = store.Compiled(b"ELF", "gemv_ring", 100_000, 11, 1, ())
+    driver = CudaDriver(
+        types.SimpleNamespace(shared_memory_per_block=227 << 10),
+        types.SimpleNamespace(handle=5),
+        types.SimpleNamespace(get=lambda spec: kernel),
+    )
+    x, gain = arena.alloc((1, 2560), bfloat16), arena.alloc((2560,), bfloat16)
+    weight, out = arena.alloc((6144, 2560), bfloat16), arena.alloc((1, 6144), bfloat16)
+    norm_linear(
+        LaunchPack(RINGS, driver, None, None), out=out, x=x, norm_weight=gain, weight=weight, eps=1e-6
+    )
+    attributes, ((config, function),) = calls[:2], calls[2:]
+    names = cu.CUfunction_attribute
+    assert attributes == [
+        (names.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 100_000),
+        (names.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+    ]
+    assert function == b"gemv_ring"
+    assert (config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream)) == (
+        132,
+        352,
+        100_000,
+        5,
+    )
+    (early,) = config.attrs
+    assert early.id == cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert early.value.programmaticStreamSerializationAllowed == 1
+
+
+def test_the_interpreter_refuses_it():
+    record = small()
+    with pytest.raises(LaunchError, match=r"the interpreter has no ring\.cu"):
+        InterpDriver().launch(record.spec, record.grid, Parameters(record.spec), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gain_dtype", [bfloat16, float32])
+def test_rings_agree_with_the_reference_and_repeat_their_bits(gpu, normal, gain_dtype):
+    target, driver, device, stream = gpu
+    if target.arch != 90:
+        pytest.skip("rings are for sm_90")
+    target = Target(target.arch, target.num_sms, gpu=target.gpu, nvrtc=True)
+    hidden, qkv, heads, inter = 1024, 1040, 2048, 3072
+    x, gain = normal(1, hidden), (1 + normal(hidden, scale=0.1).astype(float32)).astype(gain_dtype)
+    normed = {"x": x, "norm_weight": gain, "eps": 1e-6}
+    cases = [
+        (norm_linear, "out", {"out": normal(1, qkv), **normed, "weight": normal(qkv, hidden, scale=0.03)}),
+        (linear_add, "x", {"x": x, "h": normal(1, heads), "weight": normal(hidden, heads, scale=0.02)}),
+        (gate_up_silu, "out",
+         {"out": normal(1, inter), **normed, "weight": normal(2 * inter, hidden, scale=0.03)}),
+        (linear_add, "x", {"x": x, "h": normal(1, inter), "weight": normal(hidden, inter, scale=0.02)}),
+    ]  # fmt: skip
+    for op, written, args in cases:
+        found = []
+        for _ in range(2):
+            tensors = {n: to_device(v, device) if isinstance(v, np.ndarray) else v for n, v in args.items()}
+            assert [type(command.spec) for command in op.plan(target, tensors)] == [CudaSpec]
+            op(LaunchPack(target, driver, None, None), **tensors)
+            stream.synchronize()
+            found.append(np.array(tensors[written].numpy()))
+        np.testing.assert_array_equal(found[0], found[1])
+        want = run_reference(op, args)[written].astype(float32)
+        # The reference rounds normalised values; a ring rounds none.
+        assert np.linalg.norm(found[0].astype(float32) - want) < 1e-2 * np.linalg.norm(want), op
+
+
+def to_device(array, device):
+    tensor = Tensor.empty(array.shape, array.dtype, device)
+    tensor.copy_from(array)
+    return tensor
