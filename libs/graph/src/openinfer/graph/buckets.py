@@ -9,7 +9,8 @@ from typing import NamedTuple
 from openinfer.graph.steps import bucket_for
 
 LONE_TOKENS = 128
-"""A lone row of at most this many tokens has segments of its own, so that its attention is split over the whole GPU."""
+"""A lone row of at most this many tokens has segments of its own, so that its attention is split over the whole GPU.
+Powers of two and the largest step have them too: no kernel for decode rows runs there in vain."""
 
 
 class Shape(NamedTuple):
@@ -82,7 +83,7 @@ class Buckets:
             for tokens in reversed(self.mixed_tokens):
                 rows = [n for n in reversed(self.mixed_rows) if n <= tokens]
                 yield from (Shape(tokens, n, tokens, drafts) for n in rows)
-                if tokens <= LONE_TOKENS and 1 not in rows:
+                if self._has_lone(tokens) and 1 not in rows:
                     yield Shape(tokens, 1, tokens, drafts)
         for drafts in (0, *self.draft_levels):
             for n in reversed(self.decode_rows):
@@ -104,6 +105,10 @@ class Buckets:
                 return Shape(bucket * (1 + level), bucket, 1 + level, level)
         num_rows = bucket_for(self.mixed_rows, rows)
         num_tokens = bucket_for(self.mixed_tokens, max(tokens, num_rows))
-        if rows == 1 and bucket_for(self.mixed_tokens, tokens) <= LONE_TOKENS:
+        if rows == 1 and self._has_lone(bucket_for(self.mixed_tokens, tokens)):
             num_rows, num_tokens = 1, bucket_for(self.mixed_tokens, tokens)
         return Shape(num_tokens, num_rows, num_tokens, most)
+
+    def _has_lone(self, tokens: int) -> bool:
+        """Whether a lone row has a shape of this many tokens."""
+        return tokens <= LONE_TOKENS or tokens & (tokens - 1) == 0 or tokens == self.max_tokens

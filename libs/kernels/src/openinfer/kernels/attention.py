@@ -338,10 +338,11 @@ def new_tokens(
 ) -> Launch:
     """All of a decode step's attention: `new` has qkv, q_norm, k_norm and cos_sin; `left_out` the norms that are None.
 
-    Rows that fill the GPU have a part each, and long ones among them share SPARE_PARTS more; else each has its parts.
+    Rows that fill the GPU have a part each. If a row can be longer than a part, long ones share SPARE_PARTS more. Where
+    rows do not fill it, each has its parts.
     """
     group, merged = call.group, power_of_two(call.group)
-    filling = choice.part_size == LARGE_PART
+    filling = choice.part_size == LARGE_PART and choice.splits > 1
     items = (call.rows + SPARE_PARTS, 1) if filling else (call.rows, choice.splits)
     parts = (call.kv_heads, math.prod(items), group)
     args = {
