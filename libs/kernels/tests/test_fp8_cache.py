@@ -19,8 +19,10 @@ from openinfer.kernels import (
     norm_rope_attend,
     qk_norm_rope_write,
 )
+from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.formats import q8_codes, q8_values
 from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.ops import attend as attend_module
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 
@@ -408,3 +410,14 @@ def test_prompts_take_the_kernel_for_any_gpu(rng, normal):
     pack = NullPack(dataclasses.replace(H200))
     norm_rope_attend(pack, **as_tensors(step(rng, normal, [600], [0], dim=128)))
     assert "attend_prompt" not in {spec.function for spec in pack.specs()}
+
+
+def test_other_launches_of_a_case_have_the_same_parameters() -> None:
+    target = Target(90, 132)
+    for case in (
+        one for one in attend_module.cases(Memory(Device("null"))) if one.name.endswith("decode 1 x 1024")
+    ):
+        (chosen,) = case.op.plan(target, case.args[0])
+        for _, commands in attend_module.variants(target, case):
+            (other,) = commands(case.args[0])
+            assert other.spec.signature == chosen.spec.signature

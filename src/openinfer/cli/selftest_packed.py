@@ -26,6 +26,13 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 1024, "tie_word_embeddings": False,
 }  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+ROWS = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {**FLOAT8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**FLOAT8, "strategy": "token", "dynamic": True},
+    }},
+}  # fmt: skip
 INT4 = {
     "quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
         "targets": ["Linear"], "weights": {
@@ -46,7 +53,7 @@ FORMATS = {
     "INT4 with zero points": Format(INT4),
     "FP8 in blocks": Format(BLOCKS, {"activation_quantization": "off"}),
     "FP8 in blocks, activations too": Format(BLOCKS),
-    "FP8 by row, activations too": Format(None, {"quantization": "fp8"}),
+    "FP8 by row, activations too": Format(ROWS),
     "FP8 cache": Format(None, {"kv_cache_dtype": "fp8"}),
 }
 

@@ -87,6 +87,15 @@ def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
     return Tile(max(16, power_of_two(group)), keys, 4, stages)
 
 
+def coded_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
+    """short_tile for an FP8 cache: its codes are unpacked between two barriers a block. So larger blocks are better
+    where there are more programs than SMs."""
+    tile = short_tile(target, programs, group, dim)
+    if dim <= 128 and _stages(target, dim) == 5 and programs > target.num_sms:
+        return Tile(tile.bm, 128, 8 if programs <= 2 * target.num_sms else 4, 3)
+    return tile
+
+
 def long_tile(target: Target, group: int, dim: int) -> Tile:
     """The tile for rows of many tokens."""
     if dim <= 128 and _stages(target, dim) == 5:
@@ -225,6 +234,8 @@ class Choice:
     num_sms: int
     only_long: bool = False
     """Whether rows of few tokens take the kernel of the others."""
+    pairs: bool = False
+    """Whether codes of an FP8 cache become numbers by assembly."""
 
 
 def choose(target: Target, call: Call) -> Choice:
@@ -234,10 +245,12 @@ def choose(target: Target, call: Call) -> Choice:
         "kv_scales" not in call.args or target.arch >= FP8_ARCH,
         f"the cache is FP8; that takes sm_{FP8_ARCH} or newer, and this is sm_{target.arch}",
     )
-    short = short_tile(target, call.rows * call.kv_heads, call.group, call.dim)
+    of_short = short_tile if "kv_scales" not in call.args else coded_tile
+    short = of_short(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
-    return Choice(short, long, *parts, target.num_sms, only_long=target.batch_invariant)
+    pairs = "kv_scales" in call.args and target.arch >= 90 and not target.interpreted
+    return Choice(short, long, *parts, target.num_sms, only_long=target.batch_invariant, pairs=pairs)
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -273,7 +286,7 @@ def _long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
         "attend_long",
         (call.kv_heads, tiles),
         {**call.args, "rows": call.rows, "tokens": call.tokens, "short": short},
-        {**call.constants(tile), **call.without},
+        {**call.constants(tile), **call.without, "PAIRS": choice.pairs},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -327,6 +340,7 @@ def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: i
             "MR": merged,
             "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
             **call.without,
+            "PAIRS": choice.pairs,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -367,6 +381,7 @@ def new_tokens(
         "SEARCH": power_of_two(call.rows) if filling else 0,
         **left_out,
         **call.without,
+        "PAIRS": choice.pairs,
     }
     tile = choice.short
     grid = (call.kv_heads, *items)

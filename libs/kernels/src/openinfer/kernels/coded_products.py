@@ -22,8 +22,8 @@ from openinfer.kernels.launch import (
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
-FEW_TOKENS = 256
-"""Tokens up to which the time is that of reading the weights. With more, cuBLASLt takes the codes."""
+FEW_TOKENS, FEW_IN_BLOCKS = 128, 64
+"""Tokens up to which the kernel here is faster than cuBLASLt: with scales of tokens and rows, and of blocks."""
 CUBLAS_WORKSPACE = 32 << 20
 
 _DEVICE = "openinfer.kernels.device.coded_linear"
@@ -67,7 +67,7 @@ def tile(target: Target, tokens: int, n: int, k: int, *, sets: int = 1) -> Tile:
     if target.batch_invariant:
         return Tile(64, 16, 1)
     bm = min(64, max(16, power_of_two(tokens)))
-    rows = 128 if tokens > FEW_TOKENS and sets == 1 else 64
+    rows = 128 if tokens > 256 and sets == 1 else 64
     programs, blocks, split = -(-n // rows) * -(-tokens // bm), -(-k // SCALE_BLOCK), 1
     fill = (2.0 if bm == 16 else 1.0) * target.num_sms
     while split < 8 and blocks >= 8 * split:
@@ -133,7 +133,8 @@ def for_cublas(target: Target, tokens: int, weight: Tensor, scales: Tensor, *, g
     (n, k), whole = weight.shape, of_rows(weight, scales)
     fits = whole or (k % (4 * SCALE_BLOCK) == 0 and not (gated and n // 2 % SCALE_BLOCK))
     fits = fits and tokens % 16 == 0 and k % 16 == 0
-    return target.cublas and tokens > FEW_TOKENS and fits and not target.batch_invariant
+    few = FEW_TOKENS if whole else FEW_IN_BLOCKS
+    return target.cublas and tokens > few and fits and not target.batch_invariant
 
 
 def _project(

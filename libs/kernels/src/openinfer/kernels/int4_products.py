@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.launch import Aligned, Arg, Command, Scratch, launch
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
-FEW_TOKENS = 256
+FEW_TOKENS = 64
 """Tokens up to which the codes are unpacked in the product. With more tokens each code would be unpacked for several
 tiles, and a product of bf16 weights costs less, with the pass that makes them."""
 
 _DEVICE = "openinfer.kernels.device.int4"
-_ROWS = 64
+PACKED_GROUP = 128
+"""Columns of a group whose codes go to the tensor cores without a detour through shared memory."""
 
 
 def few(
@@ -23,26 +26,52 @@ def few(
     if x.dtype != bfloat16:
         raise ContractError(f"x is {x.dtype.name}; products of INT4 weights on a GPU are of bfloat16")
     (m, n), k = out.shape, x.shape[1]
-    group = k // words.shape[1]
-    bm = min(64, max(16, 1 << (m - 1).bit_length()))
-    columns, tiles, split = -(-n // _ROWS), -(-m // bm), 1
-    while split < 8 and split * columns * tiles <= target.num_sms and k // group >= 4 * split:
-        split *= 2
+    tile, group = few_tile(target, m, n, k), k // words.shape[1]
+    columns, tiles = -(-n // tile.rows), -(-m // tile.bm)
     args: dict[str, Arg] = {
         "out": out,
         "x": x,
         "weight": weight,
         "words": words,
-        "partial": Scratch((split, m, n) if split > 1 else (1,), float32),
-        "counter": Scratch((columns * tiles if split > 1 else 1,), int32, zeroed=True),
+        "partial": Scratch((tile.split, m, n) if tile.split > 1 else (1,), float32),
+        "counter": Scratch((columns * tiles if tile.split > 1 else 1,), int32, zeroed=True),
         "M": m,
         "N": Aligned(n),
         "K": Aligned(k),
     }
-    constants = {"BM": bm, "BN": _ROWS, "GROUP": group, "SPLIT": split, "ADD": add}
-    return launch(
-        _DEVICE, "project_int4", (columns, split, tiles), args, constants, num_warps=4, num_stages=4
-    )
+    grid, sizes = (columns, tile.split, tiles), {"num_warps": tile.warps, "num_stages": tile.stages}
+    constants = {"BM": tile.bm, "SPLIT": tile.split, "ADD": add}
+    if group != PACKED_GROUP:
+        constants |= {"BN": tile.rows, "GROUP": group}
+        return launch(_DEVICE, "project_int4", grid, args, constants, **sizes)
+    args["weight"] = weight.view_as(int32)
+    constants |= {
+        "ROWS": tile.rows,
+        "WARPS": tile.warps,
+        "PAIRS": target.arch >= 90 and not target.interpreted,
+    }
+    return launch(_DEVICE, "project_int4_packed", grid, args, constants, **sizes)
+
+
+class Tile(NamedTuple):
+    """Rows of the weight and tokens at a time, and how many programs share the groups."""
+
+    rows: int
+    bm: int
+    split: int
+    warps: int = 4
+    stages: int = 4
+
+
+def few_tile(target: Target, m: int, n: int, k: int) -> Tile:
+    """The tile of `few`, as measured on an H200 for the weights of Qwen3-4B. K is split until the programs fill the GPU
+    once, and twice with up to 32 tokens."""
+    bm = min(64, max(16, 1 << (m - 1).bit_length()))
+    rows = 128 if bm == 16 and n >= 128 * target.num_sms else 64
+    programs, split, fill = -(-n // rows) * -(-m // bm), 1, (2 if bm <= 32 else 1) * target.num_sms
+    while split < 8 and split * programs <= fill and k // PACKED_GROUP >= 4 * split:
+        split *= 2
+    return Tile(rows, bm, split)
 
 
 def widened(out: Scratch, weight: Tensor, words: Tensor) -> Command:

@@ -64,6 +64,26 @@ def cache_scales(scales, table, n, stop, page_stride, PAGE: tl.constexpr, BN: tl
     return e8m0(tl.where(n + tl.arange(0, BN) < stop, byte, 127))
 
 
+WIDE = tl.constexpr("""{
+.reg .b32 a, b, c;
+mov.b32 c, 0x7B807B80;
+prmt.b32 a, $2, 0, 0x1404; shr.u32 b, a, 4; and.b32 b, b, 0x07F007F0; lop3.b32 a, a, 0x80008000, b, 0xEA;
+mul.bf16x2 $0, a, c;
+prmt.b32 a, $2, 0, 0x3424; shr.u32 b, a, 4; and.b32 b, b, 0x07F007F0; lop3.b32 a, a, 0x80008000, b, 0xEA;
+mul.bf16x2 $1, a, c;
+}""")
+"""Four e4m3 codes as bf16: sign to bit 15, the others to bits 10 to 4, times 2^120."""
+
+
+@triton.jit
+def numbers(loaded, dtype: tl.constexpr, PAIRS: tl.constexpr):
+    """Values that were loaded from the cache, as numbers of `dtype`. PAIRS: codes become bf16 by assembly. It must not
+    be pure, because the compiler would move it behind a load from shared memory byte by byte."""
+    if PAIRS:
+        return tl.inline_asm_elementwise(WIDE, "=r,=r,r", [loaded], dtype=tl.bfloat16, is_pure=False, pack=4)
+    return loaded.to(dtype)
+
+
 @triton.jit
 def _seen(n, position, window, stop, BN: tl.constexpr):
     """Which of the keys n to n + BN - 1, before `stop`, are seen from each position: [BM, BN]."""
@@ -105,6 +125,7 @@ def attend_long(
     out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, rows, tokens, short,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Rows of more than `short` tokens, and zeros for the tokens after the last row.
 
@@ -153,17 +174,19 @@ def attend_long(
     acc = tl.zeros((BM, D), tl.float32)
     for n in range(low, whole, BN):
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
-        score = tl.dot(query, tl.trans(tl.load(key + where).to(query.dtype)))
-        v = tl.load(value + where).to(query.dtype)
+        score = tl.dot(query, tl.trans(numbers(tl.load(key + where), query.dtype, PAIRS)))
+        v = numbers(tl.load(value + where), query.dtype, PAIRS)
         m, l, acc = add_block(
             m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
         )
     for n in range(whole, stop, BN):
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
-        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0).to(query.dtype)))
+        score = tl.dot(
+            query, tl.trans(numbers(tl.load(key + where, mask=written, other=0.0), query.dtype, PAIRS))
+        )
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        v = tl.load(value + where, mask=written, other=0.0).to(query.dtype)
+        v = numbers(tl.load(value + where, mask=written, other=0.0), query.dtype, PAIRS)
         m, l, acc = add_block(
             m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
         )
@@ -201,7 +224,7 @@ def attend_short(
     out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, partial, weight, arrived, tokens, short, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MR: tl.constexpr, MERGE: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Rows of at most `short` tokens, their keys in parts of at least `part_size`; the last part to arrive merges them.
     Also zeros for the tokens from the last row's end to `tokens`. Grid (rows, key heads, parts at most).
@@ -250,9 +273,11 @@ def attend_short(
     for n in range(begin, stop, BN):
         where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
         written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
-        score = tl.dot(query, tl.trans(tl.load(key + where, mask=written, other=0.0).to(query.dtype)))
+        score = tl.dot(
+            query, tl.trans(numbers(tl.load(key + where, mask=written, other=0.0), query.dtype, PAIRS))
+        )
         score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        v = tl.load(value + where, mask=written, other=0.0).to(query.dtype)
+        v = numbers(tl.load(value + where, mask=written, other=0.0), query.dtype, PAIRS)
         m, l, acc = add_block(
             m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
         )

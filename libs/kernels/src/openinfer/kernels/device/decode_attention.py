@@ -14,6 +14,7 @@ from openinfer.kernels.device.attention import (
     add_block,
     cache_places,
     merge_parts,
+    numbers,
     pair_places,
 )
 from openinfer.kernels.device.formats import e4m3, e8m0, q8_exponent
@@ -82,6 +83,7 @@ def attend_new(
     table_width, page_stride, window, scale, eps, partial, weight, arrived, tokens, rows, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MR: tl.constexpr, MERGE: tl.constexpr, WINDOWED: tl.constexpr, SEARCH: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One token a row. A row's keys are dealt to its parts in turn, BN at a time; the last part to arrive merges them.
     Also zeros for the tokens after the last row.
@@ -152,13 +154,14 @@ def attend_new(
         where = cache_places(table, n, before, page_stride, D, PAGE, BN)[:, None]
         number = n + tl.arange(0, BN)
         cached = (number < before)[:, None]  # what was never written may be NaN
-        score = tl.dot(qa, tl.trans(tl.load(key + where, mask=cached, other=0.0).to(qa.dtype)))
-        score = tl.dot(qb, tl.trans(tl.load(key + HALF + where, mask=cached, other=0.0).to(qb.dtype)), score)
+        score = tl.dot(qa, tl.trans(numbers(tl.load(key + where, mask=cached, other=0.0), qa.dtype, PAIRS)))
+        other = numbers(tl.load(key + HALF + where, mask=cached, other=0.0), qb.dtype, PAIRS)
+        score = tl.dot(qb, tl.trans(other), score)
         seen = number < before
         if WINDOWED:
             seen = seen & (number > before - window)
         score = tl.where(seen[None, :], score, HIDDEN)
-        v = tl.load(value + where, mask=cached, other=0.0).to(qa.dtype)
+        v = numbers(tl.load(value + where, mask=cached, other=0.0), qa.dtype, PAIRS)
         m, l, acc = add_block(
             m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, before, page_stride, PAGE, BN
         )

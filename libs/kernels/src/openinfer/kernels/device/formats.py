@@ -160,7 +160,7 @@ def packed_order(value, FP4: tl.constexpr):
 
 
 @triton.jit
-def _operand(a, b, c, d, WARPS: tl.constexpr):
+def packed_operand(a, b, c, d, WARPS: tl.constexpr):
     """The four numbers of each word, [l = 0, h = 0], [0, 1], [1, 0], [1, 1], as a left operand."""
     rows: tl.constexpr = a.shape[0]
     x = tl.join(tl.join(a, c), tl.join(b, d))  # [row, word, l, h]
@@ -202,7 +202,7 @@ def fp4_operand(words, exponents, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS
         scale = ((exponents + 126) << 23).to(tl.float32, bitcast=True)
         a, b = _fp4(words, scale, 2 * HALF), _fp4(words, scale, 2 * HALF + 1)
         c, d = _fp4(words, scale, 2 * HALF + 4), _fp4(words, scale, 2 * HALF + 5)
-    return _operand(a, b, c, d, WARPS)
+    return packed_operand(a, b, c, d, WARPS)
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def float8_operand(words, exponents, PAIRS: tl.constexpr, WARPS: tl.constexpr):
         scale = ((exponents + 120) << 23).to(tl.float32, bitcast=True)
         a, c = _float8(words, scale, 0), _float8(words, scale, 1)
         b, d = _float8(words, scale, 2), _float8(words, scale, 3)
-    return _operand(a, b, c, d, WARPS)
+    return packed_operand(a, b, c, d, WARPS)
 
 
 @triton.jit

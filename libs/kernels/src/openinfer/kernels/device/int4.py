@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from openinfer.kernels.device.formats import operand_row, packed_operand
+
 
 @triton.jit
 def number(code):
@@ -43,6 +45,26 @@ def _store(out, acc, inside, ADD: tl.constexpr):
 
 
 @triton.jit
+def _sum_parts(out, partial, counter, acc, token, row, M, N, SPLIT: tl.constexpr, ADD: tl.constexpr):
+    """Store acc [tokens, rows] of the weight; with several parts of K the last program stores the sum of all."""
+    inside = (token < M)[:, None] & (row < N)[None, :]
+    place = token.to(tl.int64)[:, None] * N + row[None, :]
+    if SPLIT == 1:
+        _store(out + place, acc, inside, ADD)
+    else:
+        size = M.to(tl.int64) * N
+        tl.store(partial + tl.program_id(1) * size + place, acc, mask=inside)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        ours = counter + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(ours, 1, sem="acq_rel") == SPLIT - 1:
+            acc = tl.zeros(acc.shape, tl.float32)
+            for part in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
+                acc += tl.load(partial + part * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            _store(out + place, acc, inside, ADD)
+            tl.store(ours, 0)
+
+
+@triton.jit
 def project_int4(
     out, x, weight, words, partial, counter, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr,
@@ -65,21 +87,70 @@ def project_int4(
     first = tl.program_id(1) * steps
     end = tl.minimum(first + steps, K // GROUP)
     acc = tl.trans(sum_of_groups(of_codes, of_words, of_x, first, end, GROUP, BN, BM))
-    inside = (token < M)[:, None] & (row < N)[None, :]
-    place = token.to(tl.int64)[:, None] * N + row[None, :]
-    if SPLIT == 1:
-        _store(out + place, acc, inside, ADD)
+    _sum_parts(out, partial, counter, acc, token, row, M, N, SPLIT, ADD)
+
+
+CODES = tl.constexpr("""{
+.reg .b32 t, a;
+prmt.b32 t, $4, 0, $6;
+lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA; sub.bf16x2 a, a, $5; mov.b32 {$0, $2}, a;
+shr.u32 t, t, 4;
+lop3.b32 a, t, 0x000F000F, 0x43004300, 0xEA; sub.bf16x2 a, a, $5; mov.b32 {$1, $3}, a;
+}""")
+"""Two bytes of a word as four bf16: 128 + code, less 128 + zero point."""
+
+
+@triton.jit
+def int4_operand(words, zeros, HALF: tl.constexpr, PAIRS: tl.constexpr, WARPS: tl.constexpr):
+    """Half of a group of 128 columns as a left operand [ROWS, 64] of bf16, less the zero points.
+
+    words int32 [ROWS, 16], of rows in the order of formats.operand_row; zeros int32 of the same shape. Place 16q + 8h +
+    2c + l is of word 4c + q, byte 2 HALF + l, its low or high half (h): column 32c + 16h + 4q + 2 HALF + l. PAIRS: by
+    assembly on pairs of bf16, for sm_90 and up.
+    """
+    if PAIRS:
+        a, b, c, d = tl.inline_asm_elementwise(
+            CODES, "=h,=h,=h,=h,r,r,n", [words, (zeros | 0x4300) * 0x10001, 0x4342 if HALF else 0x4140],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+        )  # fmt: skip
     else:
-        size = M.to(tl.int64) * N
-        tl.store(partial + tl.program_id(1) * size + place, acc, mask=inside)
-        tl.debug_barrier()  # every thread's part is written before one of them says so
-        ours = counter + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(ours, 1, sem="acq_rel") == SPLIT - 1:
-            acc = tl.zeros((BM, BN), tl.float32)
-            for part in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
-                acc += tl.load(partial + part * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            _store(out + place, acc, inside, ADD)
-            tl.store(ours, 0)
+        two, zero = words >> (16 * HALF), number(zeros)
+        a, b = number(two & 15) - zero, number(two >> 4 & 15) - zero
+        c, d = number(two >> 8 & 15) - zero, number(two >> 12 & 15) - zero
+    return packed_operand(a, b, c, d, WARPS)
+
+
+@triton.jit
+def project_int4_packed(
+    out, x, weight, words, partial, counter, M, N, K,
+    BM: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, WARPS: tl.constexpr, ADD: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """project_int4 for groups of 128 columns, weight int32 [N, K / 8]: codes go from memory to the place in the operand
+    that their own thread holds. WARPS: the launch's. Grid (cdiv(N, ROWS), SPLIT, cdiv(M, BM))."""
+    on = tl.program_id(0) * ROWS
+    row = on + tl.arange(0, ROWS)
+    token = tl.program_id(2) * BM + tl.arange(0, BM)
+    place = tl.arange(0, 64)
+    column = 32 * (place // 2 % 4) + 16 * (place // 8 % 2) + 4 * (place // 16) + place % 2
+    # Pairs of columns stay together, which is as little as can be copied in the background.
+    column = tl.max_contiguous(tl.multiple_of(column, [2]), [2])
+    of_x = x + tl.minimum(token, M - 1).to(tl.int64)[None, :] * K + column[:, None]
+    packed = tl.minimum(on + operand_row(tl.arange(0, ROWS), WARPS), N - 1).to(tl.int64)
+    groups = K // 128
+    of_codes = weight + packed[:, None] * (K // 8) + tl.arange(0, 16)[None, :]
+    of_zeros = words + packed * groups
+    of_scales = words + tl.minimum(row, N - 1).to(tl.int64) * groups
+    steps = tl.cdiv(groups, SPLIT)
+    first = tl.program_id(1) * steps
+    acc = tl.zeros((ROWS, BM), tl.float32)
+    for group in range(first, tl.minimum(first + steps, groups)):
+        codes = tl.load(of_codes + group * 16)
+        zeros = (tl.load(of_zeros + group) & 15)[:, None] + tl.zeros_like(codes)
+        total = tl.dot(int4_operand(codes, zeros, 0, PAIRS, WARPS), tl.load(of_x + group * 128))
+        total = tl.dot(int4_operand(codes, zeros, 1, PAIRS, WARPS), tl.load(of_x + group * 128 + 2), total)
+        acc += total * scale_of(tl.load(of_scales + group))[:, None]
+    _sum_parts(out, partial, counter, tl.trans(acc), token, row, M, N, SPLIT, ADD)
 
 
 @triton.jit

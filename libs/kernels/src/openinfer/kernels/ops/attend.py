@@ -123,6 +123,10 @@ def require_attention(dtype: np.dtype[Any], dim: int, page_size: int) -> None:
     )
 
 
+TENSORS = ("out", "q", "kv", "kv_scales", "slots", "q_starts", "seq_lens", "alive", "block_tables")
+"""The tensors of a call in the order of the kernels' parameters."""
+
+
 def _launches(
     target: Target,
     *,
@@ -140,18 +144,8 @@ def _launches(
     max_q_len: int,
 ) -> Iterator[Command]:
     require_attention(q.dtype, q.shape[2], kv.shape[3])
-    tensors = {
-        "out": out,
-        "q": q,
-        "kv": kv,
-        "kv_scales": kv_scales,
-        "slots": slots,
-        "q_starts": q_starts,
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "block_tables": block_tables,
-    }
-    call = Call.of(tensors, scale, window)
+    given = (out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables)
+    call = Call.of(dict(zip(TENSORS, given, strict=True)), scale, window)
     yield from launches(call, choose(target, call), max_q_len)
 
 
@@ -207,8 +201,7 @@ def variants(target: Target, case: Case) -> Iterator[tuple[str, Commands]]:
     args = case.args[0]
 
     def call(args: Mapping[str, Any]) -> Call:
-        tensors = {name: value for name, value in args.items() if isinstance(value, Tensor)}
-        return Call.of(tensors, args["scale"], args["window"])
+        return Call.of({name: args.get(name) for name in TENSORS}, args["scale"], args["window"])
 
     plain = choose(target, call(args))
     others: dict[str, Choice] = {}

@@ -14,6 +14,7 @@ from openinfer.kernels.device.attention import (
     add_block,
     cache_places,
     merge_parts,
+    numbers,
     pair_places,
 )
 from openinfer.kernels.device.decode_attention import write_codes, write_scale
@@ -55,7 +56,7 @@ def attend_gated(
     out, kv, kv_scales, qkv, q_norm, k_norm, cos_sin, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, scale, eps, partial, weight, arrived, tokens, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr,
+    BN: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """One token a row. A row's keys are dealt to its parts in turn, BN at a time; the last part to arrive merges them.
     Also zeros for the tokens after the last row. Grid (rows, key heads, parts at most).
@@ -101,9 +102,9 @@ def attend_gated(
         where = cache_places(table, n, before, page_stride, D, PAGE, BN)[:, None]
         number = n + tl.arange(0, BN)
         cached = (number < before)[:, None]  # what was never written may be NaN
-        score = tl.dot(q, tl.trans(tl.load(key + where, mask=cached, other=0.0).to(q.dtype)))
+        score = tl.dot(q, tl.trans(numbers(tl.load(key + where, mask=cached, other=0.0), q.dtype, PAIRS)))
         score = tl.where((number < before)[None, :], score, HIDDEN)
-        v = tl.load(value + where, mask=cached, other=0.0).to(q.dtype)
+        v = numbers(tl.load(value + where, mask=cached, other=0.0), q.dtype, PAIRS)
         m, l, acc = add_block(
             m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, before, page_stride, PAGE, BN
         )

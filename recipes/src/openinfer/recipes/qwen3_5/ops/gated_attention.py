@@ -169,6 +169,7 @@ def _decode(
         "MR": merged,
         "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
         **call.without,
+        "PAIRS": choice.pairs,
     }
     return launch(
         "openinfer.recipes.qwen3_5.device.gated_attention",
