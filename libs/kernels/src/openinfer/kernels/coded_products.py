@@ -125,7 +125,8 @@ def coded_product(
         workspace = Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8))
         return Matmul(out, x.codes, weight, workspace, add, scales=(x.scales, scales))
     sets = 2 if gated else 1
-    return _project(tile(target, tokens, n // sets, k, sets=sets), out, x, weight, scales, add, gated)
+    stride = tokens if target.batch_invariant else aligned(tokens)  # a mark would make a kernel of its own
+    return _project(tile(target, tokens, n // sets, k, sets=sets), out, x, weight, scales, add, gated, stride)
 
 
 def for_cublas(target: Target, tokens: int, weight: Tensor, scales: Tensor, *, gated: bool) -> bool:
@@ -145,7 +146,9 @@ def _project(
     scales: Tensor,
     add: bool,
     gated: bool,
+    stride: Aligned | int,
 ) -> Launch:
+    """`stride`: of the scales of a block of columns, in tokens."""
     (tokens, n), k = out.shape, weight.shape[1]
     rows, bm, split, warps, stages = tile
     grid = (-(-n // rows), split, -(-tokens // bm))
@@ -160,7 +163,7 @@ def _project(
         "M": tokens,
         "N": Aligned(n),
         "K": Aligned(k),
-        "TOKENS": aligned(tokens),
+        "TOKENS": stride,
     }
     constants = {"BM": bm, "ROWS": rows, "SPLIT": split, "BLOCKS": not of_rows(weight, scales)}
     constants |= {"EVEN": k % SCALE_BLOCK == 0, "ADD": add, "GATED": gated}
@@ -181,7 +184,7 @@ def _sizes(made: Coded, x_scale: Tensor | None, width: int, tokens: int) -> dict
     return {
         "x_scale": made.scales if x_scale is None else x_scale,
         "width": aligned(width),
-        "TOKENS": aligned(tokens),
+        "TOKENS": tokens,
     }
 
 

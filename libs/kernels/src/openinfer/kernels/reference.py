@@ -24,7 +24,8 @@ def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
 def matmul_nt(x: Array, weight: Array) -> Array:
     """x[M, K] @ weight[N, K]^T in float32, with each row's result independent of the other rows and of M.
 
-    BLAS picks kernels by shape, so rows go through products of one fixed shape, ROW_TILE rows at a time.
+    BLAS picks kernels by shape, so rows go through products of one fixed shape, ROW_TILE rows at a time. The weight is
+    the left operand, because BLAS takes less time for a tall one.
     """
     x, weight = f32(x), f32(weight)
     out = np.empty((x.shape[0], weight.shape[0]), np.float32)
@@ -32,7 +33,7 @@ def matmul_nt(x: Array, weight: Array) -> Array:
     for start in range(0, x.shape[0], ROW_TILE):
         rows = x[start : start + ROW_TILE]
         tile[: len(rows)] = rows
-        out[start : start + len(rows)] = (tile @ weight.T)[: len(rows)]
+        out[start : start + len(rows)] = (weight @ tile.T).T[: len(rows)]
     return out
 
 
