@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import statistics
 import sys
@@ -24,7 +25,7 @@ from openinfer.kernels import NullPack, gather_columns
 from openinfer.kernels.exchange import Normed, columns_of_ranks, sum_by
 from openinfer.kernels.exchange_tuner import CALLS, EPS, WAYS, ExchangeRank, other_ranks
 from openinfer.kernels.reference import rms_norm
-from openinfer.kernels.tuning import NCCL
+from openinfer.kernels.tuning import NCCL, Exchange
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32
 
 VOCABULARY = 151936
@@ -189,6 +190,7 @@ def measured(rank: ExchangeRank) -> Iterator[tuple[str, list[float]]]:
                     f"sum{' and norm' if norm else ''}, {name}, {rows} rows, {2 * rows * rank.width >> 10} KB"
                 )
                 yield what, timed(rank, partial(rank.sum, way, x[:rows], y[:rows], norm))
+    yield from behind(rank, x, y)
     for rows in (1, 8, 32, 128):
         part = rank.tensor(rows, VOCABULARY // rank.size, dtype=float32)
         wide = rank.tensor(rows, VOCABULARY, dtype=float32)
@@ -196,6 +198,22 @@ def measured(rank: ExchangeRank) -> Iterator[tuple[str, list[float]]]:
             commands = list(columns_of_ranks(how, wide, part, rank.size))
             work = partial(rank.pack.submit, "columns", commands)
             yield f"columns of logits, {name}, {rows} rows", timed(rank, work)
+
+
+def behind(rank: ExchangeRank, x: Tensor, y: Tensor) -> Iterator[tuple[str, list[float]]]:
+    """Sums after a memset of 64 MB, on both ranks or by turns on one. That one comes late then, as in a step. The times
+    are the same if a wait costs nothing else."""
+    work, calls = rank.tensor(64 << 20, dtype=np.dtype(np.uint8)), itertools.count()
+
+    def call(every: bool, way: Exchange, rows: int) -> None:
+        if every or next(calls) % rank.size == rank.rank:
+            work.zero_(rank.stream)
+        rank.sum(way, x[:rows], y[:rows], None)
+
+    for rows, way in itertools.product((1, 128, 512, 2048), (WAYS[0], NCCL)):
+        for every, late in ((True, "no rank"), (False, "one rank")):
+            what = f"memset and sum, {NAMES[way]}, {rows} rows, {late} late"
+            yield what, timed(rank, partial(call, every, way, rows))
 
 
 def timed(rank: ExchangeRank, call: Callable[[], None]) -> list[float]:

@@ -192,7 +192,11 @@ def test_packs_without_ranks_refuse_by_name(arena, monkeypatch, tmp_path, memory
 def test_a_norm_is_part_of_the_push(arena):
     """One kernel for the sum, the residual and the norm; for NCCL the norm is a kernel of its own."""
     target = Target(90, 132)
-    for rows, kernels in ((512, ["push_sum"]), (8192, ["all_reduce", "add_rows", "rms_norm"])):
+    for rows, kernels in (
+        (128, ["push_sum"]),
+        (300, ["push_sum"] * 3),
+        (8192, ["all_reduce", "add_rows", "rms_norm"]),
+    ):
         x, y, normed = (arena.alloc((rows, 4096), bfloat16) for _ in range(3))
         norm = {"normed": normed, "norm_weight": arena.alloc((4096,), float32), "eps": 1e-6}
         pack = NullPack(target)

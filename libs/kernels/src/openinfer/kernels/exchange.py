@@ -24,8 +24,10 @@ from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import NCCL, Exchange, choose_exchange
 from openinfer.tensor import Tensor, bfloat16
 
-PROGRAMS = 1024
+PROGRAMS = 512
 """Rows that ranks push to each other at once, by one kernel; a slot holds as many. More rows are more kernels."""
+WARPS = 2048
+"""Warps of a kernel that pushes wide rows: a program of 16 an SM, because more may not be on the GPU at once."""
 COLUMNS_BYTES = 4096
 """Bytes of a row of push_columns, whatever the model."""
 SETS = 2
@@ -111,7 +113,7 @@ def _push(
     out, weight, eps = normed or (x, x, 0.0)
     own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": choice.kind == "two_shot"}
     warps = min(choice.warps, max(1, lanes // 32))
-    for pushed in pushed_rows(target, ranks, rows, width):
+    for pushed in pushed_rows(target, ranks, rows, width, warps):
         args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
         constants = {**pushed.constants, **own}
         yield launch(_DEVICE, "push_sum", pushed.grid, args, constants, num_warps=warps)
@@ -126,14 +128,15 @@ class PushedRows(NamedTuple):
     grid: tuple[int]
 
 
-def pushed_rows(target: Target, ranks: int, rows: int, width: int) -> Iterator[PushedRows]:
-    """A launch after the other for bf16 [rows, width]. All rows that a model's kernels push have one width."""
-    base = segment_bytes(ranks, 0)
-    yield from _pushed(target, ranks, rows, 2 * width, Peers(2 * width), base, PROGRAMS)
+def pushed_rows(target: Target, ranks: int, rows: int, width: int, warps: int) -> Iterator[PushedRows]:
+    """A launch after the other for bf16 [rows, width], by programs of `warps`. All rows that a model pushes have
+    one width."""
+    base, at_once = segment_bytes(ranks, 0), min(PROGRAMS, WARPS // warps)
+    yield from _pushed(target, ranks, rows, 2 * width, at_once, Peers(2 * width), base, PROGRAMS)
 
 
 def _pushed(
-    target: Target, ranks: int, rows: int, nbytes: int, peers: Peers, base: int, counts: int
+    target: Target, ranks: int, rows: int, nbytes: int, at_once: int, peers: Peers, base: int, counts: int
 ) -> Iterator[PushedRows]:
     constants = {
         "WIDTH": nbytes // 2,
@@ -142,9 +145,9 @@ def _pushed(
         "BASE": base,
         "COUNTS": counts,
     }
-    for first in range(0, rows, PROGRAMS):
+    for first in range(0, rows, at_once):
         args: dict[str, Arg] = {"peers": peers, "rank": target.rank, "first": first}
-        yield PushedRows(args, constants, (min(rows - first, PROGRAMS),))
+        yield PushedRows(args, constants, (min(rows - first, at_once),))
 
 
 def segment_bytes(ranks: int, width: int) -> int:
@@ -163,7 +166,7 @@ def columns_of_ranks(target: Target, out: Tensor, x: Tensor, ranks: int) -> Iter
     part = width * x.itemsize
     if not target.interpreted and part % 16 == 0 and ranks * x.nbytes < MOST_COLUMNS:
         count = -(-x.nbytes // COLUMNS_BYTES)
-        for pushed in _pushed(target, ranks, count, COLUMNS_BYTES, Peers(None), 0, 0):
+        for pushed in _pushed(target, ranks, count, COLUMNS_BYTES, PROGRAMS, Peers(None), 0, 0):
             own: dict[str, Arg] = {
                 "out": out,
                 "x": x,

@@ -75,12 +75,11 @@ def _post_launches(
         if part < 64:
             way = NCCL
         if way.kind == "push":
-            for pushed in pushed_rows(target, ranks, *rows.shape):
+            warps = max(1, part // 256)
+            for pushed in pushed_rows(target, ranks, rows.shape[0], part, warps):
                 args = {"streams": streams, "y": y, "mix": mix, **pushed.args}
                 constants = {**pushed.constants, "PARTS": width // part}
-                yield launch(
-                    _DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=max(1, part // 256)
-                )
+                yield launch(_DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=warps)
             return
         yield from sum_by(way, target, rows, rows, ranks, add=False)
     block = min(1024, power_of_two(width))
