@@ -39,18 +39,15 @@ def few(
         "N": Aligned(n),
         "K": Aligned(k),
     }
-    grid, sizes = (columns, tile.split, tiles), {"num_warps": tile.warps, "num_stages": tile.stages}
-    constants = {"BM": tile.bm, "SPLIT": tile.split, "ADD": add}
-    if group != PACKED_GROUP:
+    grid, name = (columns, tile.split, tiles), "project_int4"
+    constants: dict[str, int | bool] = {"BM": tile.bm, "SPLIT": tile.split, "ADD": add}
+    if group == PACKED_GROUP:
+        name, args["weight"] = "project_int4_packed", weight.view_as(int32)
+        pairs = target.arch >= 90 and not target.interpreted
+        constants |= {"ROWS": tile.rows, "WARPS": tile.warps, "PAIRS": pairs}
+    else:
         constants |= {"BN": tile.rows, "GROUP": group}
-        return launch(_DEVICE, "project_int4", grid, args, constants, **sizes)
-    args["weight"] = weight.view_as(int32)
-    constants |= {
-        "ROWS": tile.rows,
-        "WARPS": tile.warps,
-        "PAIRS": target.arch >= 90 and not target.interpreted,
-    }
-    return launch(_DEVICE, "project_int4_packed", grid, args, constants, **sizes)
+    return launch(_DEVICE, name, grid, args, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
 class Tile(NamedTuple):
