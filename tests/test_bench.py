@@ -367,7 +367,7 @@ def test_bench_ops_times_every_op_once_and_explain_reads_it(
 def test_explain_counts_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([str(TINY), "--prefill", "3000", "--gpu-memory", "3"]) == 0
     text = capsys.readouterr().out
-    assert "forward 2048 tokens, 8 rows and sample 8 rows; then forward 1024 tokens" in text
+    assert "forward 2048 tokens, 1 rows and sample 1 rows; then forward 1024 tokens" in text
     (attend,) = [line.split() for line in text.splitlines() if line.startswith("norm_rope_attend ")]
     pairs = 3000 * 3001 // 2
     assert float(attend[4]) == pytest.approx(
