@@ -52,11 +52,9 @@ class StepCosts:
         """A step of a shape took so long, by the host's clock and with the step before done when it began."""
         predicted = self._prediction(shape)
         value = seconds if predicted is None else seconds / predicted
-        if predicted is not None and self._steps[shape]:
-            self._ratio = _moved(self._ratio, value)
-        if self._steps[
-            shape
-        ]:  # the first step of a shape is often held up, because the device has not run it yet
+        if self._steps[shape]:  # the first is often held up, because the device has not run the shape yet
+            if predicted is not None:
+                self._ratio = _moved(self._ratio, value)
             self._averages[shape] = _moved(self._averages.get(shape, value), value)
         self._steps[shape] += 1
 

@@ -189,13 +189,12 @@ class StepTrace:
         self.read()
         step = self.steps[-1]
         phases = [phase for one in list(self.steps)[-3:] for phase in one.phases] + [*self._phases]
+        activities = [*self._activities_since(step.launched_ns)][::-1]
         self._outliers.append(
             Outlier(
                 step,
                 [phase for phase in phases if step.overlaps(*phase[1:])],
-                [a for a in self._activities_since(step.launched_ns) if step.overlaps(a.start_ns, a.end_ns)][
-                    ::-1
-                ],
+                [a for a in activities if step.overlaps(a.start_ns, a.end_ns)],
             )
         )
 

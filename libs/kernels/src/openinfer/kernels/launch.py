@@ -131,7 +131,6 @@ class CudaSpec:
 
     `file`: its name in the package `module`. `signature`: (argument, Triton's name of its type), in the kernel's order.
     `constants`: macros. `shared`: bytes of dynamic shared memory a block.
-
     """
 
     module: str
