@@ -99,14 +99,10 @@ def coded(x: Array, coding: Coding | None, x_scale: Array | None = None) -> Arra
         assert x_scale is not None
         scale, inverse = x_scale, np.float32(1) / x_scale
     else:
-        starts = range(0, x.shape[1], SCALE_BLOCK if coding == "block" else x.shape[1])
-        largest = np.maximum.reduceat(np.abs(wide), list(starts), axis=1)
-        largest = np.repeat(
-            np.maximum(largest, np.float32(CODED_LEAST)),
-            len(wide[0]) if len(starts) == 1 else SCALE_BLOCK,
-            axis=1,
-        )
-        largest = largest[:, : x.shape[1]]
+        width = x.shape[1]
+        block = SCALE_BLOCK if coding == "block" else width
+        largest = np.maximum.reduceat(np.abs(wide), list(range(0, width, block)), axis=1)
+        largest = np.repeat(np.maximum(largest, np.float32(CODED_LEAST)), block, axis=1)[:, :width]
         scale, inverse = largest / most, most / largest
     codes = np.clip(wide * inverse, -most, most).astype(ml_dtypes.float8_e4m3fn)
     return np.asarray(codes.astype(np.float32) * scale)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from openinfer.kernels.coded_products import Tile
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.launch import Aligned, Arg, Command, Scratch, launch
+from openinfer.kernels.launch import Aligned, Arg, Command, Scratch, launch, power_of_two
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
@@ -50,20 +49,10 @@ def few(
     return launch(_DEVICE, name, grid, args, constants, num_warps=tile.warps, num_stages=tile.stages)
 
 
-class Tile(NamedTuple):
-    """Rows of the weight and tokens at a time, and how many programs share the groups."""
-
-    rows: int
-    bm: int
-    split: int
-    warps: int = 4
-    stages: int = 4
-
-
 def few_tile(target: Target, m: int, n: int, k: int) -> Tile:
     """The tile of `few`, as measured on an H200 for the weights of Qwen3-4B. K is split until the programs fill the GPU
     once, and twice with up to 32 tokens."""
-    bm = min(64, max(16, 1 << (m - 1).bit_length()))
+    bm = min(64, max(16, power_of_two(m)))
     rows = 128 if bm == 16 and n >= 128 * target.num_sms else 64
     programs, split, fill = -(-n // rows) * -(-m // bm), 1, (2 if bm <= 32 else 1) * target.num_sms
     while split < 8 and split * programs <= fill and k // PACKED_GROUP >= 4 * split:
