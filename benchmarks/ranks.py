@@ -22,7 +22,7 @@ import numpy as np
 
 from openinfer.graph import StepGraphs
 from openinfer.kernels import NullPack, gather_columns
-from openinfer.kernels.exchange import Normed, columns_of_ranks, sum_by
+from openinfer.kernels.exchange import Normed, columns_of_ranks, sum_of_ranks
 from openinfer.kernels.exchange_tuner import CALLS, EPS, WAYS, ExchangeRank, other_ranks
 from openinfer.kernels.reference import rms_norm
 from openinfer.kernels.tuning import NCCL, Exchange
@@ -76,7 +76,7 @@ def prepare(rank: ExchangeRank) -> None:
     for weight in (null.alloc((rank.width,), bfloat16), null.alloc((rank.width,), float32)):
         for way in WAYS:
             for add, norm in ((True, None), (True, Normed(normed, weight, EPS)), (False, None)):
-                for command in sum_by(way, rank.target, x, y, rank.size, add=add, normed=norm):
+                for command in sum_of_ranks(rank.target, x, y, rank.size, add=add, normed=norm, way=way):
                     if hasattr(command, "spec"):
                         specs[command.spec] = None
     wide, part = (null.alloc((8, n), float32) for n in (VOCABULARY, VOCABULARY // rank.size))

@@ -78,7 +78,7 @@ FROZEN = [
     "rounded",
     "shared_bytes",
     "silu",
-    "sum_by",
+    "sum_of_ranks",
     "sum_over",
     "takes_codes",
     "unpack_fp4",

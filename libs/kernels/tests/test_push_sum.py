@@ -12,7 +12,7 @@ import hashlib, json, os, sys, time
 os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 from openinfer.kernels import LaunchPack, Target, exchange, gather_columns
-from openinfer.kernels.exchange import Normed, sum_by
+from openinfer.kernels.exchange import Normed, sum_of_ranks
 from openinfer.kernels.reference import rms_norm
 from openinfer.kernels.testing import HostPeers
 from openinfer.kernels.tuning import Exchange
@@ -40,7 +40,7 @@ for call in range(calls):
     if late.random() < 0.2:
         time.sleep(0.003)
     way, own = Exchange("two_shot" if two else "push"), Normed(of(normed), of(gain), EPS) if norm else None
-    commands = sum_by(way, target, of(x), of(parts[rank].copy()), ranks, add=add, normed=own)
+    commands = sum_of_ranks(target, of(x), of(parts[rank].copy()), ranks, add=add, normed=own, way=way)
     pack.submit("sum", list(commands))
     assert (x == want).all(), (call, rows, two, add)
     good = rms_norm(want, gain, EPS) if norm else np.zeros_like(normed, np.float32)

@@ -11,7 +11,7 @@ An `Op` is a contract, a numpy reference, launches and a cost, and runs on a `Pa
  - parts of ops here that another op may launch: products (`matmul`, `takes_codes`, `expect_bf16`, `expect_q8`),
    attention (`AttentionCall`, `AttentionChoice`, `choose_attention`, `attention_launches`, `require_attention`,
    `expect_cache`, `cached_bytes`, `write_launch`, `MERGED_AT_ONCE`, `NEW_PAIRS`)
- - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_by`, `pushed_rows` (launches)
+ - sums of several ranks: `Communicator`, `sum_over` (references), `way_of`, `NCCL`, `sum_of_ranks`, `pushed_rows`
  - cost: `Cost`, `Workload`
 
 Kernels themselves import Triton functions from the modules of openinfer.kernels.device by
@@ -29,7 +29,7 @@ from openinfer.kernels.attention import launches as attention_launches
 from openinfer.kernels.communicator import Communicator, sum_over
 from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_packed, expect_weight, require
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.exchange import pushed_rows, sum_by, way_of
+from openinfer.kernels.exchange import pushed_rows, sum_of_ranks, way_of
 from openinfer.kernels.formats import (
     FP4_BLOCK,
     SCALE_BLOCK,
@@ -122,7 +122,7 @@ __all__ = [
     "rounded",
     "shared_bytes",
     "silu",
-    "sum_by",
+    "sum_of_ranks",
     "sum_over",
     "takes_codes",
     "unpack_fp4",

@@ -60,33 +60,13 @@ def sum_of_ranks(
     *,
     add: bool = True,
     normed: Normed | None = None,
+    way: Exchange | None = None,
 ) -> Iterator[Command]:
-    """x += the sum of the y of all ranks, or x = with add=False; then the norm of x. y may be overwritten."""
-    way = way_of(target, ranks, x)
-    yield from sum_by(way, target, x, y, ranks, add=add, normed=normed)
-
-
-def way_of(target: Target, ranks: int, x: Tensor) -> Exchange:
-    """The way to add up an x [T, H] of each rank."""
-    rows, width = x.shape
-    if target.interpreted or x.dtype != bfloat16 or width % 8:
-        return NCCL
-    return choose_exchange(target, ranks, rows, width)
-
-
-def sum_by(
-    choice: Exchange,
-    target: Target,
-    x: Tensor,
-    y: Tensor | Scratch,
-    ranks: int,
-    *,
-    add: bool = True,
-    normed: Normed | None = None,
-) -> Iterator[Command]:
-    """sum_of_ranks in the way of `choice`."""
-    if choice.kind != "nccl":
-        yield from _push(choice, target, x, y, ranks, add, normed)
+    """x += the sum of the y of all ranks, or x = with add=False; then the norm of x. y may be overwritten. way: None
+    takes way_of."""
+    way = way or way_of(target, ranks, x)
+    if way.kind != "nccl":
+        yield from _push(way, target, x, y, ranks, add, normed)
         return
     yield Collective("all_reduce", y if add else x, y, ranks)
     if add:
@@ -98,8 +78,16 @@ def sum_by(
         yield norm(normed.out, x, normed.weight, normed.eps)
 
 
+def way_of(target: Target, ranks: int, x: Tensor) -> Exchange:
+    """The way to add up an x [T, H] of each rank."""
+    rows, width = x.shape
+    if target.interpreted or x.dtype != bfloat16 or width % 8:
+        return NCCL
+    return choose_exchange(target, ranks, rows, width)
+
+
 def _push(
-    choice: Exchange,
+    way: Exchange,
     target: Target,
     x: Tensor,
     y: Tensor | Scratch,
@@ -111,8 +99,8 @@ def _push(
     rows, width = x.shape
     lanes = power_of_two(width // 8)
     out, weight, eps = normed or (x, x, 0.0)
-    own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": choice.kind == "two_shot"}
-    warps = min(choice.warps, max(1, lanes // 32))
+    own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": way.kind == "two_shot"}
+    warps = min(way.warps, max(1, lanes // 32))
     for pushed in pushed_rows(target, ranks, rows, width, warps):
         args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
         constants = {**pushed.constants, **own}

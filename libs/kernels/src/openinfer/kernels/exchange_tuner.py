@@ -14,7 +14,7 @@ import numpy as np
 
 from openinfer.kernels.communicator import SharedMemory
 from openinfer.kernels.errors import RankLost
-from openinfer.kernels.exchange import Normed, sum_by
+from openinfer.kernels.exchange import Normed, sum_of_ranks
 from openinfer.kernels.gpu_ranks import GpuRanks
 from openinfer.kernels.launch import Launch, Spec
 from openinfer.kernels.packs.cuda import LaunchPack
@@ -107,13 +107,17 @@ class ExchangeRank:
 
     def sum(self, way: Exchange, x: Tensor, y: Tensor, normed: Normed | None, *, add: bool = True) -> None:
         """x += the sum of all y in this way, and its norm."""
-        self.pack.submit("sum", list(sum_by(way, self.target, x, y, self.size, add=add, normed=normed)))
+        self.pack.submit(
+            "sum", list(sum_of_ranks(self.target, x, y, self.size, add=add, normed=normed, way=way))
+        )
 
     def sums(self, rows: Sequence[int]) -> Iterator[tuple[int, dict[Exchange, float]]]:
         """Seconds of x += the sum of all y, and its norm, by rows and way."""
         x, y, out = (self.tensor(max(rows), self.width) for _ in range(3))
         normed = Normed(out, self.tensor(self.width), EPS)
-        commands = (c for way in WAYS for c in sum_by(way, self.target, x, y, self.size, normed=normed))
+        commands = (
+            c for way in WAYS for c in sum_of_ranks(self.target, x, y, self.size, normed=normed, way=way)
+        )
         self.prepare(list(dict.fromkeys(c.spec for c in commands if isinstance(c, Launch))))
         for count in rows:
             norm = normed._replace(out=out[:count])

@@ -26,7 +26,7 @@ from openinfer.kernels.authoring import (
     pushed_rows,
     require,
     rounded,
-    sum_by,
+    sum_of_ranks,
     sum_over,
     way_of,
 )
@@ -81,7 +81,7 @@ def _post_launches(
                 constants = {**pushed.constants, "PARTS": width // part}
                 yield launch(_DEVICE, "hc_post_ranks", pushed.grid, args, constants, num_warps=warps)
             return
-        yield from sum_by(way, target, rows, rows, ranks, add=False)
+        yield from sum_of_ranks(target, rows, rows, ranks, add=False, way=way)
     block = min(1024, power_of_two(width))
     yield launch(
         _DEVICE,
