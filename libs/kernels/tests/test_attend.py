@@ -16,8 +16,9 @@ from openinfer.kernels import (
     Target,
     attend,
     attention,
+    long_attention,
 )
-from openinfer.kernels.attention import Tile
+from openinfer.kernels.attention_tiles import Tile
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
@@ -185,7 +186,7 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(rn
         decoding, prompts = pack.calls[0].commands
         assert [(c.spec.function, c.branch) for c in (decoding, prompts)] == [
             ("attend_short", 1),
-            ("attend_long", 2),
+            ("attend_split", 2),
         ]
         assert not {*scratches(decoding)} & {*scratches(prompts)}
         workspace = [np.zeros(pack.workspace_bytes(zeroed=z) + 1, np.uint8) for z in (False, True)]
@@ -193,6 +194,20 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(rn
         launches.submit("attend", [prompts, decoding] if turned else [decoding, prompts])
         left.append(arrays["out"].tobytes())
     assert left[0] == left[1] != args["out"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "window"), [(4, 2, 128, 0), (4, 1, 64, 150), (5, 1, 16, 400)]
+)
+def test_long_rows_of_few_tokens_are_read_in_parts(
+    check_op, rng, normal, monkeypatch, heads, kv_heads, dim, window
+):
+    """Rows of one part and of several, of one tile and of several, beside decode rows, empty and dead rows."""
+    monkeypatch.setattr(long_attention, "LEAST_KEYS", 64)
+    lengths, before = [1, 50, 0, 3, 1, 40, 12, 9, 0], [100, 200, 7, 500, 0, 20, 311, 400, 3]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "window": window}
+    args = step(rng, normal, lengths, before, dead=(4, 7), tokens=sum(lengths) + 30, **sizes)
+    check(check_op, args, target=Target(90, 40, interpreted=True))
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [40], [3, 4]])
@@ -267,7 +282,7 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
         ("attend_short", 128),
         ("attend_short", 32),
     ]  # few, more, most of an SM
-    assert {s.function for s in pack.specs()} == {"attend_short", "attend_long", "attend_prompt"}
+    assert {s.function for s in pack.specs()} == {"attend_short", "attend_split", "attend_prompt"}
 
 
 @pytest.mark.parametrize(
@@ -289,7 +304,7 @@ def test_prompts_have_a_kernel_for_hopper(arena, plan, target, change, function)
 
 
 def test_short_prompts_take_the_other_kernel(arena, plan):
-    assert plan(attend, **call(arena, 128, 1, 32, 128)).specs()[0].function == "attend_long"
+    assert plan(attend, **call(arena, 128, 1, 32, 128)).specs()[0].function == "attend_split"
 
 
 def test_pages_that_are_no_rows_of_a_matrix_take_the_other_kernel(arena, plan):
@@ -406,7 +421,7 @@ def test_prompts_of_any_shape_on_gpu(check_op_gpu, gpu, rng, normal, page_size, 
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_small_prompt_on_gpu(check_op_gpu, gpu, rng, normal, monkeypatch, window):
     """The Gluon kernel on a prompt of two blocks of keys: a key that is seen too many or too few shows."""
-    monkeypatch.setattr(attention, "HOPPER_TOKENS", 1)
+    monkeypatch.setattr(long_attention, "HOPPER_TOKENS", 1)
     args = step(rng, normal, [70, 140], [0, 20], heads=4, kv_heads=1, dim=128, window=window)
     pack = NullPack(gpu[0])
     pack.run(attend, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})
@@ -430,6 +445,16 @@ def test_chunks_that_begin_anywhere_on_gpu(check_op_gpu, rng, normal, dim, windo
         check(check_op_gpu, {**args, "scale": dim**-0.5 * factor})
     few = step(rng, normal, [4], [62], heads=16, kv_heads=4, dim=dim, window=window, max_q_len=4)
     check(check_op_gpu, few)
+
+
+@pytest.mark.gpu
+def test_long_rows_in_parts_on_gpu(check_op_gpu, rng, normal):
+    """With one long row and with several, which have fewer parts each; the same bits again."""
+    for lengths, before in (([1, 16, 1, 1], [300, 9000, 0, 64]), ([64, 1, 40, 20], [5000, 9, 3000, 0])):
+        args = step(rng, normal, lengths, before, heads=16, kv_heads=4, dim=128, tokens=sum(lengths) + 30)
+        check(check_op_gpu, args)
+        outs = [check_op_gpu(attend, {"out": BF16}, **args)["out"].tobytes() for _ in range(2)]
+        assert outs[0] == outs[1]
 
 
 @pytest.mark.gpu

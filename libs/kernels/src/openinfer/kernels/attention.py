@@ -6,23 +6,22 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from openinfer.kernels.attention_tiles import HopperTile, Tile, coded_tile, long_tile, short_tile
 from openinfer.kernels.contract import require
 from openinfer.kernels.kv_cache import FP8_ARCH
 from openinfer.kernels.launch import (
-    INT32_MAX,
     Aligned,
     Arg,
     Launch,
     Scratch,
-    TensorMap,
     beside,
     launch,
     power_of_two,
 )
+from openinfer.kernels.long_attention import hopper_tile, long_rows
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Tensor, float32, int32
 
 NO_WINDOW = 2**31 - 1
@@ -39,111 +38,7 @@ NEW_PAIRS = 64
 """Query heads that share a key head, at most, for the kernel that does a decode step's whole attention."""
 
 _DEVICE = "openinfer.kernels.device.attention"
-_HOPPER = "openinfer.kernels.device.attention_hopper"
 _DECODE = "openinfer.kernels.device.decode_attention"
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A program's share: `bm` (token, query head) pairs against `bn` keys at a time."""
-
-    bm: int
-    bn: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class HopperTile:
-    """A program's share in the kernel for Hopper: two warpgroups of 64 pairs each against `bn` keys at a time, `stages`
-    blocks of them in shared memory. `in_turn`: one warpgroup multiplies while the other one works on its softmax.
-    `resident`: as many programs as the GPU has SMs, each with one tile after another; else a program a tile."""
-
-    bn: int
-    stages: int
-    in_turn: bool
-    resident: bool
-
-    bm: ClassVar[int] = 128
-
-
-def short_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
-    """The tile for rows of few tokens, which are bound by reading the cache. `programs`: rows times key heads; `group`:
-    query heads a key head.
-
-    One wave of programs is best, because a second wave that is not full costs up to a third. Steps that leave SMs idle
-    are split into parts. Up to five programs an SM fit with small blocks; with more, large blocks cost least.
-    """
-    keys, stages = _keys(target, dim), _stages(target, dim)
-    if dim <= 128 and stages == 5 and programs > 2 * target.num_sms:
-        keys, stages = (32, 5) if programs <= 5 * target.num_sms else (128, 3)
-    if (
-        dim == 256 and keys == 64
-    ):  # measured: small blocks for some programs an SM or fewer, and for three and more
-        if programs > 3 * target.num_sms:
-            keys, stages = 16, 5
-        elif target.num_sms // 8 < programs <= target.num_sms:
-            keys, stages = 32, 5
-    return Tile(max(16, power_of_two(group)), keys, 4, stages)
-
-
-def coded_tile(target: Target, programs: int, group: int, dim: int) -> Tile:
-    """short_tile for an FP8 cache: its codes are unpacked between two barriers a block. So larger blocks are better
-    where there are more programs than SMs."""
-    tile = short_tile(target, programs, group, dim)
-    if dim <= 128 and _stages(target, dim) == 5 and programs > target.num_sms:
-        return Tile(tile.bm, 128, 8 if programs <= 2 * target.num_sms else 4, 3)
-    return tile
-
-
-def long_tile(target: Target, group: int, dim: int) -> Tile:
-    """The tile for rows of many tokens."""
-    if dim <= 128 and _stages(target, dim) == 5:
-        return Tile(max(128, power_of_two(group)), 64, 8, 5)
-    if dim == 256 and _keys(target, dim) == 64:
-        return Tile(max(128, power_of_two(group)), 64, 8, 3)
-    warps = 4 if dim <= 128 else 8
-    return Tile(max(64, power_of_two(group)), _keys(target, dim), warps, _stages(target, dim))
-
-
-def hopper_tile(target: Target, call: Call) -> HopperTile | None:
-    """The tile for rows of many tokens where the kernel for Hopper takes the call, else None."""
-    if (
-        not _is_matrix(target, call)
-        or target.batch_invariant
-        or (call.tokens < HOPPER_TOKENS and call.dim < 256)
-        or call.dim not in (64, 128, 256)
-        or call.group > HopperTile.bm
-    ):
-        return None
-    return HopperTile(128 if call.dim <= 128 else 64, 2, in_turn=False, resident=True)
-
-
-HOPPER_TOKENS = 512
-"""The fewest tokens of a step for which the kernel for Hopper is the faster one with heads of up to 128. With heads of
-256 it is faster with 128 tokens already (docs/lessons.md)."""
-
-
-def _is_matrix(target: Target, call: Call) -> bool:
-    """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns. No product
-    takes codes beside queries in bfloat16."""
-    page_stride = call.kv.strides[0]
-    return (
-        target.arch == 90
-        and not target.interpreted
-        and "kv_scales" not in call.args
-        and call.page_size >= 8
-        and page_stride % call.dim == 0
-        and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
-    )
-
-
-def _matrix(call: Call, bn: int) -> TensorMap:
-    """A layer's pages in a matrix of `dim` columns, with other layers' rows between them."""
-    page_rows = call.kv.strides[0] // call.dim
-    shape = ((call.kv.shape[0] - 1) * page_rows + 2 * call.kv_heads * call.page_size, call.dim)
-    matrix = Tensor(call.kv.ptr, shape, call.kv.dtype, call.kv.device, (call.dim, 1), call.kv)
-    return TensorMap(matrix, (min(call.page_size, bn), 64))
 
 
 MOST_PARTS = 16
@@ -164,18 +59,6 @@ def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) 
     if filling > 1:
         return min(filling, -(-table_tokens // bn)), bn
     return min(MOST_PARTS, -(-table_tokens // LARGE_PART)), LARGE_PART
-
-
-def _keys(target: Target, dim: int) -> int:
-    """Keys at a time. They must fit into shared memory twice with their values, beside the other data there."""
-    return 64 if 2 * 64 * 4 * dim <= shared_bytes(target.arch) * 3 // 4 else 32
-
-
-def _stages(target: Target, dim: int) -> int:
-    """One or two blocks of keys and values ahead, whichever lets two programs share an SM. A block ahead takes two of
-    the compiler's stages: it is read in one, its pages are looked up in the other."""
-    block = _keys(target, dim) * 4 * dim
-    return 5 if 2 * block <= shared_bytes(target.arch) * 7 // 16 else 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,59 +144,18 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     programs of decode rows go first, and programs of prompts take the SMs that the last wave of these leaves.
     """
     if choice.only_long:
-        return [_long_rows(call, choice, short=0)]
+        return [long_rows(call, choice, short=0)]
     pairs = power_of_two(max_q_len * call.group)
     if pairs <= SHORT_PAIRS:
         tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))
         return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
-        return [_long_rows(call, choice, short=0)]
+        return [long_rows(call, choice, short=0)]
     decoding, prompts = (
         _short_rows(call, choice, choice.short, short=1, tokens=0),
-        _long_rows(call, choice, short=1),
+        long_rows(call, choice, short=1),
     )
     return list(beside([decoding], [prompts]))
-
-
-def _long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
-    """Rows of more than `short` tokens, and the tokens after the last row."""
-    tile = choice.long
-    tiles = call.tokens // (tile.bm // call.group) + call.rows + 1
-    if isinstance(tile, HopperTile):
-        return _long_rows_hopper(call, tile, tiles, choice.num_sms, short)
-    return launch(
-        _DEVICE,
-        "attend_long",
-        (call.kv_heads, tiles),
-        {**call.args, "rows": call.rows, "tokens": call.tokens, "short": short},
-        {**call.constants(tile), **call.without, "PAIRS": choice.pairs},
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
-def _long_rows_hopper(call: Call, tile: HopperTile, tiles: int, num_sms: int, short: int) -> Launch:
-    items = call.kv_heads * tiles
-    named = ("out", "q", "kv", "slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width")
-    return launch(
-        _HOPPER,
-        "attend_prompt",
-        (min(items, num_sms) if tile.resident else items,),
-        {
-            **{name: call.args[name] for name in named},
-            "kv": _matrix(call, tile.bn),
-            "page_rows": call.kv.strides[0] // call.dim,
-            "window": call.args["window"],
-            "scale": call.args["scale"],
-            "rows": call.rows,
-            "tokens": call.tokens,
-            "short": short,
-            "kv_heads": call.kv_heads,
-            "items": items,
-        },
-        {**call.constants(tile), "STAGES": tile.stages, "IN_TURN": tile.in_turn},
-        num_warps=4,
-    )
 
 
 def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: int) -> Launch:

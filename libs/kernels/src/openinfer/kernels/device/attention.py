@@ -121,6 +121,36 @@ def add_block(m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, s
 
 
 @triton.jit
+def over_keys(query, key, value, kv_scales, table, low, whole, end, stop, position, window, scale, page_stride, head,
+              kv_heads, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+              PAIRS: tl.constexpr):  # fmt: skip
+    """Maximum, sum and product of a tile's queries [BM, D] over the keys from `low` to `end`. Every query sees the keys
+    before `whole`. The row has `stop` keys. low and whole are multiples of BN, and so is end, or it is stop."""
+    m = tl.full((BM,), LOW, tl.float32)
+    l = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, D), tl.float32)
+    for n in range(low, whole, BN):
+        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        score = tl.dot(query, tl.trans(numbers(tl.load(key + where), query.dtype, PAIRS)))
+        v = numbers(tl.load(value + where), query.dtype, PAIRS)
+        m, l, acc = add_block(
+            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
+        )
+    for n in range(whole, end, BN):
+        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
+        written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
+        score = tl.dot(
+            query, tl.trans(numbers(tl.load(key + where, mask=written, other=0.0), query.dtype, PAIRS))
+        )
+        score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
+        v = numbers(tl.load(value + where, mask=written, other=0.0), query.dtype, PAIRS)
+        m, l, acc = add_block(
+            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
+        )
+    return m, l, acc
+
+
+@triton.jit
 def attend_long(
     out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, rows, tokens, short,
@@ -169,27 +199,10 @@ def attend_long(
     key = kv + head * PAGE * D + tl.arange(0, D)[None, :]
     value = key + kv_heads * PAGE * D
     query = tl.load(q + place, mask=inside, other=0.0)
-    m = tl.full((BM,), LOW, tl.float32)
-    l = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, D), tl.float32)
-    for n in range(low, whole, BN):
-        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
-        score = tl.dot(query, tl.trans(numbers(tl.load(key + where), query.dtype, PAIRS)))
-        v = numbers(tl.load(value + where), query.dtype, PAIRS)
-        m, l, acc = add_block(
-            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
-        )
-    for n in range(whole, stop, BN):
-        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
-        written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
-        score = tl.dot(
-            query, tl.trans(numbers(tl.load(key + where, mask=written, other=0.0), query.dtype, PAIRS))
-        )
-        score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        v = numbers(tl.load(value + where, mask=written, other=0.0), query.dtype, PAIRS)
-        m, l, acc = add_block(
-            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
-        )
+    _, l, acc = over_keys(
+        query, key, value, kv_scales, table, low, whole, stop, stop, position, window, scale, page_stride, head,
+        kv_heads, D, PAGE, BM, BN, PAIRS,
+    )  # fmt: skip
     l = tl.where(l > 0.0, l, 1.0)  # pairs past the row's end may see nothing
     tl.store(out + place, (acc / l[:, None]).to(out.dtype.element_ty), mask=inside)
 

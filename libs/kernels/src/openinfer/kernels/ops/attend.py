@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels.attention import Call, Choice, Tile, choose, launches
+from openinfer.kernels.attention import Call, Choice, choose, launches
+from openinfer.kernels.attention_tiles import Tile
 from openinfer.kernels.benchmark import Case, Commands, Memory, Rows
 from openinfer.kernels.contract import FLOATS, expect, require
 from openinfer.kernels.formats import q8_values
