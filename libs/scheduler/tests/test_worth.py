@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from openinfer.scheduler import InvalidSetup, Worth
+from openinfer.scheduler.worth import PRIOR
 
 LEVELS = (1, 2, 4)
 Cost = Callable[[int, int], float]
@@ -30,19 +31,20 @@ def layered(rows: int, drafts: int) -> float:
 
 
 def speed(
-    cost: Cost, rows: int, texts: Sequence[float], steps: int, available: int = 4, seed: int = 0
+    cost: Cost, rows: int, texts: Sequence[float], steps: int, available: int = 4, seed: int = 0, delay: int = 1
 ) -> float:
     """Time without drafts over time with them, for the same tokens. texts: the chance of a draft in each part of the
-    steps. Results come a step late."""
+    steps. delay: steps that are launched before a chosen number's result is known."""
     rng, worth = random.Random(seed), Worth(LEVELS)
     spent = plain = 0.0
-    late: tuple[list[tuple[int, int]], float] | None = None
+    late = deque[tuple[list[tuple[int, int]], float]]()
     for step in range(steps):
         chance = texts[step * len(texts) // steps]
         level = worth.choose([available] * rows, rows, lambda drafts: cost(rows, drafts))
-        if late is not None:
-            worth.saw(Counter(late[0]))
-            worth.spent(rows, sum(accepted for _, accepted in late[0]), late[1], cost(rows, 0))
+        if len(late) == delay:
+            known, seconds = late.popleft()
+            worth.saw(Counter(known))
+            worth.spent(rows, sum(accepted for _, accepted in known), seconds, cost(rows, 0))
         taken = min(level, available)
         found = []
         for _ in range(rows if taken else 0):
@@ -51,7 +53,7 @@ def speed(
                 right += 1
             found.append((taken, right))
         accepted = sum(count for _, count in found)
-        late = found, cost(rows, level)
+        late.append((found, cost(rows, level)))
         spent += cost(rows, level)
         plain += cost(rows, 0) * (1 + accepted / rows)
     return plain / spent
@@ -72,6 +74,16 @@ def test_drafts_that_pay_are_taken() -> None:
     assert speed(layered, 8, [0.7], 600) > 1.5
     assert speed(compute, 8, [0.9], 600) < 1.01  # they cannot pay there
     assert speed(bandwidth, 8, [0.0, 0.9], 2000) > 1.2  # they are tried again
+
+
+@pytest.mark.parametrize(("prior", "least", "most"), [(PRIOR, 0.987, 1.0), (0.7, 0.9, 0.985)])
+def test_the_first_trials_leave_room_for_layers_that_draft(
+    monkeypatch: pytest.MonkeyPatch, prior: float, least: float, most: float
+) -> None:
+    """Drafts of layers are made a step before they are verified. 0.7 is the control."""
+    monkeypatch.setattr("openinfer.scheduler.worth.PRIOR", prior)
+    for rows in (1, 8, 32):
+        assert least < speed(layered, rows, [0.0], 128, delay=3) < most
 
 
 def test_a_control_without_books_loses_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +145,7 @@ def test_a_chance_is_of_drafts_that_follow_accepted_ones() -> None:
     first, second, third = worth.chances
     assert first > 0.95
     assert second < 0.05
-    assert third == 0.7
+    assert third == PRIOR
 
 
 @pytest.mark.parametrize("levels", [(), (0, 1), (2, 1), (1, 1)])

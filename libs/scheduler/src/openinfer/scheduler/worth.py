@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .errors import InvalidSetup
 
-PRIOR = 0.7
-"""The chance of a draft before one was seen."""
+PRIOR = 0.5
+"""The chance of a draft before one was seen. The first trials are under way before their results are known, so a higher
+one costs more where drafts are wrong."""
 REMEMBERED = 32
 """Rows over which a chance is averaged."""
 PROBING = 0.004
