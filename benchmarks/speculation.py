@@ -3,14 +3,17 @@
     python benchmarks/speculation.py demo/qwen3
     python benchmarks/speculation.py Qwen3-4B --device cuda --json FILE
     python benchmarks/speculation.py demo/qwen3 --own 0 0.7 1
+    python benchmarks/speculation.py Qwen3-4B --device cuda --edits --prompt-tokens 512 --tokens 256
     python benchmarks/speculation.py --predict qwen3:4B qwen3_5:4B
 
-The first two measure an engine. The name of a published model stands for its shape with random weights. Every answer
+All but the last measure an engine. The name of a published model stands for its shape with random weights. Every answer
 is one token again and again, by a bias of its logit. Drafts of a chosen acceptance come from an oracle that knows it.
 Layers that draft run too, and the oracle's drafts take the place of theirs. No server has the oracle. "all, N":
 drafts are all right and every step has N, so its seconds are those of a verifying step. `--own`: the engine's own
-drafts at these temperatures, on prompts of the file `--prompts`. The last command simulates steps of a published
-model on an H200 at their predicted cost.
+drafts at these temperatures, on prompts of the file `--prompts`. `--edits`: a request has a page of docs/ as its
+prompt, and the known answer is the page with some edits; the engine's own drafter looks drafts up in page and answer,
+and those that are the answer's are accepted. The last command simulates steps of a published model on an H200 at
+their predicted cost.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import functools
 import itertools
 import json
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -38,12 +42,15 @@ from openinfer.kernels import GPUS, H200
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
-from openinfer.scheduler import Worth
+from openinfer.scheduler import Drafter, Worth
 from openinfer.scheduler.sim import StepWork
 
 CONTEXT = 1024
 ANSWER = 300
 """The token of all answers."""
+DOCS = Path(__file__).parents[1] / "docs"
+EDITED, LEFT_OUT, ADDED = 0.25, 0.06, 0.06
+"""The part of the lines in which a word is another, that are gone, and that are new."""
 
 
 class Oracle:
@@ -55,6 +62,44 @@ class Oracle:
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """See Drafter."""
         return [ANSWER if self._rng.random() < self._right else ANSWER + 1 for _ in range(count)]
+
+
+class Copyist:
+    """A scheduler.Drafter of requests whose text is known: prompt, then answer, by the prompt's first token.
+
+    The engine's answer is one token again and again. So `own` sees the known text as far as the engine is, and its
+    drafts become that token where they are the known text's, else another.
+    """
+
+    def __init__(self, own: Drafter, texts: Sequence[Sequence[int]]) -> None:
+        self._own, self._texts = own, texts
+
+    def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """See Drafter."""
+        text, done = self._texts[tokens[0]], len(tokens)
+        drafts = zip(self._own.propose(text[:done], count), text[done:], strict=False)
+        return [ANSWER if draft == known else ANSWER + 1 for draft, known in drafts]
+
+
+def edits(args: argparse.Namespace) -> list[list[int]]:
+    """Known texts: a request's number, a page of docs/, and the page after edits. A token is a word or a mark, which is
+    about what a published tokenizer makes of it."""
+    ids: dict[str, int] = {}
+    pages = [re.findall(r"\n|\w+|[^\w\s]", path.read_text()) for path in sorted(DOCS.glob("*.md"))]
+    texts, size = list[list[int]](), args.prompt_tokens - 1
+    for words in itertools.islice(itertools.cycle(p for p in pages if len(p) >= size), max(args.concurrency)):
+        rng, answer, page = random.Random(len(texts)), list[str](), words[:size]
+        for line in " ".join(page).split("\n"):
+            found, chance = line.split(), rng.random()
+            if chance < EDITED and found:
+                found[rng.randrange(len(found))] = rng.choice(page)
+            elif chance > 1 - ADDED:
+                answer += [*rng.choices(page, k=12), "\n"]
+            if not EDITED <= chance < EDITED + LEFT_OUT:
+                answer += [*found, "\n"]
+        known = [ids.setdefault(word, 1000 + len(ids)) for word in (page + answer)[: size + args.tokens]]
+        texts.append([len(texts), *known])
+    return texts
 
 
 def main() -> None:
@@ -69,6 +114,7 @@ def main() -> None:
     add("--acceptance", nargs="+", type=float, default=[0.0, 0.5, 0.8, 0.95])
     add("--mixed", nargs=2, type=float, help="acceptances of two halves of the rows of --predict")
     add("--own", nargs="+", type=float, help="temperatures at which the engine's own drafts are measured")
+    add("--edits", action="store_true", help="prompts are pages of docs/, answers the pages after edits")
     add("--prompts", type=Path, help="JSON: lists of token ids")
     add("--tokens", type=int, default=96, help="tokens of an answer")
     add("--prompt-tokens", type=int, default=32)
@@ -92,6 +138,8 @@ def measure(args: argparse.Namespace) -> None:
     prompts = [[rng.randrange(20, 400) for _ in range(args.prompt_tokens)] for _ in range(256)]
     if args.prompts is not None:
         prompts = json.loads(args.prompts.read_text())
+    texts = edits(args) if args.edits else []
+    prompts = [text[: args.prompt_tokens] for text in texts] or prompts
     with tempfile.TemporaryDirectory() as empty:
         engines = {
             name: engine_of(args, config, Path(empty), max(map(len, prompts)))
@@ -99,7 +147,7 @@ def measure(args: argparse.Namespace) -> None:
         }
     rows = []
     for count in args.concurrency:
-        kinds = cases(args, engines["with"])
+        kinds = cases(args, engines["with"], texts)
         for repeat in range(args.repeats + 1):  # the first is of a cold machine
             for kind, (drafts, prepare, options) in kinds.items():
                 engine = engines["with" if drafts else "without"]
@@ -139,8 +187,8 @@ Case = tuple[bool, Callable[[], None], Mapping[str, Any]]
 """Whether the engine drafts, what is done before a run, and the sampling parameters."""
 
 
-def cases(args: argparse.Namespace, drafted: Any) -> dict[str, Case]:
-    """The kinds of runs, by their names."""
+def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]) -> dict[str, Case]:
+    """The kinds of runs, by their names. texts: known ones, if there are any."""
     drafting = drafted.runner.drafting
     costs, own = drafting.costs, drafting.make_drafter
 
@@ -160,6 +208,9 @@ def cases(args: argparse.Namespace, drafted: Any) -> dict[str, Case]:
             for name, drafts in (("without", False), ("with", True))
         }
     options = {"logit_bias": [(ANSWER, 100.0)], "ignore_eos": True}
+    if texts:
+        copies = functools.partial(prepare, lambda: Copyist(own(), texts))
+        return {"without": (False, lambda: None, options), "edits": (True, copies, options)}
     oracles = {f"{one:g}": functools.partial(Oracle, one) for one in args.acceptance}
     return {
         "without": (False, lambda: None, options),
