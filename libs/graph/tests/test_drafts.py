@@ -125,7 +125,7 @@ def test_drafts_leave_room_for_a_prompt():
 
 def test_drafts_that_do_not_pay_are_left_out():
     """Layers draft for the step after the next, so a change of mind comes a step late."""
-    costs = SimpleNamespace(decode=lambda rows, drafts: 1.0 + 0.5 * drafts)
+    costs = SimpleNamespace(decode=lambda rows, drafts: 1.0 + 0.4 * drafts)
     drafting, seq = Drafting(BUCKETS, None, costs), seq_of([1, 2, 3])
     assert drafting.launched() == 3  # the first chunk of a prompt
     for _ in range(2):  # asked again, because the step could not be launched
@@ -138,7 +138,7 @@ def test_drafts_that_do_not_pay_are_left_out():
     found = []
     for _ in range(200):  # tried now and then, a step after the layers have drafted
         count = drafting.num_drafts(view_of(seq)).get(seq, 0)
-        drafting.worth.spent(1, 0, 1.0 + 0.5 * count, 1.0)
+        drafting.worth.spent(1, 0, 1.0 + 0.4 * count, 1.0)
         found.append((count, drafting.launched()))
     assert 0 < sum(count for count, _ in found) < 6
     assert [count for count, _ in found[1:]] == [places for _, places in found[:-1]]
@@ -171,6 +171,7 @@ def test_a_step_after_one_with_drafts_has_their_shape_where_states_lag_behind():
     assert level(seqs, {}) == 0
     assert level(seqs, {seqs[0]: 2}) == 2
     assert level(seqs, {seqs[1]: 1}) == 1
+    assert not drafting.unsettled  # a step with the same rows and drafts has the same shape
     assert level(seqs[:1], {}) == 0  # its last step had none
     assert level(seqs, {}) == 1  # the other's had one
     assert drafting.unsettled  # the next step has a shape without drafts

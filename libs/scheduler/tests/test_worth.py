@@ -31,7 +31,13 @@ def layered(rows: int, drafts: int) -> float:
 
 
 def speed(
-    cost: Cost, rows: int, texts: Sequence[float], steps: int, available: int = 4, seed: int = 0, delay: int = 1
+    cost: Cost,
+    rows: int,
+    texts: Sequence[float],
+    steps: int,
+    available: int = 4,
+    seed: int = 0,
+    delay: int = 1,
 ) -> float:
     """Time without drafts over time with them, for the same tokens. texts: the chance of a draft in each part of the
     steps. delay: steps that are launched before a chosen number's result is known."""

@@ -95,7 +95,7 @@ class Drafting:
             most = most or int(not self.lagging.isdisjoint(slots))
             self.lagging.difference_update(step.left, slots)
             self.lagging.update(seq.slot for seq in step.drafts)
-            self.unsettled = most > 0
+            self.unsettled = most > 0 and not step.drafts  # with drafts the same rows keep the shape
         return most
 
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
