@@ -9,8 +9,9 @@
 All but the last measure an engine. The name of a published model stands for its shape with random weights. Every answer
 is one token again and again, by a bias of its logit. Drafts of a chosen acceptance come from an oracle that knows it.
 Layers that draft run too, and the oracle's drafts take the place of theirs. No server has the oracle. "all, N":
-drafts are all right and every step has N, so its seconds are those of a verifying step. `--own`: the engine's own
-drafts at these temperatures, on prompts of the file `--prompts`. `--edits`: a request has a page of docs/ as its
+drafts are all right and every step has N, so its seconds are those of a verifying step. `--up-to`: the most drafts to
+choose from. `--own`: the engine's own drafts at these temperatures, on prompts of the file `--prompts`; "always N":
+every step has N of them. `--edits`: a request has a page of docs/ as its
 prompt, and the known answer is the page with some edits; the engine's own drafter looks drafts up in page and answer,
 and those that are the answer's are accepted. The last command simulates steps of a published model on an H200 at
 their predicted cost.
@@ -48,6 +49,8 @@ from openinfer.scheduler.sim import StepWork
 CONTEXT = 1024
 ANSWER = 300
 """The token of all answers."""
+ROUNDS = 12
+"""Requests of a run for each that runs at once, at least, where answers end by themselves."""
 DOCS = Path(__file__).parents[1] / "docs"
 EDITED, LEFT_OUT, ADDED = 0.25, 0.06, 0.06
 """The part of the lines in which a word is another, that are gone, and that are new."""
@@ -112,6 +115,7 @@ def main() -> None:
     add("--config", default='{"method": "ngram", "num_speculative_tokens": 3}', help="--speculative-config")
     add("--concurrency", nargs="+", type=int, default=[1, 8, 32])
     add("--acceptance", nargs="+", type=float, default=[0.0, 0.5, 0.8, 0.95])
+    add("--up-to", nargs="+", type=int, help="the most drafts of a row; by default those of --config")
     add("--mixed", nargs=2, type=float, help="acceptances of two halves of the rows of --predict")
     add("--own", nargs="+", type=float, help="temperatures at which the engine's own drafts are measured")
     add("--edits", action="store_true", help="prompts are pages of docs/, answers the pages after edits")
@@ -191,32 +195,40 @@ def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]
     """The kinds of runs, by their names. texts: known ones, if there are any."""
     drafting = drafted.runner.drafting
     costs, own = drafting.costs, drafting.make_drafter
-
     levels = drafting.buckets.draft_levels
 
-    def prepare(make_drafter: Any) -> None:
-        drafting.make_drafter, drafting.costs, drafting.worth = make_drafter, costs, Worth(levels)
+    def prepare(make_drafter: Any, most: int = levels[-1]) -> None:
+        drafting.make_drafter, drafting.costs = make_drafter, costs
+        drafting.worth = Worth([level for level in levels if level <= most])
 
-    def right(level: int) -> None:
-        prepare(functools.partial(Oracle, 1.0))
+    def always(make_drafter: Any, level: int) -> None:
+        prepare(make_drafter)
         drafting.worth.choose = lambda available, rows, cost: level if available else 0
+
+    def every_step(name: str, make_drafter: Any, options: Mapping[str, Any]) -> dict[str, Case]:
+        chosen = ((level, functools.partial(always, make_drafter, level)) for level in levels)
+        return {f"{name}, {level}": (True, prepared, options) for level, prepared in chosen}
 
     if args.own is not None:
         return {
             f"{name} {heat:g}": (drafts, functools.partial(prepare, own), {"temperature": heat})
             for heat in args.own
             for name, drafts in (("without", False), ("with", True))
-        }
+        } | every_step("always", own, {"temperature": args.own[0]})
     options = {"logit_bias": [(ANSWER, 100.0)], "ignore_eos": True}
     if texts:
         copies = functools.partial(prepare, lambda: Copyist(own(), texts))
         return {"without": (False, lambda: None, options), "edits": (True, copies, options)}
-    oracles = {f"{one:g}": functools.partial(Oracle, one) for one in args.acceptance}
+    oracles = {
+        f"{one:g}" + (f", up to {most}" if args.up_to else ""): (functools.partial(Oracle, one), most)
+        for most in args.up_to or levels[-1:]
+        for one in args.acceptance
+    }
     return {
         "without": (False, lambda: None, options),
-        **{name: (True, functools.partial(prepare, make), options) for name, make in oracles.items()},
+        **{name: (True, functools.partial(prepare, *one), options) for name, one in oracles.items()},
         **({} if drafting.layers else {"own": (True, functools.partial(prepare, own), options)}),
-        **{f"all, {level}": (True, functools.partial(right, level), options) for level in levels},
+        **every_step("all", functools.partial(Oracle, 1.0), options),
     }
 
 
@@ -229,7 +241,9 @@ def run(
 ) -> dict[str, float]:
     """Requests, `count` at once and each replaced when it ends; with `ignore_eos` `count` in all."""
     session, before = Session(engine), engine.stats()
-    waiting = list(enumerate(prompts if "ignore_eos" not in options else prompts[:count]))
+    # A text that ends by itself is short: with few of them a run would be its beginning and its end.
+    texts = prompts[:count] if "ignore_eos" in options else prompts * -(-ROUNDS * count // len(prompts))
+    waiting = list(enumerate(texts))
     running, first = 0, 0.0
     began = time.perf_counter()
     while waiting or running:
