@@ -70,8 +70,8 @@ class Oracle:
 class Copyist:
     """A scheduler.Drafter of requests whose text is known: prompt, then answer, by the prompt's first token.
 
-    The engine's answer is one token again and again. So `own` sees the known text as far as the engine is, and its
-    drafts become that token where they are the known text's, else another.
+    The engine's answer is one token again and again. `own` sees the known text, as far as the engine is. A draft of
+    `own` becomes that token where it is the known text's, else another.
     """
 
     def __init__(self, own: Drafter, texts: Sequence[Sequence[int]]) -> None:
