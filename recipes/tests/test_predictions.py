@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,12 +36,12 @@ QWEN3_5: list[Point] = [
 class Planned:
     """The plan of a published model, and the model itself on the null device."""
 
-    def __init__(self, recipe: Recipe[Any], config: Json) -> None:
-        options = recipe.options(device="cuda")
-        blueprint: Any = recipe.blueprint(Source(config), options)
+    def __init__(self, recipe: Recipe[Any], config: Json, ranks: int = 1, target: Target = H200) -> None:
+        options, self.target = recipe.options(device="cuda"), target
+        blueprint: Any = recipe.blueprint(Source(config), options, ranks=ranks)
         limits = decide(options, Device("cuda"), blueprint.max_positions, blueprint.page_size)
         self.buckets = buckets_for(blueprint, limits)
-        self.plan, null = make_plan(blueprint, limits, self.buckets, H200), Device("null")
+        self.plan, null = make_plan(blueprint, limits, self.buckets, target), Device("null")
         one_each = [1] * len(blueprint.groups(limits))
         self.model = blueprint.lay_out(Arena(null, None), Stream(null), limits, one_each)
 
@@ -49,19 +50,21 @@ class Planned:
 
     def calls(self, shape: Shape) -> list[Call]:
         """Of all layers, one after the other."""
-        pack = NullPack(H200)
+        pack = NullPack(self.target)
         self.model.forward(pack, *shape)
         batch = self.model.batch
         sample_rows(pack, batch.rows, batch.sampled, shape.rows)
         return pack.calls
 
 
-def kinds(calls: Sequence[Call]) -> dict[tuple[str, Any], int]:
-    """How often an op with such shapes and numbers comes."""
-    found: dict[tuple[str, Any], int] = {}
+def kinds(calls: Sequence[Call]) -> dict[tuple[Any, ...], int]:
+    """How often an op with such shapes, numbers and kernels comes."""
+    found: dict[tuple[Any, ...], int] = {}
     for call in calls:
         shapes = tuple(getattr(arg, "shape", arg) for arg in call.args.values())
-        found[call.op.name, shapes] = found.get((call.op.name, shapes), 0) + call.times
+        kernels = tuple(getattr(command, "spec", type(command)) for command in call.commands)
+        key = call.op.name, shapes, kernels
+        found[key] = found.get(key, 0) + call.times
     return found
 
 
@@ -79,6 +82,7 @@ def test_predictions_are_near_what_was_measured(recipe: Recipe[Any], size: str, 
         assert seconds * 1e3 == pytest.approx(measured, rel=0.25), (rows, context, prompt)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("recipe", "config"),
     [
@@ -88,10 +92,11 @@ def test_predictions_are_near_what_was_measured(recipe: Recipe[Any], size: str, 
     ],
     ids=["qwen3", "qwen3_5", "deepseek_v4"],
 )
-def test_the_traced_layers_stand_for_all(recipe: Recipe[Any], config: Json) -> None:
-    """A plan traces one layer of each kind, and counts each of its calls as often as the model has such a layer."""
-    planned = Planned(recipe, config)
-    for shape in (planned.shape(64, 2), planned.shape(4, 4)):
+def test_the_traced_layers_stand_for_all(recipe: Recipe[Any], config: Json, ranks: int) -> None:
+    """A plan traces one layer of each kind, and counts each of its calls as often as the model has such a layer. Among
+    several ranks the first layer differs: the others' norms are made with the sums ahead of them."""
+    planned = Planned(recipe, config, ranks, replace(H200, nvrtc=True))
+    for shape in (planned.shape(64, 2), planned.shape(4, 4), planned.shape(1, 1)):
         traced, whole = kinds(planned.plan.steps[shape]), kinds(planned.calls(shape))
         assert traced == whole
         assert len(planned.plan.steps[shape]) < len(planned.calls(shape))

@@ -61,7 +61,7 @@ from openinfer.kernels.packs.cpu import CpuPack
 from openinfer.kernels.packs.cuda import LaunchPack
 from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
-from openinfer.kernels.packs.null import Call, NullPack, Repeated
+from openinfer.kernels.packs.null import Call, NullPack, Repeated, one_of_each
 from openinfer.kernels.prediction import Parts, Prediction, predictions
 from openinfer.kernels.store import Compiled, Prepared, Store
 from openinfer.kernels.target import GPUS, H200, Figures, Link, Speed, Target
@@ -134,6 +134,7 @@ __all__ = [
     "norm_linear",
     "norm_rope_attend",
     "norm_rows",
+    "one_of_each",
     "predictions",
     "project",
     "qk_norm_rope_write",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, rope_table
+from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
 from openinfer.kvpool import Eviction, Group
 from openinfer.recipes.deepseek_v4.buffers import Buffers
 from openinfer.recipes.deepseek_v4.cache import TABLES, Cache, Recent, eviction, groups
@@ -136,9 +135,7 @@ class DeepseekV4(Blueprint[Model]):
         return model.weights.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
-        kinds = {_kind(layer): layer for layer in model.weights.layers}
-        counts = Counter(_kind(layer) for layer in model.weights.layers)
-        layers = Repeated(pack, ((layer, counts[kind]) for kind, layer in kinds.items()))
+        layers = Repeated(pack, one_of_each(model.weights.layers, _kind))
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
 
     def memory(self, model: Model) -> Mapping[str, int]:

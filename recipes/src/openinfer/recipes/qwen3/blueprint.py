@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, rope_table
+from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
@@ -104,14 +103,18 @@ class Qwen3(Blueprint[Model]):
         return model.weights.places.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
-        windows = Counter(self.config.windows)
-        kinds = Repeated(pack, zip(model.weights.layers, windows.values(), strict=False))
+        c, layers = self.config, model.weights.layers
+        several = c.ranks > 1  # the sum of the layer ahead makes the norm
+        kinds = one_of_each(range(c.num_layers), c.windows.__getitem__, first=several)
+        windows = tuple(c.windows[n] for n, _ in kinds)
         if isinstance(model, DraftingModel) and model.drafter is not None:
             model = dataclasses.replace(model, drafter=traced(model.drafter, len(windows)))
         return dataclasses.replace(
             model,
-            config=dataclasses.replace(self.config, num_layers=len(windows), windows=tuple(windows)),
-            weights=dataclasses.replace(model.weights, layers=kinds),
+            config=dataclasses.replace(c, num_layers=len(windows), windows=windows),
+            weights=dataclasses.replace(
+                model.weights, layers=Repeated(pack, ((layers[n], times) for n, times in kinds))
+            ),
         )
 
     def memory(self, model: Model) -> Mapping[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from openinfer.graph import Field
 from openinfer.graph.runner import Batch
-from openinfer.kernels import NullPack, Repeated, rope_table
+from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
 from openinfer.kernels.authoring import power_of_two
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
@@ -132,9 +131,9 @@ class Qwen35(Blueprint[Model]):
         return model.weights.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
-        kinds = {type(layer.mixer): layer for layer in model.weights.layers}
-        counts = Counter(type(layer.mixer) for layer in model.weights.layers)
-        layers = Repeated(pack, ((layer, counts[kind]) for kind, layer in kinds.items()))
+        several = self.config.ranks > 1  # the sum of the layer ahead makes the norm
+        kinds = one_of_each(model.weights.layers, lambda layer: type(layer.mixer), first=several)
+        layers = Repeated(pack, kinds)
         return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
 
     def memory(self, model: Model) -> Mapping[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -114,6 +115,16 @@ class Repeated(tuple[T, ...]):
 
     _pack: NullPack
     _times: tuple[int, ...]
+
+
+def one_of_each(
+    layers: Sequence[T], kind: Callable[[T], object], *, first: bool = False
+) -> list[tuple[T, int]]:
+    """A layer of each kind, and how many there are. first: the first layer is a kind of its own, because no layer ahead
+    of it has made its norm."""
+    kinds = [(first and n == 0, kind(layer)) for n, layer in enumerate(layers)]
+    counts = Counter(kinds)
+    return [(layer, counts[key]) for key, layer in dict(zip(kinds, layers, strict=True)).items()]
 
 
 class Placement(NamedTuple):
