@@ -3,15 +3,18 @@
     python benchmarks/drill.py MODEL_DIR [--json FILE]
 
 Weights are random, so MODEL_DIR needs no more than config.json. docs/slow.md has the lines. The neighbour is a process
-that multiplies matrices with PyTorch; without PyTorch that trouble is left out.
+that copies memory of the same GPU from one place to another.
+
+`watch_us` is the host's time that trace and watch take a step. `longest_ms` is the longest turn of the engine with a
+trouble. It has the time in which the watch finds the cause.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,23 +23,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from openinfer.cli import recipes
+from openinfer.cli import bench_idle, recipes
+from openinfer.cli.bench_ledger import Recorder
 from openinfer.frontend.contract import SlowTraces
 from openinfer.recipes.engine.startup import build
 from openinfer.recipes.engine.testing import Session
 from openinfer.tensor import DeviceClock, PinnedBuffer, Tensor
 
 ROWS, WARM_STEPS = 8, 400
-MOST_BYTES = 512 << 20
+COPIED = 512 << 20
+SLOW_OP, MORE = "gate_up_silu", 400
+"""The op that one step runs 400 times more."""
 NEIGHBOUR = """
-import torch
-a = torch.randn(16384, 16384, dtype=torch.bfloat16, device="cuda")
-torch.cuda.synchronize()
+from openinfer.tensor import Device, Stream, Tensor
+device = Device("cuda")
+stream, size = Stream(device), 4 << 30
+here, there = (Tensor.empty((size,), "uint8", device) for _ in range(2))
+stream.synchronize()
 print("ready", flush=True)
 while True:
     for _ in range(20):
-        a @ a
-    torch.cuda.synchronize()
+        stream.copy_async(there.ptr, here.ptr, size, "d2d")
+    stream.synchronize()
 """
 
 
@@ -50,16 +58,23 @@ class Drill:
         ).engine  # fmt: skip
         self.watch = self.engine.runner.watch
         self.watch.quiet_s = 0.0
+        self.longest_s = 0.0
+        device = self.engine.runner.stream.device
+        self.host, self.there = PinnedBuffer(device, COPIED), Tensor.empty((COPIED,), "uint8", device)
         self.session, rng = Session(self.engine), random.Random(1)
         for _ in range(ROWS):
             self.session.submit([rng.randrange(256, 30_000) for _ in range(256)], 7_500, ignore_eos=True)
         self.steps(WARM_STEPS)
 
     def steps(self, count: int) -> float:
-        began = time.perf_counter()
+        """Run `count` turns. Their median in seconds."""
+        times = []
         for _ in range(count):
+            began = time.perf_counter()
             self.session.step(0.01)
-        return (time.perf_counter() - began) / count
+            times.append(time.perf_counter() - began)
+        self.longest_s = max(self.longest_s, *times)
+        return statistics.median(times)
 
     def lines(self) -> list[str]:
         """The findings since the last call."""
@@ -81,40 +96,43 @@ class Drill:
         kind.replay = once
         self.steps(20)
 
-    def slow_kernels(self) -> list[str]:
-        """The kernels of a step run five times."""
-        runner = self.engine.runner
+    def slow_kernel(self) -> list[str]:
+        """The kernels of one op run many times in a step."""
+        runner, shape = self.engine.runner, self.engine.runner._shape
+        recorder = Recorder()
+        runner.model.forward(recorder, num_tokens=shape.tokens, num_rows=shape.rows, max_q_len=shape.longest)
+        call = next(call for call in recorder.calls if call.op.name == SLOW_OP)
 
         def work() -> None:
-            for _ in range(4):
-                runner.replay(("forward", runner._shape))
+            for _ in range(MORE):
+                runner.pack.run(call.op, call.args)
 
         self.in_the_next_step(work)
         return self.lines()
 
+    def slow_host(self) -> list[str]:
+        """The host's thread sleeps while it launches a step."""
+        self.in_the_next_step(lambda: time.sleep(0.15))
+        return self.lines()
+
     def copies(self) -> list[str]:
         """Copies of 2 GB from host memory stand between the kernels of a step."""
-        runner = self.engine.runner
-        device = runner.stream.device
-        host = PinnedBuffer(device, MOST_BYTES)
-        there = Tensor.empty((MOST_BYTES,), "uint8", device)
+        stream = self.engine.runner.stream
 
         def work() -> None:
             for _ in range(4):
-                runner.stream.copy_async(there.ptr, host.ptr, MOST_BYTES, "h2d")
+                stream.copy_async(self.there.ptr, self.host.ptr, COPIED, "h2d")
 
         self.in_the_next_step(work)
         return self.lines()
 
     def neighbour(self) -> list[str]:
         """Another process uses the same GPU."""
-        if importlib.util.find_spec("torch") is None:
-            return ["PyTorch is missing"]
         process = subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            self.steps(250)
+            self.steps(300)
         finally:
             process.kill()
             process.wait()
@@ -139,13 +157,21 @@ def main() -> int:
         found["clock"] = clock.read()._asdict() if clock is not None else None
         found["step_ms"] = 1e3 * drill.steps(200)
         found["calm"] = drill.lines()
-        for name in ("slow_kernels", "copies", "neighbour"):
-            found[name] = getattr(drill, name)()
+        for name in ("slow_kernel", "slow_host", "copies", "neighbour"):
+            drill.longest_s = 0.0
+            found[name] = {"lines": getattr(drill, name)(), "longest_ms": 1e3 * drill.longest_s}
+            print(
+                f"{name}, longest turn {1e3 * drill.longest_s:.1f} ms",
+                *found[name]["lines"],
+                sep="\n  ",
+                flush=True,
+            )
             drill.steps(100)
-            print(name, *found[name], sep="\n  ", flush=True)
             drill.lines()
         drill.engine.close()
-    print(json.dumps({key: found[key] for key in ("device", "clock", "step_ms", "calm")}))
+    times = bench_idle.measure(recipes.find(args.model_dir), ROWS, steps=2000, changes=10)["watch"]
+    found["watch_us"] = statistics.median(times)
+    print(json.dumps({key: found[key] for key in ("device", "clock", "step_ms", "watch_us", "calm")}))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     return 0

@@ -101,6 +101,39 @@ def test_the_op_or_the_phase_that_took_the_time_is_named(clock: Clock) -> None:
     assert ": host phase plan " in found.line
 
 
+@pytest.mark.parametrize(
+    ("late", "line"),
+    [
+        (
+            (6e-3, 2e-3, 3e-5),
+            "all kernels 2.7 x (8.03 ms where 3.01 ms are usual); a slow clock or another program",
+        ),
+        ((18e-3, 1e-3, 1e-5), "kernel gemv 9.0 x (18 ms where 2 ms are usual)"),
+    ],
+)
+def test_a_neighbour_slows_all_kernels_and_none_is_named(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, late: tuple[float, ...], line: str
+) -> None:
+    names = ("kernel gemv", "kernel attend", "kernel scan")
+    usual, slow = dict(zip(names, (2e-3, 1e-3, 1e-5), strict=True)), dict(zip(names, late, strict=True))
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    monkeypatch.setattr(StepTrace, "times", lambda self, steps: [usual] * (len(steps) - 1) + [slow])
+    run(watch, clock, 100, 0.02)
+    assert f": {line}" in watch.findings[-1].line
+
+
+def test_a_finding_that_would_not_be_kept_is_not_looked_for(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    run(watch, clock, 100, 0.02)
+    monkeypatch.setattr(StepTrace, "times", lambda self, steps: 1 / 0)
+    run(watch, clock, 101, 0.02)
+    assert watch.num_findings == 1
+
+
 def test_turns_that_wait_for_something_to_run_are_no_work(clock: Clock) -> None:
     watch = Watch(StepTrace())
     calm(watch, clock)

@@ -131,6 +131,31 @@ def test_only_the_newest_is_kept() -> None:
     assert cupti.buffers == 10
 
 
+def test_a_look_at_the_newest_reads_no_older_buffer() -> None:
+    """64 buffers have 300,000 kernels, and to read all of them takes seconds."""
+    cupti = FakeCupti(room=2 * 216)
+    recorder = ActivityRecorder(library=cupti)
+    start, far = cupti.now(), 2 * activity.DISORDER_NS
+    for n in range(20):
+        cupti.kernel(f"k{n}", start + n * far, start + n * far + 5, n)
+    now = time.perf_counter_ns() - (cupti.now() - start)
+    read, inner = [], recorder._records
+
+    def counted(memory: Any, valid: int, offset: int) -> Any:
+        read.append(memory)
+        return inner(memory, valid, offset)
+
+    recorder._records = counted  # type: ignore[method-assign]
+    assert [a.name for a in recorder.since(now + 16 * far - activity.DISORDER_NS)] == [
+        "k16",
+        "k17",
+        "k18",
+        "k19",
+    ]
+    assert len(read) == 3  # the two that have them, and the first that has none
+    assert len(recorder.read()) == 20
+
+
 def test_pause_stops_recording_and_resume_goes_on() -> None:
     cupti = FakeCupti()
     recorder = ActivityRecorder(library=cupti)

@@ -8,8 +8,9 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ PHASES_KEPT, OPS_KEPT = 64, 4096
 """The most host phases and ops between two results."""
 CPU_EVERY = 4
 """Results from one reading of the thread's CPU time to the next."""
-DISORDER_NS = 50_000_000
-"""Activities come in the order of their start, but for so much."""
 BETWEEN = "between turns"
 """The phase in which the engine is not asked for a step although one is under way."""
 WAITING = "read back"
 """The phase in which the host waits for the device."""
+LOOKING = "look at a slow step"
+"""The phase in which the host writes down why something was slow. It is no work for a step."""
 
+LOOK_EVERY_NS = 1_000_000_000
 _HOST, _STEPS, _DEVICE, _OUTLIERS = range(4)  # processes of the trace
 
 Event = dict[str, Any]
@@ -54,7 +56,7 @@ class TracedStep:
 
     def work(self) -> list[Bar]:
         """The phases in which the host worked for this step or the next, rather than waited."""
-        return [phase for phase in self.phases if phase[0] != WAITING and phase[1] >= self.begun_ns]
+        return [p for p in self.phases if p[0] not in (WAITING, LOOKING) and p[1] >= self.begun_ns]
 
     def overlaps(self, start_ns: int, end_ns: int) -> bool:
         """Whether something happened while this step was under way."""
@@ -84,11 +86,11 @@ class StepTrace:
         """The steps that were read, the newest last."""
         self._under_way: deque[TracedStep] = deque()
         self._outliers: deque[Outlier] = deque(maxlen=outliers)
-        self._activities: deque[Activity] = deque(maxlen=steps * 1024)
         self._phases: deque[Bar] = deque(maxlen=PHASES_KEPT)  # since the last result, as are the ops
         self._ops: deque[Bar] = deque(maxlen=OPS_KEPT)
         self._phase, self._since, self._turn = "", 0, 0
         self._results, self._cpu_ns = 0, (0, 0)  # the thread's CPU time at the last two readings
+        self._next_look = 0
         self._recorder: ActivityRecorder | None = None
         self.source = "events around each step"
         if path is None:
@@ -112,6 +114,14 @@ class StepTrace:
         self._phase, self._since = phase, now
         if not phase:
             self._turn = now
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """A look at what was recorded: a phase of its own, after which the host's current phase goes on."""
+        phase = self._phase
+        self.mark(LOOKING)
+        yield
+        self.mark(phase)
 
     def op(self, name: str, start_ns: int, end_ns: int) -> None:
         """An op ran on the host."""
@@ -144,11 +154,12 @@ class StepTrace:
         return (time.thread_time_ns() - (last if self._results % CPU_EVERY else before)) / 1e9
 
     def host_s(self) -> float:
-        """Seconds of the host's own work between the last two results: without its ops and its waiting."""
+        """Seconds of the host's own work between the last two results: without its ops, its waiting and looks at slow
+        steps."""
         step, total = self.steps[-1], 0
         begun = step.begun_ns
         for name, start, end in step.phases:
-            if name != WAITING and start >= begun:
+            if name != WAITING and name != LOOKING and start >= begun:
                 total += end - start
         for _, start, end in step.ops:
             total -= end - start
@@ -165,31 +176,34 @@ class StepTrace:
             if step.ops and "host phase launch" in times:
                 times["host phase launch"] -= sum(end - start for _, start, end in step.ops) / 1e9
         read = [step.read_ns for step in steps]
-        for activity in self._activities_since(min((step.launched_ns for step in steps), default=0)):
-            at, name = bisect_right(read, activity.start_ns), f"{activity.kind} {activity.name}"
+        for activity in self._activities(min((step.launched_ns for step in steps), default=0)):
+            at = bisect_right(read, activity.start_ns)
+            name = f"kernel {activity.name}" if activity.kind == "kernel" else activity.name
             while at < len(steps) and steps[at].overlaps(activity.start_ns, activity.end_ns):
                 found[at][name] = found[at].get(name, 0.0) + (activity.end_ns - activity.start_ns) / 1e9
                 at += 1
         return found
 
-    def _activities_since(self, begin_ns: int) -> Iterator[Activity]:
-        """Activities from this time on, and some before it; the newest first. The ring has a thousand a step, so a look
-        at all of them would hold up the next steps."""
-        return takewhile(lambda a: a.start_ns >= begin_ns - DISORDER_NS, reversed(self._activities))
+    def _activities(self, begin_ns: int) -> list[Activity]:
+        """The work of the device from this time on, by CUPTI."""
+        return [] if self._recorder is None else self._recorder.since(begin_ns)
 
     def recent(self, count: int) -> list[Event]:
         """The bars of the last `count` steps."""
-        self.read()
         last = list(self.steps)[-count:]
-        begin = min((step.launched_ns for step in last), default=0)
-        return [*_names(), *self._host(last), *self._device(last, begin)]
+        activities = self._activities(min((step.launched_ns for step in last), default=0))
+        return [*_names(), *self._host(last), *self._device(last, activities)]
 
     def keep(self) -> None:
-        """Keep the step that was read last as an outlier."""
-        self.read()
+        """Keep the step that was read last as an outlier. With CUPTI at most one in LOOK_EVERY_NS is kept, because a
+        look at what the device did takes 10 ms."""
         step = self.steps[-1]
+        if self._recorder is not None and step.read_ns < self._next_look:
+            return
+        self._next_look = step.read_ns + LOOK_EVERY_NS
         phases = [phase for one in list(self.steps)[-3:] for phase in one.phases] + [*self._phases]
-        activities = [*self._activities_since(step.launched_ns)][::-1]
+        with self.looking():
+            activities = self._activities(step.launched_ns)
         self._outliers.append(
             Outlier(
                 step,
@@ -201,22 +215,17 @@ class StepTrace:
     def close(self) -> None:
         """Stop recording, and write the file if there is one. Wait for the device first, to have all."""
         self.mark("")
-        self.read()
+        steps = list(self.steps)
+        begin = next((start for step in steps for _, start, _ in step.phases), 0)
+        activities = self._activities(begin)
         if self._recorder is not None:
             self._recorder.close()
         if self._path is None:
             return
-        steps = list(self.steps)
-        begin = next((start for step in steps for _, start, _ in step.phases), 0)
-        events = chain(_names(), self._host(steps), self._device(steps, begin), self._kept())
+        events = chain(_names(), self._host(steps), self._device(steps, activities), self._kept())
         with self._path.open("w") as file:
             file.write('{"displayTimeUnit": "ns", "otherData": ' + json.dumps({"device": self.source}))
             file.write(', "traceEvents": [\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
-
-    def read(self) -> None:
-        """Take what CUPTI has recorded so far."""
-        if self._recorder is not None:
-            self._activities.extend(self._recorder.read())
 
     def _host(self, steps: Sequence[TracedStep]) -> Iterator[Event]:
         for step in steps:
@@ -227,8 +236,8 @@ class StepTrace:
         for name, start, end in self._phases if steps and steps[-1] is self.steps[-1] else ():
             yield _bar(_HOST, 0, name, start, end)
 
-    def _device(self, steps: Sequence[TracedStep], begin_ns: int) -> Iterator[Event]:
-        yield from (_of(a, _DEVICE, a.stream) for a in self._activities if a.start_ns >= begin_ns)
+    def _device(self, steps: Sequence[TracedStep], activities: Iterable[Activity]) -> Iterator[Event]:
+        yield from (_of(a, _DEVICE, a.stream) for a in activities)
         if self._recorder is None:
             for step in steps:
                 start = step.read_ns - round(step.seconds * 1e9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -36,6 +37,8 @@ SLOW_CLOCK = 0.95
 """A clock below this part of the usual one is named."""
 CAUSE = 0.2
 """A phase, op or kernel with less than this part of what a step took more is not named as the cause."""
+ALL = 0.5
+"""All kernels are named where the others are slower by this part of what the slowest is."""
 COMPARED = 16
 """Steps that a finding compares, as many before it."""
 PREEMPTIONS, STORM = 8, 256
@@ -120,7 +123,7 @@ class Watch:
         pace.quick += (ratio - pace.quick) / (count if count < RUN // 4 else RUN // 4)
         host_s = self.trace.host_s()
         slow_host = self._host.take(host_s) and host_s - self._host.mean > max(HOST_FLOOR_S, seconds)
-        if beyond or slow_host:
+        if (beyond or slow_host) and self._due("step" if beyond else "host"):
             total = seconds if beyond else host_s
             meant = (predicted_s or usual) if beyond else self._host.mean
             found = self._cause(traced, shape, total - (usual if beyond else self._host.mean))
@@ -131,10 +134,11 @@ class Watch:
             line = f"{what} {_ms(meant)} are {word}: {found}"
             self.find("step" if beyond else "host", line, **_facts(traced, seconds, predicted_s))
         elif predicted_s is not None and pace.slow():
-            what = f"the last steps ({shape}) took {pace.quick / pace.bound.mean:.1f} x what such steps did before"
-            more = (pace.quick - pace.bound.mean) * expected
-            line = f"{what}: {self._cause(traced, shape, more, RUN)}"
-            self.find("run", line, **_facts(traced, seconds, predicted_s))
+            if self._due("run"):
+                what = f"the last steps ({shape}) took {pace.quick / pace.bound.mean:.1f} x what such steps did before"
+                more = (pace.quick - pace.bound.mean) * expected
+                line = f"{what}: {self._cause(traced, shape, more, RUN)}"
+                self.find("run", line, **_facts(traced, seconds, predicted_s))
             pace.bound.move(pace.quick)  # the new pace counts from now on
         self._steps += 1
         if self._noted and self._noted[2] != self._preempted:
@@ -153,15 +157,19 @@ class Watch:
 
     def find(self, kind: str, line: str, **facts: Any) -> None:
         """Keep a finding, unless there was one of its kind within quiet_s."""
-        now = time.monotonic()
-        if now < self._quiet.get(kind, 0.0):
+        if not self._due(kind):
             return
-        self._quiet[kind] = now + self.quiet_s
+        self._quiet[kind] = time.monotonic() + self.quiet_s
         self.num_findings += 1
-        line += self._read_clock(facts)
-        log.warning("slow: %s", line)
-        events = self.trace.recent(STEPS_SHOWN)[:EVENTS_SHOWN]
+        with self.trace.looking():
+            line += self._read_clock(facts)
+            log.warning("slow: %s", line)
+            events = self.trace.recent(STEPS_SHOWN)[:EVENTS_SHOWN]
         self.findings.append(Finding(kind, line, time.time(), {**self.facts, **facts}, events))
+
+    def _due(self, kind: str) -> bool:
+        """Whether a finding of this kind would be kept now. To look for its cause is work, so this is asked first."""
+        return time.monotonic() >= self._quiet.get(kind, 0.0)
 
     def _read_clock(self, facts: Json) -> str:
         """Put the clock into the facts. Returns what is to be said of it; "" where it is as usual."""
@@ -185,23 +193,34 @@ class Watch:
     def _cause(self, step: TracedStep, shape: str, more_s: float, steps: int = 1) -> str:
         """The op, kernel or host phase whose time is most above the usual one. more_s: what the step took more, of
         which the cause has at least the part CAUSE. steps: the last steps that are looked at."""
-        self.trace.read()
         alike = [one for one in self.trace.steps if one.facts["bucket"] == shape] or [step]
         late, usual = alike[-steps:][-COMPARED:], alike[:-steps][-COMPARED:]
         looked_at = [*usual, *late]
-        times = dict(zip([one.index for one in looked_at], self.trace.times(looked_at), strict=True))
-        excess = {}
+        with self.trace.looking():
+            found = self.trace.times(looked_at)
+        times = dict(zip([one.index for one in looked_at], found, strict=True))
+        took, before = {}, {}
         for name in {name for one in late for name in times[one.index]}:
-            took = statistics.fmean(times[one.index].get(name, 0.0) for one in late)
-            before = statistics.median([times[one.index].get(name, 0.0) for one in usual] or [0.0])
-            excess[name] = (took - before, took, before)
-        name, (most, took, before) = max(
-            excess.items(), key=lambda item: item[1][0], default=("", (0.0, 0.0, 0.0))
-        )
-        if most < CAUSE * more_s:
+            took[name] = statistics.fmean(times[one.index].get(name, 0.0) for one in late)
+            before[name] = statistics.median([times[one.index].get(name, 0.0) for one in usual] or [0.0])
+        name = max(took, key=lambda name: took[name] - before[name], default="")
+        if not name or took[name] - before[name] < CAUSE * more_s:
             return "nothing that is traced; run with --trace to see kernels"
-        times_ = f"{took / before:.1f} x" if before else "new"
-        return f"{name} {times_} ({_ms(took)} where {_ms(before)} are usual)"
+        kernels = [one for one in took if one.startswith("kernel ")]
+        others = [sum(seconds[one] for one in kernels if one != name) for seconds in (took, before)]
+        if name in kernels and _times(*others) > 1 + ALL * (_times(took[name], before[name]) - 1):
+            sums = [sum(seconds[one] for one in kernels) for seconds in (took, before)]
+            return f"all kernels {_text(*sums)}; a slow clock or another program on this GPU does this"
+        return f"{name} {_text(took[name], before[name])}"
+
+
+def _times(took: float, before: float) -> float:
+    return took / before if before else math.inf if took else 1.0
+
+
+def _text(took: float, before: float) -> str:
+    times = f"{took / before:.1f} x" if before else "new"
+    return f"{times} ({_ms(took)} where {_ms(before)} are usual)"
 
 
 def _facts(step: TracedStep, seconds: float, predicted_s: float | None) -> Json:

@@ -23,7 +23,7 @@ _COPIES = {1: "copy to device", 2: "copy to host", 8: "copy on device"}  # CUpti
 
 # Fields of the records that CUPTI 12 and 13 write (CUpti_ActivityKernel9, _Memcpy5, _Memset4 and what followed them,
 # each of which only added at the end).
-_TIMES = struct.Struct("<16xQQ")  # start, end: ns
+_TIMES = struct.Struct("<i12xQQ")  # kind; start, end: ns
 _KERNEL = struct.Struct("<48xI40xI8xQ")  # stream, correlation, address of the name
 _OTHER = struct.Struct("<4xB35xII")  # kind of a copy, stream, correlation
 
@@ -31,6 +31,8 @@ _kept: list[Any] = []  # CUPTI may call from threads of its own until the proces
 
 BUFFER_BYTES = 1 << 20
 """The size of one buffer that CUPTI fills: about 4,800 kernels."""
+DISORDER_NS = 50_000_000
+"""Activities come in the order of their start, but for so much."""
 
 _REQUESTED = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
@@ -89,13 +91,23 @@ class ActivityRecorder:
     def read(self) -> list[Activity]:
         """Finished activities in the order of their start; the next call gives only what is newer. Wait for the
         device first to have all."""
-        self._call("cuptiActivityFlushAll", 1)
-        now, stamp = time.perf_counter_ns(), ctypes.c_uint64()
-        self._call("cuptiGetTimestamp", ctypes.byref(stamp))
-        offset = (now + time.perf_counter_ns()) // 2 - stamp.value
+        offset = self._flush()
         found: list[Activity] = []
         while self._full:
             found += self._records(*self._full.popleft(), offset)
+        return sorted(found, key=lambda a: a.start_ns)
+
+    def since(self, start_ns: int) -> list[Activity]:
+        """Finished activities that started at this time or later, in the order of their start. They stay for `read`.
+
+        Buffers with older ones only are not looked at, because a look at all of them takes seconds."""
+        offset = self._flush()
+        found: list[Activity] = []
+        for memory, valid in reversed(self._full):
+            records = list(self._records(memory, valid, offset))
+            found += (a for a in records if a.start_ns >= start_ns)
+            if records and records[-1].start_ns < start_ns - DISORDER_NS:
+                break
         return sorted(found, key=lambda a: a.start_ns)
 
     def close(self) -> None:
@@ -115,19 +127,32 @@ class ActivityRecorder:
         if valid:
             self._full.append((memory, valid))
 
+    def _flush(self) -> int:
+        """Have CUPTI deliver what it holds. Returns what its clock must be moved by to be the host's."""
+        self._call("cuptiActivityFlushAll", 1)
+        now, stamp = time.perf_counter_ns(), ctypes.c_uint64()
+        self._call("cuptiGetTimestamp", ctypes.byref(stamp))
+        return (now + time.perf_counter_ns()) // 2 - stamp.value
+
     def _records(self, memory: Any, valid: int, offset: int) -> Iterator[Activity]:
-        buffer = -(-ctypes.addressof(memory) // 8) * 8
-        record = ctypes.c_void_p()
-        following = self._cupti.cuptiActivityGetNextRecord
-        while not following(ctypes.c_void_p(buffer), ctypes.c_size_t(valid), ctypes.byref(record)):
-            address = record.value or 0
-            kind = ctypes.c_int32.from_address(address).value
-            if kind in _KINDS:
-                activity = _activity(
-                    kind, ctypes.string_at(address, _KERNEL.size if kind == 10 else _OTHER.size), offset
-                )
-                if activity.end_ns > activity.start_ns:  # not done yet: no times
-                    yield activity
+        base = ctypes.addressof(memory)
+        buffer, size, record = ctypes.c_void_p(-(-base // 8) * 8), ctypes.c_size_t(valid), ctypes.c_void_p()
+        following, place = self._cupti.cuptiActivityGetNextRecord, ctypes.byref(record)
+        names: dict[int, str] = {0: "?"}
+        while not following(buffer, size, place):
+            at = (record.value or 0) - base
+            kind, start, end = _TIMES.unpack_from(memory, at)
+            if kind not in _KINDS or end <= start:  # not done yet: no times
+                continue
+            if kind == 10:
+                stream, correlation, address = _KERNEL.unpack_from(memory, at)
+                if address not in names:
+                    names[address] = ctypes.string_at(address).decode()
+                name = names[address]
+            else:
+                copied, stream, correlation = _OTHER.unpack_from(memory, at)
+                name = _COPIES.get(copied, "copy") if kind == 1 else "memset"
+            yield Activity(_KINDS[kind], name, start + offset, end + offset, stream, correlation)
 
     def _call(self, name: str, *args: Any) -> None:
         status = getattr(self._cupti, name)(*args)
@@ -135,17 +160,6 @@ class ActivityRecorder:
             text = ctypes.c_char_p()
             self._cupti.cuptiGetResultString(status, ctypes.byref(text))
             raise ActivityNotAvailable(f"{name} failed: {(text.value or b'').decode()} ({status})")
-
-
-def _activity(kind: int, record: bytes, offset: int) -> Activity:
-    start, end = (t + offset if t else 0 for t in _TIMES.unpack_from(record))
-    if kind == 10:
-        stream, correlation, address = _KERNEL.unpack_from(record)
-        name = ctypes.string_at(address).decode() if address else "?"
-    else:
-        copied, stream, correlation = _OTHER.unpack_from(record)
-        name = _COPIES.get(copied, "copy") if kind == 1 else "memset"
-    return Activity(_KINDS[kind], name, start, end, stream, correlation)
 
 
 def _library() -> Any:
