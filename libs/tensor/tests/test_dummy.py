@@ -57,6 +57,14 @@ def test_values_are_valid_in_every_dtype(dummy):
     assert (dummy.array("w") == dummy.array("w")).all()
 
 
+def test_tensors_of_other_names_differ():
+    """Alike layers bring all tokens to the same experts."""
+    dummy = DummyCheckpoint(Path("model"))
+    dummy.require(dict.fromkeys(("layers.0.w", "layers.1.w"), ((300, 70), (bfloat16,))))
+    first, second = (dummy.array(f"layers.{n}.w").astype(np.float32) for n in range(2))
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.05
+
+
 def test_a_part_has_the_values_of_the_whole(dummy):
     """As ranks load it."""
     arena, stream = Arena(Device("cpu"), 1 << 20), Stream(Device("cpu"))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -22,10 +23,11 @@ _E8M0 = 121  # 2^-6: codes of one digit before the point become elements of that
 
 
 class DummyCheckpoint(Checkpoint):
-    """A checkpoint that has exactly the tensors that `require` first asks for, with seeded random values.
+    """A checkpoint that has exactly the tensors that `require` first asks for, with random values that its name seeds.
 
     Matrices are normal with a small spread, and vectors are near 1. Codes of float8 are finite, and their scales give
-    them the spread of a matrix. Integers count up along the last axis. No file is read.
+    them the spread of a matrix. Integers count up along the last axis. No file is read. Tensors of other names have
+    other values, because alike layers bring all tokens to the same experts of a mixture.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -60,9 +62,11 @@ class DummyCheckpoint(Checkpoint):
             raise CheckpointError(info.file, name, f"bytes {start} to {start + out.nbytes} are not there")
         scale = info.dtype == np.float32 and "scale" in name
         block = _values(info.dtype, len(info.shape) > 1, info.shape[-1] if info.shape else 1, scale)
+        counts = info.dtype.kind in "iu" and info.dtype.itemsize > 1
+        begin = 0 if counts else crc32(name.encode()) * info.dtype.itemsize
         done = 0
         while done < out.nbytes:
-            at = (start + done) % block.nbytes
+            at = (begin + start + done) % block.nbytes
             count = min(block.nbytes - at, out.nbytes - done)
             out[done : done + count] = block[at : at + count]
             done += count
