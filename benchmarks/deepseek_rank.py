@@ -43,7 +43,7 @@ ALL_REDUCE_US = {
     "bytes": (8 << 10, 128 << 10, 2 << 20, 8 << 20, 64 << 20),
     2: (12, 13, 31, 47, 247), 4: (16, 17, 32, 60, 322), 8: (21, 24, 38, 72, 366),
 }  # fmt: skip
-STEPS = ((1, 4096, 0), (8, 4096, 0), (32, 4096, 0), (128, 4096, 0), (0, 0, 4096))
+STEPS = ((1, 4096, 0), (8, 4096, 0), (32, 4096, 0), (128, 4096, 0), (0, 0, 4096), (0, 0, 1024), (0, 0, 2048))
 """Rows that decode, their context, tokens of a prompt."""
 CODES = np.array([*range(0x08, 0x38), *range(0x88, 0xB8)], np.uint8)
 """Bytes that are float8 numbers up to 1 in size, and any two FP4 ones."""
@@ -182,8 +182,8 @@ def ledger(runner: Runner, path: Path, gpu: str) -> None:
         for segment in step_segments(runner.model, runner.buckets, rows, context, prompt):
             entries = entries_of(segment, runner.pack, runner.stream, 10, Machine(), seen)
             results += [entry for entry in entries if entry["op"] not in ("all_reduce", "gather_columns")]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"bench": "ops", "gpu": gpu, "results": results}, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"bench": "ops", "gpu": gpu, "results": results}, indent=1) + "\n")
 
 
 def collectives_ms(config: Config, rows: int, tokens: int, ranks: int) -> float:
