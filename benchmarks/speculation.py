@@ -39,16 +39,21 @@ import numpy as np
 from openinfer.cli import recipes
 from openinfer.cli.plan_cost import StepCost
 from openinfer.cli.segments import Outline
+from openinfer.frontend.contract import Request
 from openinfer.kernels import GPUS, H200
 from openinfer.recipes.engine import Source
 from openinfer.recipes.engine.startup import build
-from openinfer.recipes.engine.testing import Session
+from openinfer.recipes.engine.testing import Outcome, Session
+from openinfer.sampler import SamplingParams
+from openinfer.sampler.noise import hash_u32, seed_words
 from openinfer.scheduler import Drafter, Worth
 from openinfer.scheduler.sim import StepWork
 
 CONTEXT = 1024
 ANSWER = 300
 """The token of all answers."""
+HOT = 1e5
+"""A temperature at which noise alone chooses."""
 ROUNDS = 12
 """Requests of a run for each that runs at once, at least, where answers end by themselves."""
 DOCS = Path(__file__).parents[1] / "docs"
@@ -57,14 +62,16 @@ EDITED, LEFT_OUT, ADDED = 0.25, 0.06, 0.06
 
 
 class Oracle:
-    """A scheduler.Drafter of answers that have one token only. right: the chance that a draft is this token."""
+    """A scheduler.Drafter of requests whose text is known: prompt, then answer, by the prompt's first token. right: the
+    chance that a draft is the known one."""
 
-    def __init__(self, right: float) -> None:
-        self._right, self._rng = right, random.Random(0)
+    def __init__(self, right: float, texts: Sequence[Sequence[int]]) -> None:
+        self._right, self._texts, self._rng = right, texts, random.Random(0)
 
     def propose(self, tokens: Sequence[int], count: int) -> Sequence[int]:
         """See Drafter."""
-        return [ANSWER if self._rng.random() < self._right else ANSWER + 1 for _ in range(count)]
+        known = self._texts[tokens[0]][len(tokens) : len(tokens) + count]
+        return [token if self._rng.random() < self._right else token + 1 for token in known]
 
 
 class Copyist:
@@ -82,6 +89,16 @@ class Copyist:
         text, done = self._texts[tokens[0]], len(tokens)
         drafts = zip(self._own.propose(text[:done], count), text[done:], strict=False)
         return [ANSWER if draft == known else ANSWER + 1 for draft, known in drafts]
+
+
+def of_noise(prompts: Sequence[Sequence[int]], tokens: int, vocab_size: int) -> list[list[int]]:
+    """Known texts with the answers that noise alone draws: the least hash. The first token of a prompt is the seed."""
+    ids, texts = np.arange(vocab_size, dtype=np.uint32), list[list[int]]()
+    for prompt in prompts:
+        low, high = (np.uint32(word) for word in seed_words(prompt[0]))
+        places = range(len(prompt), len(prompt) + tokens)
+        texts.append([*prompt, *(int(hash_u32(low, high, np.uint32(p), ids).argmin()) for p in places)])
+    return texts
 
 
 def edits(args: argparse.Namespace) -> list[list[int]]:
@@ -119,6 +136,9 @@ def main() -> None:
     add("--mixed", nargs=2, type=float, help="acceptances of two halves of the rows of --predict")
     add("--own", nargs="+", type=float, help="temperatures at which the engine's own drafts are measured")
     add("--edits", action="store_true", help="prompts are pages of docs/, answers the pages after edits")
+    add("--varied", action="store_true", help="answers are tokens that noise alone chooses, for mixtures")
+    add("--one-engine", action="store_true", help="'without' is the same engine where no row has drafts")
+    add("--ranks", type=int, default=1, help="--tensor-parallel-size")
     add("--prompts", type=Path, help="JSON: lists of token ids")
     add("--tokens", type=int, default=96, help="tokens of an answer")
     add("--prompt-tokens", type=int, default=32)
@@ -144,17 +164,23 @@ def measure(args: argparse.Namespace) -> None:
         prompts = json.loads(args.prompts.read_text())
     texts = edits(args) if args.edits else []
     prompts = [text[: args.prompt_tokens] for text in texts] or prompts
+    configs = {"with": args.config} | ({} if args.one_engine else {"without": None})
     with tempfile.TemporaryDirectory() as empty:
         engines = {
             name: engine_of(args, config, Path(empty), max(map(len, prompts)))
-            for name, config in (("without", None), ("with", args.config))
+            for name, config in configs.items()
         }
+    if args.own is None and not args.edits:
+        prompts = [[number, *prompt[1:]] for number, prompt in enumerate(prompts[: max(args.concurrency)])]
+        texts = [[*prompt, *[ANSWER] * args.tokens] for prompt in prompts]
+        if args.varied:
+            texts = of_noise(prompts, args.tokens, engines["with"].info.vocab_size)
     rows = []
     for count in args.concurrency:
         kinds = cases(args, engines["with"], texts)
         for repeat in range(args.repeats + 1):  # the first is of a cold machine
             for kind, (drafts, prepare, options) in kinds.items():
-                engine = engines["with" if drafts else "without"]
+                engine = engines["with" if drafts or args.one_engine else "without"]
                 prepare()
                 found = run(engine, prompts, count, args, options)
                 if repeat:
@@ -181,7 +207,7 @@ def engine_of(args: argparse.Namespace, config: str | None, empty: Path, longest
     built = build(
         recipe, path, device=args.device, max_num_seqs=max(args.concurrency), max_model_len=length,
         max_num_batched_tokens=2048, kv_cache_memory_bytes=(8 if args.device != "cpu" else 1) << 30,
-        enable_prefix_caching=False, speculative_config=config, **flags,
+        enable_prefix_caching=False, speculative_config=config, tensor_parallel_size=args.ranks, **flags,
     )  # fmt: skip
     print(f"{args.model} {config}: ready after {time.perf_counter() - began:.1f} s", flush=True)
     return built.engine
@@ -205,6 +231,9 @@ def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]
         prepare(make_drafter)
         drafting.worth.choose = lambda available, rows, cost: level if available else 0
 
+    def oracle(right: float) -> Callable[[], Drafter]:
+        return functools.partial(Oracle, right, texts)
+
     def every_step(name: str, make_drafter: Any, options: Mapping[str, Any]) -> dict[str, Case]:
         chosen = ((level, functools.partial(always, make_drafter, level)) for level in levels)
         return {f"{name}, {level}": (True, prepared, options) for level, prepared in chosen}
@@ -215,20 +244,22 @@ def cases(args: argparse.Namespace, drafted: Any, texts: Sequence[Sequence[int]]
             for heat in args.own
             for name, drafts in (("without", False), ("with", True))
         } | every_step("always", own, {"temperature": args.own[0]})
-    options = {"logit_bias": [(ANSWER, 100.0)], "ignore_eos": True}
-    if texts:
+    options: dict[str, Any] = {"ignore_eos": True}
+    options |= {"temperature": HOT} if args.varied else {"logit_bias": [(ANSWER, 100.0)]}
+    off = (False, functools.partial(always, own, 0), options)
+    if args.edits:
         copies = functools.partial(prepare, lambda: Copyist(own(), texts))
-        return {"without": (False, lambda: None, options), "edits": (True, copies, options)}
+        return {"without": off, "edits": (True, copies, options)}
     oracles = {
-        f"{one:g}" + (f", up to {most}" if args.up_to else ""): (functools.partial(Oracle, one), most)
+        f"{share:g}" + (f", up to {most}" if args.up_to else ""): (oracle(share), most)
         for most in args.up_to or levels[-1:]
-        for one in args.acceptance
+        for share in args.acceptance
     }
     return {
-        "without": (False, lambda: None, options),
-        **{name: (True, functools.partial(prepare, *one), options) for name, one in oracles.items()},
+        "without": off,
+        **{name: (True, functools.partial(prepare, *chosen), options) for name, chosen in oracles.items()},
         **({} if drafting.layers else {"own": (True, functools.partial(prepare, own), options)}),
-        **every_step("all", functools.partial(Oracle, 1.0), options),
+        **every_step("all", oracle(1.0), options),
     }
 
 
@@ -249,11 +280,12 @@ def run(
     while waiting or running:
         while waiting and running < count:
             number, prompt = waiting.pop(0)
-            session.submit(prompt, args.tokens, **{"seed": number, **options})
+            submit(session, prompt, args.tokens, {"seed": number, **options})
             running += 1
         outputs = session.step(0.1)
-        if not first and outputs.token_ids:
-            first, tokens_then, steps_then = time.perf_counter(), len(outputs.token_ids), engine.stats().steps
+        if not first and all(one.tokens for one in itertools.islice(session.outcomes.values(), count)):
+            first, steps_then = time.perf_counter(), engine.stats().steps
+            tokens_then = sum(len(outcome.tokens) for outcome in session.outcomes.values())
         running -= sum(1 for update in outputs.updates if hasattr(update, "drafts"))
     seconds, after = time.perf_counter() - began, engine.stats()
     tokens = sum(len(outcome.tokens) for outcome in session.outcomes.values())
@@ -266,6 +298,18 @@ def run(
         "draft_tokens": after.draft_tokens - before.draft_tokens,
         "accepted_draft_tokens": after.accepted_draft_tokens - before.accepted_draft_tokens,
     }
+
+
+def submit(session: Session, prompt: Sequence[int], tokens: int, options: Mapping[str, Any]) -> None:
+    """Queue a request. No request of a client may be as hot as HOT."""
+    if options.get("temperature") != HOT:
+        session.submit(prompt, tokens, **options)
+        return
+    params, n = SamplingParams(**{**options, "temperature": 1.0}), len(session.outcomes)
+    object.__setattr__(params, "temperature", HOT)
+    session.outcomes[n] = Outcome([], [], [])
+    asked = {"id": n, "prompt_token_ids": [*prompt], "sampling": params, "max_tokens": tokens}
+    session.engine.submit(Request(**asked, arrival=0.0))
 
 
 def table(
