@@ -1,9 +1,10 @@
 """Prefill and decode on engines of their own, on two GPUs of one host if there are two.
 
-    python benchmarks/peers.py MODEL_DIR [--connectors TcpConnector NixlConnector] [--gpus 0 1] [--json FILE]
+    python benchmarks/peers.py MODEL_DIR [--ways shared tcp nixl] [--gpus 0 1] [--json FILE]
 
-An engine computes a prompt of 16,384 tokens, and another one fetches its KV and goes on. Weights are random, so
-MODEL_DIR needs only config.json.
+An engine computes a prompt of 16,384 tokens, and another one fetches its KV and goes on. By default it maps the first
+one's memory (shared), as engines of one host do; with tcp and nixl they take each other for engines of two hosts.
+Weights are random, so MODEL_DIR needs only config.json.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from driven import FRESH, LONG, SHORT, Json, driven, loads_seen
 
 from openinfer.frontend.kv_transfer import KVTransfer
+from openinfer.kvpool.tiers.peers.link import Link
 
 BUFFER_BYTES = 3.2e9
 """Host memory of each engine: the second long prompt evicts the first."""
@@ -56,15 +58,19 @@ def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
                 one.step(0.001)
 
 
-def peers(model_dir: Path, connector: str, gpus: Sequence[str]) -> Json:
+def peers(model_dir: Path, way: str, gpus: Sequence[str]) -> Json:
     """A long prompt that one engine computes and another goes on with."""
+    connector = "NixlConnector" if way == "nixl" else "TcpConnector"
+    within_host = Link.within_host
+    if way != "shared":
+        Link.within_host = False  # type: ignore[assignment, method-assign]
     config = {"kv_connector": connector, "kv_port": 0, "kv_buffer_size": BUFFER_BYTES}
     flags: Json = {"kv_transfer_config": json.dumps(config), "kv_cache_memory_bytes": 12 << 30}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=_serve_prefill, args=(model_dir, flags, gpus[-1], theirs))
     child.start()
-    found: Json = {"connector": connector, "gpus": list(gpus)}
+    found: Json = {"way": way, "gpus": list(gpus)}
     try:
         with driven(model_dir, **flags) as one, loads_seen() as seen:
             if ours.recv() != "ready":
@@ -99,6 +105,7 @@ def peers(model_dir: Path, connector: str, gpus: Sequence[str]) -> Json:
             found["load_gb_per_s"] = [load.blocks * one.page_bytes / load.seconds / 1e9 for load in seen]
             ours.send(None)
     finally:
+        Link.within_host = within_host  # type: ignore[method-assign]
         child.join(10)
         if child.is_alive():
             child.kill()
@@ -112,13 +119,13 @@ def main() -> int:
     add = parser.add_argument
     add("model_dir", type=Path)
     add("--json", type=Path)
-    add("--connectors", nargs="+", default=["TcpConnector"])
+    add("--ways", nargs="+", choices=["shared", "tcp", "nixl"], default=["shared"])
     add("--gpus", nargs="+", default=[""], help="GPUs of the engines; the last has the prefill engine")
     args = parser.parse_args()
     found: Json = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
-    for connector in args.connectors:
-        found[connector] = peers(args.model_dir, connector, args.gpus)
-        print(connector, json.dumps(found[connector]), flush=True)
+    for way in args.ways:
+        found[way] = peers(args.model_dir, way, args.gpus)
+        print(way, json.dumps(found[way]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
     return 0

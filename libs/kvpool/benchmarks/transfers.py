@@ -1,8 +1,9 @@
 """How fast records go from one engine's host memory to another's: two processes on this host, without a GPU.
 
-    python libs/kvpool/benchmarks/transfers.py [CONNECTOR ...] [--blocks 256] [--mb 2.36] [--json FILE]
+    python libs/kvpool/benchmarks/transfers.py [WAY ...] [--blocks 256] [--mb 2.36] [--json FILE]
 
-A load asks for all blocks of a prompt, as a decode engine does. The time ends when they are in blocks.
+WAY: shared, as engines of one host do; tcp and nixl, as engines of two hosts do. A load asks for all blocks of a
+prompt, as a decode engine does. The time ends when they are in blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 from openinfer.kvpool import Group, Pool
 from openinfer.kvpool.tiers import Sharing, Tiers, TransferConfig
+from openinfer.kvpool.tiers.peers.link import Link
 from openinfer.tensor import Device, Stream, Tensor
 
+CONNECTORS = {"shared": "TcpConnector", "tcp": "TcpConnector", "nixl": "NixlConnector"}
 TOKENS = 16
 """Tokens of a block."""
 
@@ -58,12 +61,15 @@ def serve(connector: str, block_bytes: int, blocks: int, link: Any) -> None:
     one.tiers.close()
 
 
-def measure(connector: str, block_bytes: int, blocks: int, repeats: int) -> dict[str, Any]:
+def measure(way: str, block_bytes: int, blocks: int, repeats: int) -> dict[str, Any]:
     """GB/s of each repeat, with the blocks that came."""
-    context = multiprocessing.get_context("spawn")
+    connector, context = CONNECTORS[way], multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=serve, args=(connector, block_bytes, blocks, theirs))
     child.start()
+    before = Link.within_host
+    if way != "shared":
+        Link.within_host = False  # type: ignore[assignment, method-assign]
     one, rates = Engine(connector, block_bytes, blocks), []
     try:
         address = ours.recv()
@@ -91,7 +97,8 @@ def measure(connector: str, block_bytes: int, blocks: int, repeats: int) -> dict
         child.join(10)
         child.kill()
         one.tiers.close()
-    return {"connector": connector, "block_bytes": block_bytes, "blocks": blocks, "gb_per_s": rates}
+        Link.within_host = before  # type: ignore[method-assign]
+    return {"way": way, "block_bytes": block_bytes, "blocks": blocks, "gb_per_s": rates}
 
 
 def main() -> None:
@@ -99,15 +106,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("connectors", nargs="*", default=["TcpConnector", "NixlConnector"])
+    add("ways", nargs="*", default=list(CONNECTORS))
     add("--blocks", type=int, default=256)
     add("--mb", type=float, default=2.359296)
     add("--repeats", type=int, default=4)
     add("--json", type=Path)
     args = parser.parse_args()
-    found = [measure(c, int(args.mb * 1e6), args.blocks, args.repeats) for c in args.connectors]
+    found = [measure(way, int(args.mb * 1e6), args.blocks, args.repeats) for way in args.ways]
     for row in found:
-        print(row["connector"], *(f"{rate:.2f}" for rate in row["gb_per_s"]), "GB/s")
+        print(row["way"], *(f"{rate:.2f}" for rate in row["gb_per_s"]), "GB/s")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 

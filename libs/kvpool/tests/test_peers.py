@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import mmap
 import random
 import socket
 import subprocess
@@ -16,9 +17,10 @@ import pytest
 
 from openinfer.kvpool import Group, InvalidConfig, PeerRefused, Pool, hash_blocks
 from openinfer.kvpool.tiers import Sharing, Tiers, TransferConfig, parse_addresses
-from openinfer.kvpool.tiers.peers import client, nixl
+from openinfer.kvpool.tiers.peers import client, nixl, shared
 from openinfer.kvpool.tiers.peers.lending import Lending
 from openinfer.kvpool.tiers.peers.link import Link, greet
+from openinfer.kvpool.tiers.peers.transport import Record, runs
 from openinfer.tensor import Device, Stream, Tensor
 
 PAGES = Group("pages", 4, 8, 64)
@@ -26,12 +28,20 @@ STATES = Group("state", 4, 6, 4096 + 64, snapshots=True)
 ABOUT = {"model": "m", "version": "1"}
 TOKENS = list(range(100, 117))  # four pages and a token
 NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
-FAST = ["TcpConnector", pytest.param("NixlConnector", marks=NIXL)]
-SLOW = ["TcpConnector", pytest.param("NixlConnector", marks=[NIXL, pytest.mark.slow])]
+FAST = ["shared", "TcpConnector", pytest.param("NixlConnector", marks=NIXL)]
+SLOW = [
+    "TcpConnector",
+    pytest.param("shared", marks=pytest.mark.slow),
+    pytest.param("NixlConnector", marks=[NIXL, pytest.mark.slow]),
+]
 
 
 @pytest.fixture(params=SLOW)
-def connector(request):
+def connector(request, monkeypatch):
+    """shared: both engines are on one host, as they are here. Else they take each other for engines of two hosts."""
+    if request.param == "shared":
+        return "TcpConnector"
+    monkeypatch.setattr(Link, "within_host", False)
     return request.param
 
 
@@ -320,11 +330,12 @@ class Broken:
 
     def run(self):
         link = Link(self.listener.accept()[0], 5.0)
-        greet(link, b"", {"about": ABOUT}, server=True)
+        greet(link, b"", {"about": ABOUT, "transports": ["tcp"]}, server=True)
+        assert link.hear() == {"op": "transport", "transport": "tcp"}
         link.say(transport={})
         link.say(has=["1" * (len(names) // 64) for names in link.hear()["names"]])
         link.say(found=[True] * len(link.hear()["wants"]))
-        link.give(memoryview(bytes(self.count)))
+        link.give([memoryview(bytes(self.count))])
         link.close()
         self.listener.close()
 
@@ -365,18 +376,80 @@ def test_a_server_survives_what_it_cannot_read(talk):
 
 @pytest.mark.parametrize(
     "words", [{"op": "ask"}, {"op": "read", "wants": [[0, "x"]]}, {"op": "read", "wants": [[9, "00"]]},
-              {"op": "read", "wants": [[0, "00"]] * 65}, {"op": "drop tables"}, {}]
+              {"op": "read", "wants": [[0, "00"]] * 1025}, {"op": "transport", "transport": "pigeons"},
+              {"op": "drop tables"}, {}]
 )  # fmt: skip
 def test_a_peer_that_asks_nonsense_is_left(words):
     engine = Engine(config())
     link = Link(socket.create_connection(engine.sharing.address), 5.0)
-    greet(link, b"", {"transport": "tcp"}, server=False)
+    greet(link, b"", {}, server=False)
+    link.say(op="transport", transport="tcp")
     assert link.hear() == {"transport": {}}
     link.say(**words)
     with pytest.raises(OSError, match="closed"):
         link.hear()
     link.close()
     engine.close()
+
+
+def two_engines():
+    """One with a prompt to fetch, and another one of the same host."""
+    first, second = Engine(config()), Engine(config())
+    first.serve(TOKENS)
+    first.export("lease", TOKENS)
+    return first, second
+
+
+@pytest.mark.parametrize("why", ["another user", "no socket"])
+def test_engines_that_cannot_share_memory_use_the_next_transport(why, monkeypatch, caplog):
+    first, second = two_engines()
+    if why == "another user":
+        monkeypatch.setattr(shared.os, "getuid", lambda: 12345)
+    else:
+        monkeypatch.setattr(shared.Shared, "card", lambda self: {"socket": "none"})
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    assert "is not reached by shared" in caplog.text
+    assert second.serve(TOKENS) == 16
+    second.close()
+    first.close()
+
+
+def test_a_peer_cannot_write_to_the_memory_that_it_maps():
+    first, second = two_engines()
+    transport = second.sharing._shared
+    memory = transport.meet(first.sharing._shared.card())
+    assert not memory.flags.writeable
+    with pytest.raises(PermissionError):
+        mmap.mmap(first.sharing._shared._file, 0)
+    second.close()
+    first.sharing.close()
+    first.close()  # again
+
+
+@pytest.mark.parametrize("fault", ["let go", "elsewhere"])
+def test_records_that_were_not_kept_are_not_used(fault, monkeypatch):
+    """The sender has given its records to others while they were copied; or names a place that is none."""
+    first, second = two_engines()
+
+    def send(self, link, records):
+        link.say(at=[1 << 40 if fault == "elsewhere" else record.ptr - self._start for record in records])
+        assert link.hear() == {"copied": True}
+        link.close()
+
+    monkeypatch.setattr(shared.Shared, "send", send)
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    assert second.serve(TOKENS) == 0
+    assert second.tiers.stats.failed == 4
+    second.close()
+    first.close()
+
+
+def test_neighbours_travel_as_one():
+    memory = memoryview(bytes(8))
+    rooms = [Record(ptr, memory) for ptr in (16, 0, 8, 32, 40)]
+    assert runs(rooms, [116, 100, 108, 132, 200]) == [(0, 100, 24), (32, 132, 8), (40, 200, 8)]
+    with pytest.raises(ValueError, match="zip"):
+        runs(rooms, [0])
 
 
 def test_only_engines_that_know_the_secret_talk(tmp_path):
@@ -425,8 +498,8 @@ def test_proofs_cannot_be_sent_back():
 
 def test_another_protocol_is_refused():
     left, right = (Link(one, 5.0) for one in socket.socketpair())
-    right.say(protocol="openinfer-kv/2", number="0")
-    with pytest.raises(PeerRefused, match="it speaks 'openinfer-kv/2', this engine 'openinfer-kv/1'"):
+    right.say(protocol="openinfer-kv/3", number="0")
+    with pytest.raises(PeerRefused, match="it speaks 'openinfer-kv/3', this engine 'openinfer-kv/2'"):
         greet(left, b"", {}, server=True)
     left.close()
     right.close()

@@ -8,7 +8,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from openinfer.tensor import Device, PinnedBuffer, TensorError
 from ..errors import InvalidTiers
 from ..eviction import Eviction
 from ..group import Group
-from .layout import ALIGNMENT, aligned
+from .layout import ALIGNMENT, aligned, huge
 
 log = logging.getLogger("openinfer.kvpool")
 
@@ -92,8 +91,8 @@ class HostMemory:
         memory: Array | None = None,
     ) -> None:
         """Start to lock the memory for copies of this device. register: is called in that thread with the address and
-        the bytes of each piece, before the piece is used. memory: uint8 [nbytes], at a multiple of 4,096; None: its
-        own."""
+        the bytes of each piece, before the piece is used. memory: uint8 [nbytes], fresh, at a multiple of 4,096; None:
+        its own."""
         self._thread = threading.Thread(
             target=self._lock_pages, args=(device, register, memory), name="kv-offload-memory", daemon=True
         )
@@ -122,12 +121,13 @@ class HostMemory:
             if self._stop.is_set():
                 return
             try:
-                if memory is not None:
-                    slab = PinnedBuffer.over(device, memory[start : start + nbytes])
-                elif device.kind == "cuda":
-                    slab = PinnedBuffer.over(device, _touched(nbytes))
-                else:
+                if memory is None and device.kind != "cuda":
                     slab = PinnedBuffer(device, nbytes)
+                else:
+                    piece = _pages(nbytes) if memory is None else memory[start : start + nbytes]
+                    if device.kind == "cuda":
+                        _touch(piece)
+                    slab = PinnedBuffer.over(device, piece)
             except (TensorError, OSError) as error:
                 log.warning(
                     "KV offload: no more host memory could be locked (%s); the tier stays smaller", error
@@ -143,7 +143,8 @@ class HostMemory:
         while self._made:
             group, slab = self._made.popleft()
             size, start = self._sizes[group], -slab.ptr % ALIGNMENT
-            for offset in range(start, start + slab.nbytes - ALIGNMENT, size):
+            # The last is taken first: records that are stored together lie behind each other, and travel as one.
+            for offset in reversed(range(start, start + slab.nbytes - ALIGNMENT, size)):
                 memory = slab.array[offset : offset + size].data
                 self._free[group].append(Slot(group, slab.ptr + offset, memory))
 
@@ -248,13 +249,14 @@ class HostMemory:
         self._free, self._index = [[] for _ in self._free], [{} for _ in self._index]
 
 
-def _touched(nbytes: int) -> Array:
-    """Memory, uint8 [nbytes], whose pages the kernel has given. The driver launches no step while it locks memory, and
-    it locks such pages in little time."""
+def _pages(nbytes: int) -> Array:
+    """Memory, uint8 [nbytes]."""
     pages = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = np.frombuffer(pages, np.uint8)
-    ctypes.memset(int(memory.ctypes.data), 0, nbytes)  # without the interpreter's lock
-    return memory
+    huge(pages)
+    return np.frombuffer(pages, np.uint8)
+
+
+def _touch(memory: Array) -> None:
+    """Have the kernel give the pages of fresh memory. The driver launches no step while it locks memory, and it locks
+    such pages in little time."""
+    ctypes.memset(int(memory.ctypes.data), 0, memory.nbytes)  # without the interpreter's lock

@@ -11,18 +11,21 @@ import mmap
 import os
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from openinfer.tensor import Device, Event, PinnedBuffer, Stream, TensorError
 
-from .layout import ALIGNMENT, Layout
+from .layout import ALIGNMENT, Layout, huge
 
 log = logging.getLogger("openinfer.kvpool")
+
+Array = np.ndarray[Any, Any]
 
 Kind = Literal["d2h", "swap", "h2d"]
 """d2h: from blocks to records. swap: the same, from blocks that a load writes next. h2d: from records to blocks."""
@@ -52,14 +55,32 @@ class Ticket:
 
 
 class SharedRecords:
-    """Memory for records that the processes of `ranks` ranks map, behind a descriptor (os.memfd_create), which stays
-    open. `done`: the batches that each rank has done."""
+    """Memory for records that several processes map, behind a descriptor (os.memfd_create), which the class copies.
+
+    They are the processes of `ranks` ranks, or of engines of one host. `done`: the batches that each rank has done.
+    `records`: uint8 [nbytes], at `offset` of the file. The class maps it, and the processes fill it.
+    """
+
+    offset = ALIGNMENT
 
     def __init__(self, file: int, ranks: int, nbytes: int) -> None:
-        os.ftruncate(file, ALIGNMENT + nbytes)  # the second process' call changes nothing
-        self._memory = np.frombuffer(mmap.mmap(file, ALIGNMENT + nbytes), np.uint8)
-        self.done = self._memory[:ALIGNMENT].view(np.int64)[: ranks * _LINE : _LINE]
-        self.records = self._memory[ALIGNMENT:]
+        os.ftruncate(file, self.offset + nbytes)  # the second process' call changes nothing
+        self.file = os.dup(file)
+        weakref.finalize(self, os.close, self.file)
+        pages = mmap.mmap(file, self.offset + nbytes)
+        huge(pages)
+        self._memory = np.frombuffer(pages, np.uint8)
+        self.done = self._memory[: self.offset].view(np.int64)[: ranks * _LINE : _LINE]
+        self.records = self._memory[self.offset :]
+
+    @classmethod
+    def of_one(cls, nbytes: int) -> SharedRecords:
+        """Memory of an engine of one rank, which peers may map."""
+        file = os.memfd_create("openinfer-records")
+        try:
+            return cls(file, 1, nbytes)
+        finally:
+            os.close(file)
 
     @property
     def ptr(self) -> int:

@@ -24,7 +24,7 @@ from ..pool import Pool
 from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
-from .mover import Copy, Kind, Mover, Others
+from .mover import Copy, Kind, Mover, Others, SharedRecords
 from .moves import Copies, Loading, Save
 from .peers import Sharing
 from .stats import LoadTime, TierStats
@@ -69,7 +69,8 @@ class Tiers:
     ) -> None:
         self.groups, self.stats = tuple(groups), TierStats()
         self._host, self._disk = HostMemory(groups, host_bytes, eviction), disk
-        self._load_timeout_s = load_timeout_s
+        # behind: a load has timed out, and the disk has read nothing since
+        self._load_timeout_s, self._behind = load_timeout_s, False
         self.sharing, self._peers = sharing, sharing.peers if sharing is not None else None
         self._expected: dict[tuple[int, bytes], Slot] = {}  # of the load that is about to begin
         self._swaps: dict[tuple[int, int], Save] | None = None  # what makes room for that load, by block
@@ -78,19 +79,19 @@ class Tiers:
         self._saves, self._loads = deque[Copies](), list[Loading]()
         self.load_times: deque[LoadTime] = deque(maxlen=LOADS_KEPT)
         """The last loads that have ended. The caller takes them out."""
-        self._behind = False  # a load has timed out, and the disk has read nothing since
 
     def attach(self, cache: Sequence[Sequence[Tensor]], stream: Stream, others: Others | None = None) -> None:
         """Begin to work. cache: see Layout. stream: the one that steps run on. others: ranks that have parts of the
         cache too. Host memory is locked in a thread from now on; the tier grows with it. Raises InvalidTiers."""
-        own = [
-            dataclasses.replace(group, block_bytes=group.block_bytes // self._parts) for group in self.groups
-        ]
-        self._mover = Mover(Layout(own, cache), stream, others)
-        register = None if self.sharing is None else self.sharing.register
-        self._host.grow(stream.device, register, None if others is None else others.shared.records)
-        if self.sharing is not None:
-            self.sharing.open(self._host)
+        own = [dataclasses.replace(one, block_bytes=one.block_bytes // self._parts) for one in self.groups]
+        self._mover, sharing = Mover(Layout(own, cache), stream, others), self.sharing
+        shared = others.shared if others is not None else None
+        if shared is None and sharing is not None and sharing.config.serves:
+            shared = SharedRecords.of_one(self.nbytes)
+        register = sharing.register if sharing is not None else None
+        self._host.grow(stream.device, register, shared.records if shared is not None else None)
+        if sharing is not None and shared is not None:
+            sharing.open(self._host, shared)
         if self._disk is not None:
             self._disk.start()
 
@@ -137,8 +138,7 @@ class Tiers:
         """Begin the copies of blocks to their records."""
         if self._mover is None or not saves:
             return
-        slots = [slot for _, slot in saves]
-        for slot in slots:
+        for slot in (slots := [slot for _, slot in saves]):
             self._host.fill(slot)
         self._saves.append(Copies(self._mover.copy(kind, [copy for copy, _ in saves]), slots))
         self.stats.saved += len(slots)

@@ -21,7 +21,7 @@ from ...group import Group
 from ..disk import Done
 from ..host import Slot
 from .link import Link, differences, greet
-from .server import READ_AT_ONCE
+from .server import READ_AT_ONCE, READ_BYTES
 from .transport import Record, StillWriting, Transport
 
 log = logging.getLogger("openinfer.kvpool")
@@ -74,25 +74,21 @@ class _Question:
 class Peers:
     """The peers of one engine. One thread calls it.
 
-    addresses: the peers that every question goes to. about: what blocks depend on; a peer whose differs is refused.
-    timeout_s: for a question, and for each step of a transfer.
+    transports: the best first. addresses: the peers that every question goes to. about: what blocks depend on; a peer
+    whose differs is refused. timeout_s: for a question, and for each step of a transfer.
     """
 
     def __init__(
         self,
         groups: Sequence[Group],
-        transport: Transport,
+        transports: Sequence[Transport],
         secret: bytes,
         about: dict[str, Any],
         addresses: Sequence[Address] = (),
         timeout_s: float = 5.0,
     ) -> None:
-        self._sizes, self._transport, self._secret, self._about = (
-            [g.block_bytes for g in groups],
-            transport,
-            secret,
-            about,
-        )
+        self._sizes, self._transports = [g.block_bytes for g in groups], transports
+        self._secret, self._about = secret, about
         self._addresses, self._timeout_s = tuple(addresses), timeout_s
         self._peers: dict[Address, _Peer] = {}
         self._claims: OrderedDict[tuple[int, bytes], Address] = OrderedDict()
@@ -122,7 +118,7 @@ class Peers:
         peer = self._peers.get(address)
         if peer is None and len(self._peers) < MAX_PEERS:
             peer = self._peers[address] = _Peer(
-                address, self._sizes, self._transport, self._secret, self._about, self._timeout_s,
+                address, self._sizes, self._transports, self._secret, self._about, self._timeout_s,
                 self._news.put,
             )  # fmt: skip
         return peer
@@ -230,7 +226,7 @@ class _Peer:
         self,
         address: Address,
         sizes: Sequence[int],
-        transport: Transport,
+        transports: Sequence[Transport],
         secret: bytes,
         about: dict[str, Any],
         timeout_s: float,
@@ -240,10 +236,10 @@ class _Peer:
         self.leases: set[str] = set()
         """Leases that the thread keeps alive."""
         self._address, self._name = address, f"{address[0]}:{address[1]}"
-        self._sizes, self._transport, self._secret = sizes, transport, secret
+        self._sizes, self._transports, self._secret = sizes, transports, secret
         self._about, self._timeout_s, self._tell = about, timeout_s, tell
         self._link: Link | None = None
-        self._card: dict[str, Any] = {}
+        self._transport, self._far = transports[-1], None
         self._down_until, self._why = 0.0, ""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
@@ -313,20 +309,37 @@ class _Peer:
         connected = socket.create_connection(self._address, self._timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = self._link = Link(connected, self._timeout_s)
-        card = greet(link, self._secret, {"transport": self._transport.name}, server=False)
+        card = greet(link, self._secret, {}, server=False)
         differs = differences(self._about, card.get("about"))
         if differs:
             raise PeerRefused(
                 f"its blocks are of another model or version; these differ: {', '.join(differs)}"
             )
-        self._card = link.hear()["transport"]
+        self._choose(link, card.get("transports") or ())
         self._why = ""
         return link
+
+    def _choose(self, link: Link, offered: Sequence[str]) -> None:
+        """Take the best transport that both sides have and that works."""
+        for transport in self._transports:
+            if transport.name not in offered or (transport.local and not link.within_host):
+                continue
+            link.say(op="transport", transport=transport.name)
+            try:
+                self._far = transport.meet(link.hear()["transport"])
+            except OSError as error:
+                log.warning("KV peers: %s is not reached by %s: %s", self._name, transport.name, error)
+                continue
+            self._transport = transport
+            log.info("KV peers: %s is reached by %s", self._name, transport.name)
+            return
+        own = ", ".join(transport.name for transport in self._transports)
+        raise PeerRefused(f"it has none of the transports {own}; give both the same kv_connector")
 
     def _drop(self) -> None:
         if self._link is not None:
             self._link.close()
-            self._link = None
+            self._link = self._far = None
 
     def _keep(self, link: Link) -> None:
         link.say(op="keep", leases=list(self.leases))
@@ -339,8 +352,8 @@ class _Peer:
 
     def _read(self, first: Slot) -> None:
         """Read this slot, and others that are wanted by now."""
-        slots = [first]
-        while len(slots) < READ_AT_ONCE:
+        slots, left = [first], READ_BYTES - len(first.memory)
+        while len(slots) < READ_AT_ONCE and left > 0:
             try:
                 job = self.jobs.get_nowait()
             except queue.Empty:
@@ -349,6 +362,7 @@ class _Peer:
                 self.jobs.put(job)
                 break
             slots.append(job)
+            left -= len(job.memory)
         come: list[Slot] = []
         try:
             problem = self._attempt(lambda link: self._receive(link, slots, come))
@@ -362,7 +376,7 @@ class _Peer:
         found = [slot for slot, there in zip(slots, link.hear()["found"], strict=True) if there]
         rooms = [Record(slot.ptr, slot.memory[: self._sizes[slot.group]]) for slot in found]
         if rooms:
-            self._transport.receive(link, self._card, rooms)
+            self._transport.receive(link, self._far, rooms)
         come += found
 
     def close(self) -> None:

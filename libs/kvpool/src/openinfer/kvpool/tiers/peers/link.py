@@ -1,4 +1,4 @@
-"""Link: a conversation of two engines over a socket: JSON objects, each behind its length, and blocks of bytes.
+"""Link: a conversation of two engines over a socket: JSON objects, each behind its length, and bytes of records.
 
 Both sides prove that they know one secret before either believes a word (HMAC-SHA-256 over both sides' random numbers).
 Later messages are neither signed nor encrypted, so peers need a network of their own.
@@ -13,16 +13,19 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from ...errors import PeerRefused
 
-PROTOCOL = "openinfer-kv/1"
+PROTOCOL = "openinfer-kv/2"
 """Changes with the meaning of any message. Engines of other protocols refuse each other."""
 MAX_WORDS = 32 << 20
 """Bytes of a JSON object at most."""
 _LENGTH = struct.Struct("!I")
+_PARTS = 1024
+"""Pieces of memory that the kernel takes in one call at most."""
 
 
 class Link:
@@ -32,7 +35,7 @@ class Link:
     """
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
-        connected.settimeout(None)  # the kernel keeps the time, so that one call moves a whole record
+        connected.settimeout(None)  # the kernel keeps the time, so that one call moves many records
         self._socket = connected
         self.wait_for(timeout_s)
 
@@ -50,12 +53,12 @@ class Link:
     def hear(self) -> dict[str, Any]:
         """The next object."""
         head = bytearray(_LENGTH.size)
-        self.fill(memoryview(head))
+        self.fill([memoryview(head)])
         (length,) = _LENGTH.unpack(head)
         if length > MAX_WORDS:
             raise PeerRefused(f"a message of {length} bytes came; at most {MAX_WORDS} are allowed")
         data = bytearray(length)
-        self.fill(memoryview(data))
+        self.fill([memoryview(data)])
         try:
             words = json.loads(data)
         except ValueError as error:
@@ -68,23 +71,39 @@ class Link:
         """Whether the other end has said more, or has gone. Waits up to wait_s seconds."""
         return bool(select.select([self._socket], [], [], wait_s)[0])
 
-    def give(self, data: memoryview) -> None:
-        """Send bytes."""
-        self._socket.sendall(data)
+    @property
+    def within_host(self) -> bool:
+        """Whether both ends have one address, so that they are of one host and see the same names of sockets."""
+        return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
 
-    def fill(self, room: memoryview) -> None:
+    def give(self, parts: Sequence[memoryview]) -> None:
+        """Send bytes."""
+        while parts:
+            parts = _after(parts, self._socket.sendmsg(parts[:_PARTS]))
+
+    def fill(self, rooms: Sequence[memoryview]) -> None:
         """Receive as many bytes as there is room for."""
-        while room:
-            count = self._socket.recv_into(room, flags=socket.MSG_WAITALL)
+        while rooms:
+            count = self._socket.recvmsg_into(rooms[:_PARTS], 0, socket.MSG_WAITALL)[0]
             if not count:
                 raise ConnectionResetError("the other engine has closed the connection")
-            room = room[count:]
+            rooms = _after(rooms, count)
 
     def close(self) -> None:
         """End the conversation, also for a thread that waits in it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def _after(parts: Sequence[memoryview], count: int) -> list[memoryview]:
+    """The bytes of `parts` behind the first `count`."""
+    left = []
+    for part in parts:
+        if count < len(part):
+            left.append(part[count:])
+        count = max(0, count - len(part))
+    return left
 
 
 def greet(link: Link, secret: bytes, card: dict[str, Any], *, server: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import InvalidConfig
 from .link import Link
-from .transport import Record, StillWriting
+from .transport import Record, Run, StillWriting, runs
 
 _MODULES = ("nixl_cu13._api", "nixl_cu12._api")
 _TICK_S = 0.0005
@@ -30,7 +30,7 @@ class Nixl:
     waits for its receiver.
     """
 
-    name = "nixl"
+    name, local = "nixl", False
 
     def __init__(self, backends: Sequence[str], timeout_s: float) -> None:
         api = _api()
@@ -51,6 +51,9 @@ class Nixl:
     def card(self) -> dict[str, Any]:
         return {"agent": self._agent.name}
 
+    def meet(self, card: dict[str, Any]) -> str:
+        return str(card["agent"])
+
     def register(self, ptr: int, nbytes: int) -> None:
         self._regions.append(self._agent.register_memory([(ptr, nbytes, 0, "")], "DRAM"))
 
@@ -63,28 +66,28 @@ class Nixl:
                 if time.monotonic() > until:
                     raise TimeoutError(f"the receiver has read nothing for {self._timeout_s:g} s")
             if not link.hear().get("metadata"):
+                link.say(kept=True)
                 return
             link.say(metadata=self._agent.get_agent_metadata().hex())
 
-    def receive(self, link: Link, card: dict[str, Any], rooms: Sequence[Record]) -> None:
-        offer, name = link.hear(), str(card.get("agent"))
+    def receive(self, link: Link, far: str, rooms: Sequence[Record]) -> None:
+        offer = link.hear()
         try:
             with self._lock:
-                if self._known.get(name) != offer["regions"]:
+                if self._known.get(far) != offer["regions"]:
                     link.say(metadata=True)
-                    self._meet(name, bytes.fromhex(link.hear()["metadata"]), offer["regions"])
-            mine = [(room.ptr, len(room.memory), 0) for room in rooms]
-            theirs = [(int(ptr), len(room.memory), 0) for ptr, room in zip(offer["at"], rooms, strict=True)]
-            self._read(name, mine, theirs)
+                    self._learn(far, bytes.fromhex(link.hear()["metadata"]), offer["regions"])
+            self._read(far, runs(rooms, offer["at"]))
         except StillWriting:
             raise
         except (*self._errors, KeyError, ValueError, TypeError) as error:
             with self._lock:
-                self._part(name)
+                self._part(far)
             raise ConnectionError(f"NIXL: {type(error).__name__}: {error}") from None
         link.say(metadata=False)
+        link.hear()  # the sender has kept the records until now, so their bytes are those of their names
 
-    def _meet(self, name: str, metadata: bytes, regions: int) -> None:
+    def _learn(self, name: str, metadata: bytes, regions: int) -> None:
         self._part(name)
         found = self._agent.add_remote_agent(metadata)
         if (found.decode() if isinstance(found, bytes) else found) != name:
@@ -98,11 +101,10 @@ class Nixl:
             except self._errors:
                 pass  # it is gone already
 
-    def _read(
-        self, name: str, mine: Sequence[tuple[int, int, int]], theirs: Sequence[tuple[int, int, int]]
-    ) -> None:
+    def _read(self, name: str, wanted: Sequence[Run]) -> None:
         agent, until = self._agent, time.monotonic() + self._timeout_s
-        local, remote = agent.get_xfer_descs(mine, "DRAM"), agent.get_xfer_descs(theirs, "DRAM")
+        local = agent.get_xfer_descs([(run.ptr, run.nbytes, 0) for run in wanted], "DRAM")
+        remote = agent.get_xfer_descs([(run.at, run.nbytes, 0) for run in wanted], "DRAM")
         handle = agent.initialize_xfer("READ", local, remote, name)
         try:
             state = agent.transfer(handle)

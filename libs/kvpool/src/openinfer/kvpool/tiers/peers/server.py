@@ -19,8 +19,8 @@ log = logging.getLogger("openinfer.kvpool")
 
 MAX_LINKS = 64
 """Peers at once."""
-READ_AT_ONCE = 64
-"""Records in an answer at most."""
+READ_AT_ONCE, READ_BYTES = 1024, 128 << 20
+"""Records in an answer at most, and their bytes, if they are more than one."""
 GREETING_S = 5.0
 """A stranger that has not said who it is by then is left."""
 IDLE_S = 600.0
@@ -88,16 +88,15 @@ class Server:
     def _serve(self, link: Link, address: tuple[str, int]) -> None:
         """Answer one peer until it leaves."""
         try:
-            card = greet(link, self._secret, self._card, server=True)
-            transport = self._transports.get(str(card.get("transport")))
-            if transport is None:
-                raise PeerRefused(
-                    f"it wants transport {card.get('transport')!r}, here are {', '.join(self._transports)}"
-                )
-            link.say(transport=transport.card())
+            greet(link, self._secret, self._card, server=True)
             link.wait_for(IDLE_S)
+            transport = self._choose(link, link.hear())
             while True:
-                self._answer(link, link.hear(), transport)
+                words = link.hear()
+                if words["op"] == "transport":
+                    transport = self._choose(link, words)
+                else:
+                    self._answer(link, words, transport)
         except PeerRefused as error:
             log.warning("KV peers: %s is refused: %s", address, error)
         except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
@@ -106,6 +105,16 @@ class Server:
         finally:
             link.close()
             self._links.discard(link)
+
+    def _choose(self, link: Link, words: dict[str, Any]) -> Transport:
+        """The transport that a peer wants."""
+        transport = self._transports.get(str(words["transport"]))
+        if transport is None:
+            raise PeerRefused(
+                f"it wants transport {words['transport']!r}, here are {', '.join(self._transports)}"
+            )
+        link.say(transport=transport.card())
+        return transport
 
     def _answer(self, link: Link, words: dict[str, Any], transport: Transport) -> None:
         match words["op"]:

@@ -11,11 +11,13 @@ from ...group import Group
 from ...pool import Pool
 from ...saving import Saver
 from ..host import HostMemory
+from ..mover import SharedRecords
 from .client import Address, Peers
 from .config import TransferConfig, is_loopback
 from .lending import Lending
 from .nixl import Nixl
 from .server import Server
+from .shared import Shared
 from .transport import Tcp, Transport
 
 log = logging.getLogger("openinfer.kvpool")
@@ -39,13 +41,12 @@ class Sharing:
         addresses: Sequence[Address] = (),
     ) -> None:
         self.config, self._groups, self._about, self._secret = config, groups, about, config.secret()
-        tcp = Tcp()
-        self._transports: dict[str, Transport] = {tcp.name: tcp}
+        self._shared = Shared()
+        transports: list[Transport] = [self._shared, Tcp()]
         if config.kv_connector == "NixlConnector":
-            nixl = Nixl(config.backends, TIMEOUT_S)
-            self._transports[nixl.name] = nixl
-        own = list(self._transports.values())[-1]
-        self.peers = Peers(groups, own, self._secret, about, addresses, TIMEOUT_S)
+            transports.insert(1, Nixl(config.backends, TIMEOUT_S))
+        self._transports = {one.name: one for one in transports}
+        self.peers = Peers(groups, transports[:2], self._secret, about, addresses, TIMEOUT_S)
         self.lending: Lending | None = None
         """The records that peers may read; None before the tiers are attached, and in a kv_consumer."""
         self._server: Server | None = None
@@ -71,12 +72,14 @@ class Sharing:
         for transport in self._transports.values():
             transport.register(ptr, nbytes)
 
-    def open(self, host: HostMemory) -> None:
-        """Begin to lend the records of this memory."""
+    def open(self, host: HostMemory, records: SharedRecords) -> None:
+        """Begin to lend the records of this memory, which lie in `records`."""
         if self._listener is None:
             return
         self.lending = Lending(host, self.config.lease_s)
-        card = {"about": self._about, "engine_id": self.config.engine_id}
+        self._shared.lend(records)
+        names = list(self._transports)
+        card = {"about": self._about, "engine_id": self.config.engine_id, "transports": names}
         self._server = Server(
             self._listener, self.lending, self._groups, self._transports, self._secret, card
         )

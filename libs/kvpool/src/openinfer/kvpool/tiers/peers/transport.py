@@ -1,5 +1,7 @@
-"""Transport: how the bytes of records go from one engine's host memory to another's. The conversation around it is the
-same for all transports."""
+"""Transport: how the bytes of records go from one engine's host memory to another's.
+
+The conversation around it is the same for all transports.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,15 @@ class Transport(Protocol):
     def name(self) -> str:
         """Both sides must have a transport of this name."""
 
+    @property
+    def local(self) -> bool:
+        """Whether it joins engines of one host alone."""
+
     def card(self) -> dict[str, Any]:
         """The facts that the other side must know, for JSON."""
+
+    def meet(self, card: dict[str, Any]) -> Any:
+        """The side whose card this is, for `receive`. Raises OSError where it cannot be reached in this way."""
 
     def register(self, ptr: int, nbytes: int) -> None:
         """Records will be in this memory."""
@@ -33,9 +42,9 @@ class Transport(Protocol):
     def send(self, link: Link, records: Sequence[Record]) -> None:
         """Let the other side have the records. Returns when it needs them no more. Raises OSError."""
 
-    def receive(self, link: Link, card: dict[str, Any], rooms: Sequence[Record]) -> None:
-        """Fill the rooms with what the other side sends, whose card this is. Raises OSError; then no room is written to
-        any more. Raises StillWriting where that cannot be said."""
+    def receive(self, link: Link, far: Any, rooms: Sequence[Record]) -> None:
+        """Fill the rooms with what the side `far` sends. Raises OSError; then no room is written to any more. Raises
+        StillWriting where that cannot be said."""
 
     def close(self) -> None:
         """Give everything back. No record is on its way."""
@@ -48,21 +57,43 @@ class StillWriting(ConnectionError):
 class Tcp:
     """Sends records as bytes of the conversation."""
 
-    name = "tcp"
+    name, local = "tcp", False
 
     def card(self) -> dict[str, Any]:
         return {}
+
+    def meet(self, card: dict[str, Any]) -> None:
+        pass
 
     def register(self, ptr: int, nbytes: int) -> None:
         pass
 
     def send(self, link: Link, records: Sequence[Record]) -> None:
-        for record in records:
-            link.give(record.memory)
+        link.give([record.memory for record in records])
 
-    def receive(self, link: Link, card: dict[str, Any], rooms: Sequence[Record]) -> None:
-        for room in rooms:
-            link.fill(room.memory)
+    def receive(self, link: Link, far: None, rooms: Sequence[Record]) -> None:
+        link.fill([room.memory for room in rooms])
 
     def close(self) -> None:
         pass
+
+
+class Run(NamedTuple):
+    """Bytes that lie behind each other on both sides. ptr: here; at: there."""
+
+    ptr: int
+    at: int
+    nbytes: int
+
+
+def runs(rooms: Sequence[Record], at: Sequence[int]) -> list[Run]:
+    """Rooms and their places on the other side; neighbours become one. Raises ValueError for too few."""
+    found: list[Run] = []
+    for room, place in sorted(zip(rooms, at, strict=True), key=lambda pair: pair[0].ptr):
+        size = len(room.memory)
+        last = found[-1] if found else Run(0, 0, 0)
+        if last.nbytes and (last.ptr + last.nbytes, last.at + last.nbytes) == (room.ptr, place):
+            found[-1] = last._replace(nbytes=last.nbytes + size)
+        else:
+            found.append(Run(room.ptr, place, size))
+    return found
