@@ -372,6 +372,25 @@ def test_two_flags_of_an_engine_change_no_token(
     assert (stats.prefix_hit_tokens > 0) == bool(CACHES & set(names))
 
 
+FOUR_RANKS = [
+    pytest.param(model, marks=() if (number + TODAY) % 4 == 0 else pytest.mark.slow)
+    for number, model in enumerate(F.MODELS)
+]
+
+
+@pytest.mark.parametrize("model", FOUR_RANKS)
+def test_four_ranks_change_no_token(model: str, late: None) -> None:
+    """A sixth of what can be asked, of ranks of which two have the same key head."""
+    found, mine = alone(model), range(TODAY % 6, len(PAIRS), 6)
+    bodies = [body_of(model, n, found.asked(PAIRS[n], n)) for n in mine]
+    names = ("several ranks", "prefix cache", "chunked prefill", "preemption")
+    answers, engine = run(model, 8, names, bodies, 5, tensor_parallel_size=4)
+    for n, body, answer in zip(mine, bodies, answers, strict=True):
+        assert same(answer, found.pairs[n]), (body, answer, found.pairs[n])
+    assert engine.stats().preemptions > 0
+    assert engine.stats().prefix_hit_tokens > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", F.MODELS)
 @pytest.mark.parametrize("name", [name for name in F.ENGINE if name != "shared KV"])
