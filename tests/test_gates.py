@@ -65,6 +65,26 @@ def test_every_control_fails(references, case):
     assert judge("put right again", limits(sequences), sequences[:2], few).passed
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5-moe-tiny",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3-tiny", "deepseek_v4-tiny")),
+    ],
+)
+def test_faults_of_a_rank_fail(name, golden_of, references, monkeypatch):
+    """Another rank's part of a weight, a part of a sum that is missing, and experts that are off by one."""
+    flags = {"activation_quantization": "off"} if name == "deepseek_v4-tiny" else {}
+    flags |= SMALL | {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 96 << 20}
+    made = build(recipes.find(GOLDENS / name), GOLDENS / name, **flags)
+    faults = [one for one in made.blueprint.controls(made.engine.runner.model) if "a rank" in one.name]
+    assert len(faults) == (2 if name == "qwen3-tiny" else 3)
+    monkeypatch.setattr(type(made.blueprint), "controls", lambda self, model: faults)
+    found = list(gate.negative_controls(made, references(golden_of(name))))[: len(faults)]
+    assert [str(verdict) for verdict in found if verdict.passed] == []
+    made.engine.close()
+
+
 def test_long_prompts_pass(references, case):
     found = list(gate.run_long(case.built, references(case.golden)[1:3]))
     assert len(found) == 3

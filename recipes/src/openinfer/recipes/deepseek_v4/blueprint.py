@@ -25,6 +25,7 @@ from openinfer.recipes.deepseek_v4.options import DeepseekOptions
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.recipes.deepseek_v4.weights import Layer, Weights, validate
 from openinfer.recipes.engine.blueprint import Blueprint, Control
+from openinfer.recipes.engine.controls import of_ranks
 from openinfer.recipes.engine.engine import Engine
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.engine.verdict import Check, Reference
@@ -167,6 +168,9 @@ class DeepseekV4(Blueprint[Model]):
         compressors = [e.compressor for x in model.weights.layers if (e := x.attention.entries) is not None]
         smaller = [(c.norm, c.norm.numpy() * np.float32(0.25)) for c in compressors]
         yield Control("entries of the wrong size", smaller, min_tokens=2 * PAGE)
+        layers, mixture = model.weights.layers, model.weights.layers[-1].mixture
+        outputs = [layer.attention.out_b for layer in layers]
+        yield from of_ranks(self.config.ranks, outputs, [mixture.gate_up, mixture.down])
 
     def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
         return [one.rounded() for one in references] if self.quantized else references

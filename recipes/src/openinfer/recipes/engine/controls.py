@@ -1,8 +1,8 @@
-"""Negative controls of the accuracy gate that models with packed weights share."""
+"""Negative controls of the accuracy gate that models share: faults of packed weights, and of one of several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,3 +22,17 @@ def of_scales(linear: Linear) -> Iterator[Control]:
     dropped = without_zero_points(scales)
     if dropped is not None:
         yield Control("zero points dropped in one layer", [(linear.scales, dropped)])
+
+
+def of_ranks(ranks: int, outputs: Sequence[Linear], experts: Sequence[Linear] = ()) -> Iterator[Control]:
+    """Faults of one of several ranks: another's columns of `outputs`, whose products all add up, or none of them, or
+    the next ones of `experts`."""
+    if ranks == 1:
+        return
+    weights = [(linear.weight, np.array(linear.weight.numpy())) for linear in outputs]
+    others = [(tensor, np.roll(array, array.shape[1] // 2, 1)) for tensor, array in weights]
+    yield Control("a rank has another's columns", others)
+    yield Control("a rank's part of a sum is missing", [(tensor, np.zeros_like(a)) for tensor, a in weights])
+    tensors = [x for linear in experts for x in (linear.weight, linear.scales) if x is not None]
+    if tensors:
+        yield Control("a rank's experts are off by one", [(x, np.roll(x.numpy(), 1, 0)) for x in tensors])

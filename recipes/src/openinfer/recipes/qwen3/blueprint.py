@@ -15,7 +15,7 @@ from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
-from openinfer.recipes.engine.controls import of_scales
+from openinfer.recipes.engine.controls import of_ranks, of_scales
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3.config import Config
 from openinfer.recipes.qwen3.eagle3 import DraftingModel, Head, drafter_of, traced
@@ -104,8 +104,7 @@ class Qwen3(Blueprint[Model]):
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         c, layers = self.config, model.weights.layers
-        several = c.ranks > 1  # the sum of the layer ahead makes the norm
-        kinds = one_of_each(range(c.num_layers), c.windows.__getitem__, first=several)
+        kinds = one_of_each(range(c.num_layers), c.windows.__getitem__, first=c.ranks > 1)
         windows = tuple(c.windows[n] for n, _ in kinds)
         if isinstance(model, DraftingModel) and model.drafter is not None:
             model = dataclasses.replace(model, drafter=traced(model.drafter, len(windows)))
@@ -133,10 +132,4 @@ class Qwen3(Blueprint[Model]):
         swapped = np.roll(weight, len(weight) // 2, axis=0)
         yield Control("gate and up swapped in one layer", [(layer.gate_up.weight, swapped)])
         yield from of_scales(layer.down)
-        if self.config.ranks > 1:
-            o = np.array(layer.o.weight.numpy())
-            yield Control(
-                "a rank has another's columns in one layer",
-                [(layer.o.weight, np.roll(o, o.shape[1] // 2, 1))],
-            )
-            yield Control("a rank's part of one sum is missing", [(layer.o.weight, np.zeros_like(o))])
+        yield from of_ranks(self.config.ranks, [layer.o])

@@ -16,7 +16,7 @@ from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
-from openinfer.recipes.engine.controls import of_scales
+from openinfer.recipes.engine.controls import of_ranks, of_scales
 from openinfer.recipes.engine.limits import Limits, Room
 from openinfer.recipes.qwen3_5.config import Config
 from openinfer.recipes.qwen3_5.model import Buffers, Model
@@ -131,10 +131,10 @@ class Qwen35(Blueprint[Model]):
         return model.weights.load(checkpoint, stream, progress)
 
     def traced(self, model: Model, pack: NullPack) -> Model:
-        several = self.config.ranks > 1  # the sum of the layer ahead makes the norm
-        kinds = one_of_each(model.weights.layers, lambda layer: type(layer.mixer), first=several)
-        layers = Repeated(pack, kinds)
-        return dataclasses.replace(model, weights=dataclasses.replace(model.weights, layers=layers))
+        layers, several = model.weights.layers, self.config.ranks > 1
+        kinds = one_of_each(layers, lambda layer: type(layer.mixer), first=several)
+        weights = dataclasses.replace(model.weights, layers=Repeated(pack, kinds))
+        return dataclasses.replace(model, weights=weights)
 
     def memory(self, model: Model) -> Mapping[str, int]:
         weights, dtype = Arena(Device("null"), None), model.buffers.x.dtype
@@ -160,8 +160,10 @@ class Qwen35(Blueprint[Model]):
         name = "experts" if isinstance(mlp, Mixture) else "MLP"
         swapped = np.roll(weight, weight.shape[-2] // 2, axis=-2)
         yield Control(f"gate and up swapped in one {name}", [(up, swapped)])
-        if not isinstance(mlp, Mixture):
+        experts = [mlp.gate_up, mlp.down] if isinstance(mlp, Mixture) else []
+        if not experts:
             yield from of_scales(mlp.down)
         delta = next(x.mixer for x in model.weights.layers if isinstance(x.mixer, DeltaNet))
         decay = np.array(delta.decay.numpy())
         yield Control("one layer forgets too fast", [(delta.decay, decay * np.float32(4))])
+        yield from of_ranks(self.config.ranks, [delta.out], experts)
