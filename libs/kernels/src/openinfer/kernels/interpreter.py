@@ -8,12 +8,14 @@ That of 3.6 also fails on numpy >= 2.4 in loops with a tensor bound. Importing t
 - `dot` multiplies in float32;
 - memory is read and written as unsigned integers of the element's size.
 
-It also halves the interpreter's time. It searches a part of the language for builtins once, not at every call. It
-remembers the types of blocks, because every operation makes them anew.
+It also shortens the time that the interpreter takes. It searches a part of the language for builtins once, not at every
+call. It remembers the types of blocks, because every operation makes them anew. It leaves out checks for overflow
+that assert nothing, and a broadcast to the shape that both operands have.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Sequence
@@ -23,6 +25,7 @@ import ml_dtypes
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton.language.semantic import TritonSemantic
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 CUSTOM = {
@@ -190,6 +193,7 @@ def _remember() -> None:
     np_dtype_of = interpreter._get_np_dtype
     np_dtypes: dict[str, Any] = {}
     scalar = (tl.tuple([]), tl.constexpr(1))
+    checked = tl.core.builtin(lambda: None).__code__
 
     @functools.cache
     def builtins_of(part: Any) -> list[tuple[str, Any]]:
@@ -199,7 +203,19 @@ def _remember() -> None:
         for name, member in builtins_of(part):
             if getattr(part, name) is not member:
                 return  # the launch that is under way has patched them all
-            interpreter._patch_attr(part, name, member, builder, scope)
+            scope.set_attr(part, name, interpreted(member, builder))
+
+    @functools.cache
+    def interpreted(member: Any, builder: Any) -> Any:
+        semantic = TritonSemantic(builder)
+        while member.__code__ is checked:  # it only asks for the `_semantic` that is given here
+            member = member.__wrapped__
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        return call
 
     def block(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
@@ -224,5 +240,35 @@ def _remember() -> None:
     tl.tensor.__init__ = tensor
 
 
+def _leave_out() -> None:
+    """Leave out work that changes no result."""
+    builder: Any = interpreter.interpreter_builder
+    if not builder.options.debug:  # without it, the checks are computed and then dropped
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_unlike(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape.values == right.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    patch_lang, plain_load = interpreter._patch_lang, tl.load
+
+    @functools.cache
+    def has_only_tl(fn: Any) -> bool:
+        return not any(value is tl.core for value in fn.__globals__.values())
+
+    def patch_lang_once(fn: Any) -> Any:
+        under_way = (
+            tl.load is not plain_load
+        )  # fn is called by a kernel whose launch has patched the language
+        return interpreter._LangPatchScope() if under_way and has_only_tl(fn) else patch_lang(fn)
+
+    TritonSemantic.broadcast_impl_value = broadcast_unlike
+    interpreter._patch_lang = patch_lang_once
+
+
 _repair()
 _remember()
+_leave_out()
