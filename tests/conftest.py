@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -30,6 +32,9 @@ from openinfer.recipes.engine.verdict import Reference
 from openinfer.tensor import Arena, Checkpoint, CudaError, Device, DriverNotFound, Stream, float32
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers do without it
+
+# To read the certificates of all authorities takes 20 ms, and each HTTP client here would do it for itself.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 GOLDENS = Path(__file__).parent / "goldens"
 

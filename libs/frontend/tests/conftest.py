@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import functools
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -23,6 +25,9 @@ from openinfer.frontend.process_driver import ProcessDriver
 from openinfer.frontend.thread_driver import ThreadDriver
 
 DATA = Path(__file__).parent / "data"
+
+# To read the certificates of all authorities takes 20 ms, and each HTTP client here would do it for itself.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 class Live:
