@@ -180,7 +180,7 @@ def test_steps_with_drafts_are_verifying_steps() -> None:
     assert shape[:4] == (24, 8, 3, 2)
     step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
     assert cost(StepWork(8, 800, 0, 0, 16)) == step.seconds(800, 2400, 8) > cost(StepWork(8, 800, 0, 0))
-    alone = Load(float("inf"), 3, 1, 50, 40, 0)
+    alone = Load(float("inf"), 3, 1, 50, 400, 0)  # a step this short has drafts only after trials of them
     never, often = (dataclasses.replace(one, acceptance=chance).serve(alone) for chance in (0.0, 1.0))
     assert never.tpot_ms["p50"] > 1.4 * often.tpot_ms["p50"]
 
