@@ -53,6 +53,16 @@ def test_the_first_step_of_a_shape_says_nothing():
     assert costs.decode(8, 0) == pytest.approx(9.0)
 
 
+def test_a_step_is_never_shorter_than_the_device_says():
+    """A host that sees the end of one step late takes the next for short."""
+    costs, shape = made(), BUCKETS.choose(8, 8)
+    for _ in range(10):
+        costs.took(shape, 9.0, 8.0)
+    assert costs.decode(8, 0) == pytest.approx(9.0)  # the host's work counts
+    costs.took(shape, 1.0, 8.0)
+    assert costs.decode(8, 0) == pytest.approx(8.5)
+
+
 def test_without_predictions_a_shape_costs_what_its_steps_took():
     costs = made(predicted=False)
     for _ in range(4):  # the first may be held up

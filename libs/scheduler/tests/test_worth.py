@@ -133,6 +133,21 @@ def test_a_step_with_drafts_that_seems_short_is_not_taken_for_it() -> None:
     assert chosen < 100
 
 
+def test_trials_end_where_the_step_without_drafts_seems_long() -> None:
+    """With a recurrent state the step after one with drafts has their shape. So trials in a row would keep the step
+    without drafts from being run and corrected."""
+    worth = Worth((1,))
+    for _ in range(30):
+        worth.saw({(1, 0): 1})
+    plain, after_drafts = 0, False
+    for _ in range(200):
+        drafts = bool(worth.choose([1], 1, {0: 1.5, 1: 1.4}.get))
+        worth.spent(1, 0, 1.4 if drafts or after_drafts else 1.5, 1.5)
+        plain += not (drafts or after_drafts)
+        after_drafts = drafts
+    assert plain > 150
+
+
 def test_a_step_of_an_unknown_cost_is_tried_once_the_plain_one_is_known() -> None:
     worth, known = Worth((1, 3)), dict[int, float]()
     assert worth.choose([3], 1, known.get) == 0

@@ -48,12 +48,14 @@ class StepCosts:
             return average if self._steps[shape] >= TRIED else None
         return predicted * (self._ratio if average is None else average)
 
-    def took(self, shape: Shape, seconds: float) -> None:
-        """A step of a shape took so long, by the host's clock and with the step before done when it began."""
-        predicted = self._prediction(shape)
-        value = seconds if predicted is None else seconds / predicted
+    def took(self, shape: Shape, seconds: float, device_s: float = 0.0) -> None:
+        """A step of a shape took so long, by the host's clock and with the step before done when it began. device_s: by
+        the device's clock. A step is never shorter. Where the host was late to see the end of the step before, its own
+        clock says too little."""
+        prediction = self._prediction(shape)
+        value = max(seconds, device_s) / (1.0 if prediction is None else prediction)
         if self._steps[shape]:  # the first is often held up, because the device has not run the shape yet
-            if predicted is not None:
+            if prediction is not None:
                 self._ratio = _moved(self._ratio, value)
             self._averages[shape] = _moved(self._averages.get(shape, value), value)
         self._steps[shape] += 1

@@ -100,6 +100,8 @@ class Worth:
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float) -> None:
         """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts."""
+        if seconds != plain:  # a shape with drafts
+            seconds = max(seconds, CHEAPEST * plain)
         worth = plain * (1 + accepted / rows)  # the time that its tokens take without drafts
         kept = 1 - 1 / STEPS
         self._time = self._time * kept + worth

@@ -296,7 +296,7 @@ class Runner:
         """Note what a step that was read cost, and what its drafts brought."""
         began, self._collected_at = max(launched.step.launched_at, self._collected_at), time.monotonic()
         if drafting.costs is not None:
-            drafting.costs.took(launched.shape, self._collected_at - began)
+            drafting.costs.took(launched.shape, self._collected_at - began, self.readback.seconds or 0.0)
         accepted, self._accepted = (
             drafting.counts.accepted_tokens - self._accepted,
             drafting.counts.accepted_tokens,
