@@ -175,9 +175,8 @@ def measure(args: argparse.Namespace) -> None:
         texts = [[*prompt, *[ANSWER] * args.tokens] for prompt in prompts]
         if args.varied:
             texts = of_noise(prompts, args.tokens, engines["with"].info.vocab_size)
-    rows = []
+    rows, kinds = [], cases(args, engines["with"], texts)
     for count in args.concurrency:
-        kinds = cases(args, engines["with"], texts)
         for repeat in range(args.repeats + 1):  # the first is of a cold machine
             for kind, (drafts, prepare, options) in kinds.items():
                 engine = engines["with" if drafts or args.one_engine else "without"]
