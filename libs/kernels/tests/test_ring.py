@@ -27,12 +27,13 @@ from openinfer.kernels import (
     norm_linear,
     store,
 )
+from openinfer.kernels.int4 import group_words, pack
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.testing import run_reference
 from openinfer.kernels.tuning import choose, shared_bytes
-from openinfer.tensor import Device, Tensor, bfloat16, float32
+from openinfer.tensor import Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
 RINGS = dataclasses.replace(H200, nvrtc=True)
 
@@ -243,6 +244,140 @@ def test_the_interpreter_refuses_it():
     record = small()
     with pytest.raises(LaunchError, match=r"the interpreter has no ring\.cu"):
         InterpDriver().launch(record.spec, record.grid, Parameters(record.spec), True)
+
+
+KINDS = ("block", "token", "tensor", "int4")
+
+
+def coded_args(kind, weight, parts=1):
+    """A weight of codes [N, K] and how x is quantised, as an op takes them: numbers of float32 `weight`, rounded."""
+    n, k = weight.shape
+    if kind == "int4":
+        scales = (np.abs(weight).reshape(n, k // 128, 128).max(2) / 7 + 1e-6).astype(bfloat16)
+        wide = np.repeat(scales.astype(float32), 128, axis=1)
+        zeros = np.arange(n * (k // 128)).reshape(n, -1) % 3 + 7
+        codes = np.clip(np.rint(weight / wide) + np.repeat(zeros, 128, axis=1), 0, 15)
+        return {"weight": pack(codes.astype(np.uint8)), "scales": group_words(scales, zeros)}
+    coding = {"coding": kind, **({"x_scale": np.array([0.02], float32)} if kind == "tensor" else {})}
+    if kind != "block":
+        scales = (np.abs(weight).max(1, keepdims=True) / 448).astype(float32)
+        return {"weight": (weight / scales).astype(float8_e4m3fn), "scales": scales, **coding}
+    scales = np.empty((parts * -(-n // parts // 128), k // 128), float32)
+    codes, of_part = np.empty(weight.shape, float8_e4m3fn), n // parts
+    for row in range(n):
+        block = row // of_part * (len(scales) // parts) + row % of_part // 128
+        scales[block] = 0.001 * (1 + block % 3) + 0.0002 * np.arange(k // 128)
+        codes[row] = (weight[row] / np.repeat(scales[block], 128)).clip(-448, 448).astype(float8_e4m3fn)
+    return {"weight": codes, "scales": scales, **coding}
+
+
+def layer_of_codes(kind, normal, hidden=1024, qkv=1040, heads=2048, inter=3072):
+    """The products of a layer with weights of codes: (op, what it writes, arguments)."""
+    x, gain = normal(1, hidden), (1 + normal(hidden, scale=0.1).astype(float32)).astype(bfloat16)
+    normed = {"x": x, "norm_weight": gain, "eps": 1e-6}
+    weights = [
+        coded_args(kind, normal(n, k, scale=0.03).astype(float32), parts)
+        for n, k, parts in ((qkv, hidden, 1), (hidden, heads, 1), (2 * inter, hidden, 2), (hidden, inter, 1))
+    ]
+    return [
+        (norm_linear, "out", {"out": normal(1, qkv), **normed, **weights[0]}),
+        (linear_add, "x", {"x": x, "h": normal(1, heads), **weights[1]}),
+        (gate_up_silu, "out", {"out": normal(1, inter), **normed, **weights[2]}),
+        (linear_add, "x", {"x": x, "h": normal(1, inter), **weights[3]}),
+    ]
+
+
+def on_null(args):
+    """The arguments on the null device."""
+    null = Device("null")
+    return {
+        name: Tensor(4096, v.shape, v.dtype, null) if isinstance(v, np.ndarray) else v
+        for name, v in args.items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_of_codes_is_one_ring_that_normalises_and_quantises(kind, normal):
+    for op, _, args in layer_of_codes(kind, normal):
+        (command,) = op.plan(RINGS, on_null(args))
+        constants = dict(command.spec.constants)
+        assert (command.spec.function, command.early) == ("gemv_ring_groups", True)
+        assert constants["NORM"] == ("norm_weight" in args)
+        assert constants["CODING"] == {"int4": 0, "block": 1, "token": 2, "tensor": 3}[kind]
+        assert command.spec.shared <= shared_bytes(90)
+
+
+@pytest.mark.parametrize("change", [{"arch": 89}, {"batch_invariant": True}, {"nvrtc": False}])
+def test_other_targets_have_no_ring_of_codes(change, normal):
+    target = dataclasses.replace(RINGS, **change)
+    for op, _, args in layer_of_codes("block", normal, 256, 256, 256, 256):
+        assert all("ring" not in str(c.spec) for c in op.plan(target, on_null(args)))
+
+
+def test_codes_that_no_ring_takes_are_multiplied_as_before(normal):
+    _, _, args = layer_of_codes("block", normal, 256, 256, 256, 256)[0]
+    plain = {**args, "coding": None}
+    two = {**args, "x": normal(2, 256), "out": normal(2, 256)}
+    wide = {**args, "x": normal(1, 256 + 64), "norm_weight": normal(256 + 64)}
+    wide |= coded_args("block", normal(256, 384).astype(float32))
+    wide |= {"weight": np.zeros((256, 320), float8_e4m3fn)}
+    for other in (plain, two, wide):
+        assert all("ring" not in str(c.spec) for c in norm_linear.plan(RINGS, on_null(other)))
+
+
+@pytest.mark.parametrize("kind", ["block", "token", "int4"])
+def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins):
+    pack = NullPack(RINGS)
+    for hidden, qkv, heads, inter in MODELS[1:3]:
+        shapes = ((qkv, hidden), (hidden, heads), (2 * inter, hidden), (hidden, inter))
+        for (n, k), op in zip(shapes, (norm_linear, linear_add, gate_up_silu, linear_add), strict=True):
+            gated = op is gate_up_silu
+            args = of_codes(arena, kind, n, k, 2 if gated else 1)
+            if op is linear_add:
+                op(pack, x=arena.alloc((1, n), bfloat16), h=arena.alloc((1, k), bfloat16), **args)
+                continue
+            gain, out = arena.alloc((k,), bfloat16), arena.alloc((1, n // 2 if gated else n), bfloat16)
+            op(pack, out=out, x=arena.alloc((1, k), bfloat16), norm_weight=gain, eps=1e-6, **args)
+    specs = pack.specs()
+    kernels = Store(90, cubins, folders=[])
+    kernels.prepare(specs)
+    for spec in specs:
+        used = resources(kernels.get(spec).cubin, cubins)
+        assert used["STACK"] == used["LOCAL"] == 0
+        assert used["REG"] * spec.threads <= 65536
+
+
+def of_codes(arena, kind, n, k, parts):
+    """A weight of codes without values, as an op takes it."""
+    if kind == "int4":
+        return {"weight": arena.alloc((n, k // 2), uint8), "scales": arena.alloc((n, k // 128), int32)}
+    blocks = (n // 128, k // 128) if kind == "block" else (n, 1)
+    return {
+        "weight": arena.alloc((n, k), float8_e4m3fn),
+        "scales": arena.alloc(blocks, float32),
+        "coding": kind,
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hidden", [1024, 2560])
+def test_rings_of_codes_agree_with_the_reference_and_repeat_their_bits(kind, hidden, gpu, normal):
+    target, driver, device, stream = gpu
+    if target.arch != 90:
+        pytest.skip("rings are for sm_90")
+    target = Target(target.arch, target.num_sms, gpu=target.gpu, nvrtc=True)
+    for op, written, args in layer_of_codes(kind, normal, hidden):
+        found = []
+        for _ in range(2):
+            tensors = {n: to_device(v, device) if isinstance(v, np.ndarray) else v for n, v in args.items()}
+            assert [c.spec.function for c in op.plan(target, tensors)] == ["gemv_ring_groups"]
+            op(LaunchPack(target, driver, None, None), **tensors)
+            stream.synchronize()
+            found.append(np.array(tensors[written].numpy()))
+        np.testing.assert_array_equal(found[0], found[1])
+        want = run_reference(op, args)[written].astype(float32)
+        assert np.linalg.norm(found[0].astype(float32) - want) < 5e-3 * np.linalg.norm(want), op
 
 
 @pytest.mark.gpu

@@ -126,8 +126,8 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class CudaSpec:
-    """A kernel of CUDA C++ to compile with NVRTC: a function of a .cu file that includes nothing. Equal specs share a
-    cubin.
+    """A kernel of CUDA C++ to compile with NVRTC: a function of a .cu file, which includes files of its package alone.
+    Equal specs share a cubin.
 
     `file`: its name in the package `module`. `signature`: (argument, Triton's name of its type), in the kernel's order.
     `constants`: macros. `shared`: bytes of dynamic shared memory a block.

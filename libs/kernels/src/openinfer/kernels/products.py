@@ -19,7 +19,7 @@ from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.int4_products import FEW_TOKENS, few, widened
 from openinfer.kernels.launch import Aligned, Arg, Command, Matmul, Scratch, TensorMap, launch
-from openinfer.kernels.ring import ring_product
+from openinfer.kernels.ring import group_ring, ring_product
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose, scaled_rule
 from openinfer.tensor import Tensor, bfloat16, int32
@@ -57,7 +57,12 @@ def normed_product(
     """out [M, N] = rms_norm(x [M, K]; gain, eps) @ weight [N, K]^T, or its gated form with weight [2 N, K]. `op`: the
     name the choice is looked up by. For M = 1 the product normalises x itself, unless it is large or of float8,
     and so does a ring; else the norm is a kernel before it. Without `gain` x is normalised already. The norm's kernel
-    also quantises its result as `coding` says."""
+    also quantises its result as `coding` says. For M = 1 a ring of codes does all of it."""
+    normalised = None if gain is None or eps is None else (gain, eps)
+    ring = group_ring(target, out, x, weight, scales, coding, x_scale, gated=gated, norm=normalised)
+    if ring is not None:
+        yield ring
+        return
     if coding is not None:
         hidden: Tensor | Coded = x
         if gain is not None and eps is not None:
@@ -113,6 +118,10 @@ def product(
 ) -> Iterator[Command]:
     """out [M, N] = x [M, K] @ weight [N, K]^T, or out += with `add`. `op`: the name the choice is looked up by. x is
     quantised as `coding` says."""
+    ring = group_ring(target, out, x, weight, scales, coding, x_scale, add=add)
+    if ring is not None:
+        yield ring
+        return
     if coding is not None:
         yield from _coded(target, op, out, x, weight, scales, coding, x_scale, add=add)
         return

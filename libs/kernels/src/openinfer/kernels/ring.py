@@ -1,10 +1,14 @@
-"""The product of one token by a ring of weights in shared memory: device/ring.cu."""
+"""The product of one token by a ring of weights in shared memory: device/ring.cu and device/ring_groups.cu."""
 
 from __future__ import annotations
 
+from openinfer.kernels.errors import ContractError
+from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
+from openinfer.kernels.int4 import is_int4
 from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, launch_cuda
-from openinfer.kernels.tuning import RING_COLUMNS, Choice
-from openinfer.tensor import Tensor, float32
+from openinfer.kernels.target import Target
+from openinfer.kernels.tuning import RING_COLUMNS, Choice, group_ring_choice
+from openinfer.tensor import Tensor, bfloat16, float32
 
 _DEVICE = "openinfer.kernels.device"
 
@@ -52,5 +56,113 @@ def ring_product(
         constants,
         threads=32 * c.warps + 32,
         shared=c.stages * (c.bn * k * 2 + 16) + -(-sums // 4) * 16,
+        early=True,
+    )
+
+
+_CODINGS: dict[Coding | None, int] = {None: 0, "block": 1, "token": 2, "tensor": 3}
+
+
+def group_ring(
+    target: Target,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    scales: Tensor | None,
+    coding: Coding | None = None,
+    x_scale: Tensor | None = None,
+    *,
+    add: bool = False,
+    gated: bool = False,
+    norm: tuple[Tensor, float] | None = None,
+) -> Launch | None:
+    """out [1, N] = x [1, K] @ weight^T with codes of FP8 or INT4, or None where no ring takes the call. x is quantised
+    as `coding` says, in the kernel. Raises ContractError for x of another dtype than bfloat16."""
+    if scales is None or x.shape[0] != 1:
+        return None
+    choice = group_choice(target, out, weight, scales, coding, gated=gated)
+    if choice is None:
+        return None
+    if x.dtype != bfloat16:
+        raise ContractError(f"x is {x.dtype.name}; on a GPU it is bfloat16 (float32: the cpu pack)")
+    return group_ring_product(
+        choice, target.num_sms, out, x, weight, scales, coding, x_scale, add=add, gated=gated, norm=norm
+    )
+
+
+def group_choice(
+    target: Target,
+    out: Tensor | Scratch,
+    weight: Tensor,
+    scales: Tensor,
+    coding: Coding | None,
+    *,
+    gated: bool = False,
+) -> Choice | None:
+    """The ring for a weight of codes, or None. Weights of FP8 are for activations that are quantised, and INT4 for
+    those that are not, with a scale for each 128 columns."""
+    packed = is_int4(scales)
+    k = weight.shape[1] * (2 if packed else 1)
+    if packed != (coding is None) or (packed and k != SCALE_BLOCK * scales.shape[1]):
+        return None
+    return group_ring_choice(target, out.shape[1], k, packed=packed, gated=gated)
+
+
+def group_ring_product(
+    c: Choice,
+    num_sms: int,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weight: Tensor,
+    scales: Tensor,
+    coding: Coding | None,
+    x_scale: Tensor | None,
+    *,
+    add: bool = False,
+    gated: bool = False,
+    norm: tuple[Tensor, float] | None = None,
+) -> Launch:
+    """The ring of `c` for a weight of codes."""
+    (_, n), k, packed = out.shape, x.shape[1], is_int4(scales)
+    gain, eps = norm or (x, 0.0)
+    programs, rows, groups = min(num_sms, n), c.bn // 2 if gated else c.bn, k // SCALE_BLOCK
+    most = -(-n // programs)
+    turns = -(-most // rows)
+    args: dict[str, Arg] = {
+        "out": out,
+        "x": x,
+        "gain": gain,
+        "x_scale": scales if x_scale is None else x_scale,
+        "weight": weight,
+        "scales": scales,
+        "N": Aligned(n),
+        "eps": eps,
+    }
+    constants = {
+        "COLUMNS": k,
+        "GROUP_BYTES": SCALE_BLOCK // 2 if packed else SCALE_BLOCK,
+        "WARPS": c.warps,
+        "ROWS": c.bn,
+        "STAGES": c.stages,
+        "TURNS": turns,
+        "NORM": norm is not None,
+        "WIDE": gain.dtype == float32,
+        "ADD": add,
+        "GATED": gated,
+        "FLOAT": out.dtype == float32,
+        "CODING": _CODINGS[coding],
+        "BY_ROW": not packed and of_rows(weight, scales),
+    }
+    sums = turns * c.bn * (groups | 1) + 2 * c.warps
+    stage = c.bn * (weight.shape[1] + (4 * groups if packed else 0))
+    return launch_cuda(
+        _DEVICE,
+        "ring_groups.cu",
+        "gemv_ring_groups",
+        (programs,),
+        args,
+        constants,
+        threads=32 * c.warps + 32,
+        shared=c.stages * (stage + 16) + -(-sums // 4) * 16,
         early=True,
     )

@@ -29,6 +29,9 @@ log = logging.getLogger("openinfer.kernels")
 
 Progress = Callable[[int, int], None]
 
+_INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+"""The files that a file of CUDA C++ includes."""
+
 _IMPORTED = re.compile(rb"^from (?!triton\b)([\w.]+)\.\w+ import", re.MULTILINE)
 """The packages that a kernel module imports from, but for the compiler's own."""
 
@@ -83,11 +86,13 @@ def source_hash(module: str) -> str:
 
 
 def cuda_source(module: str, file: str) -> str:
-    """The text of a file of CUDA C++ in a package. Raises KernelMissing where the file is missing."""
+    """The text of a file of CUDA C++ in a package, with the files of that package that it includes. Raises
+    KernelMissing where a file is missing."""
     try:
-        return importlib.resources.files(module).joinpath(file).read_text()
+        text = importlib.resources.files(module).joinpath(file).read_text()
     except (ImportError, OSError):
         raise KernelMissing(f"there is no {file} in the package {module}") from None
+    return _INCLUDED.sub(lambda found: cuda_source(module, found[1]), text)
 
 
 def spec_key(spec: Spec, arch: int) -> str:

@@ -1,0 +1,249 @@
+// One token: out[N] = x[K] @ weight[N, K]^T with weights of codes, float32 sums, on the tensor cores.
+//
+// As in ring.cu a program an SM has a ring of STAGES x ROWS rows, which a copying warp fills, and sums are added in a fixed
+// order. NORM, ADD, GATED, FLOAT and TURNS are those of ring.cu. K = COLUMNS.
+//
+// GROUP_BYTES: 128 columns of a row are a group of 128 bytes of
+// e4m3, or of 64 bytes of INT4 (openinfer.kernels.int4), whose words, the `scales`, travel with the rows. A group has a
+// sum of its own. CODING: 0 leaves x in bf16, for INT4; else x becomes e4m3 with a scale of each group (1), of all
+// columns (2), or with `x_scale` (3). BY_ROW: the weight has a scale a row, else one for 128 rows of a group.
+//
+// A warp multiplies 8 groups side by side, which are 8 * GROUP_BYTES contiguous bytes. UNIT rows are PLACES such runs,
+// and a warp has one place in every unit. So its 8 groups of x are the same for all rows. An operand of 16 rows has
+// the 8 groups of one unit and those of the next; the 8 columns of the other one are the 8 groups of x. Of the result
+// only the numbers of a group with itself are wanted.
+
+#include "ring.cuh"
+
+constexpr int K = COLUMNS, GROUPS = K / 128, ROW_BYTES = GROUPS * GROUP_BYTES, STRIDE = GROUPS | 1;
+constexpr int UNIT = GROUPS % 8 == 0 ? 1 : GROUPS % 4 == 0 ? 2 : GROUPS % 2 == 0 ? 4 : 8, PLACES = UNIT * GROUPS / 8;
+constexpr int REPLICAS = WARPS / PLACES, PAIRS = ROWS / (2 * UNIT * REPLICAS);
+constexpr bool INT4 = GROUP_BYTES == 64;
+constexpr int WORDS = INT4 ? GROUPS * 4 : 0, STAGE = ROWS * (ROW_BYTES + WORDS);
+static_assert(REPLICAS * PLACES == WARPS && PAIRS * 2 * UNIT * REPLICAS == ROWS, "warps share a stage evenly");
+
+// Two numbers in e4m3, rounded and kept in range, and as a pair of f16.
+__device__ __forceinline__ u32 halves(unsigned short codes) {
+  u32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+  return pair;
+}
+
+__device__ __forceinline__ u32 coded(float a, float b) {
+  unsigned short codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
+  return halves(codes);
+}
+
+// d[16, 8] += a[16, 16] @ b[16, 8], in f16, or in bf16 for INT4.
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if (INT4)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// A lane's 32 codes of a group as pairs: of e4m3 their values, of INT4 128 + code.
+__device__ __forceinline__ void unpack(u32 (&pair)[16], const unsigned char* group, int lane) {
+#pragma unroll
+  for (int i = 0; i < (INT4 ? 1 : 2); i++) {
+    uint4 v = *(const uint4*)(group + (INT4 ? 0 : (i ^ lane / 4 & 1) * 64) + lane % 4 * 16);
+    u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int w = 0; w < 4; w++)
+      if (INT4)
+        for (int s = 0; s < 4; s++) pair[4 * w + s] = words[w] >> 4 * s & 0x000f000fu | 0x43004300u;
+      else
+        for (int s = 0; s < 2; s++) pair[8 * i + 2 * w + s] = halves(words[w] >> 16 * s);
+  }
+}
+
+// The first of 16 neighbours among a lane's columns of a group; i: 0 or 1.
+__device__ __forceinline__ int columns_at(int i, int lane) {
+  return INT4 ? lane % 4 * 32 + i * 16 : (i ^ lane / 4 & 1) * 64 + lane % 4 * 16;
+}
+
+__device__ __forceinline__ u32 packed(float a, float b) { return to_bf16(a) | (u32)to_bf16(b) << 16; }
+
+__device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
+gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scale, const unsigned char* weight,
+                 const void* scales, int N, float eps) {
+  extern __shared__ __align__(128) unsigned char ring[];
+  float* partial = (float*)(ring + STAGES * STAGE);  // [TURNS * ROWS, STRIDE], then a square and a maximum a warp
+  float *squares = partial + TURNS * ROWS * STRIDE, *tops = squares + WARPS;
+  u64* full = (u64*)(partial + (TURNS * ROWS * STRIDE + 2 * WARPS + 3) / 4 * 4);
+  u64* empty = full + STAGES;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], WARPS);
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  __syncthreads();
+  int first = (int)((long long)blockIdx.x * N / gridDim.x), last = (int)((long long)(blockIdx.x + 1) * N / gridDim.x);
+  int turns = (last - first + SETS - 1) / SETS;
+  if (warp == WARPS) {
+    if (lane == 0) {
+      u64 policy;
+      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      for (int turn = 0; turn < turns; turn++) {
+        int stage = turn % STAGES, row = first + turn * SETS;
+        u32 rows = min(SETS, last - row);
+        barrier_wait(&empty[stage], (turn / STAGES & 1) ^ 1);
+        barrier_expect(&full[stage], HALVES * rows * (ROW_BYTES + WORDS));
+        unsigned char* to = ring + stage * STAGE;
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+          size_t from = row + half * N;
+          copy_rows(to + half * SETS * ROW_BYTES, weight + from * ROW_BYTES, rows * ROW_BYTES, &full[stage], policy);
+          if (INT4)
+            copy_rows(to + ROWS * ROW_BYTES + half * SETS * WORDS, (const unsigned char*)scales + from * WORDS,
+                      rows * WORDS, &full[stage], policy);
+        }
+      }
+      // All loads are under way, so a ring of the next kernel takes no bandwidth from them.
+      asm volatile("griddepcontrol.launch_dependents;");
+    }
+    return;
+  }
+  // This lane's group of every unit: the group of x, and the row of the unit.
+  int slot = warp % PLACES * 8 + lane / 4, group = slot % GROUPS, below = slot / GROUPS;
+  // Of the result's 4 numbers two are of this lane's group, if any.
+  bool mine = lane % 4 == lane / 8, odd = lane / 4 & 1;
+  // Scales of this lane's group in the 128 rows that the program is at, and in the next.
+  float near[HALVES], next[HALVES], of_row[HALVES];
+  int blocks = (N + 127) / 128, block = first / 128;
+#pragma unroll
+  for (int half = 0; half < HALVES; half++) {
+    near[half] = next[half] = of_row[half] = 1;
+    if (!INT4 && BY_ROW && threadIdx.x < last - first)
+      of_row[half] = ((const float*)scales)[half * N + first + threadIdx.x];
+    if (!INT4 && !BY_ROW) {
+      near[half] = ((const float*)scales)[(half * blocks + block) * GROUPS + group];
+      next[half] = ((const float*)scales)[(half * blocks + min(block + 1, blocks - 1)) * GROUPS + group];
+    }
+  }
+  float2 gains[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++)
+    if (NORM) gains[i] = gain_pair(gain, group * 128 + columns_at(i / 8, lane) + i % 8 * 2);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  float own[32], square = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint4 v = fresh(x + group * 128 + columns_at(i / 2, lane) + i % 2 * 8);
+    u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      float a = low(pairs[j]), b = high(pairs[j]);
+      own[8 * i + 2 * j] = a, own[8 * i + 2 * j + 1] = b;
+      square += a * a + b * b;
+    }
+  }
+  if (NORM) {
+    float one[1] = {square};
+    square = sums(one, lane);
+    if (lane == 0) squares[warp] = square;
+    together();
+    square = 0;
+    for (int w = 0; w < PLACES; w++) square += squares[w];
+    float unit = rsqrtf(square / (UNIT * K) + eps);  // the places have every group UNIT times
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+      float value = own[i] * unit;
+      if (!WIDE) value = rounded(value);
+      own[i] = rounded(value * (i % 2 ? gains[i / 2].y : gains[i / 2].x));
+    }
+  }
+  u32 held[16];
+  float of_x = 1, sum_of_x = 0;  // the scale of x, and for INT4 the sum of the group
+  if (CODING) {
+    float top = 1e-10f;
+#pragma unroll
+    for (int i = 0; i < 32; i++) top = fmaxf(top, fabsf(own[i]));
+    for (int bit = 1; bit < (CODING == 2 ? 32 : 4); bit *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, bit));
+    if (CODING == 2) {
+      if (lane == 0) tops[warp] = top;
+      together();
+      for (int w = 0; w < PLACES; w++) top = fmaxf(top, tops[w]);
+    }
+    of_x = CODING == 3 ? *x_scale : __fdiv_rn(top, 448.0f);
+    float factor = CODING == 3 ? __fdiv_rn(1.0f, of_x) : __fdiv_rn(448.0f, top);
+#pragma unroll
+    for (int i = 0; i < 16; i++) held[i] = coded(own[2 * i] * factor, own[2 * i + 1] * factor);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 32; i++) sum_of_x += own[i];
+    for (int bit = 1; bit < 4; bit *= 2) sum_of_x += __shfl_xor_sync(~0u, sum_of_x, bit);
+    // A word's bytes are 4 columns; one half of a byte is 16 columns ahead of the other.
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      int at = i % 2 * 16 + i / 4 * 4 + i % 4 / 2;
+      held[i] = packed(own[at], own[at + 2]);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < HALVES; half++)
+    if (!BY_ROW) near[half] *= of_x, next[half] *= of_x;
+  for (int turn = 0; turn < turns; turn++) {
+    int stage = turn % STAGES, row = first + turn * SETS;
+    if (!INT4 && !BY_ROW && row / 128 > block) {
+      block++;
+#pragma unroll
+      for (int half = 0; half < HALVES; half++) {
+        near[half] = next[half];
+        next[half] = of_x * ((const float*)scales)[(half * blocks + min(block + 1, blocks - 1)) * GROUPS + group];
+      }
+    }
+    barrier_wait(&full[stage], turn / STAGES & 1);
+    const unsigned char* rows = ring + stage * STAGE;
+#pragma unroll
+    for (int pair = 0; pair < PAIRS; pair++) {
+      int unit = 2 * (warp / PLACES + pair * REPLICAS);
+      const unsigned char* at = rows + unit * UNIT * ROW_BYTES + slot * GROUP_BYTES;
+      u32 a[16], b[16];
+      unpack(a, at, lane);
+      unpack(b, at + UNIT * ROW_BYTES, lane);
+      float even[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 16; i += 4) {
+        multiply(even, a[i], b[i], a[i + 1], b[i + 1], held[i], held[i + 1]);
+        multiply(other, a[i + 2], b[i + 2], a[i + 3], b[i + 3], held[i + 2], held[i + 3]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float value = odd ? even[2 * i + 1] + other[2 * i + 1] : even[2 * i] + other[2 * i];
+        int r = (unit + i) * UNIT + below;
+        if (INT4) {
+          u32 word = *(const u32*)(rows + ROWS * ROW_BYTES + r * WORDS + group * 4);
+          value = (value - (float)(128 + (word & 15)) * sum_of_x) * __uint_as_float(word & ~15u);
+        } else if (!BY_ROW) {
+          bool up = GATED && r >= SETS;
+          bool far = row + r - (up ? SETS : 0) >= (block + 1) * 128;
+          value *= far ? (up ? next[HALVES - 1] : next[0]) : up ? near[HALVES - 1] : near[0];
+        }
+        if (mine) partial[(turn * ROWS + r) * STRIDE + group] = value;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&empty[stage]);
+  }
+  together();
+  for (int row = threadIdx.x; row < last - first; row += WARPS * 32) {
+    const float* sum = partial + (row / SETS * ROWS + row % SETS) * STRIDE;
+    float value[4] = {0, 0, 0, 0}, up[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+      value[i % 4] += sum[i];
+      if (GATED) up[i % 4] += sum[SETS * STRIDE + i];
+    }
+    if (!INT4 && BY_ROW && row >= WARPS * 32)
+      for (int half = 0; half < HALVES; half++) of_row[half] = ((const float*)scales)[half * N + first + row];
+    float scale = BY_ROW ? of_x : 1;
+    finish(out, first + row, (value[0] + value[1] + (value[2] + value[3])) * (of_row[0] * scale),
+           (up[0] + up[1] + (up[2] + up[3])) * (of_row[HALVES - 1] * scale));
+  }
+}
