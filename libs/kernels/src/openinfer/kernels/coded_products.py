@@ -25,6 +25,7 @@ from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 FEW_TOKENS, FEW_IN_BLOCKS = 128, 64
 """Tokens up to which the kernel here is faster than cuBLASLt: with scales of tokens and rows, and of blocks."""
 CUBLAS_WORKSPACE = 32 << 20
+"""Bytes of scratch a cuBLASLt product may use."""
 
 _DEVICE = "openinfer.kernels.device.coded_linear"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from openinfer.kernels.coded_products import (
+    CUBLAS_WORKSPACE,
     Coded,
     coded_product,
     coded_rows,
@@ -23,9 +24,6 @@ from openinfer.kernels.ring import group_ring, ring_product
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import Choice, choose, scaled_rule
 from openinfer.tensor import Tensor, bfloat16, int32
-
-CUBLAS_WORKSPACE = 32 << 20
-"""Bytes of scratch a cuBLASLt product may use."""
 
 GROUP = 8
 """Row tiles that run side by side, so that the weights they share are read from memory once."""

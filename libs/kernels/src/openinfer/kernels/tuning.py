@@ -117,8 +117,10 @@ RING_BYTES = 205 << 10
 """The most bytes of a ring."""
 MOST_RING_WARPS = 20
 """The most warps of a ring that multiply: with more, a thread has too few registers."""
-GROUP_STAGE = 24 << 10
+GROUP_STAGE = 16 << 10
 """The most bytes of a stage of a ring of codes, if it has more rows than its warps need."""
+GROUP_RING = 64 << 10
+"""The most bytes of a ring of codes. In a larger one the first stage comes later (docs/lessons.md)."""
 RING_PART = 0.7
 """The most of a program's rows that its ring holds. A ring that holds all of them takes memory from the kernel behind
 it (docs/lessons.md)."""
@@ -143,25 +145,29 @@ def ring_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | Non
 
 
 def group_ring_choice(target: Target, n: int, k: int, *, packed: bool, gated: bool) -> Choice | None:
-    """The ring for a product of one token with n rows (twice that if gated) of FP8 codes, or of INT4 codes if `packed`,
-    or None where its kernel does not take it: warps multiply 8 groups of 128 columns at once, and INT4's words are
-    copied in pieces of 16 bytes."""
+    """The ring for a product of one token with n rows of codes, or None where its kernel does not take it.
+
+    `packed`: the codes are INT4, else FP8. Gated: there are twice as many rows. Warps multiply 8 groups
+    of 128 columns at once. INT4's words are copied in pieces of 16 bytes.
+    """
     if not target.nvrtc or target.arch != 90 or target.batch_invariant or k % (512 if packed else 128):
         return None
     unit = 8 // math.gcd(k // 128, 8)  # rows whose groups are runs of 8
     places = unit * k // 1024
     if places > MOST_RING_WARPS:
         return None
-    replicas = max(1, min(4, 12 // places))
+    replicas = max(4 // places, 2 if packed and gated and 2 * places <= MOST_RING_WARPS else 1)
     rows, row_bytes = 2 * unit * replicas, k // 2 + k // 32 if packed else k
     while 2 * rows * row_bytes <= GROUP_STAGE:
         rows *= 2
     most = -(-n // target.num_sms) * (2 if gated else 1)  # rows of a program
     sums = (most + 2 * rows) * (k // 128 + 1) * 4
-    room = min(RING_BYTES, shared_bytes(target.arch) - sums - 2048, int(most * row_bytes * RING_PART))
-    if 2 * rows * row_bytes > shared_bytes(target.arch) - sums - 2048:
+    stage, room = rows * row_bytes, shared_bytes(target.arch) - sums - 2048
+    if 2 * stage > room:
         return None
-    return Choice("ring", 1, rows, 128, 1, places * replicas, max(2, room // (rows * row_bytes)))
+    wanted = max(GROUP_RING, 3 * stage)
+    stages = min(wanted, room, int(most * row_bytes * RING_PART)) // stage
+    return Choice("ring", 1, rows, 128, 1, places * replicas, max(2, stages))
 
 
 def rule(target: Target, op: str, m: int, n: int, k: int) -> Choice:
