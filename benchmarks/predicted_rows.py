@@ -10,9 +10,10 @@ The second table has steps of several GPUs, where no server was measured. The fi
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_load import Point, Server
 from openinfer.cli.plan_text import name_of
 from openinfer.cli.segments import Outline
-from openinfer.kernels import GPUS, H200, Parts
+from openinfer.kernels import GPUS, H200, Figures, Parts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
@@ -43,6 +44,8 @@ STEP_RUNS = {
     ),
 }
 """The model, GPUs and flags of the steps of TWO_GPUS, by their names there."""
+ONE_RANK = ("--max-num-seqs", "128", "--max-num-batched-tokens", "4096", "--max-model-len", "4352")
+"""The flags of the steps of ONE_OF_SEVERAL (benchmarks/deepseek_rank.py)."""
 BEGIN, END = "<!-- table of benchmarks/predicted_rows.py -->\n", "<!-- end of table -->"
 STEPS_BEGIN = "<!-- steps of benchmarks/predicted_rows.py -->\n"
 LIMITS = {"p50": 0.10, "p99": 0.20}
@@ -108,8 +111,8 @@ def table() -> str:
     return "\n".join([*lines, "", f"Predicted / measured; {held}; others are bold.", ""])
 
 
-def steps() -> Iterator[tuple[str, str, float, float]]:
-    """Each recorded step of several GPUs: model, point, predicted and measured milliseconds."""
+def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, float]]:
+    """Each recorded step of several GPUs: model, point, predicted and measured milliseconds. figures: of the GPU."""
     for name, run in json.loads((RESULTS / TWO_GPUS).read_text())["steps"].items():
         model, gpus, flags = STEP_RUNS[name]
         made = outline(model, gpus, flags)
@@ -119,30 +122,32 @@ def steps() -> Iterator[tuple[str, str, float, float]]:
                 yield (
                     f"{model}, {gpus} GPUs",
                     result["point"],
-                    predicted(made, result["point"], gpus),
+                    predicted(made, result["point"], gpus, figures),
                     measured,
                 )
-    made = {gpus: outline("deepseek_v4-Flash", gpus, ("--max-num-seqs", "128")) for gpus in (4, 8)}
+    made = {gpus: outline("deepseek_v4-Flash", gpus, ONE_RANK) for gpus in (4, 8)}
     for result in json.loads((RESULTS / ONE_OF_SEVERAL).read_text())["figures"]:
         gpus, words = result["ranks"], result["step"].split()
         point = f"decode:{words[1]},{words[3]}" if words[0] == "decode" else f"prefill:{words[2]}"
         name = f"deepseek_v4-Flash, the part of 1 of {gpus} GPUs without collectives"
-        yield name, point, predicted(made[gpus], point, 1, links=False), result["device_ms"]
+        yield name, point, predicted(made[gpus], point, 1, figures, links=False), result["device_ms"]
 
 
-def outline(model: str, gpus: int, flags: Sequence[str]) -> Outline:
+@functools.cache
+def outline(model: str, gpus: int, flags: tuple[str, ...]) -> Outline:
     """The engine of a published model on GPUs that share it."""
     _, asked = bench_recipe.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
     return Outline(asked.recipe, asked.source(), asked.options, H200, ranks=gpus)
 
 
-def predicted(made: Outline, point: str, gpus: int, *, links: bool = True) -> float:
+def predicted(made: Outline, point: str, gpus: int, figures: Figures, *, links: bool = True) -> float:
     """Milliseconds of a point. links: with the collectives."""
     found = 0.0
     for calls, workload in tune_speed.point_steps(made, point):
-        # hc_post is more than its sum, whose bytes take no time on one GPU.
+        # hc_post is more than its sum of ranks, which one GPU leaves out.
         kept = [call for call in calls if links or call.op.name == "hc_post" or not call.cost(workload).link]
-        found += sum(Parts.of(kept, workload, GPUS[H200.gpu], gpus))
+        parts = Parts.of(kept, workload, figures, gpus)
+        found += sum(parts) - (0.0 if links else parts.link_s)
     return 1e3 * found
 
 

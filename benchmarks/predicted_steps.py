@@ -86,8 +86,9 @@ def fitted() -> tuple[Speed, list[float]]:
     steps = []
     for model, file in RECORDED.items():
         steps += tune_speed.measured(outline(model), ROOT / "benchmarks" / "results" / file)
-    speed = fit_speed(steps, GPUS[H200.gpu].fitted)
-    return speed, errors(steps, speed)
+    figures = GPUS[H200.gpu]
+    speed = fit_speed(steps, figures)
+    return speed, errors(steps, figures.at(speed))
 
 
 def main() -> int:

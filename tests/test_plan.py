@@ -18,6 +18,7 @@ from openinfer.cli.plan_cost import PROMPT_STEP_S, StepCost
 from openinfer.cli.plan_load import Point, Server
 from openinfer.kernels import GPUS, H200, Prediction, Speed
 from openinfer.kernels.speed_fit import errors
+from openinfer.kernels.speeds import dump_lines
 from openinfer.scheduler.sim import StepWork
 
 ROOT = Path(__file__).parents[1]
@@ -149,12 +150,12 @@ def test_the_costs_are_those_of_the_engines_steps() -> None:
     one = server("qwen3-4B")
     cost = StepCost(one.outline.steps, one.outline.buckets, one.figures)
     shape = one.outline.buckets.choose(9, 9)
-    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
+    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures)
     assert shape.rows == 16
     assert cost(StepWork(9, 9 * 1024, 0, 0)) == step.seconds(9 * 1024, 9 * 1024, 9)
     assert next(iter(cost.shares())) == "bandwidth"
     shape = one.outline.buckets.choose(1024, 1)
-    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
+    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures)
     prompt = cost(StepWork(0, 0, 1024, 1024 * 1025 // 2))
     assert prompt == pytest.approx(step.seconds(1024, 1024 * 1025 // 2, 1) + PROMPT_STEP_S)
     assert next(iter(cost.shares())) == "tensor cores"
@@ -178,7 +179,7 @@ def test_steps_with_drafts_are_verifying_steps() -> None:
     cost = StepCost(one.outline.steps, one.outline.buckets, one.figures)
     shape = one.outline.buckets.choose(24, 8, drafts=2, chunks=False)
     assert shape[:4] == (24, 8, 3, 2)
-    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures.fitted)
+    step = Prediction.of(one.outline.steps[shape], shape.tokens, shape.rows, one.figures)
     assert cost(StepWork(8, 800, 0, 0, 16)) == step.seconds(800, 2400, 8) > cost(StepWork(8, 800, 0, 0))
     alone = Load(float("inf"), 3, 1, 50, 400, 0)  # a step this short has drafts only after trials of them
     never, often = (dataclasses.replace(one, acceptance=chance).serve(alone) for chance in (0.0, 1.0))
@@ -305,6 +306,15 @@ def test_no_plan_has_grown_unseen() -> None:
     ]
 
 
+@pytest.mark.slow
+def test_the_lines_of_ops_are_those_of_the_recorded_calls() -> None:
+    sys.modules["predicted_rows"] = script_of("predicted_rows")
+    script = script_of("predicted_ops")
+    assert dump_lines(GPUS[H200.gpu].ops) == dump_lines(script.lines()), (
+        "python benchmarks/predicted_ops.py --write"
+    )
+
+
 def test_the_speeds_are_those_of_the_recorded_steps() -> None:
     found, errors = script_of("predicted_steps").fitted()
     assert GPUS[H200.gpu].fitted == pytest.approx(found, rel=0.005)
@@ -337,7 +347,7 @@ def test_recorded_steps_refit_the_speeds_and_a_plan_takes_them(
 def test_an_engines_trace_refits_the_speeds(tmp_path: Path) -> None:
     """A trace of the form that engines write, with times of other speeds."""
     made = server("qwen3-4B").outline
-    true, events = Speed(3e12, 500e12, 5e-6), []
+    true, events = GPUS[H200.gpu].at(Speed(3e12, 500e12, 5e-6)), []
     for rows, context in ((1, 300), (8, 1000), (64, 900), (200, 500)):
         shape = made.buckets.choose(rows, rows)
         facts = {"bucket": str(shape), "rows": rows, "kv_tokens": rows * context, "qk_pairs": rows * context}
@@ -349,8 +359,8 @@ def test_an_engines_trace_refits_the_speeds(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     speed, _ = tune_speed.fitted(made, [path])
-    assert speed.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.02)
-    assert speed.kernel_s == pytest.approx(true.kernel_s, rel=0.05)
+    assert speed.bytes_per_s == pytest.approx(true.fitted.bytes_per_s, rel=0.02)
+    assert speed.kernel_s == pytest.approx(true.fitted.kernel_s, rel=0.05)
 
 
 def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
@@ -360,7 +370,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
     flags = ["--max-num-seqs", "16"]
     _, asked = bench_recipe.parse([str(TINY), *flags], "plan", None, lambda parser: None, named=True)
     made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
-    true, events, now = Speed(4e9, 8e9, 60e-6), [], 0.0
+    true, events, now = tune_speed.figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
     for tokens, rows in ((1, 1), (4, 4), (16, 16), (64, 1), (256, 4)):
         shape = made.buckets.choose(tokens, rows)
         facts = {"bucket": str(shape), "rows": rows, "kv_tokens": rows * 100, "qk_pairs": tokens * 100}
@@ -377,7 +387,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
     assert tune.main([*words, "--from-trace", str(trace), "--out", str(speeds)]) == 0
     speed = Speed(*(json.loads(speeds.read_text())[name] for name in Speed._fields))
     steps = tune_speed.measured(made, trace)
-    assert max(map(abs, errors(steps, speed))) < 0.02
+    assert max(map(abs, errors(steps, tune_speed.figures(tune_speed.CPU).at(speed)))) < 0.02
     assert plan.main([*words, *FLAGS, "--speeds", str(speeds), "--compare", "--max-num-seqs 8"]) == 0
     assert "on 1 x CPU" in capsys.readouterr().out
 

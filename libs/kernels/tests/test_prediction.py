@@ -18,12 +18,14 @@ from openinfer.kernels import (
     Workload,
     attend,
     embed,
+    linear_add,
     norm_linear,
     predictions,
 )
 from openinfer.tensor import Arena, Device, bfloat16, int32
 
 SPEED = Speed(4e12, 500e12, 5e-6)
+FIGURES = GPUS[H200.gpu]._replace(fitted=SPEED, ops={})
 
 
 def calls(arena, tokens=256, rows=4):
@@ -56,15 +58,48 @@ def test_it_is_the_sum_of_the_calls(kv_tokens, qk_pairs):
         * (call.cost(workload).floor_s(SPEED.bytes_per_s, SPEED.flops_per_s) + len(call.commands) * 5e-6)
         for call in counted
     )
-    prediction = Prediction.of(counted, 256, 4, SPEED)
+    prediction = Prediction.of(counted, 256, 4, FIGURES)
     assert prediction.seconds(kv_tokens, qk_pairs) == pytest.approx(expected, rel=1e-6)
     assert len(prediction.varying) == 2  # attention alone looks at the cache
-    parts = Parts.of(counted, workload, GPUS[H200.gpu]._replace(fitted=SPEED))
+    parts = Parts.of(counted, workload, FIGURES)
     assert sum(parts) == pytest.approx(expected, rel=1e-6)
     assert parts.kernels_s == pytest.approx(5e-6 * sum(call.times * len(call.commands) for call in counted))
     assert parts.names["links"] == 0
-    slower = Prediction.of(counted, 256, 4, Speed(2e12, 250e12, 10e-6))
+    slower = Prediction.of(counted, 256, 4, FIGURES.at(Speed(2e12, 250e12, 10e-6)))
     assert slower.seconds(kv_tokens, qk_pairs) == pytest.approx(2 * expected, rel=1e-6)
+
+
+def test_an_op_with_lines_takes_its_own_by_its_tokens():
+    lines = ((8, Speed(1e12, 100e12, 20e-6)), (512, Speed(2e12, 400e12, 40e-6)))
+    figures = FIGURES._replace(ops={"embed": lines})
+    assert figures.speed("norm_linear", 8, 3) == pytest.approx(SPEED._replace(kernel_s=15e-6))
+    assert figures.speed("embed", 1, 3) == figures.speed("embed", 8, 3) == lines[0][1]
+    assert figures.speed("embed", 512, 3) == figures.speed("embed", 4096, 3) == lines[1][1]
+    middle = (2**0.5 * 1e12, 200e12, 2**0.5 * 20e-6)
+    assert figures.speed("embed", 64, 3) == pytest.approx(middle)
+    twice = figures.at(Speed(2e12, 250e12, 10e-6))
+    assert twice.ops["embed"][0][1] == pytest.approx((0.5e12, 50e12, 40e-6))
+    traced = calls(Arena(Device("null"), None), tokens=512)
+    workload = Workload(512, 4, 2000, 10**6)
+    usual, own = (sum(Parts.of(traced, workload, each)) for each in (FIGURES, figures))
+    size = traced[0].cost(workload).bytes
+    assert own - usual == pytest.approx(size / 2e12 - size / 4e12 + 40e-6 - 5e-6)
+    assert Prediction.of(traced, 512, 4, figures).seconds(2000, 10**6) == pytest.approx(own)
+
+
+def test_ranks_pay_for_their_links():
+    pack, arena = NullPack(H200), Arena(Device("null"), None)
+    h, weight = arena.alloc((8, 1024), bfloat16), arena.alloc((2048, 1024), bfloat16)
+    linear_add(pack, x=arena.alloc((8, 2048), bfloat16), h=h, weight=weight, ranks=2)
+    (call,) = pack.calls
+    link, sent = FIGURES.link(2), call.cost(Workload(8, 8, 0, 0)).link
+    one, two = (Prediction.of(pack.calls, 8, 8, FIGURES, ranks).seconds(0, 0) for ranks in (1, 2))
+    assert sent > 0
+    assert two - one == pytest.approx(
+        max(0, link.call_s - 5e-6) - max(0, FIGURES.link(1).call_s - 5e-6)
+        + sent * (1 / link.bytes_per_s - 1 / FIGURES.link(1).bytes_per_s)
+    )  # fmt: skip
+    assert sum(Parts.of(pack.calls, Workload(8, 8, 0, 0), FIGURES, 2)) == pytest.approx(two)
 
 
 BENDS = {
@@ -82,7 +117,7 @@ def test_a_cost_that_is_no_line_is_asked_every_time(name, sizes):
     )
     pack = NullPack(H200)
     op(pack)
-    prediction = Prediction.of(pack.calls, 64, 4, SPEED)
+    prediction = Prediction.of(pack.calls, 64, 4, FIGURES)
     assert len(prediction.bent) == 1
     expected = BENDS[name](Workload(64, 4, *sizes)).floor_s(SPEED.bytes_per_s, SPEED.flops_per_s)
     assert prediction.seconds(*sizes) == pytest.approx(expected)
@@ -117,7 +152,7 @@ def test_steps_have_predictions_where_the_speed_is_known(caplog):
     caplog.set_level("INFO", "openinfer.kernels")
     steps = {(256, 4, 256): calls(Arena(Device("null"), None))}
     (found,) = predictions(steps, H200).values()
-    assert found == Prediction.of(steps[256, 4, 256], 256, 4, GPUS[H200.gpu].fitted)
+    assert found == Prediction.of(steps[256, 4, 256], 256, 4, GPUS[H200.gpu])
     assert predictions(steps, None) == {}
     assert not caplog.messages
     assert predictions(steps, Target(90, 132, gpu="Unknown")) == {}

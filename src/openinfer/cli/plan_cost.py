@@ -44,15 +44,14 @@ class StepCost:
     context: int = 0
     """Tokens that the decode rows of the last step attended to, on average."""
     _totals: dict[Shape, _Total] = field(default_factory=dict)
-    _predictions: dict[Shape, tuple[Prediction, float]] = field(default_factory=dict)
+    _predictions: dict[Shape, Prediction] = field(default_factory=dict)
 
     def decode_s(self, rows: int, drafts: int) -> float:
         """Seconds of a step in which each of `rows` decode rows has `drafts` drafts."""
         rows = min(rows, self.buckets.max_tokens // (1 + drafts))
         shape = self.buckets.choose(rows * (1 + drafts), rows, drafts=drafts, chunks=False)
-        prediction, link_s = self._prediction(shape)
         read = rows * self.context
-        return prediction.seconds(read, read * (1 + drafts), rows) + link_s
+        return self._prediction(shape).seconds(read, read * (1 + drafts), rows)
 
     def __call__(self, work: StepWork) -> float:
         new = work.prefill_tokens
@@ -75,18 +74,14 @@ class StepCost:
         total.qk_pairs += qk_pairs
         self.most_rows = max(self.most_rows, rows)
         self.prompt_steps += new > 0
-        prediction, link_s = self._prediction(shape)
-        return prediction.seconds(kv_tokens, qk_pairs, rows) + link_s + (PROMPT_STEP_S if new else 0.0)
+        host_s = PROMPT_STEP_S if new else 0.0
+        return self._prediction(shape).seconds(kv_tokens, qk_pairs, rows) + host_s
 
-    def _prediction(self, shape: Shape) -> tuple[Prediction, float]:
-        """The prediction of a shape, and the seconds of its links, which depend on the shape alone."""
+    def _prediction(self, shape: Shape) -> Prediction:
+        """The prediction of a shape."""
         if shape not in self._predictions:
-            calls = self.steps[shape]
-            link_s = Parts.of(
-                calls, Workload(shape.tokens, shape.rows, 0, 0), self.figures, self.ranks
-            ).link_s
-            prediction = Prediction.of(calls, shape.tokens, shape.rows, self.figures.fitted)
-            self._predictions[shape] = prediction, link_s
+            calls, (tokens, rows, *_) = self.steps[shape], shape
+            self._predictions[shape] = Prediction.of(calls, tokens, rows, self.figures, self.ranks)
         return self._predictions[shape]
 
     def shares(self) -> dict[str, float]:

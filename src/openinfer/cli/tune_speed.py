@@ -118,15 +118,17 @@ def fitted(outline: Outline, paths: Sequence[Path]) -> tuple[Speed, str]:
     found = [step for path in paths for step in measured(outline, path)]
     if len(found) < FEWEST:
         raise FlagError(f"{len(found)} steps are too few to fit three speeds; at least {FEWEST} are needed")
-    first = figures(outline.target).fitted
+    known = figures(outline.target)
+    first = known.fitted
     starts = [first, *(Speed(first[0] * x, first[1] * x, first[2]) for x in SCALES if outline.target is CPU)]
     speed = min(
-        (fit_speed(found, one) for one in starts), key=lambda one: sum(e * e for e in errors(found, one))
+        (fit_speed(found, known, one) for one in starts),
+        key=lambda one: sum(e * e for e in errors(found, known.at(one))),
     )
     text = (
         f"{len(found)} steps: {speed.bytes_per_s / 1e9:,.0f} GB/s, {speed.flops_per_s / 1e9:,.0f} GFLOP/s, "
         f"{speed.kernel_s * 1e6:.2f} us a kernel\n"
-        f"error of predictions: {_spread(errors(found, speed))}, before {_spread(errors(found, first))}"
+        f"error of predictions: {_spread(errors(found, known.at(speed)))}, before {_spread(errors(found, known))}"
     )
     return speed, text
 
@@ -150,4 +152,4 @@ def load(path: Path, target: Target, figures: Figures) -> Figures:
         raise FlagError(f"{path} is no file of `openinfer tune --from-trace`: {error!r}") from None
     if gpu != target.gpu:
         raise FlagError(f"{path} has the speeds of {gpu}, and the plan is for {target.gpu}")
-    return figures._replace(fitted=speed)
+    return figures.at(speed)

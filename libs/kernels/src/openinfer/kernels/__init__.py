@@ -63,8 +63,9 @@ from openinfer.kernels.packs.cuda_driver import CudaDriver
 from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import Call, NullPack, Repeated, one_of_each
 from openinfer.kernels.prediction import Parts, Prediction, predictions
+from openinfer.kernels.speeds import GPUS, Figures, Lines, Link, Speed
 from openinfer.kernels.store import Compiled, Prepared, Store
-from openinfer.kernels.target import GPUS, H200, Figures, Link, Speed, Target
+from openinfer.kernels.target import H200, Target
 
 __all__ = [
     "GPUS",
@@ -93,6 +94,7 @@ __all__ = [
     "Launch",
     "LaunchError",
     "LaunchPack",
+    "Lines",
     "Link",
     "Matmul",
     "MissingExtra",

@@ -2,7 +2,8 @@
 
     seconds = sum over ops of max(bytes / bytes_per_s, FLOPs / flops_per_s) + kernels * kernel_s
 
-The three speeds are fitted to measured steps. So they are the speeds of our kernels, not the limits of the GPU.
+The three speeds are fitted to measured steps, or to the measured calls of one op (`Figures.speed`). So they are the
+speeds of our kernels, not the limits of the GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
-from openinfer.kernels.target import GPUS, Figures, Speed, Target
+from openinfer.kernels.speeds import GPUS, Figures, Speed
+from openinfer.kernels.target import Target
 
 log = logging.getLogger("openinfer.kernels")
 
@@ -27,9 +29,10 @@ class _Varying(NamedTuple):
     """The cost of an op that depends on the rows, the cached tokens or the pairs of query and key.
 
     It has the cost of one row without tokens and pairs, and the cost that another row, a token and a pair add.
-    `times`: calls of the op."""
+    `times`: calls of the op. `speed`: of the op."""
 
     times: int
+    speed: Speed
     none: Cost
     row: tuple[float, float]
     token: tuple[float, float]
@@ -48,36 +51,38 @@ class Prediction(NamedTuple):
 
     tokens: int
     rows: int
-    speed: Speed
     fixed_s: float
     varying: tuple[_Varying, ...]
-    bent: tuple[Call, ...]
+    bent: tuple[tuple[Call, Speed], ...]
 
     @classmethod
-    def of(cls, calls: Iterable[Call], tokens: int, rows: int, speed: Speed) -> Prediction:
-        """The prediction for the calls of a step."""
+    def of(
+        cls, calls: Iterable[Call], tokens: int, rows: int, figures: Figures, ranks: int = 1
+    ) -> Prediction:
+        """The prediction for the calls of a step that `ranks` GPUs share."""
         fixed, varying, bent = 0.0, [], []
         for call in calls:
-            fixed += call.times * len(call.commands) * speed.kernel_s
-            line = _line(call, tokens, rows)
+            speed = figures.speed(call.op.name, call.tokens, len(call.commands))
+            line = _line(call, tokens, rows, speed)
+            fixed += call.times * (speed.kernel_s + _link_s(line.none, figures, ranks))
             if not _is_line(call, line, tokens, rows):
-                bent.append(call)
+                bent.append((call, speed))
             elif not any((*line.row, *line.token, *line.pair)):
                 fixed += call.times * line.none.floor_s(speed.bytes_per_s, speed.flops_per_s)
             else:
                 varying.append(line)
-        return cls(tokens, rows, speed, fixed, tuple(varying), tuple(bent))
+        return cls(tokens, rows, fixed, tuple(varying), tuple(bent))
 
     def seconds(self, kv_tokens: int, qk_pairs: int, rows: int | None = None) -> float:
         """Seconds with this many cached tokens to read and pairs to score, as in Workload. rows: the sequences of the
         step, where they are fewer than it was recorded for: programs of padding rows end at once."""
-        speed, rows = self.speed, self.rows if rows is None else rows
+        rows = self.rows if rows is None else rows
         total = self.fixed_s
         for line in self.varying:
             size, flops = line.cost(rows, kv_tokens, qk_pairs)
-            total += line.times * max(size / speed.bytes_per_s, flops / speed.flops_per_s)
+            total += line.times * max(size / line.speed.bytes_per_s, flops / line.speed.flops_per_s)
         workload = Workload(self.tokens, rows, kv_tokens, qk_pairs)
-        for call in self.bent:
+        for call, speed in self.bent:
             total += call.times * call.cost(workload).floor_s(speed.bytes_per_s, speed.flops_per_s)
         return total
 
@@ -100,26 +105,27 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, calls: Iterable[Call], workload: Workload, figures: Figures, ranks: int = 1) -> Parts:
-        """The parts of a step of these calls. Without its links, their sum is Prediction.seconds of the workload.
-        ranks: the GPUs that share the step."""
-        link = figures.link(ranks)
-        speed, memory_s, compute_s, kernels_s, link_s = figures.fitted, 0.0, 0.0, 0.0, 0.0
+        """The parts of a step of these calls. Their sum is Prediction.seconds of the workload. ranks: the GPUs that
+        share the step."""
+        memory_s, compute_s, kernels_s, link_s = 0.0, 0.0, 0.0, 0.0
         for call in calls:
             cost = call.cost(workload)
+            speed = figures.speed(call.op.name, call.tokens, len(call.commands))
             memory, compute = cost.bytes / speed.bytes_per_s, cost.flops / speed.flops_per_s
             if memory >= compute:
                 memory_s += call.times * memory
             else:
                 compute_s += call.times * compute
-            kernels_s += call.times * len(call.commands) * speed.kernel_s
-            if cost.link:
-                once = max(0.0, link.call_s - speed.kernel_s)  # one of its kernels is the collective
-                link_s += call.times * (once + cost.link / link.bytes_per_s)
+            kernels_s += call.times * speed.kernel_s
+            link_s += call.times * _link_s(cost, figures, ranks)
         return cls(memory_s, compute_s, kernels_s, link_s)
 
 
-def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) -> dict[Shape, Prediction]:
-    """Predictions of steps by their shapes (tokens, rows, ...); `steps` has the calls of all their segments.
+def predictions(
+    steps: Mapping[Shape, Sequence[Call]], target: Target | None, ranks: int = 1
+) -> dict[Shape, Prediction]:
+    """Predictions of steps by their shapes (tokens, rows, ...); `steps` has the calls of all their segments, which
+    `ranks` GPUs share.
 
     The result is empty without a target (a CPU). It is empty too where no speeds have been fitted to the GPU or to
     batch-invariant kernels; the log then says so."""
@@ -131,15 +137,25 @@ def predictions(steps: Mapping[Shape, Sequence[Call]], target: Target | None) ->
             "steps are not compared with predictions: no speed is known of these kernels on %s", target.gpu
         )
         return {}
-    return {shape: Prediction.of(calls, shape[0], shape[1], figures.fitted) for shape, calls in steps.items()}
+    return {shape: Prediction.of(calls, shape[0], shape[1], figures, ranks) for shape, calls in steps.items()}
 
 
-def _line(call: Call, tokens: int, rows: int) -> _Varying:
+def _link_s(cost: Cost, figures: Figures, ranks: int) -> float:
+    """Seconds that a call's bytes take to the other GPUs; 0 for a call that sends none. One of its kernels is the
+    collective."""
+    if not cost.link:
+        return 0.0
+    link = figures.link(ranks)
+    return max(0.0, link.call_s - figures.fitted.kernel_s) + cost.link / link.bytes_per_s
+
+
+def _line(call: Call, tokens: int, rows: int, speed: Speed) -> _Varying:
     """The cost as a line through four places."""
     far = ((1, 0, 0), (rows, 0, 0), (1, _FAR, 0), (1, 0, _FAR))
     none, row, token, pair = (call.cost(Workload(tokens, *sizes)) for sizes in far)
     return _Varying(
         call.times,
+        speed,
         none,
         _slope(none, row, max(1, rows - 1)),
         _slope(none, token, _FAR),

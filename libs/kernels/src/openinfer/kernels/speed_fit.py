@@ -1,4 +1,4 @@
-"""The three speeds of a GPU that predict measured steps best. It needs no GPU."""
+"""The speeds of a GPU that predict measured steps, or measured calls of an op, best. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,13 +7,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.op import Workload
+from openinfer.kernels.op import Cost, Workload
 from openinfer.kernels.packs.null import Call
-from openinfer.kernels.target import Speed
+from openinfer.kernels.speeds import Figures, Lines, Speed
 
 ROUNDS = 50
 SHARE = 0.01
 """A speed is fitted where at least one step spends this part of its time on it."""
+
+PARTS = np.geomspace(0.01, 4.0, 120)
+"""A line of an op has one of these parts of the speed of all ops."""
+SHARES = np.linspace(0.02, 1.0, 100)
+"""The time of a call besides is one of these shares of the shortest call."""
+PULL = 1e-3
+"""How much a line is pulled to the speed of all ops. It decides where one call of an op was measured."""
 
 Array = np.ndarray[Any, Any]
 
@@ -25,21 +32,37 @@ class MeasuredStep(NamedTuple):
     seconds: float
 
 
+class MeasuredCalls(NamedTuple):
+    """Seconds that `calls` calls of an op took together, each for `tokens` tokens, and their cost in sum."""
+
+    tokens: int
+    calls: int
+    cost: Cost
+    seconds: float
+
+
 class _Ops(NamedTuple):
-    """The ops of a measured step: bytes, FLOPs and times of each; kernels of all."""
+    """The ops of a measured step: bytes, FLOPs and times of each; kernels of all. An op with a line of its own counts
+    as the bytes, FLOPs and kernels that take as long at the speed of all ops."""
 
     bytes: Array
     flops: Array
     times: Array
-    kernels: int
+    kernels: float
     seconds: float
 
     @classmethod
-    def of(cls, step: MeasuredStep) -> _Ops:
-        calls = [(call, call.cost(workload)) for calls, workload in step.parts for call in calls]
-        columns = ((cost.bytes, cost.flops, call.times) for call, cost in calls)
-        size, flops, times = np.array(list(columns), float).reshape(-1, 3).T
-        return cls(size, flops, times, sum(c.times * len(c.commands) for c, _ in calls), step.seconds)
+    def of(cls, step: MeasuredStep, figures: Figures) -> _Ops:
+        columns, kernels, usual = [], 0.0, figures.fitted
+        for calls, workload in step.parts:
+            for call in calls:
+                cost = call.cost(workload)
+                speed = figures.speed(call.op.name, call.tokens, len(call.commands))
+                size = cost.bytes * usual.bytes_per_s / speed.bytes_per_s
+                columns.append((size, cost.flops * usual.flops_per_s / speed.flops_per_s, call.times))
+                kernels += call.times * speed.kernel_s / usual.kernel_s
+        size_, flops, times = np.array(columns, float).reshape(-1, 3).T
+        return cls(size_, flops, times, kernels, step.seconds)
 
     def columns(self, speed: Speed) -> tuple[float, float, float]:
         """Bytes of the ops that wait for memory, FLOPs of the others, and kernels."""
@@ -52,12 +75,14 @@ class _Ops(NamedTuple):
         )
 
 
-def fit_speed(steps: Iterable[MeasuredStep], first: Speed) -> Speed:
-    """The speeds with the least squares of relative errors. first: where to begin; a speed that no step depends on
-    keeps this value. Raises ValueError without steps, or with one that took no time."""
-    ops = [_Ops.of(step) for step in steps]
+def fit_speed(steps: Iterable[MeasuredStep], figures: Figures, first: Speed | None = None) -> Speed:
+    """The speed of all ops with the least squares of relative errors; lines of single ops move with it
+    (`Figures.at`). first: where to begin, by default as the figures are; a speed that no step depends on keeps this
+    value. Raises ValueError without steps, or with one that took no time."""
+    ops = [_Ops.of(step, figures) for step in steps]
     if not ops or any(one.seconds <= 0 for one in ops):
         raise ValueError(f"speeds are fitted to steps of positive seconds; {len(ops)} steps were given")
+    first = figures.fitted if first is None else first
     best, least = first, _error(ops, first)
     speed = first
     for _ in range(ROUNDS):
@@ -69,9 +94,32 @@ def fit_speed(steps: Iterable[MeasuredStep], first: Speed) -> Speed:
     return best
 
 
-def errors(steps: Iterable[MeasuredStep], speed: Speed) -> list[float]:
+def fit_lines(calls: Sequence[MeasuredCalls], usual: Speed) -> Lines:
+    """The lines of one op, one for each number of tokens: the time of a call, and a part of the speed of all ops. They
+    have the least squares of the logarithms, weighted by the seconds. Raises ValueError for calls that took no time."""
+    if not calls or any(one.seconds <= 0 for one in calls):
+        raise ValueError(f"lines are fitted to calls of positive seconds; {len(calls)} were given")
+    sizes = sorted({one.tokens for one in calls})
+    return tuple(
+        (tokens, _fit_line([one for one in calls if one.tokens == tokens], usual)) for tokens in sizes
+    )
+
+
+def _fit_line(calls: Sequence[MeasuredCalls], usual: Speed) -> Speed:
+    kernel_s = SHARES * min(one.seconds / one.calls for one in calls)
+    total = np.zeros((len(SHARES), 1)) + PULL * np.log(PARTS) ** 2
+    for one in calls:
+        floor = one.cost.floor_s(usual.bytes_per_s, usual.flops_per_s) / PARTS
+        weight = one.seconds / sum(each.seconds for each in calls)
+        total = total + weight * np.log((one.calls * kernel_s[:, None] + floor) / one.seconds) ** 2
+    at, part = np.unravel_index(total.argmin(), total.shape)
+    speed = float(PARTS[part])
+    return Speed(speed * usual.bytes_per_s, speed * usual.flops_per_s, float(kernel_s[at]))
+
+
+def errors(steps: Iterable[MeasuredStep], figures: Figures) -> list[float]:
     """The relative error of the predicted time of each step."""
-    return [_relative(_Ops.of(step), speed) for step in steps]
+    return [_relative(_Ops.of(step, figures), figures.fitted) for step in steps]
 
 
 def _solved(ops: Sequence[_Ops], speed: Speed) -> Speed:

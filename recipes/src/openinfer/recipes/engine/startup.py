@@ -253,7 +253,7 @@ def _make(
         # Recording depends on no weight's value.
         bar = ProgressBar("loading weights") if ranks.rank == 0 else _no_progress  # all ranks load as much
         weights = worker.submit(_load, blueprint, model, checkpoint, device, bar)
-        predicted = worker.submit(predictions, plan.steps, target)
+        predicted = worker.submit(predictions, plan.steps, target, ranks.size)
         pack: Pack = HostPack(CpuPack(ranks.shared), trace, repeats=not options.enforce_eager)
         if target is not None and store is not None:
             pack = make_pack(device, target, stream, store, arena, plan, ranks)

@@ -19,6 +19,7 @@ from openinfer.kernels.launch import (
 )
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.target import Target
+from openinfer.tensor import Tensor
 
 T = TypeVar("T")
 
@@ -35,6 +36,11 @@ class Call:
 
     def cost(self, workload: Workload) -> Cost:
         return self.op.cost(workload, **self.args)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens, or rows, that it was traced for: the first axis of its first tensor."""
+        return next((arg.shape[0] for arg in self.args.values() if isinstance(arg, Tensor)), 1)
 
 
 def scratches(command: Command) -> list[Scratch]:
