@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from openinfer.cli import explain
@@ -35,8 +36,11 @@ def test_a_rank_of_two_has_half_of_the_weights_and_links(capsys) -> None:
         assert "link MB" in shown
         assert "gather_columns" in shown
         assert "between ranks: 8 x sum in one shot of [8, 256] with the norm" in shown
+        assert re.search(r"predicted on an NVIDIA H200: 0\.\d\d ms: launches .*links 0\.\d\d", shown)
     assert explain.main([str(TINY), "--decode", "8,64"]) == 0
-    assert "link MB" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "link MB" not in shown
+    assert re.search(r"predicted on an NVIDIA H200: 0\.\d\d ms: launches 0\.\d\d, bandwidth 0\.\d\d\n", shown)
 
 
 def test_tables_are_measured_for_the_parts_of_a_rank() -> None:

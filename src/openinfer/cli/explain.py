@@ -18,7 +18,7 @@ from openinfer.cli.bench_ledger import Machine, OpCall
 from openinfer.cli.bench_ops import machine, machine_flags
 from openinfer.cli.bench_recipe import Asked
 from openinfer.cli.segments import Outline, Steps
-from openinfer.kernels import GPUS, H200, NullPack, Target
+from openinfer.kernels import GPUS, H200, NullPack, Parts, Target
 from openinfer.kernels.exchange import described
 from openinfer.kernels.weights import columns_of
 from openinfer.recipes.engine import SetupError
@@ -88,6 +88,7 @@ def _explain(args: argparse.Namespace, asked: Asked) -> int:
     lines = trace(steps, outline.target, machine(args), measured)
     print(f"{title}: " + "; then ".join(" and ".join(s.name for s in step) for step in steps))
     print(table(lines, bool(measured)))
+    print(f"  predicted on an {H200.gpu}: {predicted(steps, outline.target, ranks)}")
     for how, count in exchanges(steps, outline.target).items():
         print(f"  between ranks: {count} x {how}")
     print(memory(outline, args.gpu_memory * 1e9, args.gpu_memory_utilization))
@@ -123,6 +124,18 @@ def trace(steps: Steps, target: Target, limits: Machine, measured: dict[str, flo
             line.floor_us += limits.floor_us(cost)
             line.us += measured.get(bench_ledger.key(call.op, call.args, segment.workload), math.nan)
     return list(lines.values())
+
+
+def predicted(steps: Steps, target: Target, ranks: int) -> str:
+    """The time of these steps at the speeds that were fitted to the target's GPU, and what it goes to."""
+    found = Counter[str]()
+    for segment in (segment for step in steps for segment in step):
+        pack = NullPack(target)
+        segment.run(pack)
+        parts = Parts.of(pack.calls, segment.workload, GPUS[target.gpu], ranks)
+        found.update({name: 1e3 * seconds for name, seconds in parts.names.items()})
+    shares = ", ".join(f"{name} {ms:.2f}" for name, ms in found.most_common() if ms)
+    return f"{found.total():.2f} ms: {shares}"
 
 
 def exchanges(steps: Steps, target: Target) -> Counter[str]:
