@@ -106,7 +106,7 @@ def _reference(
 ) -> None:
     dtype = q.dtype
     turned = rounded(rope(rounded(unit(f32(q), eps), dtype), cos_sin, positions), dtype)
-    out[:] = 0
+    o = np.zeros_like(turned)
     for token in np.flatnonzero(token_slots):  # one query at a time: the result must not depend on the chunk
         slot, p = token_slots[token], int(positions[token])
         position = np.arange(max(0, p + 1 - window), p + 1)
@@ -122,8 +122,8 @@ def _reference(
         top = np.maximum(logits.max(axis=1), sinks)[:, None]
         weights = np.exp(logits - top)
         total = weights.sum(axis=1, keepdims=True) + np.exp(sinks[:, None] - top)
-        o = rounded(rounded(weights, dtype) @ keys / total, dtype)
-        out[token] = rope(o[None], cos_sin, positions[token : token + 1], back=True).reshape(-1)
+        o[token] = rounded(rounded(weights, dtype) @ keys / total, dtype)
+    out[:] = rope(o, cos_sin, positions, back=True).reshape(out.shape)
 
 
 def _launches(target: Target, **args: Any) -> Iterator[Command]:

@@ -267,7 +267,7 @@ def _reference(
         ring = conv_state[source].copy() if start else np.zeros(conv_state.shape[1:], dtype)
         # In pieces that end where a state is left; within one, one token after the other: the result does not depend
         # on how a row is cut into steps.
-        count = len(m)
+        count, o = len(m), np.empty((len(m), heads, dv), np.float32)
         cuts = sorted({*(end - start for end in ends), count - drafts, count})
         for low, high in zip([0, *cuts], cuts, strict=False):
             c = causal_conv1d(m[low:high], ring, conv_weight, start + low)
@@ -276,16 +276,15 @@ def _reference(
             q = q * np.float32(dk**-0.5)
             v = c[:, 2 * key_heads * dk :].reshape(-1, heads, dv)
             for i in range(high - low):
-                o = delta_rule(q[i], k[i], v[i], beta[low + i], g[low + i], live)
-                at = first + low + i - replayed
-                if at >= first:
-                    normed = gated_norm(rounded(o, dtype), z[at].reshape(heads, dv), norm_weight, eps, dtype)
-                    out[at] = normed.reshape(-1)
+                o[low + i] = delta_rule(q[i], k[i], v[i], beta[low + i], g[low + i], live)
             if start + high in ends:
                 block = ends[start + high]
                 state[block], conv_state[block] = live, ring
             if high == count - drafts:
                 state[target], conv_state[target] = live, ring
+        gate = z[first:last].reshape(-1, heads, dv)
+        normed = gated_norm(rounded(o[replayed:], dtype), gate, norm_weight, eps, dtype)
+        out[first:last] = normed.reshape(last - first, -1)
 
 
 def _launches(
