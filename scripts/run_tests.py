@@ -74,6 +74,7 @@ SUITES = [
     "tests",
     "tests/combinations",
     "tests/test_[a-f]*.py",
+    "tests/test_[l-q]*.py",
     "tests/test_independence.py",
     "tests/test_recipes.py",
     "tests/test_speculation.py",
@@ -82,6 +83,7 @@ SUITES = [
 LONGEST = (
     "libs/frontend",
     "tests",
+    "tests/test_[l-q]*.py",
     "tests/test_[a-f]*.py",
     "tests/test_recipes.py",
     "tests/combinations",

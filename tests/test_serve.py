@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import re
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from openinfer import cli
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 FLAGS = ("--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(64 << 20))
@@ -131,6 +134,27 @@ def test_64_streams_at_once_give_what_each_gives_alone(
     }
 
 
+@pytest.fixture
+def main(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[int, str]]]:
+    """main(words...): `openinfer` without a process of its own, whose start takes longest: exit code and stderr."""
+    root = logging.getLogger()
+    level = root.level
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+
+    def run(*words: str) -> tuple[int, str]:
+        try:
+            code = cli.main(words)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, capfd.readouterr().err
+
+    yield run
+    root.setLevel(level)
+
+
 def truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -195,16 +219,32 @@ def nothing(folder: Path) -> None:
     ],
 )
 def test_bad_input_ends_in_one_line_that_names_it(
-    tmp_path: Path, spoil: Callable[[Path], None], flags: list[str], names: list[str]
+    tmp_path: Path,
+    main: Callable[..., tuple[int, str]],
+    spoil: Callable[[Path], None],
+    flags: list[str],
+    names: list[str],
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder)
     spoil(folder)
-    command = [sys.executable, "-m", "openinfer.cli", "serve", str(folder), *FLAGS, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode in (1, 2), done.stderr
-    assert "Traceback" not in done.stderr
-    last = done.stderr.strip().splitlines()[-1]
+    code, errors = main("serve", str(folder), *FLAGS, *flags)
+    assert code in (1, 2), errors
+    assert "Traceback" not in errors
+    last = errors.strip().splitlines()[-1]
     assert "error: " in last
     for name in names:
         assert name in last
+
+
+def test_the_command_ends_with_that_line_and_code(
+    tmp_path: Path, main: Callable[..., tuple[int, str]]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    truncate(folder)
+    words = ["serve", str(folder), *FLAGS]
+    command = [sys.executable, "-m", "openinfer.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    code, errors = main(*words)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, errors.splitlines()[-1])
