@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ import httpx
 import numpy as np
 import pytest
 
+from openinfer import cli
 from openinfer.cli import recipes
 from openinfer.graph import Readback
 from openinfer.kernels.adapters import AdapterSizes
@@ -297,3 +299,24 @@ def start() -> Iterator[Callable[..., Server]]:
 
     yield start
     assert [server.stop() for server in servers.values()] == [0] * len(servers)
+
+
+@pytest.fixture
+def main(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[int, str]]]:
+    """main(words...): `openinfer` without a process of its own, whose start takes longest: exit code and stderr."""
+    root = logging.getLogger()
+    level = root.level
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+
+    def run(*words: str) -> tuple[int, str]:
+        try:
+            code = cli.main(words)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return code, capfd.readouterr().err
+
+    yield run
+    root.setLevel(level)

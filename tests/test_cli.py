@@ -9,6 +9,7 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,11 +129,13 @@ def test_serve_help_has_the_flags_of_the_server_and_of_the_recipe() -> None:
         (["compile", str(TINY), "--arch", "75"], 1, "--arch 75: known are 80, 86, 89, 90, 100, 120"),
     ],
 )
-def test_wrong_arguments(arguments: list[str], code: int, message: str) -> None:
-    done = openinfer(*arguments)
-    assert done.returncode == code
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_arguments(
+    main: Callable[..., tuple[int, str]], arguments: list[str], code: int, message: str
+) -> None:
+    found, errors = main(*arguments)
+    assert found == code
+    assert message in errors
+    assert "Traceback" not in errors
 
 
 def test_a_model_that_nobody_serves_is_refused_with_the_list_of_recipes(tmp_path: Path) -> None:

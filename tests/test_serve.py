@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import random
 import re
 import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-
-from openinfer import cli
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 FLAGS = ("--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(64 << 20))
@@ -132,27 +129,6 @@ def test_64_streams_at_once_give_what_each_gives_alone(
         "num_requests_waiting": 0,
         "kv_cache_usage_perc": 0,
     }
-
-
-@pytest.fixture
-def main(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., tuple[int, str]]]:
-    """main(words...): `openinfer` without a process of its own, whose start takes longest: exit code and stderr."""
-    root = logging.getLogger()
-    level = root.level
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
-
-    def run(*words: str) -> tuple[int, str]:
-        try:
-            code = cli.main(words)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        return code, capfd.readouterr().err
-
-    yield run
-    root.setLevel(level)
 
 
 def truncate(folder: Path) -> None:
