@@ -30,6 +30,7 @@ LOOKING = "look at a slow step"
 """The phase in which the host writes down why something was slow. It is no work for a step."""
 
 LOOK_EVERY_NS = 1_000_000_000
+"""The least time between two looks at outliers, because a look holds up the engine."""
 _HOST, _STEPS, _DEVICE, _OUTLIERS = range(4)  # processes of the trace
 
 Event = dict[str, Any]

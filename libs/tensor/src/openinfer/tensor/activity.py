@@ -32,7 +32,7 @@ _kept: list[Any] = []  # CUPTI may call from threads of its own until the proces
 BUFFER_BYTES = 1 << 20
 """The size of one buffer that CUPTI fills: about 4,800 kernels."""
 DISORDER_NS = 50_000_000
-"""Activities come in the order of their start, but for so much."""
+"""Activities come in the order of their start, and some of them late by up to this time."""
 
 _REQUESTED = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)

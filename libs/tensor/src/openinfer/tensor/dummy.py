@@ -23,11 +23,11 @@ _E8M0 = 121  # 2^-6: codes of one digit before the point become elements of that
 
 
 class DummyCheckpoint(Checkpoint):
-    """A checkpoint that has exactly the tensors that `require` first asks for, with random values that its name seeds.
+    """A checkpoint that has exactly the tensors that `require` first asks for, with random values.
 
     Matrices are normal with a small spread, and vectors are near 1. Codes of float8 are finite, and their scales give
-    them the spread of a matrix. Integers count up along the last axis. No file is read. Tensors of other names have
-    other values, because alike layers bring all tokens to the same experts of a mixture.
+    them the spread of a matrix. Integers count up along the last axis. No file is read. The name of a tensor
+    seeds its values, because alike layers bring all tokens to the same experts of a mixture.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -25,8 +25,8 @@ def of_scales(linear: Linear) -> Iterator[Control]:
 
 
 def of_ranks(ranks: int, outputs: Sequence[Linear], experts: Sequence[Linear] = ()) -> Iterator[Control]:
-    """Faults of one of several ranks: another's columns of `outputs`, whose products all add up, or none of them, or
-    the next ones of `experts`."""
+    """Faults of one of several ranks: it has another rank's columns of `outputs`, or no columns of them, or the experts
+    next to its own. outputs: weights whose products the ranks add up."""
     if ranks == 1:
         return
     weights = [(linear.weight, np.array(linear.weight.numpy())) for linear in outputs]
