@@ -7,8 +7,8 @@ import time
 import pytest
 
 from openinfer.kvpool import Group, Pool
-from openinfer.kvpool.tiers import Copier, Disk, Layout, Others, SharedRecords, Tiers, mover
-from openinfer.tensor import Device, Stream, Tensor, TensorError
+from openinfer.kvpool.tiers import Copier, Disk, Layout, Others, SharedRecords, Tiers, host, mover
+from openinfer.tensor import Device, PinnedBuffer, Stream, Tensor, TensorError
 
 RANKS = 3
 OWN = Group("pages", 4, 4, 16)  # three pages of 4 tokens, 4 bytes a token
@@ -26,11 +26,12 @@ class Rig:
         self.pool = Pool([OWN], loader=self.tiers, saver=self.tiers)
         self.caches = [Tensor.empty((OWN.num_blocks, OWN.block_bytes), "uint8", CPU) for _ in range(RANKS)]
         file = os.memfd_create("records")
-        shared = [SharedRecords(file, RANKS, self.tiers.nbytes) for _ in range(RANKS)]
+        shared = [SharedRecords(file, RANKS, sum(self.tiers.pieces)) for _ in range(RANKS)]
         os.close(file)
         self.late = []
         self.copiers = [
-            Copier(Layout([OWN], [[self.caches[r]]], 0 if alike else r), Stream(CPU), shared[r], r, saves=not alike)
+            Copier(Layout([OWN], [[self.caches[r]]], 0 if alike else r), Stream(CPU), shared[r], r,
+                   self.tiers.pieces, saves=not alike)
             for r in range(1, RANKS)
         ]  # fmt: skip
         self.tiers.attach([[self.caches[0]]], Stream(CPU), Others(shared[0], self.tell))
@@ -116,6 +117,31 @@ def test_a_lost_rank_holds_up_no_end():
         copier.close()
 
 
+def test_no_rank_locks_a_record_in_two_pieces(monkeypatch):
+    """A device refuses a copy that begins in one piece of locked memory and ends in another."""
+    monkeypatch.setattr(host, "SLAB_BYTES", 3 * 4096)
+    locked = []
+
+    class Noting:
+        @staticmethod
+        def over(device, memory):
+            locked.append((memory.ctypes.data, memory.nbytes))
+            return PinnedBuffer.over(device, memory)
+
+    monkeypatch.setattr(mover, "PinnedBuffer", Noting)
+    rig = Rig()
+    for thread in (rig.tiers._host._thread, *(copier._threads[1] for copier in rig.copiers)):
+        thread.join()
+    assert rig.tiers._host.has_room
+    assert len(locked) == (RANKS - 1) * len(rig.tiers.pieces) > 10
+    slots = sorted(slot.ptr for slot in rig.tiers._host._free[0])
+    for copier in rig.copiers:
+        starts = [copier._shared.ptr + ptr - slots[0] for ptr in slots]
+        for start in starts:
+            assert any(piece <= start and start + 4096 <= piece + size for piece, size in locked)
+    rig.close()
+
+
 def test_a_rank_says_once_that_memory_cannot_be_locked(monkeypatch, caplog):
     class Refusing:
         @staticmethod
@@ -128,6 +154,6 @@ def test_a_rank_says_once_that_memory_cannot_be_locked(monkeypatch, caplog):
     rig.close()
     said = sorted(record.getMessage() for record in caplog.records)
     assert [line.split(" bytes")[0] for line in said] == [
-        f"KV offload: rank {rank} could lock only 0 of {rig.tiers.nbytes}" for rank in range(1, RANKS)
+        f"KV offload: rank {rank} could lock only 0 of {sum(rig.tiers.pieces)}" for rank in range(1, RANKS)
     ]
     assert all("no memory is left to lock" in line for line in said)

@@ -104,14 +104,14 @@ class Followers:
         with self.ranks.all_done():
             yield
 
-    def others(self, nbytes: int) -> Others:
-        """The ranks that have parts of the records of tiers. nbytes: of all records."""
+    def others(self, pieces: list[int]) -> Others:
+        """The ranks that have parts of the records of tiers. pieces: bytes of each piece of their memory."""
         file = os.memfd_create("openinfer-records")
-        shared = SharedRecords(file, self.ranks.size, nbytes)
+        shared = SharedRecords(file, self.ranks.size, sum(pieces))
         for link in self.ranks.links:
             socket.send_fds(link, [b"r"], [file])
         os.close(file)
-        self._command("records", nbytes)
+        self._command("records", pieces)
         return Others(shared, lambda kind, copies: self._command("copy", kind, copies))
 
     def _command(self, name: str, *args: Any) -> None:

@@ -48,10 +48,10 @@ class Following:
 
         return command
 
-    def _open_records(self, nbytes: int) -> None:
+    def _open_records(self, pieces: list[int]) -> None:
         _, files, *_ = socket.recv_fds(self._ranks.links[0], 1, 1)
-        shared, rank = SharedRecords(files[0], self._ranks.size, nbytes), self._ranks.rank
-        self._copier = Copier(self._layout, self.runner.stream, shared, rank, saves=self._saves)
+        shared, rank = SharedRecords(files[0], self._ranks.size, sum(pieces)), self._ranks.rank
+        self._copier = Copier(self._layout, self.runner.stream, shared, rank, pieces, saves=self._saves)
 
     def _copy(self, kind: Kind, copies: Sequence[Sequence[int]]) -> None:
         if self._copier is None:

@@ -144,7 +144,7 @@ def _build(
         publisher=made.publisher, followers=followers, tiers=made.tiers, loaded=made.loaded, desk=made.desk,
     )  # fmt: skip
     if made.tiers is not None:  # after everything else, because it goes on to lock memory
-        others = followers.others(made.tiers.nbytes) if followers is not None else None
+        others = followers.others(made.tiers.pieces) if followers is not None else None
         made.tiers.attach(blueprint.cache(made.runner.model), made.runner.stream, others)
     log.info(
         "%s on %s, %s: %d rows, %d tokens a step, %d tokens a sequence, %d tokens of cache in %s (%s), "

@@ -99,9 +99,9 @@ class HostMemory:
         self._thread.start()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all pieces."""
-        return sum(nbytes for _, nbytes in self._pieces())
+    def pieces(self) -> list[int]:
+        """Bytes of each piece, in their order. No record lies in two, because a device copies from one alone."""
+        return [nbytes for _, nbytes in self._pieces()]
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
         """The group and the bytes of each piece."""

@@ -6,6 +6,7 @@ and tells the others what to copy; a batch of copies has ended when all ranks ha
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
@@ -32,7 +33,6 @@ Kind = Literal["d2h", "swap", "h2d"]
 
 _LINE = 8
 """Counters of 8 bytes from one rank's to the next: a cache line each."""
-_PIECE_BYTES = 64 << 20
 _RUN = 32
 """Copies of a swap that have one event. A load may write these blocks while later ones are still on their way out."""
 _MARKS = 64
@@ -190,18 +190,26 @@ class Mover:
 
 
 class Copier:
-    """The copies of rank `rank` above 0, which the first rank tells it. layout: of its part of the records. saves: its
-    blocks are copied to records too; False: all ranks hold the cache alike, and the records are the first rank's.
+    """The copies of rank `rank` above 0, which the first rank tells it. layout: of its part of the records. pieces:
+    those of the first rank's tiers. saves: its blocks are copied to records too; False: all ranks hold the cache
+    alike, and the records are the first rank's.
 
-    A thread locks the memory for the device. Copies before that are right and slow. Another one counts the batches
-    that have ended.
+    A thread locks the memory for the device, piece by piece: a device refuses a copy that begins in one and ends in
+    another. Copies before that are right and slow. Another thread counts the batches that have ended.
     """
 
     def __init__(
-        self, layout: Layout, steps: Stream, shared: SharedRecords, rank: int, *, saves: bool
+        self,
+        layout: Layout,
+        steps: Stream,
+        shared: SharedRecords,
+        rank: int,
+        pieces: Sequence[int],
+        *,
+        saves: bool,
     ) -> None:
         self._mover, self._shared, self._rank = Mover(layout, steps, after_steps=True), shared, rank
-        self._saves = saves
+        self._pieces, self._saves = pieces, saves
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._threads = [
@@ -226,12 +234,12 @@ class Copier:
             self._shared.done[self._rank] += 1
 
     def _lock(self, device: Device) -> None:
-        records = self._shared.records
-        for start in range(0, len(records), _PIECE_BYTES):
+        records, ends = self._shared.records, list(itertools.accumulate(self._pieces))
+        for start, end in zip((0, *ends), ends, strict=False):
             if self._stop.is_set():
                 return
             try:
-                self._locked.append(PinnedBuffer.over(device, records[start : start + _PIECE_BYTES]))
+                self._locked.append(PinnedBuffer.over(device, records[start:end]))
             except TensorError as error:
                 log.warning(
                     "KV offload: rank %d could lock only %d of %d bytes of host memory (%s); other copies are slow",

@@ -87,7 +87,7 @@ class Tiers:
         self._mover, sharing = Mover(Layout(own, cache), stream, others), self.sharing
         shared = others.shared if others is not None else None
         if shared is None and sharing is not None and sharing.config.serves:
-            shared = SharedRecords.of_one(self.nbytes)
+            shared = SharedRecords.of_one(sum(self.pieces))
         register = sharing.register if sharing is not None else None
         self._host.grow(stream.device, register, shared.records if shared is not None else None)
         if sharing is not None and shared is not None:
@@ -96,9 +96,9 @@ class Tiers:
             self._disk.start()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that the tier will have."""
-        return self._host.nbytes
+    def pieces(self) -> list[int]:
+        """Bytes of each piece of host memory that the tier will have."""
+        return self._host.pieces
 
     @property
     def host_bytes(self) -> int:
