@@ -17,7 +17,7 @@ import pytest
 
 from openinfer.kvpool import Group, InvalidConfig, PeerRefused, Pool, hash_blocks
 from openinfer.kvpool.tiers import Sharing, Tiers, TransferConfig, parse_addresses
-from openinfer.kvpool.tiers.peers import client, nixl, shared
+from openinfer.kvpool.tiers.peers import client, lane, nixl, shared
 from openinfer.kvpool.tiers.peers.lending import Lending
 from openinfer.kvpool.tiers.peers.link import Link, greet
 from openinfer.kvpool.tiers.peers.transport import Record, runs
@@ -234,6 +234,15 @@ def test_a_lease_that_no_peer_ends_expires(engines):
     assert second.serve(TOKENS) == 16
 
 
+def test_a_prompt_without_room_keeps_no_record(engines):
+    first = engines(host=3 * 4096)
+    first.serve(TOKENS)
+    assert first.export("lease", TOKENS) == (0, [])
+    assert len(first.sharing.lending) == 0
+    tokens, _ = first.export("short", TOKENS[:9])
+    assert tokens == 8
+
+
 def test_leases_begin_anew_when_they_are_kept():
     now = [0.0]
     lending = Lending(None, 30.0, clock=lambda: now[0])
@@ -320,7 +329,7 @@ def test_a_peer_that_says_nothing_is_not_waited_for(engines, monkeypatch):
 
 
 class Broken:
-    """A peer that promises every block, and dies after `count` bytes of the first."""
+    """A peer that promises every block, and dies after `count` bytes of the first, which has 64."""
 
     def __init__(self, count):
         self.count, self.listener = count, socket.create_server(("127.0.0.1", 0))
@@ -328,19 +337,25 @@ class Broken:
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
-    def run(self):
+    def meet(self):
         link = Link(self.listener.accept()[0], 5.0)
         greet(link, b"", {"about": ABOUT, "transports": ["tcp"]}, server=True)
         assert link.hear() == {"op": "transport", "transport": "tcp"}
         link.say(transport={})
-        link.say(has=["1" * (len(names) // 64) for names in link.hear()["names"]])
+        return link
+
+    def run(self):
+        questions = self.meet()
+        questions.say(has=["1" * (len(names) // 64) for names in questions.hear()["names"]])
+        link = self.meet()
         link.say(found=[True] * len(link.hear()["wants"]))
         link.give([memoryview(bytes(self.count))])
         link.close()
+        questions.close()
         self.listener.close()
 
 
-@pytest.mark.parametrize("count", [0, 10, 100])
+@pytest.mark.parametrize("count", [0, 10, 60])
 def test_a_peer_that_dies_in_a_transfer_costs_its_blocks_alone(count):
     broken, engine = Broken(count), Engine(config())
     assert engine.ask(TOKENS, broken.address) == ""
@@ -663,7 +678,7 @@ def history(engines, rng, count, cut):
     ("seed", "count"), [(0, 150), *(pytest.param(seed, 1500, marks=pytest.mark.slow) for seed in (1, 2, 3))]
 )
 def test_no_block_and_no_slot_is_lost_in_random_histories(seed, count, monkeypatch):
-    monkeypatch.setattr(client, "RETRY_S", 0.01)
+    monkeypatch.setattr(lane, "RETRY_S", 0.01)
     lease = {"kv_connector_extra_config": {"kv_lease_duration": 0.2}}
     engines = [Engine(config(**lease), host=12 * 4096) for _ in range(3)]
     rng = random.Random(seed)

@@ -6,8 +6,9 @@
 A block is asked for by its name, so it does not matter where either engine keeps it.
 """
 
-from .client import Address, Answer, Peers
+from .client import Answer, Peers
 from .config import TransferConfig, parse_addresses
+from .lane import Address
 from .sharing import Sharing
 
 __all__ = ["Address", "Answer", "Peers", "Sharing", "TransferConfig", "parse_addresses"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidConfig
-from .client import Address
+from .lane import Address
 
 CONNECTORS = ("NixlConnector", "TcpConnector")
 ROLES = ("kv_producer", "kv_consumer", "kv_both")

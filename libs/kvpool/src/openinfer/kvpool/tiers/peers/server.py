@@ -17,9 +17,9 @@ from .transport import Record, Transport
 
 log = logging.getLogger("openinfer.kvpool")
 
-MAX_LINKS = 64
-"""Peers at once."""
-READ_AT_ONCE, READ_BYTES = 1024, 128 << 20
+MAX_LINKS = 256
+"""Connections at once; a peer has several."""
+READ_AT_ONCE, READ_BYTES = 1024, 32 << 20
 """Records in an answer at most, and their bytes, if they are more than one."""
 GREETING_S = 5.0
 """A stranger that has not said who it is by then is left."""

@@ -9,8 +9,8 @@ import os
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -18,15 +18,13 @@ import numpy as np
 
 from ..mover import Array, SharedRecords
 from .link import Link
-from .transport import Record, Run, runs
+from .transport import Record, runs
 
 log = logging.getLogger("openinfer.kvpool")
 
-COPIERS = 4
-"""Threads that copy. One of them does not reach what the memory of a host with many cores can do."""
-PIECE_BYTES = 8 << 20
-"""Bytes of a copy at most. Each copy asks for the interpreter's lock once, so it must not be small."""
 MEET_S = 5.0
+_MADV_POPULATE_READ = 22
+_madvise = ctypes.CDLL(None).madvise
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
@@ -43,8 +41,8 @@ class Shared:
         self._file, self._start = -1, 0
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._copiers: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # of the threads that copy
+        self._maps: weakref.WeakValueDictionary[str, Array] = weakref.WeakValueDictionary()  # by socket
+        self._lock = threading.Lock()  # of the maps
 
     def lend(self, records: SharedRecords) -> None:
         """Peers may read this memory, and not write to it. Call it once."""
@@ -76,18 +74,13 @@ class Shared:
         return {"socket": str(self._listener.getsockname()[1:], "ascii") if self._listener else ""}
 
     def meet(self, card: dict[str, Any]) -> Array:
-        """The other engine's memory, uint8 [bytes of the file]."""
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.settimeout(MEET_S)
-            asking.connect("\0" + str(card.get("socket")))
-            _, files, _, _ = socket.recv_fds(asking, 1, 1)
-        if not files:
-            raise ConnectionError("it gave no descriptor of its memory")
-        try:
-            return np.frombuffer(mmap.mmap(files[0], 0, prot=mmap.PROT_READ), np.uint8)
-        finally:
-            for file in files:
-                os.close(file)
+        """The other engine's memory, uint8 [bytes of the file]. All conversations with it share one mapping."""
+        name = str(card.get("socket"))
+        with self._lock:
+            found = self._maps.get(name)
+            if found is None:
+                found = self._maps[name] = _map(name)
+            return found
 
     def register(self, ptr: int, nbytes: int) -> None:
         pass
@@ -101,12 +94,9 @@ class Shared:
         wanted = runs(rooms, link.hear()["at"])
         if any(not 0 <= run.at <= len(far) - run.nbytes for run in wanted):
             raise ValueError("a place is not in the memory of the other engine")
-        with self._lock:
-            self._copiers = self._copiers or ThreadPoolExecutor(COPIERS, "kv-copy")
         base = int(far.ctypes.data)
-        pieces = [piece for run in wanted for piece in _cut(run)]
-        for _ in self._copiers.map(lambda p: ctypes.memmove(p.ptr, base + p.at, p.nbytes), pieces):
-            pass
+        for run in wanted:
+            ctypes.memmove(run.ptr, base + run.at, run.nbytes)  # without the interpreter's lock
         link.say(copied=True)
         link.hear()  # the sender has kept the records until now, so their bytes are those of their names
 
@@ -118,11 +108,21 @@ class Shared:
             self._listener.close()
             os.close(self._file)
             self._listener = None  # the next call does nothing
-        if self._copiers is not None:
-            self._copiers.shutdown()
 
 
-def _cut(run: Run) -> list[Run]:
-    """A run in pieces of at most PIECE_BYTES."""
-    starts = range(0, run.nbytes, PIECE_BYTES)
-    return [Run(run.ptr + s, run.at + s, min(PIECE_BYTES, run.nbytes - s)) for s in starts]
+def _map(name: str) -> Array:
+    """The memory that the socket of this name hands out. Raises OSError."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(MEET_S)
+        asking.connect("\0" + name)
+        _, files, _, _ = socket.recv_fds(asking, 1, 1)
+    if not files:
+        raise ConnectionError("it gave no descriptor of its memory")
+    try:
+        memory = np.frombuffer(mmap.mmap(files[0], 0, prot=mmap.PROT_READ), np.uint8)
+    finally:
+        for file in files:
+            os.close(file)
+    # All pages at once: to fault each in at its first copy takes longer than the copy. Old kernels refuse it.
+    _madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), _MADV_POPULATE_READ)
+    return memory

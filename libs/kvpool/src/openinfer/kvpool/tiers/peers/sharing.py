@@ -12,8 +12,9 @@ from ...pool import Pool
 from ...saving import Saver
 from ..host import HostMemory
 from ..mover import SharedRecords
-from .client import Address, Peers
+from .client import Peers
 from .config import TransferConfig, is_loopback
+from .lane import Address
 from .lending import Lending
 from .nixl import Nixl
 from .server import Server
@@ -109,12 +110,26 @@ class Sharing:
             wanted = [(group, name) for group, names, _ in records for name in names]
             kept = self.lending.grant(lease, wanted)
             if kept < len(wanted):
+                self.lending.end(lease)  # so that its records do not take the room of the next prompt's
                 log.warning(
                     "KV peers: host memory has room for %d of %d blocks of a prompt; the decode engine computes the "
                     "others; give more by kv_buffer_size or --kv-offload-gb", kept, len(wanted),
                 )  # fmt: skip
                 return 0, []
             return hold.num_tokens, [[name.hex() for name in names[-1:]] for _, names, _ in records]
+
+    def export_ahead(
+        self, pool: Pool, saver: Saver, tokens: Sequence[int], salt: bytes, hashes: Sequence[bytes] | None
+    ) -> None:
+        """Copy what is cached of a prompt to the host memory of `saver`, while the rest is computed: `export` then has
+        few copies to wait for. Windows and snapshots are left out, because only a prompt's last ones count."""
+        if self.lending is None:
+            return
+        known = None if hashes is None else hashes[: len(tokens) // pool.hash_block_size]
+        with pool.pin(tokens, salt, known) as hold:
+            for group, names, blocks in hold.records():
+                if self._groups[group].window is None and not self._groups[group].snapshots:
+                    saver.save(group, names, blocks)
 
     def exported(self, lease: str) -> bool:
         """Whether all records of a lease can be read. The tiers must have collected their copies."""
