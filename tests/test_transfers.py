@@ -118,6 +118,21 @@ def test_the_tokens_of_one_engine(engines: Make, model: str, connector: str) -> 
     assert len(first.engine._transfers.sharing.lending) == 0  # the decode engine has said that it is done
 
 
+def test_blocks_leave_while_the_rest_of_a_prompt_is_computed(engines: Make) -> None:
+    plain, prompt = engines(), PROMPTS[0]
+    want = plain.submit(prompt, 6, ignore_eos=True)
+    plain.finish()
+    first, second = (engines(kv_transfer_config=config(), max_num_batched_tokens=64) for _ in range(2))
+    number, left = first.submit(prompt, 1, kv_transfer=DECODE), set()
+    while first.open:
+        first.step(0.01)
+        left.add(first.engine.stats().offload_blocks["saved"])
+    assert {4, 8, 12, 16, 18} <= left  # chunks of four blocks
+    assert max(left) == 18  # none twice
+    outcome = decode(second, prompt, first.outcomes[number].terminals[0].kv_transfer)
+    assert (outcome.tokens, outcome.cached) == (plain.outcomes[want].tokens, 288)
+
+
 def test_many_at_once_and_some_abort(engines: Make) -> None:
     plain = engines()
     first = engines(kv_transfer_config=config())

@@ -65,7 +65,7 @@ class Transfers:
     """The transfers of an engine's requests. tiers: without `sharing`, or None: no request has any.
 
     A request that may find blocks at a peer waits for the peer's answer before it joins the queue. A request that
-    leaves blocks ends when they are in host memory.
+    leaves blocks copies each to host memory once it is computed, and ends when all are there.
     """
 
     def __init__(self, tiers: Tiers | None, pool: Pool) -> None:
@@ -76,6 +76,7 @@ class Transfers:
         self._asked: set[int] = set()
         self._problems: dict[int, str] = {}
         self._lost: dict[int, str] = {}
+        self._computing: dict[int, tuple[Seq[Sampling], int]] = {}  # leave blocks; tokens copied so far
         self._leaving: dict[str, Finished | Failed] = {}
 
     def __len__(self) -> int:
@@ -110,6 +111,8 @@ class Transfers:
         if sharing is None or seq.id in self._asked or seq.owner.score is not None:
             return False
         self._asked.add(seq.id)
+        if given is not None and given.do_remote_decode:
+            self._computing[seq.id] = seq, 0
         address = None
         if given is not None and given.do_remote_prefill:
             address = _address(given)
@@ -138,6 +141,7 @@ class Transfers:
     def forget(self, request_id: int) -> None:
         """A request has ended, or blocks from elsewhere are of no use to it any more: its lease at a peer ends."""
         given = self._params.pop(request_id, None)
+        self._computing.pop(request_id, None)
         asked = request_id in self._asked
         self._asked.discard(request_id)
         self._problems.pop(request_id, None)
@@ -181,6 +185,11 @@ class Transfers:
 
     def left(self) -> list[Finished | Failed]:
         """The terminals of sequences whose blocks can be read by now."""
+        for key, (seq, copied) in self._computing.items():
+            if seq.lease is not None and seq.confirmed > copied and self._tiers is not None and self.sharing:
+                self._computing[key] = seq, seq.confirmed
+                tokens = seq.tokens[: seq.confirmed]
+                self.sharing.export_ahead(self._pool, self._tiers, tokens, seq.salt, seq.hashes)
         if not self._leaving or self._tiers is None or self.sharing is None:
             return []
         self._tiers.collect()
