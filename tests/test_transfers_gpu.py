@@ -61,6 +61,12 @@ def test_log_probabilities_are_near_those_of_one_engine(session: Any, model: str
     prefill, decode = (
         session(GOLDENS / model, kv_transfer_config=json.dumps(config), **flags) for _ in range(2)
     )
+    until = time.monotonic() + 10
+    while not all(
+        one.engine._tiers._host.has_room for one in (prefill, decode)
+    ):  # memory is locked after ready
+        assert time.monotonic() < until
+        time.sleep(0.01)
     found = []
     for prompt in PROMPTS:
         want = first(run(plain, prompt, None, logprobs=10))
