@@ -1,6 +1,6 @@
 """Prefill and decode on engines of their own, on two GPUs of one host if there are two.
 
-    python benchmarks/peers.py MODEL_DIR [--ways shared tcp nixl] [--gpus 0 1] [--json FILE]
+    python benchmarks/peers.py MODEL_DIR [--ways shared tcp nixl] [--gpus 0 1] [--tokens N ...] [--json FILE]
 
 An engine computes a prompt of 16,384 tokens, and another one fetches its KV and goes on. By default it maps the first
 one's memory (shared), as engines of one host do; with tcp and nixl they take each other for engines of two hosts.
@@ -58,8 +58,8 @@ def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
                 one.step(0.001)
 
 
-def peers(model_dir: Path, way: str, gpus: Sequence[str]) -> Json:
-    """A long prompt that one engine computes and another goes on with."""
+def peers(model_dir: Path, way: str, gpus: Sequence[str], lengths: Sequence[int]) -> Json:
+    """Prompts of these lengths, which one engine computes and another goes on with."""
     connector = "NixlConnector" if way == "nixl" else "TcpConnector"
     within_host = Link.within_host
     if way != "shared":
@@ -80,7 +80,7 @@ def peers(model_dir: Path, way: str, gpus: Sequence[str]) -> Json:
             one.wait_for_memory()
             time.sleep(1.0)  # the other locks its memory too
             rows = []
-            for length in (LONG, LONG, FRESH, FRESH):
+            for length in lengths:
                 prompt = one.prompt(length)
                 began = time.perf_counter()
                 ours.send(prompt)
@@ -121,10 +121,11 @@ def main() -> int:
     add("--json", type=Path)
     add("--ways", nargs="+", choices=["shared", "tcp", "nixl"], default=["shared"])
     add("--gpus", nargs="+", default=[""], help="GPUs of the engines; the last has the prefill engine")
+    add("--tokens", nargs="+", type=int, default=[LONG, LONG, FRESH, FRESH], help="of each prompt")
     args = parser.parse_args()
     found: Json = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
     for way in args.ways:
-        found[way] = peers(args.model_dir, way, args.gpus)
+        found[way] = peers(args.model_dir, way, args.gpus, args.tokens)
         print(way, json.dumps(found[way]), flush=True)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
