@@ -73,7 +73,9 @@ class Lane:
         """Leases that the thread keeps alive."""
         self._address, self._name, self._own, self._jobs = address, f"{address[0]}:{address[1]}", own, jobs
         self._link: Link | None = None
-        self._transport, self._far = own.transports[-1], None
+        self._offered: Sequence[str] = ()  # transports of the other side
+        self._transport: Transport | None = None  # chosen by the first read of a connection
+        self._far: Any = None
         self._down_until, self._why = 0.0, ""
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
@@ -149,14 +151,13 @@ class Lane:
             raise PeerRefused(
                 f"its blocks are of another model or version; these differ: {', '.join(differs)}"
             )
-        self._choose(link, card.get("transports") or ())
-        self._why = ""
+        self._offered, self._why = card.get("transports") or (), ""
         return link
 
-    def _choose(self, link: Link, offered: Sequence[str]) -> None:
-        """Take the best transport that both sides have and that works."""
+    def _choose(self, link: Link) -> Transport:
+        """The best transport that both sides have and that works."""
         for transport in self._own.transports:
-            if transport.name not in offered or (transport.local and not link.within_host):
+            if transport.name not in self._offered or (transport.local and not link.within_host):
                 continue
             link.say(op="transport", transport=transport.name)
             try:
@@ -164,16 +165,15 @@ class Lane:
             except OSError as error:
                 log.warning("KV peers: %s is not reached by %s: %s", self._name, transport.name, error)
                 continue
-            self._transport = transport
             log.info("KV peers: %s is reached by %s", self._name, transport.name)
-            return
+            return transport
         own = ", ".join(transport.name for transport in self._own.transports)
         raise PeerRefused(f"it has none of the transports {own}; give both the same kv_connector")
 
     def _drop(self) -> None:
         if self._link is not None:
             self._link.close()
-            self._link = self._far = None
+            self._link = self._transport = self._far = None
 
     def _keep(self, link: Link) -> None:
         link.say(op="keep", leases=list(self.leases))
@@ -208,11 +208,12 @@ class Lane:
             self._own.tell(Done(slot, 0, missing))
 
     def _receive(self, link: Link, slots: Sequence[Slot], come: set[int]) -> None:
+        transport = self._transport = self._transport or self._choose(link)
         link.say(op="read", wants=[[slot.group, slot.name.hex()] for slot in slots])
         found = [slot for slot, there in zip(slots, link.hear()["found"], strict=True) if there]
         rooms = [Record(slot.ptr, slot.memory[: self._own.sizes[slot.group]]) for slot in found]
         if rooms:
-            self._transport.receive(link, self._far, rooms)
+            transport.receive(link, self._far, rooms)
         come.update(map(id, found))
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from ...errors import InvalidConfig, PeerRefused
 from ...group import Group
 from .lending import Lending
 from .link import Link, greet
-from .transport import Record, Transport
+from .transport import Record, Tcp, Transport
 
 log = logging.getLogger("openinfer.kvpool")
 
@@ -90,7 +90,7 @@ class Server:
         try:
             greet(link, self._secret, self._card, server=True)
             link.wait_for(IDLE_S)
-            transport = self._choose(link, link.hear())
+            transport: Transport = Tcp()
             while True:
                 words = link.hear()
                 if words["op"] == "transport":
