@@ -121,7 +121,7 @@ def main() -> int:
     add("--json", type=Path)
     add("--ways", nargs="+", choices=["shared", "tcp", "nixl"], default=["shared"])
     add("--gpus", nargs="+", default=[""], help="GPUs of the engines; the last has the prefill engine")
-    add("--tokens", nargs="+", type=int, default=[LONG, LONG, FRESH, FRESH], help="of each prompt")
+    add("--tokens", nargs="+", type=int, default=[LONG, LONG, FRESH, FRESH], help="tokens of each prompt")
     args = parser.parse_args()
     found: Json = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d")}
     for way in args.ways:
