@@ -16,7 +16,7 @@ from openinfer.cli.bench_serve import Load
 from openinfer.cli.plan_compare import Objectives, Variant, choice
 from openinfer.cli.plan_cost import PROMPT_STEP_S, StepCost
 from openinfer.cli.plan_load import Point, Server
-from openinfer.kernels import GPUS, H200, Prediction, Speed
+from openinfer.kernels import GPUS, H200, Prediction, Speed, Workload
 from openinfer.kernels.speed_fit import errors
 from openinfer.kernels.speeds import dump_lines
 from openinfer.scheduler.sim import StepWork
@@ -354,11 +354,13 @@ def test_an_engines_trace_refits_the_speeds(tmp_path: Path) -> None:
         took = Prediction.of(made.steps[shape], shape.tokens, shape.rows, true).seconds(
             rows * context, rows * context, rows
         )
-        events += [{"args": {**facts, "timed": True, "device_us": took * 1e6}}] * 3
-        events += [{"args": {**facts, "timed": False, "device_us": 9e9}}, {"name": "plan"}]
+        step = {"pid": 1, "ts": 0.0, "dur": 1.0}
+        events += [{**step, "args": {**facts, "timed": True, "device_us": took * 1e6}}] * 3
+        events += [{**step, "args": {**facts, "timed": False, "device_us": 9e9}}, {"name": "plan"}]
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
-    speed, _ = tune_speed.fitted(made, [path])
+    found, _ = tune_speed.fitted(made, [path])
+    speed = found.fitted
     assert speed.bytes_per_s == pytest.approx(true.fitted.bytes_per_s, rel=0.02)
     assert speed.kernel_s == pytest.approx(true.fitted.kernel_s, rel=0.05)
 
@@ -380,7 +382,7 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
         for number in range(24):
             begin, now = now - 1.0, now + took + (50_000 if number % 8 == 0 else 0)  # microseconds
             device = {"timed": True, "device_us": 0.7 * took}
-            events.append({"ts": begin, "dur": now - begin, "args": {**facts, **device}})
+            events.append({"pid": 1, "ts": begin, "dur": now - begin, "args": {**facts, **device}})
     trace, speeds = tmp_path / "trace.json", tmp_path / "cpu.json"
     trace.write_text(json.dumps({"traceEvents": events}))
     words = [str(TINY), *flags, "--gpu", "CPU"]
@@ -390,6 +392,42 @@ def test_a_cpus_trace_counts_the_hosts_work_and_no_hiccup(
     assert max(map(abs, errors(steps, tune_speed.figures(tune_speed.CPU).at(speed)))) < 0.02
     assert plan.main([*words, *FLAGS, "--speeds", str(speeds), "--compare", "--max-num-seqs 8"]) == 0
     assert "on 1 x CPU" in capsys.readouterr().out
+
+
+def test_a_cpus_trace_gives_a_line_to_each_op(tmp_path: Path) -> None:
+    """One op is ten times slower than bytes and FLOPs say, and the host takes 2 ms between two decode steps."""
+    _, asked = bench_recipe.parse([str(TINY)], "plan", None, lambda parser: None, named=True)
+    made = Server.of(asked, tune_speed.CPU, tune_speed.figures(tune_speed.CPU), 1).outline
+    true, events, now = tune_speed.figures(tune_speed.CPU).at(Speed(4e9, 8e9, 60e-6)), [], 0.0
+    for tokens, rows in ((1, 1), (4, 4), (64, 1)):
+        shape = made.buckets.choose(tokens, rows)
+        workload = Workload(shape.tokens, rows, rows * 100, tokens * 100)
+        facts = {"bucket": str(shape), "rows": rows, "kv_tokens": rows * 100, "qk_pairs": tokens * 100}
+        for number in range(24):
+            began, now = now, now + (100_000 if number == 7 else 0)  # microseconds; a hiccup
+            for call in made.steps[shape]:
+                for _ in range(call.times):
+                    cost = call.cost(workload)
+                    us = 1e6 * (60e-6 + cost.floor_s(4e9, 8e9)) * (10 if call.op.name == "linear_add" else 1)
+                    events.append({"ph": "X", "pid": 0, "name": call.op.name, "ts": now, "dur": us})
+                    now += us
+            device = {"timed": True, "device_us": now - began}
+            events.append({"pid": 1, "ts": began, "dur": now - began, "args": {**facts, **device}})
+            now += 2000
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found, text = tune_speed.fitted(made, [path])
+    assert "ops have lines of their own" in text
+    assert 0.003 < found.host_s < 0.008  # with its part of the hiccups
+    one = next(call for call in made.steps[made.buckets.choose(64, 1)] if call.op.name == "linear_add")
+    cost, speed = one.cost(Workload(64, 1, 100, 6400)), found.speed("linear_add", 64, 1)
+    took = speed.kernel_s + cost.floor_s(speed.bytes_per_s, speed.flops_per_s)
+    assert took == pytest.approx(10 * (60e-6 + cost.floor_s(4e9, 8e9)), rel=0.15)
+    out = tmp_path / "cpu.json"
+    tune_speed.save(out, tune_speed.CPU, found)
+    again = tune_speed.load(out, tune_speed.CPU, true)
+    assert again.host_s == found.host_s
+    assert again.speed("linear_add", 64, 1) == pytest.approx(speed, rel=0.01)
 
 
 # -- ledgers beside each other --

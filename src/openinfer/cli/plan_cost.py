@@ -74,7 +74,7 @@ class StepCost:
         total.qk_pairs += qk_pairs
         self.most_rows = max(self.most_rows, rows)
         self.prompt_steps += new > 0
-        host_s = PROMPT_STEP_S if new else 0.0
+        host_s = self.figures.host_s + (PROMPT_STEP_S if new else 0.0)
         return self._prediction(shape).seconds(kv_tokens, qk_pairs, rows) + host_s
 
     def _prediction(self, shape: Shape) -> Prediction:
@@ -86,7 +86,8 @@ class StepCost:
 
     def shares(self) -> dict[str, float]:
         """The parts of all steps' time by what binds, the largest first; they add up to 1."""
-        seconds = {"host": self.prompt_steps * PROMPT_STEP_S}
+        steps = sum(total.steps for total in self._totals.values())
+        seconds = {"host": self.prompt_steps * PROMPT_STEP_S + steps * self.figures.host_s}
         for shape, total in self._totals.items():
             sums = (total.rows, total.kv_tokens, total.qk_pairs)
             mean = Workload(shape.tokens, *(one // total.steps for one in sums))

@@ -96,10 +96,10 @@ def _tune(args: argparse.Namespace, asked: Asked) -> int:
 def _fit(args: argparse.Namespace, asked: Asked) -> int:
     """Print the speeds that measured steps give, and write them."""
     outline = Outline(asked.recipe, asked.source(), asked.options, tune_speed.target(args.gpu))
-    speed, text = tune_speed.fitted(outline, args.from_trace)
+    found, text = tune_speed.fitted(outline, args.from_trace)
     print(text)
     if args.out:
-        tune_speed.save(args.out, outline.target, speed)
+        tune_speed.save(args.out, outline.target, found)
         print(f"openinfer plan --gpu {args.gpu} --speeds {args.out} takes them")
     return 0
 

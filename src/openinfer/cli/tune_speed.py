@@ -9,16 +9,20 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from openinfer.cli import steps as points
+from openinfer.cli import tune_ops
 from openinfer.cli.bench_record import percentile
 from openinfer.cli.segments import Outline
 from openinfer.frontend.errors import FlagError
+from openinfer.graph import Shape
 from openinfer.kernels import GPUS, H200, Call, Figures, Speed, Target, Workload
 from openinfer.kernels.speed_fit import MeasuredStep, errors, fit_speed
+from openinfer.kernels.speeds import dump_lines, load_lines
 
 FEWEST = 4
 """Fewer steps than this do not fix three speeds."""
@@ -28,6 +32,8 @@ TARGETS = {H200.gpu: H200, CPU.gpu: CPU}
 """The machines whose steps can be traced, by name."""
 FIRST = Speed(20e9, 50e9, 50e-6)
 """Where the fit to the steps of a CPU begins."""
+Traced = tuple[Shape, float, dict[str, Any]]
+"""A step of a trace: its shape, microseconds, event."""
 SCALES = (0.03, 0.1, 0.3)
 """It begins at these parts of FIRST too, because it finds the nearest minimum."""
 
@@ -52,7 +58,9 @@ def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
     """The steps of a file: of an engine's `--trace FILE`, or of `bench step --json FILE`. Raises FlagError, OSError."""
     try:
         data = json.loads(path.read_text())
-        found = list(_traced(outline, data) if "traceEvents" in data else _points(outline, data))
+        found = list(
+            _steps(outline, traced(outline, data)) if "traceEvents" in data else _points(outline, data)
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise FlagError(
             f"{path} is no file of --trace and none of `openinfer bench step --json`: {error!r}"
@@ -64,27 +72,40 @@ def measured(outline: Outline, path: Path) -> list[MeasuredStep]:
     return found
 
 
-def _traced(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
-    """The timed steps of a trace. Of each shape only the middle half by time counts, because a busy machine holds up
-    some steps. On a CPU the host's work for a step delays the next, so it counts too."""
+def _steps(outline: Outline, found: Iterable[Traced]) -> Iterator[MeasuredStep]:
+    for shape, us, event in found:
+        facts = event["args"]
+        workload = Workload(shape.tokens, facts["rows"], facts["kv_tokens"], facts["qk_pairs"])
+        yield MeasuredStep([(outline.steps[shape], workload)], us / 1e6)
+
+
+def traced(outline: Outline, data: dict[str, Any]) -> list[Traced]:
+    """The timed steps of a trace, of each shape only the middle half by time, because a busy machine holds up some."""
+    found: dict[Shape, list[Traced]] = {}
+    for one in _every(outline, data):
+        found.setdefault(one[0], []).append(one)
+    return [
+        one
+        for steps in found.values()
+        for one in sorted(steps, key=lambda one: one[1])[len(steps) // 4 : len(steps) - len(steps) // 4]
+    ]
+
+
+def _every(outline: Outline, data: dict[str, Any]) -> Iterator[Traced]:
+    """All timed steps of a trace. On a CPU the host's work between two steps counts too: a decode step goes on from the
+    end of the step before it."""
     shapes = {str(shape): shape for shape in outline.steps}
-    found: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    before = -math.inf
+    before = math.inf
     for event in data["traceEvents"]:
-        facts = event.get("args", {})
-        if facts.get("bucket", "") not in shapes or not facts["timed"] or facts["device_us"] <= 0:
+        if event.get("pid") != tune_ops.STEPS or "bucket" not in event.get("args", {}):
             continue
-        us = facts["device_us"]
-        if outline.target is CPU:
-            begin, end = event["ts"], event["ts"] + event["dur"]
-            us = max(us, end - before) if begin < before else us  # launched before that one was read
-            before = end
-        found.setdefault(facts["bucket"], []).append((us, facts))
-    for bucket, steps in found.items():
-        shape, quarter = shapes[bucket], len(steps) // 4
-        for us, facts in sorted(steps, key=lambda one: one[0])[quarter : len(steps) - quarter]:
-            workload = Workload(shape.tokens, facts["rows"], facts["kv_tokens"], facts["qk_pairs"])
-            yield MeasuredStep([(outline.steps[shape], workload)], us / 1e6)
+        facts, shape = event["args"], shapes.get(event["args"]["bucket"])
+        us, begin, end = facts["device_us"], event["ts"], event["ts"] + event["dur"]
+        if shape is not None and facts["timed"] and us > 0:
+            follows = shape.longest == 1 and before < begin
+            waited = outline.target is CPU and (follows or begin < before < end)
+            yield shape, end - before if waited else us, event
+        before = end
 
 
 def _points(outline: Outline, data: dict[str, Any]) -> Iterator[MeasuredStep]:
@@ -113,24 +134,48 @@ def point_steps(outline: Outline, point: str) -> list[tuple[Sequence[Call], Work
     return found
 
 
-def fitted(outline: Outline, paths: Sequence[Path]) -> tuple[Speed, str]:
-    """The speeds that the files give, and a text with the errors before and after. Raises FlagError, OSError."""
+def fitted(outline: Outline, paths: Sequence[Path]) -> tuple[Figures, str]:
+    """The figures with the speeds that the files give, and a text with the errors before and after. Raises FlagError,
+    OSError."""
     found = [step for path in paths for step in measured(outline, path)]
     if len(found) < FEWEST:
         raise FlagError(f"{len(found)} steps are too few to fit three speeds; at least {FEWEST} are needed")
     known = figures(outline.target)
     first = known.fitted
     starts = [first, *(Speed(first[0] * x, first[1] * x, first[2]) for x in SCALES if outline.target is CPU)]
-    speed = min(
-        (fit_speed(found, known, one) for one in starts),
-        key=lambda one: sum(e * e for e in errors(found, known.at(one))),
+    best = min(
+        (known.at(fit_speed(found, known, one)) for one in starts),
+        key=lambda one: sum(e * e for e in errors(found, one)),
     )
+    speed = best.fitted
     text = (
         f"{len(found)} steps: {speed.bytes_per_s / 1e9:,.0f} GB/s, {speed.flops_per_s / 1e9:,.0f} GFLOP/s, "
         f"{speed.kernel_s * 1e6:.2f} us a kernel\n"
-        f"error of predictions: {_spread(errors(found, known.at(speed)))}, before {_spread(errors(found, known))}"
+        f"error of predictions: {_spread(errors(found, best))}, before {_spread(errors(found, known))}"
     )
-    return speed, text
+    if outline.target is CPU and (own := _by_op(outline, paths, best)).ops:
+        best = own
+        text += (
+            f"\n{len(own.ops)} ops have lines of their own; a step waits {own.host_s * 1e3:.2f} ms besides, for the "
+            "host and for other programs"
+        )
+    return best, text
+
+
+def _by_op(outline: Outline, paths: Sequence[Path], known: Figures) -> Figures:
+    """The figures with lines of the ops that an engine on a CPU timed in its steps. `host_s` is the mean of what steps
+    took besides. Steps that were held up count there, because a busy machine will hold up a server too."""
+    data = _traces(paths)
+    times = [tune_ops.of_trace(outline, traced(outline, one), one["traceEvents"]) for one in data]
+    found = known._replace(ops=tune_ops.lines(times, known.fitted))
+    steps = [step for one in data for step in _steps(outline, _every(outline, one))]
+    besides = [-error * step.seconds for step, error in zip(steps, errors(steps, found), strict=True)]
+    return found._replace(host_s=max(0.0, statistics.fmean(besides)))
+
+
+def _traces(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text()) for path in paths]
+    return [data for data in found if "traceEvents" in data]
 
 
 def _spread(found: list[float]) -> str:
@@ -138,9 +183,10 @@ def _spread(found: list[float]) -> str:
     return f"{rms:.1%} rms, {percentile(map(abs, found), 100):.1%} at most"
 
 
-def save(path: Path, target: Target, speed: Speed) -> None:
+def save(path: Path, target: Target, figures: Figures) -> None:
     """Write the speeds as JSON."""
-    path.write_text(json.dumps({"gpu": target.gpu, **speed._asdict()}, indent=1) + "\n")
+    own = {"host_s": figures.host_s, "ops": json.loads(dump_lines(figures.ops))} if target is CPU else {}
+    path.write_text(json.dumps({"gpu": target.gpu, **figures.fitted._asdict(), **own}, indent=1) + "\n")
 
 
 def load(path: Path, target: Target, figures: Figures) -> Figures:
@@ -148,8 +194,10 @@ def load(path: Path, target: Target, figures: Figures) -> Figures:
     try:
         data = json.loads(path.read_text())
         gpu, speed = data["gpu"], Speed(*(float(data[name]) for name in Speed._fields))
+        ops, host_s = load_lines(json.dumps(data.get("ops", {}))), float(data.get("host_s", 0.0))
     except (ValueError, KeyError, TypeError) as error:
         raise FlagError(f"{path} is no file of `openinfer tune --from-trace`: {error!r}") from None
     if gpu != target.gpu:
         raise FlagError(f"{path} has the speeds of {gpu}, and the plan is for {target.gpu}")
-    return figures.at(speed)
+    found = figures.at(speed)
+    return found._replace(ops=ops, host_s=host_s) if ops else found

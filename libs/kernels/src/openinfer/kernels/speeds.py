@@ -41,6 +41,7 @@ class Figures(NamedTuple):
     but copy, or multiply. `fitted`: the line through measured steps of recipes, which is what their kernels reach.
     `link_bytes_per_s`: the vendor's, to all other GPUs, one way. `links`: what collectives reached, by the number of
     GPUs. `ops`: lines of single ops by name, from the recorded times of their calls; they count before `fitted`.
+    `host_s`: seconds of the host's work that each step waits for.
     """
 
     memory_bytes: float
@@ -50,6 +51,7 @@ class Figures(NamedTuple):
     link_bytes_per_s: float
     links: Mapping[int, Link] = MappingProxyType({})
     ops: Mapping[str, Lines] = MappingProxyType({})
+    host_s: float = 0.0
 
     def speed(self, op: str, tokens: int, kernels: int) -> Speed:
         """The speed of a call of an op. `kernel_s` is the time of the call besides."""
@@ -78,10 +80,10 @@ class Figures(NamedTuple):
         return self.links.get(ranks, Link(self.link_bytes_per_s))
 
 
-def load_lines(file: Path) -> Mapping[str, Lines]:
-    """The lines of ops that a file has, as `dump_lines` wrote it."""
-    data = json.loads(file.read_text())
-    found = {op: tuple((tokens, Speed(*speed)) for tokens, *speed in lines) for op, lines in data.items()}
+def load_lines(text: str) -> Mapping[str, Lines]:
+    """The lines of ops that `dump_lines` wrote. Raises ValueError, TypeError for another text."""
+    data = json.loads(text).items()
+    found = {op: tuple((tokens, Speed(*speed)) for tokens, *speed in lines) for op, lines in data}
     return MappingProxyType(found)
 
 
@@ -104,7 +106,7 @@ GPUS = {
         fitted=Speed(4.06e12, 600e12, 4.26e-6),
         link_bytes_per_s=450e9,
         links=MappingProxyType({2: Link(190e9, 3.4e-6), 4: Link(300e9, 16e-6), 8: Link(306e9, 21e-6)}),
-        ops=load_lines(FOLDER / "nvidia_h200.json"),
+        ops=load_lines((FOLDER / "nvidia_h200.json").read_text()),
     )
 }
 """Figures by the GPU's name. `fitted` of the H200: `python benchmarks/predicted_steps.py --fit`, over the newest
