@@ -93,7 +93,7 @@ def runs(rooms: Sequence[Record], at: Sequence[int]) -> list[Run]:
         size = len(room.memory)
         last = found[-1] if found else Run(0, 0, 0)
         if last.nbytes and (last.ptr + last.nbytes, last.at + last.nbytes) == (room.ptr, place):
-            found[-1] = last._replace(nbytes=last.nbytes + size)
+            found[-1] = Run(last.ptr, last.at, last.nbytes + size)
         else:
             found.append(Run(room.ptr, place, size))
     return found
