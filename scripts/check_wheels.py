@@ -34,6 +34,8 @@ LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "fr
 IMPORT_LIMIT = 5.0
 """CPU time of an import in imports of asyncio, which take 20 ms on one machine and 60 on a slow or busy one."""
 EXAMPLE = "llama"
+INSTALL = ("--quiet", "--no-compile")
+"""Most modules of an environment are never imported, and to compile all of them takes a third of the time."""
 HEAVY_EXTRAS = {"cublas"}  # half a gigabyte of libraries that nothing imports
 
 MODULES = """
@@ -172,8 +174,7 @@ def check(
     report: Path | None = None,
 ) -> None:
     """Install a library alone and look at it. Raises CheckFailed."""
-    # The newest pip: the one that Python 3.11 brings stumbles over constraints on what is wanted with extras.
-    venv.create(folder, with_pip=True, upgrade_deps=True)
+    venv.create(folder)
     python = str(folder / "bin" / "python")
     # A constraint with an address binds a sibling to the wheel built here, but only if something declares it.
     siblings = folder / "siblings.txt"
@@ -182,9 +183,8 @@ def check(
 
     def install(extras: Iterable[str]) -> None:
         wanted = f"{name}[{','.join(extras)}] @ {wheels[library].as_uri()}"
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         bounds = [part for path in (siblings, *constraints) for part in ("-c", str(path))]
-        command(f"install {wanted}", [*pip, *bounds, wanted])
+        command(f"install {wanted}", [*pip(python), "install", *INSTALL, *bounds, wanted])
 
     install([])
     environment = packages(python)
@@ -220,20 +220,26 @@ def check_example(work: Path, constraints: list[Path]) -> None:
         ROOT / "examples" / EXAMPLE,
     )
     wheels, folder = build(projects, work / "example-wheels"), work / f"env-{EXAMPLE}"
-    venv.create(folder, with_pip=True, upgrade_deps=True)
+    venv.create(folder)
     python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     bounds = [part for path in constraints for part in ("-c", str(path))]
-    command("install", [*pip, *bounds, *(str(path) for path in wheels.values()), "pytest"])
+    wanted = [*(str(path) for path in wheels.values()), "pytest"]
+    command("install", [*pip(python), "install", *INSTALL, *bounds, *wanted])
     away = folder / "away"
     shutil.copytree(ROOT / "examples" / EXAMPLE / "golden", away / "golden")
     print(f"{EXAMPLE}: ok, tests: {run_tests(python, ROOT / 'examples' / EXAMPLE, folder)}", flush=True)
 
 
+def pip(python: str) -> list[str]:
+    """The pip of this environment for another one, which needs none. The pip that Python 3.11 brings stumbles over
+    constraints on what is wanted with extras."""
+    return [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+
+
 def packages(python: str) -> set[str]:
-    """Names of the distributions in an environment, without pip's own."""
-    listed = json.loads(command("pip list", [python, "-m", "pip", "list", "--format=json"]))
-    return {entry["name"].lower() for entry in listed} - {"pip", "setuptools"}
+    """Names of the distributions in an environment."""
+    listed = json.loads(command("pip list", [*pip(python), "list", "--format=json"]))
+    return {entry["name"].lower() for entry in listed}
 
 
 def check_import_time(python: str, library: str) -> float:
