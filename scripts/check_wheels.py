@@ -36,6 +36,8 @@ IMPORT_LIMIT = 5.0
 EXAMPLE = "llama"
 INSTALL = ("--quiet", "--no-compile")
 """Most modules of an environment are never imported, and to compile all of them takes a third of the time."""
+LEFT_OUT = ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE")
+"""Variables that commands run without: the checkout's, and one that would have each process compile all modules."""
 HEAVY_EXTRAS = {"cublas"}  # half a gigabyte of libraries that nothing imports
 
 MODULES = """
@@ -278,7 +280,7 @@ def run_tests(python: str, project: Path, folder: Path, report: Path | None = No
 
 def command(what: str, arguments: list[str], cwd: Path | None = None) -> str:
     """Run a command outside the checkout's environment; gives its output. Raises CheckFailed with its last lines."""
-    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")}
+    env = {k: v for k, v in os.environ.items() if k not in LEFT_OUT}
     done = subprocess.run(
         arguments, cwd=cwd or tempfile.gettempdir(), env=env, text=True, capture_output=True, check=False
     )
