@@ -53,9 +53,8 @@ def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
             one.until(lambda number=number: number in one.ended)  # type: ignore[misc]
             outcome = one.session.outcomes[number]
             link.send((outcome.terminals[0].kv_transfer, 1e3 * (time.perf_counter() - began), first(outcome)))
-            stop = time.monotonic() + 0.05
-            while time.monotonic() < stop or not link.poll():
-                one.step(0.001)
+            # It waits in recv now, as a server's engine does. A loop of steps would hold the interpreter's lock, which
+            # the threads that serve the other engine need for each word.
 
 
 def peers(model_dir: Path, way: str, gpus: Sequence[str], lengths: Sequence[int]) -> Json:
