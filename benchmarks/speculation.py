@@ -185,11 +185,11 @@ def measure(args: argparse.Namespace) -> None:
                 if repeat:
                     rows.append({"kind": kind, "requests_at_once": count, "repeat": repeat, **found})
         table(args, count, kinds, rows)
+        if args.json is not None:
+            command = " ".join(["benchmarks/speculation.py", *sys.argv[1:]])
+            args.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
     for engine in engines.values():
         engine.close()
-    if args.json is not None:
-        command = " ".join(["benchmarks/speculation.py", *sys.argv[1:]])
-        args.json.write_text(json.dumps({"command": command, "rows": rows}, indent=1))
 
 
 def engine_of(args: argparse.Namespace, config: str | None, empty: Path, longest: int) -> Any:
