@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from .errors import InvalidSetup
 
 PRIOR = 0.5
-"""The chance of a draft before one was seen. The first trials are under way before their results are known, so a higher
-one costs more where drafts are wrong."""
+"""The chance of a row's first draft before one was seen. The first trials are under way before their results are
+known, so a higher chance costs more where drafts are wrong."""
 REMEMBERED = 32
 """Rows over which a chance is averaged."""
 PROBING = 0.004
@@ -42,15 +42,19 @@ class Worth:
         if not levels or levels[0] < 1 or list(levels) != sorted(set(levels)):
             raise InvalidSetup(f"levels {list(levels)}: give numbers from 1 on, ascending")
         self._levels = tuple(levels)
-        self._chances = [PRIOR] * levels[-1]  # of a draft, where those before it were accepted
+        self._chances = [PRIOR] * levels[-1]  # of drafts that were tried
         self._tried = [0] * levels[-1]
         self._time = self._loss = 0.0
         self._credit = 0.0  # seconds that trials of drafts may lose
 
     @property
     def chances(self) -> Sequence[float]:
-        """The chance of the first, second, ... draft of a row, where those before it are accepted."""
-        return tuple(self._chances)
+        """The chance of the first, second, ... draft of a row, where those before it are accepted. One that was never
+        tried is as likely as the one before it."""
+        found = [PRIOR]
+        for chance, tried in zip(self._chances, self._tried, strict=True):
+            found.append(chance if tried else found[-1])
+        return tuple(found[1:])
 
     def choose(self, available: Sequence[int], rows: int, cost: Callable[[int], float | None]) -> int:
         """The most drafts of a row in the next step, 0 or a level.
@@ -61,14 +65,14 @@ class Worth:
         plain = cost(0)
         if not available or plain is None or self._loss > LOSS * (self._time + ADVANCE * plain):
             return 0
-        best, best_rate = 0, rows / plain
+        chances, best, best_rate = self.chances, 0, rows / plain
         for level in self._levels:
-            if math.prod(self._chances[:level]) < LEAST:
+            if math.prod(chances[:level]) < LEAST:
                 break
             seconds = cost(level)
             if seconds is None:
                 return level
-            rate = (rows + self._expected(available, level)) / max(seconds, CHEAPEST * plain)
+            rate = (rows + _expected(available, chances[:level])) / max(seconds, CHEAPEST * plain)
             if rate > best_rate:
                 best, best_rate = level, rate
             if level >= max(available):
@@ -79,24 +83,16 @@ class Worth:
         tries = least is None or self._credit >= max(least, CHEAPEST * plain) - plain
         return self._levels[0] if tries else 0
 
-    def _expected(self, available: Sequence[int], level: int) -> float:
-        """Drafts that are accepted, of rows with up to `level`."""
-        found, chance = 0.0, 1.0
-        for place in range(level):
-            chance *= self._chances[place]
-            found += chance * sum(count > place for count in available)
-        return found
-
     def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
         """Rows had drafts. counts: the number of rows by (drafts, accepted ones). A draft counts if it followed
         accepted ones only."""
-        for place in range(len(self._chances)):
+        for place, chance in enumerate(self.chances):
             tried = sum(rows for (drafts, right), rows in counts.items() if place < drafts and place <= right)
             if tried:
                 accepted = sum(rows for (_, right), rows in counts.items() if place < right)
                 self._tried[place] += tried
                 weight = tried / max(tried, min(self._tried[place] + 1, REMEMBERED))
-                self._chances[place] += (accepted / tried - self._chances[place]) * weight
+                self._chances[place] = chance + (accepted / tried - chance) * weight
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float) -> None:
         """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts."""
@@ -109,3 +105,12 @@ class Worth:
         most = PROBING * STEPS * plain
         # A trial that brings tokens pays for the next, so drafts that begin to be right are soon seen.
         self._credit = min(max(self._credit + PROBING * plain + worth - seconds, -most), most)
+
+
+def _expected(available: Sequence[int], chances: Sequence[float]) -> float:
+    """Drafts that are accepted, of rows with up to as many as there are chances."""
+    found, chance = 0.0, 1.0
+    for place, one in enumerate(chances):
+        chance *= one
+        found += chance * sum(count > place for count in available)
+    return found
