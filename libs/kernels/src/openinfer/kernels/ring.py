@@ -1,11 +1,12 @@
-"""The product of one token by a ring of weights in shared memory: device/ring.cu and device/ring_groups.cu."""
+"""The product of a few tokens by a ring of weights in shared memory (device/ring.cu), and of one token with codes
+(device/ring_groups.cu)."""
 
 from __future__ import annotations
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
-from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, launch_cuda
+from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, launch_cuda, power_of_two
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import RING_COLUMNS, Choice, group_ring_choice
 from openinfer.tensor import Tensor, bfloat16, float32
@@ -24,17 +25,20 @@ def ring_product(
     gated: bool = False,
     norm: tuple[Tensor, float] | None = None,
 ) -> Launch:
-    """out [1, N] = x [1, K] @ weight [N, K]^T in bf16, by `c.warps` warps and a ring of `c.stages` times `c.bn` rows.
+    """out [M, N] = x [M, K] @ weight [N, K]^T in bf16, by `c.warps` warps and a ring of `c.stages` times `c.bn` rows.
+    M is at most RING_TOKENS.
 
     `norm`: a gain in bf16 or float32, and eps; x is normalised first. No normalised value is rounded.
     """
-    n, k = out.shape[1], weight.shape[1]
+    (m, n), k = out.shape, weight.shape[1]
     gain, eps = norm or (x, 0.0)
     programs = min(num_sms, n)
     most, rows = -(-n // programs), c.bn // 2 if gated else c.bn
     turns = -(-most // rows)
     args: dict[str, Arg] = {"out": out, "x": x, "gain": gain, "weight": weight, "N": Aligned(n), "eps": eps}
     constants = {
+        "TOKENS": m,
+        "PADDED": power_of_two(m),
         "WARPS": c.warps,
         "CHUNKS": k // RING_COLUMNS // c.warps,
         "ROWS": c.bn,
@@ -46,7 +50,7 @@ def ring_product(
         "GATED": gated,
         "FLOAT": out.dtype == float32,
     }
-    sums = turns * c.bn * (c.warps | 1) + c.warps
+    sums = turns * c.bn * power_of_two(m) * (c.warps | 1) + c.warps * m
     return launch_cuda(
         _DEVICE,
         "ring.cu",

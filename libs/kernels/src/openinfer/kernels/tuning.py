@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from openinfer.kernels.cache_folder import check_owner, digest, make_private, unfinished
 from openinfer.kernels.errors import InvalidTable
+from openinfer.kernels.launch import power_of_two
 from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
 
@@ -109,6 +110,8 @@ def choose(target: Target, op: str, m: int, n: int, k: int) -> Choice:
     return rule(target, op, m, n, k)
 
 
+RING_TOKENS = 4
+"""The most tokens of a product by a ring. Its warps hold their parts of all tokens in registers."""
 RING_COLUMNS = 256
 """Columns that a warp of a ring multiplies at once."""
 RING_STAGE = 43 << 10
@@ -127,19 +130,19 @@ it (docs/lessons.md)."""
 
 
 def ring_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | None:
-    """The ring for a product of one token, or None where its kernel does not take it. The head's rows are too many for
+    """The ring for a product of few tokens, or None where its kernel does not take it. The head's rows are too many for
     the sums that a program keeps."""
-    if not target.nvrtc or target.arch != 90 or m != 1 or op == "logits" or k % RING_COLUMNS:
+    if not target.nvrtc or target.arch != 90 or m > RING_TOKENS or op == "logits" or k % RING_COLUMNS:
         return None
     chunks = k // RING_COLUMNS
     warps = max((w for w in range(4, 21) if chunks % w == 0 and chunks // w <= 5), default=0)
-    if not warps:
+    if not warps or (m > 1 and m * (chunks // warps) > 2 * RING_TOKENS):
         return None
     rows, fewest = 8, 2 if op == "gate_up_silu" else 1
     while rows > fewest and rows * k * 2 > RING_STAGE:
         rows //= 2
     most = -(-n // target.num_sms)  # rows of a program
-    sums = (most + rows) * (warps + 2) * 4
+    sums = (most + rows) * (warps + 2) * 4 * power_of_two(m)
     room = min(RING_BYTES, shared_bytes(target.arch) - sums - 2048, int(most * k * 2 * RING_PART))
     return Choice("ring", 1, rows, RING_COLUMNS, 1, warps, max(2, room // (rows * k * 2)))
 

@@ -75,17 +75,26 @@ __device__ __forceinline__ void finish(void* out, size_t at, float value, float 
 }
 
 // The sums over the lanes of a warp of N values a lane. Lane 32 / N * i has the i-th.
-template <int N>
+template <int N, int BIT = 16>
 __device__ __forceinline__ float sums(float (&value)[N], int lane) {
+  if constexpr (N > 8) {  // the loop below would not be unrolled
+    float half[N / 2];
 #pragma unroll
-  for (int count = N, bit = 16; count > 1; count /= 2, bit /= 2)
+    for (int i = 0; i < N / 2; i++) {
+      float give = lane & BIT ? value[i] : value[i + N / 2], keep = lane & BIT ? value[i + N / 2] : value[i];
+      half[i] = keep + __shfl_xor_sync(~0u, give, BIT);
+    }
+    return sums<N / 2, BIT / 2>(half, lane);
+  }
+#pragma unroll
+  for (int count = N, bit = BIT; count > 1; count /= 2, bit /= 2)
 #pragma unroll
     for (int i = 0; i < count / 2; i++) {
       float give = lane & bit ? value[i] : value[i + count / 2], keep = lane & bit ? value[i + count / 2] : value[i];
       value[i] = keep + __shfl_xor_sync(~0u, give, bit);
     }
 #pragma unroll
-  for (int bit = 16 / N; bit; bit /= 2) value[0] += __shfl_xor_sync(~0u, value[0], bit);
+  for (int bit = BIT / N; bit; bit /= 2) value[0] += __shfl_xor_sync(~0u, value[0], bit);
   return value[0];
 }
 
