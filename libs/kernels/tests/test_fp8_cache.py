@@ -403,7 +403,7 @@ def test_kernels_compile_and_fit(cubins, rng, normal, arch, sms):
     store.prepare(pack.specs())
     assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(arch)
     names = {spec.function for spec in pack.specs()}
-    assert names == {"attend_new", "attend_long", "attend_short", "qk_norm_rope_write"}
+    assert names == {"attend_new", "attend_long", "attend_short", "attend_split", "qk_norm_rope_write"}
 
 
 def test_prompts_take_the_kernel_for_any_gpu(rng, normal):
