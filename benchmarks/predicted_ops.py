@@ -26,13 +26,22 @@ from openinfer.kernels.speeds import FOLDER, dump_lines
 
 FILE = FOLDER / "nvidia_h200.json"
 LEDGERS = {
+    2: "ops-deepseek_v4-flash-rank-of-2-2026-11-23-h200.json",
     4: "ops-deepseek_v4-flash-rank-of-4-2026-11-22-h200.json",
     8: "ops-deepseek_v4-flash-rank-of-8-2026-11-22-h200.json",
 }
 """Files of benchmarks/results, by the GPUs that share V4-Flash."""
 SHARED = ("norm_linear", "embed", "expand_rows", "select_rows", "sample", "top_logprobs", "advance")
 """Ops of other models too. They have the one line for all ops, which was fitted to steps of those models."""
-POINTS = ("decode:1,4096", "decode:8,4096", "decode:32,4096", "decode:128,4096", "prefill:4096")
+POINTS = (
+    "decode:1,4096",
+    "decode:8,4096",
+    "decode:32,4096",
+    "decode:128,4096",
+    "prefill:4096",
+    "prefill:1024",
+    "prefill:2048",
+)
 
 
 def calls() -> dict[str, list[MeasuredCalls]]:

@@ -26,13 +26,19 @@ from openinfer.kernels import GPUS, H200, Figures, Parts
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
-RUNS = {
-    "qwen3-4b/2026-11-22-h200-serve.json": "qwen3-4B",
-    "serve-minute-qwen3-4b-2026-11-21-h200.json": "qwen3-4B",
-    "qwen3_5-4b/2026-11-22-h200-serve.json": "qwen3_5-4B",
+TWO_RANKS = ("--max-num-seqs", "128", "--max-model-len", "8192")
+RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "qwen3-4b/2026-11-22-h200-serve.json": ("qwen3-4B", 1, ()),
+    "serve-minute-qwen3-4b-2026-11-21-h200.json": ("qwen3-4B", 1, ()),
+    "qwen3_5-4b/2026-11-22-h200-serve.json": ("qwen3_5-4B", 1, ()),
+    "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, TWO_RANKS),
 }
+"""The model, GPUs and flags of each run of servers."""
 TWO_GPUS = "two-gpus-2026-11-23-h200.json"
-ONE_OF_SEVERAL = "rank-deepseek_v4-flash-2026-11-22-h200.json"
+ONE_OF_SEVERAL = (
+    "rank-deepseek_v4-flash-of-2-2026-11-23-h200.json",
+    "rank-deepseek_v4-flash-2026-11-22-h200.json",
+)
 STEP_RUNS = {
     "Qwen3-4B, 2 ranks": ("qwen3-4B", 2, ()),
     "Qwen3-32B, 1 rank": ("qwen3-32B", 1, ()),
@@ -40,7 +46,7 @@ STEP_RUNS = {
     "V4-Flash, 43 layers, 2 ranks": (
         "deepseek_v4-Flash",
         2,
-        ("--max-num-seqs", "128", "--max-model-len", "8192"),
+        TWO_RANKS,
     ),
 }
 """The model, GPUs and flags of the steps of TWO_GPUS, by their names there."""
@@ -75,9 +81,9 @@ class Figure(NamedTuple):
 
 def rows() -> Iterator[tuple[str, Point, float, list[Figure]]]:
     """Each recorded row: its model, the predicted point, the measured requests a second, the figures."""
-    for file, model in RUNS.items():
-        _, asked = bench_recipe.parse([model], "plan", __doc__, lambda parser: None, named=True)
-        server = Server.of(asked, H200, GPUS[H200.gpu], 1)
+    for file, (model, gpus, flags) in RUNS.items():
+        _, asked = bench_recipe.parse([model, *flags], "plan", __doc__, lambda parser: None, named=True)
+        server = Server.of(asked, H200, GPUS[H200.gpu], gpus)
         for result in json.loads((RESULTS / file).read_text())["results"]:
             rate = float(result["request_rate"])
             names = ("num_prompts", "max_concurrency", "input_len", "output_len", "seed")
@@ -87,7 +93,8 @@ def rows() -> Iterator[tuple[str, Point, float, list[Figure]]]:
                 for what in ("ttft", "tpot")
                 for p in LIMITS
             ]
-            yield model, point, result["requests_per_s"], found
+            name = model if gpus == 1 else f"{model}, {gpus} GPUs"
+            yield name, point, result["requests_per_s"], found
 
 
 def table() -> str:
@@ -125,8 +132,8 @@ def steps(figures: Figures = GPUS[H200.gpu]) -> Iterator[tuple[str, str, float, 
                     predicted(made, result["point"], gpus, figures),
                     measured,
                 )
-    made = {gpus: outline("deepseek_v4-Flash", gpus, ONE_RANK) for gpus in (4, 8)}
-    for result in json.loads((RESULTS / ONE_OF_SEVERAL).read_text())["figures"]:
+    made = {gpus: outline("deepseek_v4-Flash", gpus, ONE_RANK) for gpus in (2, 4, 8)}
+    for result in (r for file in ONE_OF_SEVERAL for r in json.loads((RESULTS / file).read_text())["figures"]):
         gpus, words = result["ranks"], result["step"].split()
         point = f"decode:{words[1]},{words[3]}" if words[0] == "decode" else f"prefill:{words[2]}"
         name = f"deepseek_v4-Flash, the part of 1 of {gpus} GPUs without collectives"

@@ -241,6 +241,10 @@ def test_ids_only_without_a_tokenizer(start: Any) -> None:
     assert body["choices"][0]["token_ids"] == [6, 7]
     assert body["choices"][0]["text"] == ""
     assert body["choices"][0]["logprobs"]["tokens"] == ["token_id:6", "token_id:7"]
+    own = bare.post("/v1/completions", prompt=[5], max_tokens=2).json()["choices"][0]
+    assert own["token_ids"] == [6, 7]  # there is no text, so ids are what a client gets
+    parts, _ = streamed(bare, prompt=[5], max_tokens=3)
+    assert [token for part in parts for token in part["token_ids"]] == [6, 7, 8]
     for path, fields, param in (
         ("/v1/completions", {"prompt": "text"}, "prompt"),
         ("/v1/completions", {"prompt": [5], "stop": "x"}, "stop"),

@@ -86,7 +86,7 @@ def _plan(argv: list[str], args: argparse.Namespace, asked: Asked) -> int:
     print(plan_text.advice(first, best, objectives))
     if any(one.server.gpus > 1 for one in variants):
         print(
-            "(several GPUs: steps and collectives were measured, no server was; docs/planning.md has the errors)"
+            "(several GPUs: a server was measured with V4-Flash on two, else steps; docs/planning.md has the errors)"
         )
     if args.plot:
         plan_text.plot(variants, args.plot)

@@ -64,7 +64,7 @@ class Prediction(NamedTuple):
         for call in calls:
             speed = figures.speed(call.op.name, call.tokens, len(call.commands))
             line = _line(call, tokens, rows, speed)
-            fixed += call.times * (speed.kernel_s + _link_s(line.none, figures, ranks))
+            fixed += call.times * (speed.kernel_s + _link_s(call, line.none, figures, ranks))
             if not _is_line(call, line, tokens, rows):
                 bent.append((call, speed))
             elif not any((*line.row, *line.token, *line.pair)):
@@ -112,12 +112,16 @@ class Parts(NamedTuple):
             cost = call.cost(workload)
             speed = figures.speed(call.op.name, call.tokens, len(call.commands))
             memory, compute = cost.bytes / speed.bytes_per_s, cost.flops / speed.flops_per_s
+            launches = min(speed.kernel_s, len(call.commands) * figures.fitted.kernel_s)
+            rest = (
+                speed.kernel_s - launches
+            )  # of an op with a line: work that grows with neither bytes nor FLOPs
             if memory >= compute:
-                memory_s += call.times * memory
+                memory_s += call.times * (memory + rest)
             else:
-                compute_s += call.times * compute
-            kernels_s += call.times * speed.kernel_s
-            link_s += call.times * _link_s(cost, figures, ranks)
+                compute_s += call.times * (compute + rest)
+            kernels_s += call.times * launches
+            link_s += call.times * _link_s(call, cost, figures, ranks)
         return cls(memory_s, compute_s, kernels_s, link_s)
 
 
@@ -140,13 +144,15 @@ def predictions(
     return {shape: Prediction.of(calls, shape[0], shape[1], figures, ranks) for shape, calls in steps.items()}
 
 
-def _link_s(cost: Cost, figures: Figures, ranks: int) -> float:
-    """Seconds that a call's bytes take to the other GPUs; 0 for a call that sends none. One of its kernels is the
-    collective."""
+def _link_s(call: Call, cost: Cost, figures: Figures, ranks: int) -> float:
+    """Seconds that a call's bytes take to the other GPUs; 0 for a call that sends none.
+
+    Without a line of its own, one of the call's kernels is the collective. Lines of ops were measured without it."""
     if not cost.link:
         return 0.0
     link = figures.link(ranks)
-    return max(0.0, link.call_s - figures.fitted.kernel_s) + cost.link / link.bytes_per_s
+    counted = 0.0 if call.op.name in figures.ops else figures.fitted.kernel_s
+    return max(0.0, link.call_s - counted) + cost.link / link.bytes_per_s
 
 
 def _line(call: Call, tokens: int, rows: int, speed: Speed) -> _Varying:

@@ -175,7 +175,7 @@ def make_plan(
         more_stop_ids=frozenset((body.stop_token_ids or ())[MAX_STOP_TOKEN_IDS:]),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
-        return_token_ids=bool(body.return_token_ids),
+        return_token_ids=tokenizer is None if body.return_token_ids is None else body.return_token_ids,
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
