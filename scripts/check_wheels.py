@@ -34,6 +34,8 @@ LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "fr
 IMPORT_LIMIT = 5.0
 """CPU time of an import in imports of asyncio, which take 20 ms on one machine and 60 on a slow or busy one."""
 EXAMPLE = "llama"
+PYTEST = "import gc, sys, pytest; gc.set_threshold(20_000); sys.exit(pytest.main())"
+"""Engines make millions of objects that stay. With the usual threshold, the collector looks at them again and again."""
 INSTALL = ("--quiet", "--no-compile")
 """Most modules of an environment are never imported, and to compile all of them takes a third of the time."""
 LEFT_OUT = ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE")
@@ -271,7 +273,7 @@ def run_tests(python: str, project: Path, folder: Path, report: Path | None = No
     )
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-m", "not slow"]
     options += [f"--junitxml={report}"] if report else []
-    output = command("tests", [python, "-m", "pytest", *options, "tests"], cwd=copy.parent)
+    output = command("tests", [python, "-c", PYTEST, *options, "tests"], cwd=copy.parent)
     line = output.strip().splitlines()[-1].strip("= ")
     if not re.search(r"\d+ passed", line):
         raise CheckFailed(f"no test passed: {line}")

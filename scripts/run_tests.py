@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from check_wheels import PYTEST
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = ("tensor", "kernels", "graph", "kvpool", "sampler", "scheduler", "frontend")
 RECIPES = sorted(path.parent.name for path in (ROOT / "recipes/src/openinfer/recipes").glob("*/__init__.py"))
@@ -54,8 +56,6 @@ ENVIRONMENT = {
     for name, value in {"OPENBLAS_NUM_THREADS": "1", **os.environ}.items()
     if name != "PYTHONDONTWRITEBYTECODE"
 }
-# Engines make millions of objects that stay. With the usual threshold, the collector looks at them again and again.
-PYTEST = "import gc, sys, pytest; gc.set_threshold(20_000); sys.exit(pytest.main())"
 T = TypeVar("T")
 SAY_EVERY_S = 10.0
 LIMIT_S = 3600  # a suite that hangs must not take all of CI's time
