@@ -23,8 +23,6 @@ from .transport import Record, runs
 log = logging.getLogger("openinfer.kvpool")
 
 MEET_S = 5.0
-_MADV_POPULATE_READ = 22
-_madvise = ctypes.CDLL(None).madvise
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
@@ -119,10 +117,7 @@ def _map(name: str) -> Array:
     if not files:
         raise ConnectionError("it gave no descriptor of its memory")
     try:
-        memory = np.frombuffer(mmap.mmap(files[0], 0, prot=mmap.PROT_READ), np.uint8)
+        return np.frombuffer(mmap.mmap(files[0], 0, prot=mmap.PROT_READ), np.uint8)
     finally:
         for file in files:
             os.close(file)
-    # All pages at once: to fault each in at its first copy takes longer than the copy. Old kernels refuse it.
-    _madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes), _MADV_POPULATE_READ)
-    return memory
