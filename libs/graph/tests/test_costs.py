@@ -31,6 +31,17 @@ def test_a_prediction_has_the_present_cached_tokens():
     assert costs.decode(3, 0) == pytest.approx(4 + 20 + 2)
 
 
+def test_beside_prompts_any_number_of_drafts_costs_as_the_most():
+    """A step with prompts is recorded for the most drafts of a row."""
+    costs = made(predicted=False)
+    for drafts in (0, 1):
+        for _ in range(4):
+            costs.took(BUCKETS.choose(16, 4, drafts=drafts), 3.0 + drafts)
+    assert costs.decode(3, 0, (10, 1)) == 3.0
+    assert costs.decode(3, 1, (10, 1)) == costs.decode(3, 2, (7, 1)) == 4.0
+    assert costs.decode(3, 1) is None
+
+
 def test_steps_that_take_longer_correct_their_shape_first():
     costs, shape = made(), BUCKETS.choose(8, 8)
     for _ in range(60):

@@ -125,7 +125,7 @@ def test_drafts_leave_room_for_a_prompt():
 
 def test_drafts_that_do_not_pay_are_left_out():
     """Layers draft for the step after the next, so a change of mind comes a step late."""
-    costs = SimpleNamespace(decode=lambda rows, drafts: 1.0 + 0.4 * drafts)
+    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: 1.0 + 0.4 * drafts)
     drafting, seq = Drafting(BUCKETS, None, costs), seq_of([1, 2, 3])
     assert drafting.launched() == 3  # the first chunk of a prompt
     for _ in range(2):  # asked again, because the step could not be launched
@@ -149,7 +149,7 @@ def test_drafts_that_do_not_pay_are_left_out():
 
 
 def test_a_drafter_of_the_host_is_tried_again():
-    costs = SimpleNamespace(decode=lambda rows, drafts: 1.0 + 0.5 * drafts)
+    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: 1.0 + 0.5 * drafts)
     drafting, seq = Drafting(BUCKETS, lambda: NGram(2, 3), costs), seq_of([5, 6, 7, 5, 6])
     for _ in range(100):
         drafting.saw({(3, 0): 1})
@@ -157,6 +157,18 @@ def test_a_drafter_of_the_host_is_tried_again():
     for _ in range(200):
         drafting.worth.spent(1, 0, 1.0, 1.0)
     assert drafting.num_drafts(view_of(seq)) == {seq: 1}
+
+
+def test_a_step_is_expected_to_have_the_prompts_of_the_last():
+    asked = []
+    costs = SimpleNamespace(decode=lambda rows, drafts, chunks: asked.append(chunks) or 1.0)
+    drafting, seqs = Drafting(BUCKETS, None, costs), [seq_of([1]) for _ in range(3)]
+    rows = [Row(seqs[0], 1, True, None), Row(seqs[1], 7, True, 0), Row(seqs[2], 5, False, 0)]
+    for step in (Step(1, rows, True, 1, (), (), (), {}), Step(2, rows[:1], True, 1, (), (), (), {})):
+        drafting.level(step, may_lag=False)
+        drafting.num_drafts(view_of(*seqs))
+    assert asked[0] == (12, 2)
+    assert asked[-1] == (0, 0)
 
 
 def test_a_step_after_one_with_drafts_has_their_shape_where_states_lag_behind():

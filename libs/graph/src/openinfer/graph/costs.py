@@ -36,10 +36,12 @@ class StepCosts:
     _ratio: float = 1.0  # of all shapes
     _predicted: dict[Shape, tuple[int, float]] = field(default_factory=dict)  # cached tokens, and seconds
 
-    def decode(self, rows: int, drafts: int) -> float | None:
-        """Seconds of a step in which each of `rows` decode rows has `drafts` drafts; None: not known yet."""
-        tokens = min(rows * (1 + drafts), self.buckets.max_tokens)
-        return self.seconds(self.buckets.choose(tokens, rows, drafts=drafts, chunks=False))
+    def decode(self, rows: int, drafts: int, chunks: tuple[int, int] = (0, 0)) -> float | None:
+        """Seconds of a step in which each of `rows` decode rows has `drafts` drafts; None: not known yet. chunks:
+        tokens and rows of the prompts beside them."""
+        tokens = min(rows * (1 + drafts) + chunks[0], self.buckets.max_tokens)
+        rows = min(rows + chunks[1], self.buckets.max_rows)
+        return self.seconds(self.buckets.choose(tokens, rows, drafts=drafts, chunks=chunks[1] > 0))
 
     def seconds(self, shape: Shape) -> float | None:
         """Seconds of a step of a shape with the present cached tokens; None: not known yet."""

@@ -63,6 +63,8 @@ class Drafting:
     """Slots whose state lags behind by drafts of their last step (model.States)."""
     unsettled: bool = False
     """Whether the next step may have another shape than the last, though its rows and drafts are the same."""
+    chunks: tuple[int, int] = (0, 0)
+    """Tokens and rows of the last step's prompts. The next step is expected to have as many."""
     worth: Worth = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,8 +90,8 @@ class Drafting:
     def level(self, step: Step[Sampling], may_lag: bool) -> int:
         """The drafts of a step's shape: the most of a row, or 1 if a row must catch up. may_lag: the model has States.
         Called for each step whose rows or drafts have changed, and for a step that follows an unsettled one."""
-        most = max(step.drafts.values(), default=0)
-        self.unsettled = False
+        most, prompts = max(step.drafts.values(), default=0), step.rows[step.num_decode :]
+        self.chunks, self.unsettled = (sum(row.num_tokens for row in prompts), len(prompts)), False
         if may_lag and (most or self.lagging):
             slots = {row.seq.slot for row in step.rows}
             most = most or int(not self.lagging.isdisjoint(slots))
@@ -113,7 +115,7 @@ class Drafting:
 
     def _cost(self, rows: int) -> Callable[[int], float | None]:
         costs = self.costs
-        return (lambda level: 1.0) if costs is None else partial(costs.decode, rows)
+        return (lambda level: 1.0) if costs is None else partial(costs.decode, rows, chunks=self.chunks)
 
     def _fitting(self, found: Mapping[Seq[Sampling], int], rows: int, most: int) -> dict[Seq[Sampling], int]:
         """At most `most` drafts a row, and room for a prompt's token."""
