@@ -185,7 +185,7 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(rn
         attend(pack, **{k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()})
         decoding, prompts = pack.calls[0].commands
         assert [(c.spec.function, c.branch) for c in (decoding, prompts)] == [
-            ("attend_short", 1),
+            ("attend_split", 1),
             ("attend_split", 2),
         ]
         assert not {*scratches(decoding)} & {*scratches(prompts)}
@@ -276,12 +276,13 @@ def test_few_kernels_serve_all_steps_of_a_model(arena):
         (512, 512, 64),
     ]:
         attend(pack, **call(arena, tokens, rows, 32, longest))
-    kernels = [(s.function, dict(s.constants)["BN"]) for s in pack.specs() if s.function == "attend_short"]
-    assert kernels == [
-        ("attend_short", 64),
-        ("attend_short", 128),
-        ("attend_short", 32),
-    ]  # few, more, most of an SM
+    tiles = [(s.function, c["BM"], c["BN"]) for s in pack.specs() for c in [dict(s.constants)]]
+    assert [tile for tile in tiles if tile[1] == 16] == [
+        ("attend_short", 16, 64),
+        ("attend_short", 16, 128),
+        ("attend_split", 16, 128),
+        ("attend_split", 16, 128),
+    ]  # few, more, beside rows of more tokens
     assert {s.function for s in pack.specs()} == {"attend_short", "attend_split", "attend_prompt"}
 
 
@@ -421,7 +422,7 @@ def test_prompts_of_any_shape_on_gpu(check_op_gpu, gpu, rng, normal, page_size, 
 @pytest.mark.parametrize("window", [0, 40])
 def test_a_small_prompt_on_gpu(check_op_gpu, gpu, rng, normal, monkeypatch, window):
     """The Gluon kernel on a prompt of two blocks of keys: a key that is seen too many or too few shows."""
-    monkeypatch.setattr(long_attention, "HOPPER_TOKENS", 1)
+    monkeypatch.setattr(long_attention, "SPLIT_TOKENS", 1)
     args = step(rng, normal, [70, 140], [0, 20], heads=4, kv_heads=1, dim=128, window=window)
     pack = NullPack(gpu[0])
     pack.run(attend, {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, Target, attention, norm_rope_attend
-from openinfer.tensor import Tensor, bfloat16, float32
+from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
 WRITTEN = 4e-3
@@ -103,6 +103,22 @@ def test_long_rows_among_others_share_the_spare_parts(check_op, rng, normal, mon
     lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 700, 63, 9, 64, 300, 130]
     args = step(rng, normal, lengths, before, dead=(5,), tokens=7, max_q_len=1, window=window)
     check(check_op, args, target=Target(90, 1, interpreted=True))
+
+
+@pytest.mark.parametrize(("rows", "items"), [(20, 49), (32, 49), (40, 49), (48, 80), (64, 96), (256, 288)])
+def test_spare_parts_fit_a_wave_where_that_leaves_enough(arena, plan, rows, items):
+    def of(*shape, dtype=bfloat16):
+        return arena.alloc(shape, dtype)
+
+    by_row = {name: of(rows, dtype=int32) for name in ("positions", "token_slots", "slots")}
+    by_slot = {name: of(300, dtype=int32) for name in ("seq_lens", "alive")}
+    made = plan(
+        norm_rope_attend, out=of(rows, 4096), kv=of(9, 36, 2, 8, 16, 128)[:, 7], qkv=of(rows, 6144), q_norm=of(128),
+        k_norm=of(128), cos_sin=of(64, 2, 64, dtype=float32), q_starts=of(rows + 1, dtype=int32),
+        block_tables=of(300, 2560, dtype=int32), eps=1e-6, scale=0.1, window=0, max_q_len=1, **by_row, **by_slot,
+    )  # fmt: skip
+    (command,) = made.calls[0].commands
+    assert command.grid == (8, items, 1)
 
 
 def test_decode_with_empty_and_dead_rows(check_op, rng, normal):

@@ -20,7 +20,7 @@ from openinfer.kernels.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.long_attention import hopper_tile, long_rows
+from openinfer.kernels.long_attention import hopper_tile, long_rows, single_tokens
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
@@ -47,6 +47,13 @@ LARGE_PART = 4096
 SPARE_PARTS = 32
 """Extra parts for long rows in a decode step whose rows fill the GPU already. They must be few, because a program
 without work still takes one of the few places on an SM for a while (docs/lessons.md)."""
+FEWEST_SPARE_PARTS = 8
+
+
+def spare_parts(choice: Choice, call: Call) -> int:
+    """Extra parts of a decode step: those that make one wave of three programs an SM, if they are enough."""
+    places = 3 * choice.num_sms // call.kv_heads - call.rows
+    return places if FEWEST_SPARE_PARTS <= places < SPARE_PARTS else SPARE_PARTS
 
 
 def split(target: Target, rows: int, kv_heads: int, table_tokens: int, bn: int) -> tuple[int, int]:
@@ -139,9 +146,9 @@ def choose(target: Target, call: Call) -> Choice:
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     """The launches of a call.
 
-    Rows of few tokens go to one kernel, which splits their keys. Other rows go to another kernel, which zeroes the
-    tokens after the last row. A step may have both kernels side by side. Programs for prompts take a whole SM each. So
-    programs of decode rows go first, and programs of prompts take the SMs that the last wave of these leaves.
+    Where all rows have few tokens, one kernel splits their keys. Else rows of one token and other rows are two launches
+    side by side, of which the second zeroes the tokens after the last row. Programs for prompts take a whole SM each.
+    So programs of decode rows go first, and programs of prompts take the SMs that the last wave of these leaves.
     """
     if choice.only_long:
         return [long_rows(call, choice, short=0)]
@@ -151,11 +158,7 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
         return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
         return [long_rows(call, choice, short=0)]
-    decoding, prompts = (
-        _short_rows(call, choice, choice.short, short=1, tokens=0),
-        long_rows(call, choice, short=1),
-    )
-    return list(beside([decoding], [prompts]))
+    return list(beside([single_tokens(call, choice)], [long_rows(call, choice, short=1)]))
 
 
 def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: int) -> Launch:
@@ -199,7 +202,7 @@ def new_tokens(
     """
     group, merged = call.group, power_of_two(call.group)
     filling = choice.part_size == LARGE_PART and choice.splits > 1
-    items = (call.rows + SPARE_PARTS, 1) if filling else (call.rows, choice.splits)
+    items = (call.rows + spare_parts(choice, call), 1) if filling else (call.rows, choice.splits)
     parts = (call.kv_heads, math.prod(items), group)
     args = {
         "out": call.args["out"],
@@ -225,6 +228,8 @@ def new_tokens(
         **call.without,
         "PAIRS": choice.pairs,
     }
-    tile = choice.short
-    grid = (call.kv_heads, *items)
-    return launch(_DECODE, "attend_new", grid, args, constants, num_warps=tile.warps, num_stages=tile.stages)
+    tile, grid = choice.short, (call.kv_heads, *items)
+    warps = tile.warps
+    if (tile.bn, tile.stages) == (64, 5) and choice.splits == 1 and call.dim <= 128:
+        warps = 2  # between one and two programs an SM, for which half of the threads are enough (docs/lessons.md)
+    return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=tile.stages)

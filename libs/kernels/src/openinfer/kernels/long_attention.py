@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from openinfer.kernels.attention_tiles import HopperTile, Tile
@@ -13,13 +14,17 @@ if TYPE_CHECKING:
     from openinfer.kernels.attention import Call, Choice
 
 SPLIT_TOKENS = 512
-"""Steps of fewer tokens read their long rows in parts. The tiles of more tokens fill the GPU."""
+"""Steps of fewer tokens read their long rows in parts. The tiles of more tokens fill the GPU, and the kernel for Hopper
+is faster for them (docs/lessons.md)."""
 
 MERGED_BY_WARP = 2048
 """Float32 numbers of parts that a warp holds while it merges them: 64 registers a thread."""
 
 LEAST_KEYS = 512
 """The fewest keys of a part of a long row: a program reads them in less time than a merge takes."""
+
+MOST_PARTS = 8
+"""The most parts of a tile of a long row: one program merges them, one after the other."""
 
 _DEVICE = "openinfer.kernels.device.attention"
 _HOPPER = "openinfer.kernels.device.attention_hopper"
@@ -31,17 +36,12 @@ def hopper_tile(target: Target, call: Call) -> HopperTile | None:
     if (
         not _is_matrix(target, call)
         or target.batch_invariant
-        or (call.tokens < HOPPER_TOKENS and call.dim < 256)
+        or call.tokens < SPLIT_TOKENS
         or call.dim not in (64, 128, 256)
         or call.group > HopperTile.bm
     ):
         return None
     return HopperTile(128 if call.dim <= 128 else 64, 2, in_turn=False, resident=True)
-
-
-HOPPER_TOKENS = 512
-"""The fewest tokens of a step for which the kernel for Hopper is the faster one with heads of up to 128. With heads of
-256 it is faster with 128 tokens already (docs/lessons.md)."""
 
 
 def _is_matrix(target: Target, call: Call) -> bool:
@@ -77,29 +77,60 @@ def long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
     )
 
 
+def single_tokens(call: Call, choice: Choice) -> Launch:
+    """Rows of one token beside rows of more. Their keys are dealt on the device, because a bucket has many more rows
+    than most of its steps. So the tile is that of many rows."""
+    tile = choice.short if call.dim > 128 or choice.short.stages < 5 else Tile(choice.short.bm, 128, 4, 3)
+    deal = Deal(over=0, most=1, room=max(1, 2 * choice.num_sms // call.kv_heads), least=256, parts=16)
+    return _split(call, tile, deal, choice, tiles=call.rows, pairs=call.group, tokens=0)
+
+
 def _in_parts(call: Call, tile: Tile, choice: Choice, short: int) -> Launch:
     """Tiles whose keys are dealt to as many programs as the GPU has SMs."""
     room = max(1, choice.num_sms // call.kv_heads)
+    deal = Deal(over=short, most=call.tokens, room=room, least=LEAST_KEYS, parts=MOST_PARTS)
     tiles = call.tokens // (tile.bm // call.group) + min(call.rows, call.tokens // (short + 1))
-    places = (call.kv_heads, 2 * room)
+    return _split(call, tile, deal, choice, tiles=tiles, pairs=tile.bm, tokens=call.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """How the keys of rows of more than `over` and at most `most` tokens are divided: into `room` more items than
+    there are tiles, of at least `least` keys, at most `parts` of a tile."""
+
+    over: int
+    most: int
+    room: int
+    least: int
+    parts: int
+
+
+def _split(
+    call: Call, tile: Tile, deal: Deal, choice: Choice, *, tiles: int, pairs: int, tokens: int
+) -> Launch:
+    """The launch of a division. pairs: of a tile at most."""
+    places, pairs = (call.kv_heads, 2 * deal.room), power_of_two(pairs)
     return launch(
         _SPLIT,
         "attend_split",
-        (call.kv_heads, tiles + room),
+        (call.kv_heads, tiles + deal.room),
         {
             **call.args,
             "partial": Scratch((*places, tile.bm, call.dim), float32),
             "weight": Scratch((*places, tile.bm), float32),
             "arrived": Scratch(places, int32, zeroed=True),
             "rows": call.rows,
-            "tokens": call.tokens,
-            "short": short,
-            "room": room,
-            "least": -(-LEAST_KEYS // tile.bn) * tile.bn,
+            "tokens": tokens,
+            "over": deal.over,
+            "most": deal.most,
+            "room": deal.room,
+            "least": -(-deal.least // tile.bn) * tile.bn,
+            "most_parts": deal.parts,
         },
         {
             **call.constants(tile),
-            "MERGE": max(1, MERGED_BY_WARP * tile.warps // (tile.bm * call.dim)),
+            "MR": pairs,
+            "MERGE": max(1, MERGED_BY_WARP * tile.warps // (pairs * min(call.dim, 128))),
             "SEARCH": power_of_two(call.rows),
             **call.without,
             "PAIRS": choice.pairs,

@@ -208,13 +208,14 @@ def attend_long(
 
 
 @triton.jit
-def merge_parts(partial, weight, parts, used, live, D: tl.constexpr, MR: tl.constexpr, MERGE: tl.constexpr):
-    """The parts' results in one, MERGE of them at a time, in a fixed order: float32 [MR, D]. A part has room for `used`
-    pairs, of which `live` were written."""
+def merge_parts(partial, weight, parts, used, live, D: tl.constexpr, W: tl.constexpr, MR: tl.constexpr,
+                MERGE: tl.constexpr):  # fmt: skip
+    """The parts' results in one, MERGE of them at a time, in a fixed order: float32 [MR, W], the columns from `partial`
+    on. A part has room for `used` pairs of D columns, of which `live` were written."""
     pair = tl.arange(0, MR)
     m = tl.full((MR,), LOW, tl.float32)
     l = tl.zeros((MR,), tl.float32)
-    acc = tl.zeros((MR, D), tl.float32)
+    acc = tl.zeros((MR, W), tl.float32)
     for s in range(0, parts, MERGE):
         part = s + tl.arange(0, MERGE)
         inside = (part < parts)[:, None] & (pair < live)[None, :]
@@ -224,7 +225,7 @@ def merge_parts(partial, weight, parts, used, live, D: tl.constexpr, MR: tl.cons
         top = tl.maximum(m, tl.max(share, 0))
         share = tl.exp2(share - top[None, :])
         decay = tl.exp2(m - top)
-        from_part = partial + place[:, :, None] * D + tl.arange(0, D)[None, None, :]
+        from_part = partial + place[:, :, None] * D + tl.arange(0, W)[None, None, :]
         result = tl.load(from_part, mask=inside[:, :, None], other=0.0, cache_modifier=".cg")
         acc = acc * decay[:, None] + tl.sum(result * share[:, :, None], 0)
         l = l * decay + tl.sum(share, 0)
@@ -310,7 +311,7 @@ def attend_short(
     tl.store(weight + mine, m + tl.log2(l), mask=pair < count * GROUP)
     tl.debug_barrier()  # every thread's part is written before one of them says so
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1:
-        merged = merge_parts(partial, weight, parts, used, count * GROUP, D, MR, MERGE)
+        merged = merge_parts(partial, weight, parts, used, count * GROUP, D, D, MR, MERGE)
         to = pair_places(first, head, kv_heads * GROUP, GROUP, D, MR)[:, None] + column
         live = (tl.arange(0, MR) < count * GROUP)[:, None]
         tl.store(out + to, merged.to(out.dtype.element_ty), mask=live)

@@ -205,7 +205,7 @@ def attend_new(
     tl.store(weight + mine, m + tl.log2(l), mask=pair < GROUP)
     tl.debug_barrier()  # every thread's part is written before one of them says so
     if tl.atomic_add(arrived + row * kv_heads + head, 1, sem="acq_rel") == parts - 1:
-        merged = merge_parts(partial, weight, parts, GROUP, GROUP, D, MR, MERGE)
+        merged = merge_parts(partial, weight, parts, GROUP, GROUP, D, D, MR, MERGE)
         to = pair_places(first, head, heads, GROUP, D, MR)[:, None] + wide
         tl.store(out + to, merged.to(out.dtype.element_ty), mask=(tl.arange(0, MR) < GROUP)[:, None])
         tl.store(arrived + row * kv_heads + head, 0)

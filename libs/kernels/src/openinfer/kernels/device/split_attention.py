@@ -1,6 +1,7 @@
-"""Attention of a few tokens that look back on very many keys: `attend_long` of attention.py with keys in parts.
+"""Attention with the keys of long rows in parts: the division is made on the device, from the lengths of all rows.
 
-A step of few tokens has few tiles. A program a tile would leave most of the GPU idle while a long row is read.
+A step of few tokens has few tiles. A program a tile would leave most of the GPU idle while a long row is read. How many
+rows a bucket holds, and how long they are, is known on the device alone.
 """
 
 # mypy: ignore-errors
@@ -11,14 +12,14 @@ from openinfer.kernels.device.attention import merge_parts, over_keys, pair_plac
 
 
 @triton.jit
-def _part(item, slots, q_starts, seq_lens, alive, rows, short, room, least, window, BQ: tl.constexpr, BN: tl.constexpr,
-          SEARCH: tl.constexpr):  # fmt: skip
-    """(row, tile of the row, part of the tile, keys of a part, first place for results) of an item; row = rows past the
-    last item.
+def _item(item, slots, q_starts, seq_lens, alive, rows, over, most, room, least, most_parts, window, BQ: tl.constexpr,
+          BN: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+    """(row, tile of the row, part of the tile, parts at most, keys of a part, first place of the tile's results) of an
+    item; row = rows past the last item.
 
-    A row of more than `short` tokens has a tile for every BQ of them, and each tile has the same number of parts. A
-    part has `least` keys, or more, so that there are at most `room` items more than tiles. Only a row of several parts
-    has places: one an item, and at most 2 * room in all."""
+    A row of more than `over` and at most `most` tokens has a tile for every BQ of them. Its tiles have the same number
+    of parts, at most `most_parts`. A part has `least` keys, or more, so that there are at most `room` items more
+    than tiles. Only a row of several parts has places: one an item, and at most 2 * room in all."""
     r = tl.arange(0, SEARCH)
     real = r < rows
     slot = tl.load(slots + r, mask=real, other=0)
@@ -27,31 +28,33 @@ def _part(item, slots, q_starts, seq_lens, alive, rows, short, room, least, wind
     before = tl.load(seq_lens + slot, mask=real, other=0)
     live = tl.load(alive + slot, mask=real, other=0) != 0
     keys = tl.where(live, before + count - tl.maximum(before + 1 - window, 0) // BN * BN, 1)
-    tiles = tl.where(count > short, tl.cdiv(count, BQ), 0)
+    tiles = tl.where((count > over) & (count <= most), tl.cdiv(count, BQ), 0)
     size = tl.maximum(least, tl.cdiv(tl.cdiv(tl.sum(tiles * keys, 0), room), BN) * BN)
-    parts = tl.cdiv(keys, size)
+    sizes = tl.maximum(size, tl.cdiv(tl.cdiv(keys, most_parts), BN) * BN)
+    parts = tl.cdiv(keys, sizes)
     items = tiles * parts
     row = tl.sum((real & (tl.cumsum(items, 0) <= item)).to(tl.int32), 0)
-    ahead = r < row
-    mine = item - tl.sum(tl.where(ahead, items, 0), 0)
+    ahead, mine = r < row, r == row
+    item -= tl.sum(tl.where(ahead, items, 0), 0)
     place = tl.sum(tl.where(ahead & (parts > 1), items, 0), 0)
-    count = tl.maximum(tl.sum(tl.where(r == row, parts, 0), 0), 1)
-    tile = mine // count
-    return row, tile, mine % count, size, place + tile * count
+    parts = tl.maximum(tl.sum(tl.where(mine, parts, 0), 0), 1)
+    tile = item // parts
+    return row, tile, item % parts, parts, tl.sum(tl.where(mine, sizes, 0), 0), place + tile * parts
 
 
 @triton.jit
 def attend_split(
     out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
-    table_width, page_stride, window, scale, partial, weight, arrived, rows, tokens, short, room, least,
+    table_width, page_stride, window, scale, partial, weight, arrived, rows, tokens, over, most, room, least,
+    most_parts,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MERGE: tl.constexpr, SEARCH: tl.constexpr, PAIRS: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr, SEARCH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of more than `short` tokens, and zeros for the tokens after the last row. The last part of a tile to arrive
-    merges the parts. Grid (key heads, items at most): tiles at most, and `room` more.
+    """Rows of more than `over` and at most `most` tokens, and zeros for the tokens from the last row's end to `tokens`.
+    The last part of a tile to arrive merges the parts. Grid (key heads, items at most): tiles at most, and `room` more.
 
     partial: float32 [key heads, 2 * room, BM, D], weight the same less D; arrived: int32 [key heads, 2 * room], zero
-    before and after. SEARCH: a power of two >= rows.
+    before and after. MR: a power of two, at least the pairs of a tile. SEARCH: a power of two >= rows.
     """
     BQ: tl.constexpr = BM // GROUP
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
@@ -63,8 +66,22 @@ def attend_split(
     for token in range(tl.load(q_starts + rows) + item, tokens, items):
         rest = pair_places(token, head, heads, GROUP, D, BM)[:, None] + column
         tl.store(out + rest, zero, mask=(pair < GROUP)[:, None])
-    row, tile, part, size, first_place = _part(
-        item, slots, q_starts, seq_lens, alive, rows, short, room, least, window, BQ, BN, SEARCH
+    row, tile, part, parts, size, first_place = _item(
+        item,
+        slots,
+        q_starts,
+        seq_lens,
+        alive,
+        rows,
+        over,
+        most,
+        room,
+        least,
+        most_parts,
+        window,
+        BQ,
+        BN,
+        SEARCH,
     )
     if row >= rows:
         return
@@ -111,6 +128,10 @@ def attend_split(
     if tl.atomic_add(arrived + first_place, 1, sem="acq_rel") == parts - 1:
         partial += first_place.to(tl.int64) * BM * D
         weight += first_place * BM
-        merged = merge_parts(partial, weight, parts, BM, count * GROUP, D, BM, MERGE)
-        tl.store(out + place, merged.to(out.dtype.element_ty), mask=inside)
+        W: tl.constexpr = D if D < 128 else 128
+        for c in range(0, D, W):
+            merged = merge_parts(partial + c, weight, parts, BM, count * GROUP, D, W, MR, MERGE)
+            to = pair_places(begin, head, heads, GROUP, D, MR)[:, None] + c + tl.arange(0, W)[None, :]
+            live = (tl.arange(0, MR) < count * GROUP)[:, None]
+            tl.store(out + to, merged.to(out.dtype.element_ty), mask=live)
         tl.store(arrived + first_place, 0)

@@ -141,7 +141,7 @@ def attend_gated(
     tl.store(weight + mine, m + tl.log2(l), mask=pair < GROUP)
     tl.debug_barrier()  # every thread's part is written before one of them says so
     if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == parts - 1:
-        merged = merge_parts(partial, weight, parts, GROUP, GROUP, D, MR, MERGE)
+        merged = merge_parts(partial, weight, parts, GROUP, GROUP, D, D, MR, MERGE)
         of_group = tl.arange(0, MR)
         to = pair_places(first, head, heads, GROUP, D, MR)[:, None] + column
         gate = source + (head * GROUP + of_group)[:, None] * 2 * D + D + column
