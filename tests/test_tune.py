@@ -151,5 +151,5 @@ def test_the_ways_to_add_up_are_measured_once_and_used(
     assert asked == [(2, 256, [1, 16, 300])]
     tuning._table.cache_clear()
     ways = [choose_exchange(TARGET, 2, rows, 256) for rows in (1, 2, 17, 301)]
-    assert ways == [Exchange("push", 8), Exchange("two_shot"), Exchange("two_shot"), Exchange("push")]
+    assert ways == [Exchange("push", 8), Exchange("two_shot"), Exchange("two_shot"), Exchange("push", 8)]
     assert choose_exchange(TARGET, 2, 1, 512) == Exchange("push")

@@ -31,6 +31,7 @@ from openinfer.kernels import (
     reduce_scatter,
     tuning,
 )
+from openinfer.kernels.exchange import sum_of_ranks
 from openinfer.tensor import Device, Stream, Tensor, bfloat16, float32
 
 WORKER = """
@@ -194,7 +195,8 @@ def test_a_norm_is_part_of_the_push(arena):
     target = Target(90, 132)
     for rows, kernels in (
         (128, ["push_sum"]),
-        (300, ["push_sum"] * 3),
+        (300, ["push_sum"] * 2),  # of 256 programs
+        (4096, ["push_sum"] * 16),
         (8192, ["all_reduce", "add_rows", "rms_norm"]),
     ):
         x, y, normed = (arena.alloc((rows, 4096), bfloat16) for _ in range(3))
@@ -210,6 +212,15 @@ def test_a_norm_is_part_of_the_push(arena):
         reduce_add(pack, x=x, y=y, ranks=2, norm_weight=norm["norm_weight"], eps=1e-6)
 
 
+def test_pushes_start_early_where_the_gpu_can(arena):
+    """All kernels of a sum, on sm_90 and up."""
+    x, y = (arena.alloc((300, 4096), bfloat16) for _ in range(2))
+    for arch, early in ((80, False), (90, True)):
+        commands = list(sum_of_ranks(Target(arch, 132), x, y, 2))
+        assert len(commands) > 1
+        assert {(one.early, dict(one.spec.constants)["EARLY"]) for one in commands} == {(early, early)}
+
+
 def test_the_way_to_add_up_follows_from_ranks_and_bytes(monkeypatch):
     """Two ranks send each byte once in either way. A table comes before the rule, batch invariance before both."""
     target = Target(90, 132, gpu="a GPU")
@@ -223,6 +234,14 @@ def test_the_way_to_add_up_follows_from_ranks_and_bytes(monkeypatch):
     assert [kind for (ranks, _), kind in found.items() if ranks == 8] == ["push"] * 2 + ["two_shot"] * 2 + [
         "nccl"
     ]
+    assert [tuning.choose_exchange(target, 2, rows, 4096).warps for rows in (1, 128, 129, 512)] == [
+        16,
+        16,
+        8,
+        8,
+    ]
+    much = [tuning.choose_exchange(target, 2, 2048, 4096, most << 20).kind for most in (4, 16)]
+    assert much == ["nccl", "push"]
     table = {"sum_of_ranks": {"2x4096": {"8": {"kind": "two_shot", "warps": 4}}}}
     monkeypatch.setattr(tuning, "_table", lambda gpu: table)
     tuned = Target(90, 132, gpu="another GPU")

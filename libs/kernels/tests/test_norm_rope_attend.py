@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack, Target, attention, norm_rope_attend
+from openinfer.kernels import ContractError, CpuPack, NullPack, Target, attention, norm_rope_attend
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
@@ -136,6 +136,22 @@ def test_a_step_without_tokens_gives_zeros(check_op, rng, normal):
 def test_decode_with_a_window(check_op, rng, normal, window, sms):
     args = step(rng, normal, [1, 1, 1], [0, 65, 300], window=window)
     check(check_op, args, target=Target(90, sms, interpreted=True))
+
+
+def test_few_rows_merge_in_one_turn_and_one_lets_a_ring_start(rng, normal):
+    """Eight query heads a key head: sixteen parts at once where rows leave SMs idle, eight where they do not."""
+    for rows, nvrtc, merged, release in (
+        (1, True, 16, True),
+        (1, False, 16, False),
+        (2, True, 16, False),
+        (300, True, 8, False),
+    ):
+        args = step(rng, normal, [1] * rows, [20] * rows, heads=8, kv_heads=1, dim=128)
+        tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+        pack = NullPack(Target(90, 132, nvrtc=nvrtc))
+        norm_rope_attend(pack, **tensors)
+        constants = dict(pack.specs()[-1].constants)
+        assert (constants["MERGE"], constants["RELEASE"]) == (merged, release), rows
 
 
 def test_other_steps_take_the_two_ops_kernels(check_op, rng, normal):

@@ -33,6 +33,10 @@ tokens left, and these look back on very many keys."""
 
 MERGED_AT_ONCE = 8192
 """Float32 numbers of the parts of a split row that a program holds while it merges them: 64 registers a thread."""
+MERGED_BY_FEW = 16384
+"""The same where rows leave SMs idle, and nothing hides a second turn of a merge (docs/lessons.md)."""
+RELEASING_STAGES = 3
+"""The compiler's stages of decode attention that has a ring beside it: the ring then has more memory."""
 
 NEW_PAIRS = 64
 """Query heads that share a key head, at most, for the kernel that does a decode step's whole attention."""
@@ -126,6 +130,8 @@ class Choice:
     """Whether rows of few tokens take the kernel of the others."""
     pairs: bool = False
     """Whether codes of an FP8 cache become numbers by assembly."""
+    release: bool = False
+    """Whether the kernel behind decode attention may start at once, which a ring of weights does (launch.Launch)."""
 
 
 def choose(target: Target, call: Call) -> Choice:
@@ -140,7 +146,10 @@ def choose(target: Target, call: Call) -> Choice:
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
     long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
     pairs = "kv_scales" in call.args and target.arch >= 90 and not target.interpreted
-    return Choice(short, long, *parts, target.num_sms, only_long=target.batch_invariant, pairs=pairs)
+    release = target.nvrtc and target.arch == 90 and call.tokens == 1
+    return Choice(
+        short, long, *parts, target.num_sms, only_long=target.batch_invariant, pairs=pairs, release=release
+    )
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -203,6 +212,9 @@ def new_tokens(
     group, merged = call.group, power_of_two(call.group)
     filling = choice.part_size == LARGE_PART and choice.splits > 1
     items = (call.rows + spare_parts(choice, call), 1) if filling else (call.rows, choice.splits)
+    at_once = max(1, MERGED_AT_ONCE // (merged * call.dim))
+    if choice.part_size != LARGE_PART:
+        at_once = max(at_once, min(MOST_PARTS, MERGED_BY_FEW // (merged * call.dim)))
     parts = (call.kv_heads, math.prod(items), group)
     args = {
         "out": call.args["out"],
@@ -221,15 +233,16 @@ def new_tokens(
     constants = {
         **call.constants(choice.short),
         "MR": merged,
-        "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
+        "MERGE": at_once,
         "WINDOWED": call.args["window"] != NO_WINDOW,
         "SEARCH": power_of_two(call.rows) if filling else 0,
         **left_out,
         **call.without,
         "PAIRS": choice.pairs,
+        "RELEASE": choice.release,
     }
     tile, grid = choice.short, (call.kv_heads, *items)
-    warps = tile.warps
+    warps, stages = tile.warps, RELEASING_STAGES if choice.release else tile.stages
     if (tile.bn, tile.stages) == (64, 5) and choice.splits == 1 and call.dim <= 128:
         warps = 2  # between one and two programs an SM, for which half of the threads are enough (docs/lessons.md)
-    return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=tile.stages)
+    return launch(_DECODE, "attend_new", grid, args, constants, num_warps=warps, num_stages=stages)

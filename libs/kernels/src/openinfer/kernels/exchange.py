@@ -21,7 +21,7 @@ from openinfer.kernels.launch import (
 )
 from openinfer.kernels.products import norm
 from openinfer.kernels.target import Target
-from openinfer.kernels.tuning import NCCL, Exchange, choose_exchange
+from openinfer.kernels.tuning import MOST_OF_TWO, MOST_PUSHED, NCCL, Exchange, choose_exchange
 from openinfer.tensor import Tensor, bfloat16
 
 PROGRAMS = 512
@@ -34,6 +34,8 @@ SETS = 2
 """Sets of slots that take turns."""
 MOST_COLUMNS = 1 << 30
 """Bytes of columns of all ranks below which they are pushed; their places are int32."""
+EARLY_ARCH = 90
+"""The first architecture whose kernels may start early."""
 
 _BLOCK = 1024
 _DEVICE = "openinfer.kernels.device.push_sum"
@@ -64,7 +66,7 @@ def sum_of_ranks(
 ) -> Iterator[Command]:
     """x += the sum of the y of all ranks, or x = with add=False; then the norm of x. y may be overwritten. way: None
     takes way_of."""
-    way = way or way_of(target, ranks, x)
+    way = way or way_of(target, ranks, x, MOST_OF_TWO if ranks == 2 else MOST_PUSHED)
     if way.kind != "nccl":
         yield from _push(way, target, x, y, ranks, add, normed)
         return
@@ -78,12 +80,12 @@ def sum_of_ranks(
         yield norm(normed.out, x, normed.weight, normed.eps)
 
 
-def way_of(target: Target, ranks: int, x: Tensor) -> Exchange:
-    """The way to add up an x [T, H] of each rank."""
+def way_of(target: Target, ranks: int, x: Tensor, most: int = MOST_PUSHED) -> Exchange:
+    """The way to add up an x [T, H] of each rank. most: bytes that are pushed without a measurement."""
     rows, width = x.shape
     if target.interpreted or x.dtype != bfloat16 or width % 8:
         return NCCL
-    return choose_exchange(target, ranks, rows, width)
+    return choose_exchange(target, ranks, rows, width, most)
 
 
 def _push(
@@ -100,11 +102,13 @@ def _push(
     lanes = power_of_two(width // 8)
     out, weight, eps = normed or (x, x, 0.0)
     own = {"LANES": lanes, "ADD": add, "NORM": normed is not None, "TWO_SHOT": way.kind == "two_shot"}
+    early = target.arch >= EARLY_ARCH and not target.interpreted
+    own["EARLY"] = early
     warps = min(way.warps, max(1, lanes // 32))
     for pushed in pushed_rows(target, ranks, rows, width, warps):
         args: dict[str, Arg] = {"x": x, "y": y, "normed": out, "gain": weight, **pushed.args, "eps": eps}
         constants = {**pushed.constants, **own}
-        yield launch(_DEVICE, "push_sum", pushed.grid, args, constants, num_warps=warps)
+        yield launch(_DEVICE, "push_sum", pushed.grid, args, constants, num_warps=warps, early=early)
 
 
 class PushedRows(NamedTuple):

@@ -65,6 +65,10 @@ class Exchange:
 NCCL = Exchange("nccl")
 MOST_PUSHED = 4 << 20
 """Bytes of a sum that the rule still pushes. Figures: docs/lessons.md, "Sums between GPUs"."""
+MOST_OF_TWO = 32 << 20
+"""The same between two ranks, for sums whose kernel is push_sum."""
+ROWS_OF_16 = 128
+"""The most rows that programs of 16 warps push. Of 8 warps twice as many run at once."""
 ONE_SHOT_SENT = 768 << 10
 """Bytes that a rank sends to more than one other up to which the rule takes one shot."""
 EXCHANGES = "sum_of_ranks"
@@ -72,24 +76,25 @@ EXCHANGES = "sum_of_ranks"
 
 
 @functools.cache
-def choose_exchange(target: Target, ranks: int, rows: int, width: int) -> Exchange:
-    """The way to add up bf16 [rows, width] over ranks."""
+def choose_exchange(target: Target, ranks: int, rows: int, width: int, most: int = MOST_PUSHED) -> Exchange:
+    """The way to add up bf16 [rows, width] over ranks. most: bytes that the rule still pushes."""
     if target.batch_invariant:
         return Exchange("push")
     by_rows = _table(target.gpu).get(EXCHANGES, {}).get(f"{ranks}x{width}", {})
     for limit, entry in sorted((int(limit), entry) for limit, entry in by_rows.items()):
         if rows <= limit:
             return Exchange(**entry)
-    return exchange_rule(ranks, rows, width)
+    return exchange_rule(ranks, rows, width, most)
 
 
-def exchange_rule(ranks: int, rows: int, width: int) -> Exchange:
+def exchange_rule(ranks: int, rows: int, width: int, most: int = MOST_PUSHED) -> Exchange:
     """The choice for a sum without a measurement. In one shot a rank sends its rows to each other rank; in two shots it
     sends them twice, less a part, and waits twice. NCCL alone has no bound of rows at once."""
     nbytes = 2 * rows * width
-    if nbytes > MOST_PUSHED:
+    if nbytes > most:
         return NCCL
-    return Exchange("push" if ranks == 2 or nbytes * (ranks - 1) <= ONE_SHOT_SENT else "two_shot")
+    one_shot = ranks == 2 or nbytes * (ranks - 1) <= ONE_SHOT_SENT
+    return Exchange("push" if one_shot else "two_shot", 16 if rows <= ROWS_OF_16 else 8)
 
 
 @functools.cache
@@ -124,6 +129,10 @@ GROUP_STAGE = 16 << 10
 """The most bytes of a stage of a ring of codes, if it has more rows than its warps need."""
 GROUP_RING = 64 << 10
 """The most bytes of a ring of codes. In a larger one the first stage comes later (docs/lessons.md)."""
+RING_BESIDE = 170 << 10
+"""The most bytes of a ring of one token that adds to the residual, of at most BESIDE_COLUMNS: it starts beside
+decode attention. One of more columns is behind another ring."""
+BESIDE_COLUMNS = 8192
 RING_PART = 0.7
 """The most of a program's rows that its ring holds. A ring that holds all of them takes memory from the kernel behind
 it (docs/lessons.md)."""
@@ -143,7 +152,9 @@ def ring_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | Non
         rows //= 2
     most = -(-n // target.num_sms)  # rows of a program
     sums = (most + rows) * (warps + 2) * 4 * power_of_two(m)
-    room = min(RING_BYTES, shared_bytes(target.arch) - sums - 2048, int(most * k * 2 * RING_PART))
+    beside = m == 1 and op == "linear_add" and k <= BESIDE_COLUMNS
+    room = min(shared_bytes(target.arch) - sums - 2048, int(most * k * 2 * RING_PART))
+    room = min(RING_BESIDE if beside else RING_BYTES, room)
     return Choice("ring", 1, rows, RING_COLUMNS, 1, warps, max(2, room // (rows * k * 2)))
 
 

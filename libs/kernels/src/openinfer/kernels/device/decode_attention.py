@@ -7,6 +7,7 @@ The new key and value are taken from qkv, never from the cache, so no program wa
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from openinfer.kernels.device.attention import (
     HIDDEN,
@@ -83,7 +84,7 @@ def attend_new(
     table_width, page_stride, window, scale, eps, partial, weight, arrived, tokens, rows, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     MR: tl.constexpr, MERGE: tl.constexpr, WINDOWED: tl.constexpr, SEARCH: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """One token a row. A row's keys are dealt to its parts in turn, BN at a time; the last part to arrive merges them.
     Also zeros for the tokens after the last row.
@@ -95,8 +96,11 @@ def attend_new(
     qkv [tokens, GROUP * G + 2 G heads, D]; q_norm and k_norm [D], or None: no norms; cos_sin float32 [positions, 2, D /
     2]. partial: float32 [key heads, rows * parts at most, or items at most, GROUP, D], weight the same less D; arrived:
     int32 [rows, key heads], zero before and after. MR: GROUP or the next power of two. WINDOWED: whether `window` hides
-    anything. kv_scales: see `attention`; the new key and value are attended to as the cache will have them.
+    anything. kv_scales: see `attention`; the new key and value are attended to as the cache will have them. RELEASE:
+    whether the next kernel may start as soon as all programs have (launch.Launch, `early`).
     """
+    if RELEASE:
+        gdc_launch_dependents()
     HALF: tl.constexpr = D // 2
     head, kv_heads = tl.program_id(0), tl.num_programs(0)
     items = tl.num_programs(1) * tl.num_programs(2)

@@ -14,17 +14,19 @@ sums. A kernel loads all that it needs before it sends, because a load that wait
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
 def load16(address, inside):
-    """Four words; zeros where `inside` is 0."""
+    """Four words; zeros where `inside` is 0. Not from this SM's first-level cache: a kernel that starts early has that
+    of the kernel ahead."""
     return tl.inline_asm_elementwise(
         """{
         .reg .pred p;
         setp.ne.b32 p, $5, 0;
         mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
-        @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+        @p ld.global.cg.v4.b32 {$0, $1, $2, $3}, [$4];
         }""",
         "=&r,=&r,=&r,=&r,l,r", [address, inside],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
@@ -285,7 +287,7 @@ def normed_words(words, gain, eps, WIDTH: tl.constexpr, WIDE: tl.constexpr):
 def push_sum(
     x, y, normed, gain, peers, rank, first, eps,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr, BASE: tl.constexpr, COUNTS: tl.constexpr,
-    LANES: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, TWO_SHOT: tl.constexpr,
+    LANES: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, TWO_SHOT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x[row] (+)= the sum of the y[row] of all ranks, in their order, in float32; normed[row] = its RMS norm, if NORM.
     bf16 rows of WIDTH; gain of bf16 or float32. Program p has row `first` + p, and all ranks have as many programs.
@@ -293,25 +295,32 @@ def push_sum(
     One shot: every rank sends its row to all others, and adds up. Two shots (TWO_SHOT): the rank row % RANKS gets the
     row of all, adds up and sends the result back, with the same bits. SLOT: bytes of a rank's slot, with a row a
     program. LANES: at least WIDTH / 8.
+
+    EARLY: the kernel may start before the one ahead has ended, for which it then waits, and the kernel behind before
+    this one has (launch.Launch). All programs are on the GPU by then, so a kernel behind takes the place of none.
     """
     WIDE: tl.constexpr = gain.dtype.element_ty == tl.float32
+    if EARLY:
+        gdc_launch_dependents()
     index = tl.arange(0, LANES).to(tl.int64)
     inside = (index < WIDTH // 8).to(tl.int32)
     program = tl.program_id(0)
-    count = calls_of(peers, program, RANKS, COUNTS)
-    call = tl.load(count)
+    none = tl.zeros([LANES], tl.int32)
+    old, weights = (none, none, none, none), ((none, none, none, none), (none, none, none, none))
+    if NORM:
+        weights = gain_words(gain, index, inside, WIDE)
     own, others = tl.load(peers + rank), others_of(peers, rank, RANKS)
     lost = tl.load(peers + RANKS) + tl.zeros([LANES], tl.int64)
-    none = tl.zeros([LANES], tl.int32)
+    if EARLY:
+        gdc_wait()
+    count = calls_of(peers, program, RANKS, COUNTS)
+    call = tl.load(count, cache_modifier=".cg")
     row = first + program
     at = row.to(tl.int64) * (WIDTH * 2) + index * 16
     slot = slot_of(call, program, index, BASE, RANKS, SLOT, WIDTH)
     a, b, c, d = load16(y.to(tl.int64) + at, inside)
-    old, weights = (none, none, none, none), ((none, none, none, none), (none, none, none, none))
     if ADD:
         old = load16(x.to(tl.int64) + at, inside)
-    if NORM:
-        weights = gain_words(gain, index, inside, WIDE)
     mine = (sent(a), sent(b), sent(c), sent(d))
     if TWO_SHOT:
         owner = row % RANKS
