@@ -82,11 +82,11 @@ SUITES = [
 # These take longest, so they are begun first.
 LONGEST = (
     "libs/frontend",
-    "tests",
-    "tests/test_[l-q]*.py",
     "tests/test_[a-f]*.py",
-    "tests/test_recipes.py",
+    "tests",
     "tests/combinations",
+    "tests/test_recipes.py",
+    "tests/test_[l-q]*.py",
     "libs/kernels",
     "recipes",
     "libs/sampler",
