@@ -51,6 +51,8 @@ class TestAddLora(OpConformance):
         Case(call(9, 1200, (200, 72, 16, 40), [1, 0], rank=64), {"out": 8e-3}),
         Case(call(37, 144, (96, 96), [0, 2, 1], add=False, norm=True), {"out": 8e-3}),
         Case(call(150, 128, (32, 16), [1, 0, 2], rank=32), {"out": 8e-3}),
+        Case(call(20, 4112, (272,), [1, 3], rank=32), {"out": 8e-3}),
+        Case(call(40, 128, (48, 32), [5, 0, 30, 1], places=30, norm=True), {"out": 8e-3}),
     )
 
 

@@ -1,7 +1,8 @@
 """Low-rank products of adapters: partial sums of x @ A^T, then their product with B^T.
 
-A program has BM tokens, which may have any adapters: it takes one adapter after the other, with the other tokens' rows
-zero. Adapters that no token of the program has cost a comparison.
+A program has BM tokens, which may have any adapters. Of many tokens it takes one adapter after the other, with the
+other tokens' rows zero. In steps of few tokens a program has one adapter (`_few`), so that all of them are read at the
+same time. Adapters that no token of the program has cost a comparison.
 """
 
 # mypy: ignore-errors
@@ -96,6 +97,87 @@ def lora_expand(
         written = (token < tokens) & ((adapter > 0) | (not ADD))
         place_of = out + token.to(tl.int64)[:, None] * out_stride + (start + column)[None, :]
         mask = written[:, None] & (column < size)[None, :]
+        if ADD:
+            acc += tl.load(place_of, mask=mask, other=0.0).to(tl.float32)
+        tl.store(place_of, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def lora_shrink_few(
+    partial, squares, x, gain, a, adapters, token_slots, tokens, x_stride, a_stride, K, rows, tiles,
+    BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """lora_shrink by one adapter a program. NORM: x is weighted, and not yet normalised; squares [s] [tokens] are the
+    sums of its squares. Grid (places * tiles, cdiv(K, SPLIT), cdiv(rows, BR))."""
+    token = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    place = tl.program_id(0) // tiles
+    row = tl.program_id(2) * BR + tl.arange(0, BR)
+    mine = _adapters_of(adapters, token_slots, token, tokens) == place + 1
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        values = x + token.to(tl.int64)[:, None] * x_stride
+        matrix = a + tl.cast(place, tl.int64) * a_stride + row.to(tl.int64)[None, :] * K
+        acc = tl.zeros((BM, BR), tl.float32)
+        square = tl.zeros((BM,), tl.float32)
+        for k in tl.static_range(0, SPLIT, BK):
+            column = tl.program_id(1) * SPLIT + k + tl.arange(0, BK)
+            inside = column < K
+            factor = tl.load(
+                matrix + column[:, None], mask=inside[:, None] & (row < rows)[None, :], other=0.0
+            )
+            value = tl.load(values + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            if NORM:
+                wide = value.to(tl.float32)
+                square += tl.sum(wide * wide, 1)
+                weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+                value = (wide * weight[None, :]).to(x.dtype.element_ty)
+            acc = tl.dot(value, factor, acc)
+        at = tl.program_id(1) * tokens + token
+        if NORM:
+            tl.store(squares + at, square, mask=mine & (tl.program_id(2) == 0))
+        place_of = partial + at.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(place_of, acc, mask=mine[:, None] & (row < rows)[None, :])
+
+
+@triton.jit
+def lora_expand_few(
+    out, partial, squares, b, adapters, token_slots, tokens, out_stride, b_stride, size0, size1, size2, size3, splits,
+    tiles, places, K, eps,
+    BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    ADD: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """lora_expand by one adapter a program; a program more has the tokens without one, if ADD is false. NORM: the
+    partial sums are of x before its norm. splits <= SPLITS. Grid (tiles * places, or places + 1 if ADD is false,
+    cdiv(largest size, BN), PARTS)."""
+    BR: tl.constexpr = 16
+    token = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
+    place = tl.program_id(0) // tiles
+    part = tl.program_id(2)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    rank = tl.arange(0, BR)
+    split = tl.arange(0, SPLITS)
+    size = tl.where(part == 0, size0, tl.where(part == 1, size1, tl.where(part == 2, size2, size3)))
+    start = tl.where(part > 0, size0, 0) + tl.where(part > 1, size1, 0) + tl.where(part > 2, size2, 0)
+    adapter = _adapters_of(adapters, token_slots, token, tokens)
+    mine = (adapter == place + 1) & (token < tokens)
+    if not ADD:
+        mine = mine | ((place == places) & (adapter == 0) & (token < tokens))
+    if (tl.max(mine.to(tl.int32), 0) > 0) & (tl.program_id(1) * BN < size):
+        acc = tl.zeros((BM, BN), tl.float32)
+        if place < places:
+            matrix = b + tl.cast(place, tl.int64) * b_stride + (start + column).to(tl.int64)[None, :] * RANK
+            inside = (split < splits)[:, None] & mine[None, :]
+            at = split[:, None] * tokens + token[None, :]
+            scale = tl.full((BM,), 1.0, tl.float32)
+            if NORM:
+                square = tl.sum(tl.load(squares + at, mask=inside, other=0.0), 0)
+                scale = tl.rsqrt(square / K + eps)
+            for r in tl.static_range(0, RANK, BR):
+                factor = tl.load(matrix + (r + rank)[:, None], mask=(column < size)[None, :], other=0.0)
+                sums = at.to(tl.int64)[:, :, None] * (PARTS * RANK) + part * RANK + (r + rank)[None, None, :]
+                low = tl.sum(tl.load(partial + sums, mask=inside[:, :, None], other=0.0), 0) * scale[:, None]
+                acc = tl.dot(low.to(b.dtype.element_ty), factor, acc)
+        place_of = out + token.to(tl.int64)[:, None] * out_stride + (start + column)[None, :]
+        mask = mine[:, None] & (column < size)[None, :]
         if ADD:
             acc += tl.load(place_of, mask=mask, other=0.0).to(tl.float32)
         tl.store(place_of, acc.to(out.dtype.element_ty), mask=mask)

@@ -9,7 +9,7 @@ import numpy as np
 from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.contract import FLOATS, expect, expect_columns, require
 from openinfer.kernels.errors import ContractError
-from openinfer.kernels.launch import Arg, Command, Scratch, aligned, launch
+from openinfer.kernels.launch import Arg, Command, Scratch, aligned, launch, power_of_two
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded
 from openinfer.kernels.target import Target
@@ -18,6 +18,9 @@ from openinfer.tensor import Tensor, bfloat16, float32, int32
 MOST_PARTS = 4
 SPLIT = 1024
 """Columns of x that a program of the first product has. The number is fixed, so that sums do not depend on the step."""
+FEW_TILE, FEW_PROGRAMS = 16, 64
+"""Tokens of a program in a step of few tokens, and the most pairs of an adapter and such a tile: with more, programs
+without work cost more than one adapter after the other."""
 _DEVICE = "openinfer.kernels.device.lora"
 
 
@@ -110,6 +113,9 @@ def _launches(
     if x.dtype != bfloat16:
         raise ContractError(f"x is {x.dtype.name}; adapters on a GPU are bfloat16 (float32: the cpu pack)")
     (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
+    if not target.batch_invariant and places * -(-tokens // FEW_TILE) <= FEW_PROGRAMS:
+        yield from _few(out, x, a, b, parts, adapters, token_slots, norm_weight, eps, add=add)
+        return
     few = tokens <= 128 or target.batch_invariant
     tile, splits = 16 if few else 64, -(-columns // SPLIT)
     low = 16 if few else 64
@@ -147,6 +153,68 @@ def _launches(
     yield launch(
         _DEVICE, "lora_expand", (-(-tokens // tile), -(-max(parts) // width), len(parts)), args, constants
     )
+
+
+def _few(
+    out: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    parts: tuple[int, ...],
+    adapters: Tensor,
+    token_slots: Tensor,
+    norm_weight: Tensor | None,
+    eps: float | None,
+    *,
+    add: bool,
+) -> Iterator[Command]:
+    """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last."""
+    (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
+    width = 256 if columns <= 4096 else 512  # columns of a program
+    tiles, splits, normed = -(-tokens // FEW_TILE), -(-columns // width), norm_weight is not None
+    partial, squares = Scratch((splits, tokens, rows), float32), Scratch((splits, tokens), float32)
+    common: dict[str, Arg] = {"adapters": adapters, "token_slots": token_slots, "tokens": tokens}
+    args: dict[str, Arg] = {
+        "partial": partial,
+        "squares": squares,
+        "x": x,
+        "gain": x if norm_weight is None else norm_weight,
+        "a": a,
+        **common,
+        "x_stride": aligned(x.strides[0]),
+        "a_stride": aligned(a.strides[0]),
+        "K": aligned(columns),
+        "rows": aligned(rows),
+        "tiles": tiles,
+    }
+    constants = {"BM": FEW_TILE, "BR": 16, "BK": 256, "SPLIT": width, "NORM": normed}
+    yield launch(_DEVICE, "lora_shrink_few", (places * tiles, splits, rows // 16), args, constants)
+    block = 256 if max(parts) > 8192 else 128
+    args = {
+        "out": out,
+        "partial": partial,
+        "squares": squares,
+        "b": b,
+        **common,
+        "out_stride": aligned(out.strides[0]),
+        "b_stride": aligned(b.strides[0]),
+        **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
+        "splits": splits,
+        "tiles": tiles,
+        "places": places,
+        "K": columns,
+        "eps": eps or 0.0,
+    }
+    constants = {
+        "BM": FEW_TILE,
+        "BN": block,
+        "RANK": rank,
+        "SPLITS": power_of_two(splits),
+        "PARTS": len(parts),
+    }
+    constants |= {"ADD": add, "NORM": normed}
+    grid = (tiles * (places + (not add)), -(-max(parts) // block), len(parts))
+    yield launch(_DEVICE, "lora_expand_few", grid, args, constants)
 
 
 def _cost(
