@@ -111,7 +111,7 @@ def test_a_whole_forward(place, tiny, arch, adapters, cache):
         assert all(
             np.linalg.norm(a - b) > 0.2 * np.linalg.norm(b) for a, b in zip(ours[:2], plain, strict=False)
         )
-        assert {"lora_shrink", "lora_expand"} <= {
+        assert {"lora_shrink_few", "lora_expand_few"} <= {
             str(name).split(".")[1].split("[")[0] for name in driver.launched
         }
     for a, b in zip(ours[:2], expected[:2], strict=True):
