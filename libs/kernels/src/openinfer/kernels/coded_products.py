@@ -24,6 +24,8 @@ from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
 
 FEW_TOKENS, FEW_IN_BLOCKS = 128, 64
 """Tokens up to which the kernel here is faster than cuBLASLt: with scales of tokens and rows, and of blocks."""
+SMALL = 12 << 20
+"""Numbers of a weight up to which FEW_TOKENS holds for scales of blocks too."""
 CUBLAS_WORKSPACE = 32 << 20
 """Bytes of scratch a cuBLASLt product may use."""
 
@@ -69,11 +71,17 @@ def tile(target: Target, tokens: int, n: int, k: int, *, sets: int = 1) -> Tile:
         return Tile(64, 16, 1)
     bm = min(64, max(16, power_of_two(tokens)))
     rows = 128 if tokens > 256 and sets == 1 else 64
+    if bm == 64 and sets == 1 and -(-n // rows) * -(-tokens // 32) <= 1.25 * target.num_sms:
+        bm = 32  # few rows of weights: two programs have the tokens of one
     programs, blocks, split = -(-n // rows) * -(-tokens // bm), -(-k // SCALE_BLOCK), 1
     fill = (2.0 if bm == 16 else 1.0) * target.num_sms
     while split < 8 and blocks >= 8 * split:
         full = programs * split >= fill
-        if full and (sets == 2 or blocks <= 20 * split or programs * split > 1.25 * target.num_sms):
+        if full and (
+            sets == 2
+            or blocks <= (12 if bm == 32 < tokens else 20) * split
+            or programs * split > 1.25 * target.num_sms
+        ):
             break
         split *= 2
     return Tile(rows, bm, split)
@@ -135,7 +143,7 @@ def for_cublas(target: Target, tokens: int, weight: Tensor, scales: Tensor, *, g
     (n, k), whole = weight.shape, of_rows(weight, scales)
     fits = whole or (k % (4 * SCALE_BLOCK) == 0 and not (gated and n // 2 % SCALE_BLOCK))
     fits = fits and tokens % 16 == 0 and k % 16 == 0
-    few = FEW_TOKENS if whole else FEW_IN_BLOCKS
+    few = FEW_TOKENS if whole or n * k <= SMALL else FEW_IN_BLOCKS
     return target.cublas and tokens > few and fits and not target.batch_invariant
 
 

@@ -125,10 +125,11 @@ RING_BYTES = 205 << 10
 """The most bytes of a ring."""
 MOST_RING_WARPS = 20
 """The most warps of a ring that multiply: with more, a thread has too few registers."""
-GROUP_STAGE = 16 << 10
-"""The most bytes of a stage of a ring of codes, if it has more rows than its warps need."""
-GROUP_RING = 64 << 10
-"""The most bytes of a ring of codes. In a larger one the first stage comes later (docs/lessons.md)."""
+GROUP_STAGES = {True: 16 << 10, False: 24 << 10}
+"""The most bytes of a stage of a ring of INT4 codes, and of FP8 codes, if it has more rows than its warps need."""
+GROUP_RINGS = {True: 64 << 10, False: RING_BYTES}
+"""The most bytes of such a ring. A small one is faster by itself, and in a step it is faster for INT4 only
+(docs/lessons.md)."""
 RING_BESIDE = 170 << 10
 """The most bytes of a ring of one token that adds to the residual, of at most BESIDE_COLUMNS: it starts beside
 decode attention. One of more columns is behind another ring."""
@@ -170,16 +171,19 @@ def group_ring_choice(target: Target, n: int, k: int, *, packed: bool, gated: bo
     places = unit * k // 1024
     if places > MOST_RING_WARPS:
         return None
-    replicas = max(4 // places, 2 if packed and gated and 2 * places <= MOST_RING_WARPS else 1)
+    if packed:
+        replicas = max(4 // places, 2 if gated and 2 * places <= MOST_RING_WARPS else 1)
+    else:
+        replicas = max(1, min(4, 12 // places))
     rows, row_bytes = 2 * unit * replicas, k // 2 + k // 32 if packed else k
-    while 2 * rows * row_bytes <= GROUP_STAGE:
+    while 2 * rows * row_bytes <= GROUP_STAGES[packed]:
         rows *= 2
     most = -(-n // target.num_sms) * (2 if gated else 1)  # rows of a program
     sums = (most + 2 * rows) * (k // 128 + 1) * 4
     stage, room = rows * row_bytes, shared_bytes(target.arch) - sums - 2048
     if 2 * stage > room:
         return None
-    wanted = max(GROUP_RING, 3 * stage)
+    wanted = max(GROUP_RINGS[packed], 3 * stage)
     stages = min(wanted, room, int(most * row_bytes * RING_PART)) // stage
     return Choice("ring", 1, rows, 128, 1, places * replicas, max(2, stages))
 
