@@ -16,12 +16,16 @@ from openinfer.kernels import (
     Workload,
     attend,
     attention,
+    long_attention,
     norm_rope_attend,
     qk_norm_rope_write,
+    widened,
 )
+from openinfer.kernels.attention_tiles import HopperTile, Tile
 from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.formats import q8_codes, q8_values
 from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.launch import Aligned, launch
 from openinfer.kernels.ops import attend as attend_module
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
@@ -403,13 +407,59 @@ def test_kernels_compile_and_fit(cubins, rng, normal, arch, sms):
     store.prepare(pack.specs())
     assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(arch)
     names = {spec.function for spec in pack.specs()}
-    assert names == {"attend_new", "attend_long", "attend_short", "attend_split", "qk_norm_rope_write"}
+    prompts = {"widen_pages", "attend_prompt"} if arch == 90 else {"attend_long"}
+    assert names == {"attend_new", "attend_short", "attend_split", "qk_norm_rope_write"} | prompts
 
 
-def test_prompts_take_the_kernel_for_any_gpu(rng, normal):
-    pack = NullPack(dataclasses.replace(H200))
-    norm_rope_attend(pack, **as_tensors(step(rng, normal, [600], [0], dim=128)))
-    assert "attend_prompt" not in {spec.function for spec in pack.specs()}
+def over_widened_pages(call, tile, matrix, page_rows, num_sms, short, own):
+    """The launch for Hopper, as one of the kernel that the interpreter has."""
+    args = {name: value for name, value in call.args.items() if name != "kv_scales"} | own
+    args |= {"kv": matrix.tensor, "page_stride": Aligned(page_rows * call.dim)}
+    args |= {"rows": call.rows, "tokens": call.tokens, "short": short}
+    constants = {**call.constants(Tile(64, 32, 4, 2)), "kv_scales": None, "done": None, "PAIRS": False}
+    tiles = call.tokens // (64 // call.group) + call.rows + 1
+    return launch(attention._DEVICE, "attend_long", (call.kv_heads, tiles), args, constants)
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("blocks", [100, 2])
+def test_prompts_read_pages_that_were_widened(
+    interpreted, reference, rng, normal, monkeypatch, page_size, blocks
+):
+    """With room for all rows, and for the first of three."""
+    monkeypatch.setattr(attention, "hopper_tile", lambda *_: HopperTile(64, 2, False, True))
+    monkeypatch.setattr(long_attention, "_by_hopper", over_widened_pages)
+    monkeypatch.setattr(widened, "MOST_BYTES", blocks * 128 * 2 * 2 * 64 * 2)
+    lengths, before = [1, 40, 0, 1, 33, 1, 9], [100, 130, 7, 64, 0, 3, 130]
+    sizes = {"dead": (3, 6), "tokens": sum(lengths) + 20, "page_size": page_size}
+    check(
+        lambda op, args, _: (interpreted(op, args), reference(op, args)),
+        step(rng, normal, lengths, before, **sizes),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [2, 5])
+def test_prompts_without_room_on_a_gpu(gpu_and_reference, rng, normal, monkeypatch, blocks):
+    monkeypatch.setattr(widened, "MOST_BYTES", blocks * 128 * 2 * 4 * 128 * 2)
+    lengths, before = [1, 300, 65, 700], [800, 100, 70, 260]
+    args = step(rng, normal, lengths, before, heads=16, kv_heads=4, dim=128, tokens=1200)
+    check(gpu_and_reference, args)
+
+
+def test_where_prompts_are_widened(rng, normal):
+    def kernels(lengths, target=H200, **sizes):
+        pack = NullPack(target)
+        norm_rope_attend(pack, **as_tensors(step(rng, normal, lengths, [0] * len(lengths), **sizes)))
+        return [command.spec.function for command in pack.calls[0].commands][1:]
+
+    alone = ["widen_pages", "attend_prompt"]
+    assert kernels([600], dim=128) == alone
+    assert kernels([600, 1], dim=128) == ["attend_short", *alone]
+    assert kernels([600], Target(100, 148), dim=128) == ["attend_long"]
+    assert kernels([600], dim=128, page_size=256) == ["attend_long"]
+    assert kernels([60], dim=128) == ["attend_long"]
+    assert kernels([600], dataclasses.replace(H200, batch_invariant=True), dim=128) == ["attend_long"]
 
 
 def test_other_launches_of_a_case_have_the_same_parameters() -> None:

@@ -123,6 +123,8 @@ class Choice:
 
     short: Tile
     long: Tile | HopperTile
+    codes: Tile
+    """For rows of many tokens whose codes were not widened."""
     splits: int
     part_size: int
     num_sms: int
@@ -144,11 +146,12 @@ def choose(target: Target, call: Call) -> Choice:
     of_short = short_tile if "kv_scales" not in call.args else coded_tile
     short = of_short(target, call.rows * call.kv_heads, call.group, call.dim)
     parts = split(target, call.rows, call.kv_heads, call.table_tokens, short.bn)
-    long = hopper_tile(target, call) or long_tile(target, call.group, call.dim)
+    codes = long_tile(target, call.group, call.dim)
+    long = hopper_tile(target, call) or codes
     pairs = "kv_scales" in call.args and target.arch >= 90 and not target.interpreted
     release = target.nvrtc and target.arch == 90 and call.tokens == 1
     return Choice(
-        short, long, *parts, target.num_sms, only_long=target.batch_invariant, pairs=pairs, release=release
+        short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs=pairs, release=release
     )
 
 
@@ -160,14 +163,14 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     So programs of decode rows go first, and programs of prompts take the SMs that the last wave of these leaves.
     """
     if choice.only_long:
-        return [long_rows(call, choice, short=0)]
+        return long_rows(call, choice, short=0)
     pairs = power_of_two(max_q_len * call.group)
     if pairs <= SHORT_PAIRS:
         tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))
         return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
-        return [long_rows(call, choice, short=0)]
-    return list(beside([single_tokens(call, choice)], [long_rows(call, choice, short=1)]))
+        return long_rows(call, choice, short=0)
+    return list(beside([single_tokens(call, choice)], long_rows(call, choice, short=1)))
 
 
 def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: int) -> Launch:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from openinfer.kernels.attention_tiles import HopperTile, Tile
-from openinfer.kernels.launch import INT32_MAX, Launch, Scratch, TensorMap, launch, power_of_two
+from openinfer.kernels.launch import INT32_MAX, Arg, Launch, Scratch, TensorMap, launch, power_of_two
 from openinfer.kernels.target import Target
+from openinfer.kernels.widened import BLOCK, PROGRAMS, widened
 from openinfer.tensor import Tensor, float32, int32
 
 if TYPE_CHECKING:
@@ -46,32 +48,57 @@ def hopper_tile(target: Target, call: Call) -> HopperTile | None:
 
 def _is_matrix(target: Target, call: Call) -> bool:
     """Whether a kernel for Hopper can copy pages of this cache: as rows of a matrix with `dim` columns. No product
-    takes codes beside queries in bfloat16."""
+    takes codes beside queries in bfloat16, so pages of codes are widened first."""
     page_stride = call.kv.strides[0]
-    return (
-        target.arch == 90
-        and not target.interpreted
-        and "kv_scales" not in call.args
-        and call.page_size >= 8
-        and page_stride % call.dim == 0
-        and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
-    )
+    if target.arch != 90 or target.interpreted or call.page_size < 8:
+        return False
+    if "kv_scales" in call.args:
+        return call.page_size <= BLOCK
+    return page_stride % call.dim == 0 and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
 
 
-def long_rows(call: Call, choice: Choice, *, short: int) -> Launch:
-    """Rows of more than `short` tokens, and the tokens after the last row."""
+def long_rows(call: Call, choice: Choice, *, short: int) -> list[Launch]:
+    """Rows of more than `short` tokens, and the tokens after the last row. Codes are widened for the kernel for Hopper;
+    the rows that did not fit come after it."""
     tile = choice.long
-    tiles = call.tokens // (tile.bm // call.group) + call.rows + 1
-    if isinstance(tile, HopperTile):
-        return _by_hopper(call, tile, tiles, choice.num_sms, short)
-    if call.tokens < SPLIT_TOKENS and not choice.only_long:
-        return _in_parts(call, tile, choice, short)
+    if not isinstance(tile, HopperTile):
+        if call.tokens < SPLIT_TOKENS and not choice.only_long:
+            return [_in_parts(call, tile, choice, short)]
+        return [_anywhere(call, tile, choice, short, None)]
+    if "kv_scales" not in call.args:
+        page_rows = call.kv.strides[0] // call.dim
+        return [_by_hopper(call, tile, _matrix(call, tile.bn), page_rows, choice.num_sms, short, {})]
+    made = widened(
+        call.args, call.kv, call.table_tokens, call.rows, call.tokens, short,
+        programs=PROGRAMS * choice.num_sms, pairs=choice.pairs,
+    )  # fmt: skip
+    pages = TensorMap(made.pages, (min(call.page_size, tile.bn), 64))
+    page_rows = 2 * call.kv_heads * call.page_size
+    own: dict[str, Arg] = {
+        "alive": made.fits,
+        "block_tables": made.tables,
+        "table_width": made.tables.shape[1],
+    }
+    found = [made.command, _by_hopper(call, tile, pages, page_rows, choice.num_sms, short, own)]
+    if not made.whole:
+        found.append(_anywhere(call, choice.codes, choice, short, made.fits))
+    return found
+
+
+def _tiles(call: Call, tile: Tile | HopperTile) -> int:
+    return call.tokens // (tile.bm // call.group) + call.rows + 1
+
+
+def _anywhere(call: Call, tile: Tile, choice: Choice, short: int, done: Scratch | None) -> Launch:
+    """`done`: the slots that are left out."""
+    more: dict[str, Arg] = {} if done is None else {"done": done}
+    left_out = {"done": None} if done is None else {}
     return launch(
         _DEVICE,
         "attend_long",
-        (call.kv_heads, tiles),
-        {**call.args, "rows": call.rows, "tokens": call.tokens, "short": short},
-        {**call.constants(tile), **call.without, "PAIRS": choice.pairs},
+        (call.kv_heads, _tiles(call, tile)),
+        {**call.args, **more, "rows": call.rows, "tokens": call.tokens, "short": short},
+        {**call.constants(tile), **call.without, **left_out, "PAIRS": choice.pairs},
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -140,8 +167,17 @@ def _split(
     )
 
 
-def _by_hopper(call: Call, tile: HopperTile, tiles: int, num_sms: int, short: int) -> Launch:
-    items = call.kv_heads * tiles
+def _by_hopper(
+    call: Call,
+    tile: HopperTile,
+    matrix: TensorMap,
+    page_rows: int,
+    num_sms: int,
+    short: int,
+    own: Mapping[str, Arg],
+) -> Launch:
+    """`own`: what replaces the call's arguments where its pages were widened."""
+    items = call.kv_heads * _tiles(call, tile)
     named = ("out", "q", "kv", "slots", "q_starts", "seq_lens", "alive", "block_tables", "table_width")
     return launch(
         _HOPPER,
@@ -149,8 +185,9 @@ def _by_hopper(call: Call, tile: HopperTile, tiles: int, num_sms: int, short: in
         (min(items, num_sms) if tile.resident else items,),
         {
             **{name: call.args[name] for name in named},
-            "kv": _matrix(call, tile.bn),
-            "page_rows": call.kv.strides[0] // call.dim,
+            **own,
+            "kv": matrix,
+            "page_rows": page_rows,
             "window": call.args["window"],
             "scale": call.args["scale"],
             "rows": call.rows,

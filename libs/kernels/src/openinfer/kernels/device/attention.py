@@ -153,11 +153,12 @@ def over_keys(query, key, value, kv_scales, table, low, whole, end, stop, positi
 @triton.jit
 def attend_long(
     out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
-    table_width, page_stride, window, scale, rows, tokens, short,
+    table_width, page_stride, window, scale, done, rows, tokens, short,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of more than `short` tokens, and zeros for the tokens after the last row.
+    """Rows of more than `short` tokens, and zeros for the tokens after the last row. done: None, or int32 by slot: 1
+    for those that are left out.
 
     BQ = BM // GROUP tokens a tile; row r has the tiles from q_starts[r] // BQ + r on, and the tokens after the last row
     count as one more. Grid (key heads, tokens // BQ + rows + 1): the tiles with most keys start first.
@@ -186,6 +187,9 @@ def attend_long(
     if row == rows or tl.load(alive + slot) == 0:
         tl.store(out + place, tl.zeros((BM, D), out.dtype.element_ty), mask=inside)
         return
+    if done is not None:  # noqa: SIM102 - the compiler has no `and` of a constant and a value
+        if tl.load(done + slot) != 0:
+            return
 
     count = tl.minimum(after - begin, BQ)
     seen_first = tl.load(seq_lens + slot) + begin - first
