@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
@@ -118,6 +120,21 @@ def plan() -> Callable[..., NullPack]:
         return pack
 
     return record
+
+
+@pytest.fixture
+def resources(tmp_path: Path) -> Callable[[bytes], dict[str, int]]:
+    """resources(cubin): REG, STACK and LOCAL of a thread, as Triton's copy of cuobjdump says."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+    def used(cubin: bytes) -> dict[str, int]:
+        file = tmp_path / "one.cubin"
+        file.write_bytes(cubin)
+        text = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
+        return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+    return used
 
 
 @pytest.fixture(scope="session")

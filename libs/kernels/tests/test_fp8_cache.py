@@ -27,6 +27,7 @@ from openinfer.kernels.formats import q8_codes, q8_values
 from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kernels.launch import Aligned, launch
 from openinfer.kernels.ops import attend as attend_module
+from openinfer.kernels.testing import run_on_gpu
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
 
@@ -471,3 +472,69 @@ def test_other_launches_of_a_case_have_the_same_parameters() -> None:
         for _, commands in attend_module.variants(target, case):
             (other,) = commands(case.args[0])
             assert other.spec.signature == chosen.spec.signature
+
+
+CUDA = dataclasses.replace(H200, nvrtc=True)
+
+
+def kernels_of(args, target=CUDA):
+    """The names of the kernels of norm_rope_attend."""
+    pack = NullPack(target)
+    norm_rope_attend(pack, **as_tensors(args))
+    return [command.spec.function for command in pack.calls[0].commands]
+
+
+def rows_of(rng, normal, rows, **sizes):
+    """A decode step of `rows` rows of few tokens."""
+    return step(rng, normal, [1] * rows, [3] * rows, **{"kv_heads": 8, "heads": 32, "dim": 128, **sizes})
+
+
+def test_a_step_with_many_rows_takes_the_kernel_of_cuda(rng, normal):
+    assert kernels_of(rows_of(rng, normal, 8)) == ["qk_norm_rope_write", "attend_codes"]
+    assert kernels_of(rows_of(rng, normal, 8, dim=256)) == ["qk_norm_rope_write", "attend_codes"]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"window": 30}, {"dim": 64}, {"heads": 72}, {"page_size": 8}, {"kv_heads": 4}],
+)
+def test_other_steps_do_not_take_it(rng, normal, sizes):
+    assert kernels_of(rows_of(rng, normal, 8, **sizes)) == ["attend_new"]
+
+
+@pytest.mark.parametrize("change", [{"arch": 100}, {"nvrtc": False}, {"batch_invariant": True}])
+def test_other_targets_do_not_take_it(rng, normal, change):
+    assert "attend_codes" not in kernels_of(rows_of(rng, normal, 8), dataclasses.replace(CUDA, **change))
+
+
+@pytest.mark.parametrize("dim", [128, 256])
+def test_the_kernel_of_cuda_compiles_without_spills(rng, normal, cubins, resources, dim):
+    pack, store = NullPack(CUDA), Store(90, cubins, folders=[])
+    norm_rope_attend(pack, **as_tensors(rows_of(rng, normal, 8, dim=dim)))
+    (spec,) = [spec for spec in pack.specs() if spec.function == "attend_codes"]
+    store.prepare([spec])
+    used = resources(store.get(spec).cubin)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert spec.shared <= shared_bytes(90)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("lengths", ["short", "one long", "many"])
+def test_attention_of_codes_on_a_gpu(gpu, reference, rng, normal, dim, lengths):
+    """Rows of all lengths, one that many programs share, dead rows, and the same bits again."""
+    target, driver, _, stream = gpu
+    if target.arch != 90:
+        pytest.skip("the kernel is for sm_90")
+    before = {
+        "short": rng.integers(0, 300, 16).tolist(),
+        "one long": [5000, *rng.integers(0, 300, 15).tolist()],
+        "many": rng.integers(0, 900, 200).tolist(),
+    }[lengths]
+    args = step(
+        rng, normal, [1] * len(before), before, heads=16, kv_heads=4, dim=dim, dead=(3, len(before) - 1)
+    )
+    own = dataclasses.replace(target, nvrtc=True)
+    found = [run_on_gpu(norm_rope_attend, args, own, driver, stream) for _ in range(2)]
+    np.testing.assert_array_equal(found[0]["out"].view(np.uint16), found[1]["out"].view(np.uint16))
+    check(lambda *_: (found[0], reference(norm_rope_attend, args)), args)

@@ -2,10 +2,7 @@
 
 import ctypes
 import dataclasses
-import re
-import subprocess
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,7 +101,7 @@ def test_other_products_choose_as_without_it(op, m, n, k):
     assert choose(RINGS, op, m, n, k) == choose(H200, op, m, n, k)
 
 
-def test_rings_of_published_sizes_compile(arena, cubins):
+def test_rings_of_published_sizes_compile(arena, cubins, resources):
     pack = NullPack(RINGS)
     for model in MODELS:
         layer(pack, arena, *model)
@@ -121,19 +118,9 @@ def test_rings_of_published_sizes_compile(arena, cubins):
         assert again.get(spec) == compiled
         assert (compiled.name, compiled.num_warps) == (spec.function, spec.threads // 32)
         assert compiled.shared <= shared_bytes(90)
-        used = resources(compiled.cubin, cubins)
+        used = resources(compiled.cubin)
         assert used["STACK"] == used["LOCAL"] == 0
         assert used["REG"] * spec.threads <= 65536
-
-
-def resources(cubin, folder):
-    """What a cubin uses a thread, as Triton's copy of cuobjdump says."""
-    triton = pytest.importorskip("triton")
-    file = folder / "one.cubin"
-    file.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
 def small(**changes):
@@ -330,9 +317,9 @@ def test_codes_that_no_ring_takes_are_multiplied_as_before(normal):
 
 
 @pytest.mark.parametrize("kind", ["block", "token", "int4"])
-def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins):
+def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins, resources):
     pack = NullPack(RINGS)
-    for hidden, qkv, heads, inter in MODELS[1:3]:
+    for hidden, qkv, heads, inter in MODELS[1:2]:
         shapes = ((qkv, hidden), (hidden, heads), (2 * inter, hidden), (hidden, inter))
         for (n, k), op in zip(shapes, (norm_linear, linear_add, gate_up_silu, linear_add), strict=True):
             gated = op is gate_up_silu
@@ -346,7 +333,7 @@ def test_rings_of_codes_of_published_sizes_compile(kind, arena, cubins):
     kernels = Store(90, cubins, folders=[])
     kernels.prepare(specs)
     for spec in specs:
-        used = resources(kernels.get(spec).cubin, cubins)
+        used = resources(kernels.get(spec).cubin)
         assert used["STACK"] == used["LOCAL"] == 0
         assert used["REG"] * spec.threads <= 65536
 

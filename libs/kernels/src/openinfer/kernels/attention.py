@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openinfer.kernels.attention_tiles import HopperTile, Tile, coded_tile, long_tile, short_tile
+from openinfer.kernels.coded_attention import attend_codes, takes
 from openinfer.kernels.contract import require
 from openinfer.kernels.kv_cache import FP8_ARCH
 from openinfer.kernels.launch import (
@@ -107,6 +108,10 @@ class Call:
         return {"GROUP": self.group, "D": self.dim, "PAGE": self.page_size, "BM": tile.bm, "BN": tile.bn}
 
     @property
+    def windowed(self) -> bool:
+        return self.args["window"] != NO_WINDOW
+
+    @property
     def cache(self) -> dict[str, Arg]:
         """The tensors of the cache by their names: kv, and kv_scales of an FP8 cache."""
         return {name: self.args[name] for name in ("kv", "kv_scales") if name in self.args}
@@ -134,6 +139,8 @@ class Choice:
     """Whether codes of an FP8 cache become numbers by assembly."""
     release: bool = False
     """Whether the kernel behind decode attention may start at once, which a ring of weights does (launch.Launch)."""
+    decode: Launch | None = None
+    """All of a decode step over an FP8 cache, where one kernel does that."""
 
 
 def choose(target: Target, call: Call) -> Choice:
@@ -150,9 +157,8 @@ def choose(target: Target, call: Call) -> Choice:
     long = hopper_tile(target, call) or codes
     pairs = "kv_scales" in call.args and target.arch >= 90 and not target.interpreted
     release = target.nvrtc and target.arch == 90 and call.tokens == 1
-    return Choice(
-        short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs=pairs, release=release
-    )
+    decode = attend_codes(target, call) if takes(target, call) else None
+    return Choice(short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs, release, decode)
 
 
 def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
@@ -164,6 +170,8 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     """
     if choice.only_long:
         return long_rows(call, choice, short=0)
+    if max_q_len == 1 and choice.decode is not None:
+        return [choice.decode]
     pairs = power_of_two(max_q_len * call.group)
     if pairs <= SHORT_PAIRS:
         tile = dataclasses.replace(choice.short, bm=max(choice.short.bm, pairs))
@@ -237,7 +245,7 @@ def new_tokens(
         **call.constants(choice.short),
         "MR": merged,
         "MERGE": at_once,
-        "WINDOWED": call.args["window"] != NO_WINDOW,
+        "WINDOWED": call.windowed,
         "SEARCH": power_of_two(call.rows) if filling else 0,
         **left_out,
         **call.without,

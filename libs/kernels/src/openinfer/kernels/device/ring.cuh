@@ -1,57 +1,12 @@
-// Parts of the kernels of one token that keep a ring of weights in shared memory: barriers, copies, numbers, results.
+// What the kernels of one token that keep a ring of weights in shared memory have in common.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;
-
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
-}
-
-__device__ __forceinline__ void barrier_expect(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"
-      ::"r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void copy_rows(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-      ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
-}
-
-// Past the first-level cache: another SM may have written the value while this kernel was already resident.
-__device__ __forceinline__ uint4 fresh(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+#include "gpu.cuh"
 
 // Two neighbours of the gain, in bf16, or in float32 if WIDE.
 __device__ __forceinline__ float2 gain_pair(const void* gain, int column) {
   if (WIDE) return *(const float2*)((const float*)gain + column);
   u32 pair = *(const u32*)((const bf16*)gain + column);
   return make_float2(low(pair), high(pair));
-}
-
-__device__ __forceinline__ bf16 to_bf16(float value) {
-  bf16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
 }
 
 __device__ __forceinline__ float rounded(float value) { return low(to_bf16(value)); }

@@ -22,27 +22,18 @@ constexpr bool INT4 = GROUP_BYTES == 64;
 constexpr int WORDS = INT4 ? GROUPS * 4 : 0, STAGE = ROWS * (ROW_BYTES + WORDS);
 static_assert(REPLICAS * PLACES == WARPS && PAIRS * 2 * UNIT * REPLICAS == ROWS, "warps share a stage evenly");
 
-// Two numbers in e4m3, rounded and kept in range, and as a pair of f16.
-__device__ __forceinline__ u32 halves(unsigned short codes) {
-  u32 pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
-  return pair;
-}
-
+// Two numbers rounded to e4m3, within its range, as a pair of f16.
 __device__ __forceinline__ u32 coded(float a, float b) {
   unsigned short codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(b), "f"(a));
   return halves(codes);
 }
 
-// d[16, 8] += a[16, 16] @ b[16, 8], in f16, or in bf16 for INT4.
-__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  if (INT4)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+// multiply, of bf16 for INT4.
+__device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  if (!INT4) return multiply(d, a0, a1, a2, a3, b0, b1);
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // A lane's 32 codes of a group as pairs: of e4m3 their values, of INT4 128 + code.
@@ -210,8 +201,8 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
       float even[4] = {0, 0, 0, 0}, other[4] = {0, 0, 0, 0};
 #pragma unroll
       for (int i = 0; i < 16; i += 4) {
-        multiply(even, a[i], b[i], a[i + 1], b[i + 1], held[i], held[i + 1]);
-        multiply(other, a[i + 2], b[i + 2], a[i + 3], b[i + 3], held[i + 2], held[i + 3]);
+        add_product(even, a[i], b[i], a[i + 1], b[i + 1], held[i], held[i + 1]);
+        add_product(other, a[i + 2], b[i + 2], a[i + 3], b[i + 3], held[i + 2], held[i + 3]);
       }
 #pragma unroll
       for (int i = 0; i < 2; i++) {

@@ -104,14 +104,16 @@ def _launches(
     q = Scratch((out.shape[0], out.shape[1] // dim, dim), out.dtype)
     tensors: Mapping[str, Any] = {"out": out, "q": q, **{name: rest.get(name) for name in ATTENDING}}
     call = Call.of(tensors, scale, window)
-    if max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant:
+    choice = choose(target, call)
+    one = max_q_len == 1 and call.group <= NEW_PAIRS and not target.batch_invariant
+    if one and choice.decode is None:
         norms, left_out = norm_args(rest.get("q_norm"), rest.get("k_norm"))
         new = {"qkv": rest["qkv"], **norms, "cos_sin": rest["cos_sin"]}
-        yield new_tokens(call, choose(target, call), new, left_out, eps)
+        yield new_tokens(call, choice, new, left_out, eps)
         return
     writing: Mapping[str, Any] = {name: rest.get(name) for name in WRITING}
     yield write_launch(target, q=q, **writing)
-    yield from launches(call, choose(target, call), max_q_len)
+    yield from launches(call, choice, max_q_len)
 
 
 def _cost(
