@@ -459,7 +459,7 @@ def test_where_prompts_are_widened(rng, normal):
     assert kernels([600, 1], dim=128) == ["attend_short", *alone]
     assert kernels([600], Target(100, 148), dim=128) == ["attend_long"]
     assert kernels([600], dim=128, page_size=256) == ["attend_long"]
-    assert kernels([60], dim=128) == ["attend_long"]
+    assert kernels([60], dim=128) == ["attend_split"]
     assert kernels([600], dataclasses.replace(H200, batch_invariant=True), dim=128) == ["attend_long"]
 
 
