@@ -14,7 +14,7 @@
 #include "gpu.cuh"
 
 constexpr int BLOCK = 128, WARPS = 8, HEAD = BLOCK * D, STAGE = 2 * HEAD + 2 * BLOCK, TILES = D / 16, WORDS = D / 64;
-constexpr float LOW = -1e30f;
+constexpr float LOW = -1e30f, RAISED = 10;  // weights up to 2^10: f16 has more numbers below that than below 1
 
 __device__ __forceinline__ void together() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
 
@@ -183,7 +183,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
         for (int i = 0; i < 2; i++) {
           float now = fmaxf(top[i], most[i]), decay = exp2f(top[i] - now);
           top[i] = now;
-          weight[i] = exp2f(weight[i] - now), weight[i + 2] = exp2f(weight[i + 2] - now);
+          weight[i] = exp2f(weight[i] - now + RAISED), weight[i + 2] = exp2f(weight[i + 2] - now + RAISED);
           total[i] = total[i] * decay + exp2f(plain[i] - now) + exp2f(plain[i + 2] - now);
 #pragma unroll
           for (int j = 0; j < TILES; j++) sum[j][i] *= decay, sum[j][i + 2] *= decay;
@@ -227,8 +227,8 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
 #pragma unroll
         for (int j = 0; j < TILES; j++) {
           int channel = j / 8 * 128 + 16 * g + j % 8 * 2;
-          merged[(warp * GROUP + of) * D + channel] = sum[j][i];
-          merged[(warp * GROUP + of) * D + channel + 1] = sum[j][i + 2];
+          merged[(warp * GROUP + of) * D + channel] = sum[j][i] * exp2f(-RAISED);
+          merged[(warp * GROUP + of) * D + channel + 1] = sum[j][i + 2] * exp2f(-RAISED);
         }
       }
     }
