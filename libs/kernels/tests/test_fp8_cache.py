@@ -16,6 +16,7 @@ from openinfer.kernels import (
     Workload,
     attend,
     attention,
+    coded_attention,
     long_attention,
     norm_rope_attend,
     qk_norm_rope_write,
@@ -490,27 +491,28 @@ def rows_of(rng, normal, rows, **sizes):
 
 
 def test_a_step_with_many_rows_takes_the_kernel_of_cuda(rng, normal):
-    assert kernels_of(rows_of(rng, normal, 8)) == ["qk_norm_rope_write", "attend_codes"]
-    assert kernels_of(rows_of(rng, normal, 8, dim=256)) == ["qk_norm_rope_write", "attend_codes"]
+    assert kernels_of(rows_of(rng, normal, 24)) == ["qk_norm_rope_write", "attend_codes"]
+    assert kernels_of(rows_of(rng, normal, 24, dim=256)) == ["qk_norm_rope_write", "attend_codes"]
+    assert kernels_of(rows_of(rng, normal, 23)) == ["attend_new"]
 
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"window": 30}, {"dim": 64}, {"heads": 72}, {"page_size": 8}, {"kv_heads": 4}],
+    [{"window": 30}, {"dim": 64}, {"heads": 72}, {"page_size": 8}],
 )
 def test_other_steps_do_not_take_it(rng, normal, sizes):
-    assert kernels_of(rows_of(rng, normal, 8, **sizes)) == ["attend_new"]
+    assert kernels_of(rows_of(rng, normal, 24, **sizes)) == ["attend_new"]
 
 
 @pytest.mark.parametrize("change", [{"arch": 100}, {"nvrtc": False}, {"batch_invariant": True}])
 def test_other_targets_do_not_take_it(rng, normal, change):
-    assert "attend_codes" not in kernels_of(rows_of(rng, normal, 8), dataclasses.replace(CUDA, **change))
+    assert "attend_codes" not in kernels_of(rows_of(rng, normal, 24), dataclasses.replace(CUDA, **change))
 
 
 @pytest.mark.parametrize("dim", [128, 256])
 def test_the_kernel_of_cuda_compiles_without_spills(rng, normal, cubins, resources, dim):
     pack, store = NullPack(CUDA), Store(90, cubins, folders=[])
-    norm_rope_attend(pack, **as_tensors(rows_of(rng, normal, 8, dim=dim)))
+    norm_rope_attend(pack, **as_tensors(rows_of(rng, normal, 24, dim=dim)))
     (spec,) = [spec for spec in pack.specs() if spec.function == "attend_codes"]
     store.prepare([spec])
     used = resources(store.get(spec).cubin)
@@ -521,19 +523,20 @@ def test_the_kernel_of_cuda_compiles_without_spills(rng, normal, cubins, resourc
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("lengths", ["short", "one long", "many"])
-def test_attention_of_codes_on_a_gpu(gpu, reference, rng, normal, dim, lengths):
+def test_attention_of_codes_on_a_gpu(gpu, reference, rng, normal, monkeypatch, dim, lengths):
     """Rows of all lengths, one that many programs share, dead rows, and the same bits again."""
     target, driver, _, stream = gpu
     if target.arch != 90:
         pytest.skip("the kernel is for sm_90")
     before = {
-        "short": rng.integers(0, 300, 16).tolist(),
+        "short": rng.integers(0, 20, 16).tolist(),  # fewer blocks than programs
         "one long": [5000, *rng.integers(0, 300, 15).tolist()],
         "many": rng.integers(0, 900, 200).tolist(),
     }[lengths]
     args = step(
         rng, normal, [1] * len(before), before, heads=16, kv_heads=4, dim=dim, dead=(3, len(before) - 1)
     )
+    monkeypatch.setattr(coded_attention, "FEWEST", 1)
     own = dataclasses.replace(target, nvrtc=True)
     found = [run_on_gpu(norm_rope_attend, args, own, driver, stream) for _ in range(2)]
     np.testing.assert_array_equal(found[0]["out"].view(np.uint16), found[1]["out"].view(np.uint16))

@@ -12,8 +12,8 @@ from openinfer.tensor import float32, int32
 if TYPE_CHECKING:
     from openinfer.kernels.attention import Call
 
-FEWEST = 64
-"""Key heads of all rows from which the kernel is the fastest one."""
+FEWEST = 192
+"""Key heads of all rows from which the kernel is the fastest one: of Qwen3-4B, 24 rows (docs/lessons.md)."""
 BLOCK, WARPS = 128, 8
 """Keys of a block, and warps that multiply. The kernel has these numbers too."""
 MOST_ROWS = 256

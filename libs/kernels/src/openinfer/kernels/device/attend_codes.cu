@@ -100,7 +100,9 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
   }
   __syncthreads();
   long long line = (long long)starts[rows] * heads;
-  int begin = (int)(blockIdx.x * line / gridDim.x), end = (int)((blockIdx.x + 1) * line / gridDim.x);
+  int programs = (int)min((long long)gridDim.x, line);  // those with a block or more
+  if ((int)blockIdx.x >= programs) return;
+  int begin = (int)(blockIdx.x * line / programs), end = (int)((blockIdx.x + 1) * line / programs);
   if (warp == WARPS) {
     int chunk = lane % 8, kind = lane / 8, done = 0;  // kinds: keys, values, scales of keys, scales of values
     for (int at = begin; at < end;) {
@@ -235,7 +237,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
     together();
     // Of the programs that share this head, who begin with which block of the line.
     long long item = (long long)starts[part.row] * heads + (long long)part.head * part.blocks;
-    int from = (int)(((item + 1) * gridDim.x - 1) / line), until = (int)(((item + part.blocks) * gridDim.x - 1) / line);
+    int from = (int)(((item + 1) * programs - 1) / line), until = (int)(((item + part.blocks) * programs - 1) / line);
     bf16* to = out + ((size_t)token * heads + part.head) * GROUP * D;
     int counter = part.row * heads + part.head, place = 2 * blockIdx.x + (item >= begin);
     for (int i = threadIdx.x; i < GROUP * D; i += WARPS * 32) {
@@ -264,7 +266,7 @@ attend_codes(bf16* out, const bf16* q, const unsigned char* kv, const unsigned c
           float most = LOW, value = 0, all = 0;
           for (int pass = 0; pass < 2; pass++)
             for (int c = from; c <= until; c++) {
-              int theirs = 2 * c + (item >= (int)(c * line / gridDim.x));
+              int theirs = 2 * c + (item >= (int)(c * line / programs));
               float2 of = fresh_pair(weights + (theirs * GROUP + i / D) * 2);
               if (pass == 0) {
                 most = fmaxf(most, of.x);
