@@ -457,7 +457,7 @@ def test_where_prompts_are_widened(rng, normal):
 
     alone = ["widen_pages", "attend_prompt"]
     assert kernels([600], dim=128) == alone
-    assert kernels([600, 1], dim=128) == ["attend_short", *alone]
+    assert kernels([600, 1], dim=128) == ["attend_split", *alone]
     assert kernels([600], Target(100, 148), dim=128) == ["attend_long"]
     assert kernels([600], dim=128, page_size=256) == ["attend_long"]
     assert kernels([60], dim=128) == ["attend_split"]
