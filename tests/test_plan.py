@@ -295,7 +295,7 @@ def test_the_page_has_the_steps_of_several_gpus() -> None:
     assert found == script.steps_table().strip(), "python benchmarks/predicted_rows.py --write"
     dense = [line for line in found.splitlines() if line.startswith("| qwen3")]
     assert len(dense) == 18
-    assert sum("**" in line for line in dense) <= 2
+    assert sum("**" in line for line in dense) <= 3
 
 
 def test_no_plan_has_grown_unseen() -> None:
