@@ -24,7 +24,7 @@ def specs_of(config, *, nvrtc=False):
 @pytest.mark.parametrize("size", RECIPE.published())
 def test_published_sizes_have_a_plan(size):
     specs = specs_of(RECIPE.published()[size])
-    assert {"gemv", "gemm_small", "attend_short", "attend_prompt", "advance"} <= {s.function for s in specs}
+    assert {"gemv", "gemm_small", "attend_split", "attend_prompt", "advance"} <= {s.function for s in specs}
 
 
 @pytest.mark.slow
