@@ -25,7 +25,7 @@ MERGED_BY_WARP = 2048
 LEAST_KEYS = 512
 """The fewest keys of a part of a long row: a program reads them in less time than a merge takes."""
 
-MOST_PARTS = 8
+MOST_PARTS = 16
 """The most parts of a tile of a long row: one program merges them, one after the other."""
 
 _DEVICE = "openinfer.kernels.device.attention"
