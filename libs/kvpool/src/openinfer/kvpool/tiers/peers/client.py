@@ -22,7 +22,7 @@ from .transport import Transport
 
 log = logging.getLogger("openinfer.kvpool")
 
-LANES = 4
+LANES = 8
 """Connections to a peer that bring records at once. One does not reach what a network or a host's memory can do."""
 MAX_PEERS = 256
 MAX_CLAIMS = 1 << 20

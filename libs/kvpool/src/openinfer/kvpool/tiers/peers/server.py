@@ -17,7 +17,7 @@ from .transport import Record, Tcp, Transport
 
 log = logging.getLogger("openinfer.kvpool")
 
-MAX_LINKS = 256
+MAX_LINKS = 512
 """Connections at once; a peer has several."""
 READ_AT_ONCE, READ_BYTES = 1024, 32 << 20
 """Records in an answer at most, and their bytes, if they are more than one."""
