@@ -72,22 +72,6 @@ def norm_codes(
 
 
 @triton.jit
-def silu_codes(
-    codes, scales, both, x_scale, width, TOKENS,
-    SIZE: tl.constexpr, BLOCKS: tl.constexpr, STATIC: tl.constexpr,
-):  # fmt: skip
-    """silu(both[t, :width]) * both[t, width:] as codes and scales; otherwise as code_rows."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-    column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = column < width
-    gate = tl.load(both + row * 2 * width + column, mask=inside, other=0.0)
-    up = tl.load(both + row * 2 * width + width + column, mask=inside, other=0.0)
-    value = gated(gate, up, both.dtype.element_ty).to(both.dtype.element_ty).to(tl.float32)
-    _store_codes(codes, scales, value, x_scale, row, block, width, TOKENS, BLOCKS, STATIC)
-
-
-@triton.jit
 def _columns(place, inside, EVEN: tl.constexpr):
     """128 columns, with zeros after the last one; EVEN: the last one ends a block."""
     return tl.load(place) if EVEN else tl.load(place, mask=inside, other=0.0)
