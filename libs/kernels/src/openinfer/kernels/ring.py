@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
@@ -30,17 +32,48 @@ def ring_product(
 
     `norm`: a gain in bf16 or float32, and eps; x is normalised first. No normalised value is rounded.
     """
-    (m, n), k = out.shape, weight.shape[1]
-    gain, eps = norm or (x, 0.0)
-    programs = min(num_sms, n)
-    most, rows = -(-n // programs), c.bn // 2 if gated else c.bn
+    m, k = out.shape[0], weight.shape[1]
+    constants = {"TOKENS": m, "PADDED": power_of_two(m), "CHUNKS": k // RING_COLUMNS // c.warps}
+    return _ring(
+        "ring",
+        c,
+        num_sms,
+        out,
+        x,
+        {"weight": weight},
+        constants,
+        stage=c.bn * k * 2,
+        sums=(power_of_two(m) * (c.warps | 1), c.warps * m),
+        add=add,
+        gated=gated,
+        norm=norm,
+    )
+
+
+def _ring(
+    kernel: str,
+    c: Choice,
+    num_sms: int,
+    out: Tensor | Scratch,
+    x: Tensor | Scratch,
+    weights: Mapping[str, Arg],
+    constants: Mapping[str, int],
+    *,
+    stage: int,
+    sums: tuple[int, int],
+    add: bool,
+    gated: bool,
+    norm: tuple[Tensor, float] | None,
+) -> Launch:
+    """The launch of a ring. weights, constants: its own arguments; stage: bytes; sums: float32 numbers for each row of
+    a program's stages, and besides."""
+    n, (gain, eps) = out.shape[1], norm or (x, 0.0)
+    programs, rows = min(num_sms, n), c.bn // 2 if gated else c.bn
+    most = -(-n // programs)
     turns = -(-most // rows)
-    args: dict[str, Arg] = {"out": out, "x": x, "gain": gain, "weight": weight, "N": Aligned(n), "eps": eps}
-    constants = {
-        "TOKENS": m,
-        "PADDED": power_of_two(m),
+    args: dict[str, Arg] = {"out": out, "x": x, "gain": gain, **weights, "N": Aligned(n), "eps": eps}
+    shared = {
         "WARPS": c.warps,
-        "CHUNKS": k // RING_COLUMNS // c.warps,
         "ROWS": c.bn,
         "STAGES": c.stages,
         "TURNS": turns,
@@ -50,16 +83,16 @@ def ring_product(
         "GATED": gated,
         "FLOAT": out.dtype == float32,
     }
-    sums = turns * c.bn * power_of_two(m) * (c.warps | 1) + c.warps * m
+    numbers = turns * c.bn * sums[0] + sums[1]
     return launch_cuda(
         _DEVICE,
-        "ring.cu",
-        "gemv_ring",
+        f"{kernel}.cu",
+        f"gemv_{kernel}",
         (programs,),
         args,
-        constants,
+        {**shared, **constants},
         threads=32 * c.warps + 32,
-        shared=c.stages * (c.bn * k * 2 + 16) + -(-sums // 4) * 16,
+        shared=c.stages * (stage + 16) + -(-numbers // 4) * 16,
         early=True,
     )
 
@@ -127,46 +160,25 @@ def group_ring_product(
     norm: tuple[Tensor, float] | None = None,
 ) -> Launch:
     """The ring of `c` for a weight of codes."""
-    (_, n), k, packed = out.shape, x.shape[1], is_int4(scales)
-    gain, eps = norm or (x, 0.0)
-    programs, rows, groups = min(num_sms, n), c.bn // 2 if gated else c.bn, k // SCALE_BLOCK
-    most = -(-n // programs)
-    turns = -(-most // rows)
-    args: dict[str, Arg] = {
-        "out": out,
-        "x": x,
-        "gain": gain,
-        "x_scale": scales if x_scale is None else x_scale,
-        "weight": weight,
-        "scales": scales,
-        "N": Aligned(n),
-        "eps": eps,
-    }
+    k, packed = x.shape[1], is_int4(scales)
+    groups = k // SCALE_BLOCK
     constants = {
         "COLUMNS": k,
         "GROUP_BYTES": SCALE_BLOCK // 2 if packed else SCALE_BLOCK,
-        "WARPS": c.warps,
-        "ROWS": c.bn,
-        "STAGES": c.stages,
-        "TURNS": turns,
-        "NORM": norm is not None,
-        "WIDE": gain.dtype == float32,
-        "ADD": add,
-        "GATED": gated,
-        "FLOAT": out.dtype == float32,
         "CODING": _CODINGS[coding],
         "BY_ROW": not packed and of_rows(weight, scales),
     }
-    sums = turns * c.bn * (groups | 1) + 2 * c.warps
-    stage = c.bn * (weight.shape[1] + (4 * groups if packed else 0))
-    return launch_cuda(
-        _DEVICE,
-        "ring_groups.cu",
-        "gemv_ring_groups",
-        (programs,),
-        args,
+    return _ring(
+        "ring_groups",
+        c,
+        num_sms,
+        out,
+        x,
+        {"x_scale": scales if x_scale is None else x_scale, "weight": weight, "scales": scales},
         constants,
-        threads=32 * c.warps + 32,
-        shared=c.stages * (stage + 16) + -(-sums // 4) * 16,
-        early=True,
+        stage=c.bn * (weight.shape[1] + (4 * groups if packed else 0)),
+        sums=(groups | 1, 2 * c.warps),
+        add=add,
+        gated=gated,
+        norm=norm,
     )

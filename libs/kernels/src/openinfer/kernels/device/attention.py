@@ -285,20 +285,10 @@ def attend_short(
     key = kv + head * PAGE * D + column
     value = key + kv_heads * PAGE * D
     query = tl.load(q + place, mask=inside, other=0.0)
-    m = tl.full((BM,), LOW, tl.float32)
-    l = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, D), tl.float32)
-    for n in range(begin, stop, BN):
-        where = cache_places(table, n, stop, page_stride, D, PAGE, BN)[:, None]
-        written = (n + tl.arange(0, BN) < stop)[:, None]  # what was never written may be NaN
-        score = tl.dot(
-            query, tl.trans(numbers(tl.load(key + where, mask=written, other=0.0), query.dtype, PAIRS))
-        )
-        score = tl.where(_seen(n, position, window, stop, BN), score, HIDDEN)
-        v = numbers(tl.load(value + where, mask=written, other=0.0), query.dtype, PAIRS)
-        m, l, acc = add_block(
-            m, l, acc, score, v, scale, kv_scales, head, kv_heads, table, n, stop, page_stride, PAGE, BN
-        )
+    m, l, acc = over_keys(
+        query, key, value, kv_scales, table, begin, begin, stop, stop, position, window, scale, page_stride, head,
+        kv_heads, D, PAGE, BM, BN, PAIRS,
+    )  # fmt: skip
     # A row's first tokens may see no key of its last part. Their weight is then LOW.
     l = tl.where(l > 0.0, l, 1.0)
     acc = acc / l[:, None]

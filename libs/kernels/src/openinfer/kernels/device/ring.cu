@@ -31,17 +31,12 @@ gemv_ring(void* out, const bf16* x, const void* gain, const bf16* weight, int N,
   u64* full = (u64*)(partial + (TURNS * VALUES * STRIDE + WARPS * TOKENS + 3) / 4 * 4);
   u64* empty = full + STAGES;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster;");
-  }
-  __syncthreads();
+  start_ring(full, empty);
   int first = (int)((long long)blockIdx.x * N / gridDim.x), last = (int)((long long)(blockIdx.x + 1) * N / gridDim.x);
   int turns = (last - first + SETS - 1) / SETS;
   if (warp == WARPS) {
     if (lane == 0) {
-      u64 policy;
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      u64 policy = evict_first();
       for (int turn = 0; turn < turns; turn++) {
         int stage = turn % STAGES, row = first + turn * SETS;
         barrier_wait(&empty[stage], (turn / STAGES & 1) ^ 1);

@@ -1,4 +1,4 @@
-// What the kernels of one token that keep a ring of weights in shared memory have in common.
+// What the kernels with a ring of weights in shared memory have in common.
 
 #include "gpu.cuh"
 
@@ -55,3 +55,19 @@ __device__ __forceinline__ float sums(float (&value)[N], int lane) {
 
 // Rows of a stage: of the weight, and of a half of it.
 constexpr int HALVES = GATED ? 2 : 1, SETS = ROWS / HALVES;
+
+// The barriers of a ring, for all threads of a program.
+__device__ __forceinline__ void start_ring(u64* full, u64* empty) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], WARPS);
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  __syncthreads();
+}
+
+// The policy of weights: no step reads one twice.
+__device__ __forceinline__ u64 evict_first() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}

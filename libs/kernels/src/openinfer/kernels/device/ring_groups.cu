@@ -3,9 +3,8 @@
 // As in ring.cu a program an SM has a ring of STAGES x ROWS rows, which a copying warp fills, and sums are added in a fixed
 // order. NORM, ADD, GATED, FLOAT and TURNS are those of ring.cu. K = COLUMNS.
 //
-// GROUP_BYTES: 128 columns of a row are a group of 128 bytes of
-// e4m3, or of 64 bytes of INT4 (openinfer.kernels.int4), whose words, the `scales`, travel with the rows. A group has a
-// sum of its own. CODING: 0 leaves x in bf16, for INT4; else x becomes e4m3 with a scale of each group (1), of all
+// GROUP_BYTES: 128 columns of a row are a group of 128 bytes of e4m3, or of 64 bytes of INT4 (openinfer.kernels.int4),
+// whose words, the `scales`, travel with the rows. A group has a sum of its own. CODING: 0 leaves x in bf16, for INT4; else x becomes e4m3 with a scale of each group (1), of all
 // columns (2), or with `x_scale` (3). BY_ROW: the weight has a scale a row, else one for 128 rows of a group.
 //
 // A warp multiplies 8 groups side by side, which are 8 * GROUP_BYTES contiguous bytes. UNIT rows are PLACES such runs,
@@ -69,17 +68,12 @@ gemv_ring_groups(void* out, const bf16* x, const void* gain, const float* x_scal
   u64* full = (u64*)(partial + (TURNS * ROWS * STRIDE + 2 * WARPS + 3) / 4 * 4);
   u64* empty = full + STAGES;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) barrier_init(&full[i], 1), barrier_init(&empty[i], WARPS);
-    asm volatile("fence.mbarrier_init.release.cluster;");
-  }
-  __syncthreads();
+  start_ring(full, empty);
   int first = (int)((long long)blockIdx.x * N / gridDim.x), last = (int)((long long)(blockIdx.x + 1) * N / gridDim.x);
   int turns = (last - first + SETS - 1) / SETS;
   if (warp == WARPS) {
     if (lane == 0) {
-      u64 policy;
-      asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      u64 policy = evict_first();
       for (int turn = 0; turn < turns; turn++) {
         int stage = turn % STAGES, row = first + turn * SETS;
         u32 rows = min(SETS, last - row);

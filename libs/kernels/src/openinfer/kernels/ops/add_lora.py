@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -113,16 +113,8 @@ def _launches(
     if x.dtype != bfloat16:
         raise ContractError(f"x is {x.dtype.name}; adapters on a GPU are bfloat16 (float32: the cpu pack)")
     (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
-    if not target.batch_invariant and places * -(-tokens // FEW_TILE) <= FEW_PROGRAMS:
-        yield from _few(out, x, a, b, parts, adapters, token_slots, norm_weight, eps, add=add)
-        return
-    few = tokens <= 128 or target.batch_invariant
-    tile, splits = 16 if few else 64, -(-columns // SPLIT)
-    low = 16 if few else 64
-    partial = Scratch((splits, tokens, rows), float32)
     common: dict[str, Arg] = {"adapters": adapters, "token_slots": token_slots, "tokens": tokens}
-    args: dict[str, Arg] = {
-        "partial": partial,
+    of_a: dict[str, Arg] = {
         "x": x,
         "gain": x if norm_weight is None else norm_weight,
         "a": a,
@@ -131,24 +123,27 @@ def _launches(
         "a_stride": aligned(a.strides[0]),
         "K": aligned(columns),
         "rows": aligned(rows),
-        "places": places,
-        "eps": eps or 0.0,
     }
-    constants = {"BM": tile, "BR": low, "BK": 128, "SPLIT": SPLIT, "NORM": norm_weight is not None}
-    grid = (-(-tokens // tile), splits, -(-rows // low))
-    yield launch(_DEVICE, "lora_shrink", grid, args, constants)
-    width = 64 if few else 128
-    args = {
-        "out": out,
-        "partial": partial,
+    of_b: dict[str, Arg] = {
         "b": b,
         **common,
         "out_stride": aligned(out.strides[0]),
         "b_stride": aligned(b.strides[0]),
         **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
-        "splits": splits,
-        "places": places,
     }
+    if not target.batch_invariant and places * -(-tokens // FEW_TILE) <= FEW_PROGRAMS:
+        yield from _few(out, x, a, parts, rank, of_a, of_b, eps, add=add)
+        return
+    few = tokens <= 128 or target.batch_invariant
+    tile, splits = 16 if few else 64, -(-columns // SPLIT)
+    low = 16 if few else 64
+    partial = Scratch((splits, tokens, rows), float32)
+    args = {"partial": partial, **of_a, "places": places, "eps": eps or 0.0}
+    constants = {"BM": tile, "BR": low, "BK": 128, "SPLIT": SPLIT, "NORM": norm_weight is not None}
+    grid = (-(-tokens // tile), splits, -(-rows // low))
+    yield launch(_DEVICE, "lora_shrink", grid, args, constants)
+    width = 64 if few else 128
+    args = {"out": out, "partial": partial, **of_b, "splits": splits, "places": places}
     constants = {"BM": tile, "BN": width, "BR": min(rank, 64), "RANK": rank, "PARTS": len(parts), "ADD": add}
     yield launch(
         _DEVICE, "lora_expand", (-(-tokens // tile), -(-max(parts) // width), len(parts)), args, constants
@@ -159,52 +154,26 @@ def _few(
     out: Tensor,
     x: Tensor,
     a: Tensor,
-    b: Tensor,
     parts: tuple[int, ...],
-    adapters: Tensor,
-    token_slots: Tensor,
-    norm_weight: Tensor | None,
+    rank: int,
+    of_a: Mapping[str, Arg],
+    of_b: Mapping[str, Arg],
     eps: float | None,
     *,
     add: bool,
 ) -> Iterator[Command]:
-    """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last."""
-    (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
+    """The launches of a step of few tokens: programs of one adapter each. The norm's factor comes last. of_a, of_b: the
+    arguments of the two products. eps: None without a norm."""
+    (tokens, columns), (places, rows, _) = x.shape, a.shape
     width = 256 if columns <= 4096 else 512  # columns of a program
-    tiles, splits, normed = -(-tokens // FEW_TILE), -(-columns // width), norm_weight is not None
+    tiles, splits, normed = -(-tokens // FEW_TILE), -(-columns // width), eps is not None
     partial, squares = Scratch((splits, tokens, rows), float32), Scratch((splits, tokens), float32)
-    common: dict[str, Arg] = {"adapters": adapters, "token_slots": token_slots, "tokens": tokens}
-    args: dict[str, Arg] = {
-        "partial": partial,
-        "squares": squares,
-        "x": x,
-        "gain": x if norm_weight is None else norm_weight,
-        "a": a,
-        **common,
-        "x_stride": aligned(x.strides[0]),
-        "a_stride": aligned(a.strides[0]),
-        "K": aligned(columns),
-        "rows": aligned(rows),
-        "tiles": tiles,
-    }
+    args: dict[str, Arg] = {"partial": partial, "squares": squares, **of_a, "tiles": tiles}
     constants = {"BM": FEW_TILE, "BR": 16, "BK": 256, "SPLIT": width, "NORM": normed}
     yield launch(_DEVICE, "lora_shrink_few", (places * tiles, splits, rows // 16), args, constants)
     block = 256 if max(parts) > 8192 else 128
-    args = {
-        "out": out,
-        "partial": partial,
-        "squares": squares,
-        "b": b,
-        **common,
-        "out_stride": aligned(out.strides[0]),
-        "b_stride": aligned(b.strides[0]),
-        **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
-        "splits": splits,
-        "tiles": tiles,
-        "places": places,
-        "K": columns,
-        "eps": eps or 0.0,
-    }
+    more: dict[str, Arg] = {"tiles": tiles, "places": places, "K": columns, "eps": eps or 0.0}
+    args = {"out": out, "partial": partial, "squares": squares, **of_b, "splits": splits, **more}
     constants = {
         "BM": FEW_TILE,
         "BN": block,
