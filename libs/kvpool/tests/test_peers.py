@@ -443,7 +443,7 @@ def test_a_peer_cannot_write_to_the_memory_that_it_maps():
 
 @pytest.mark.parametrize("fault", ["let go", "elsewhere"])
 def test_records_that_were_not_kept_are_not_used(fault, monkeypatch):
-    """The sender has given its records to others while they were copied; or names a place that is none."""
+    """Either the sender dropped its records during the copy, or it names a place outside its memory."""
     first, second = two_engines()
 
     def send(self, link, records):

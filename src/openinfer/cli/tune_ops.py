@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from openinfer.cli.segments import Outline
 from openinfer.graph import Shape
@@ -14,6 +15,7 @@ from openinfer.kernels import Call, Cost, Lines, Speed, Workload
 from openinfer.kernels.speed_fit import MeasuredCalls, fit_lines
 
 Event = dict[str, Any]
+T = TypeVar("T")
 HOST, STEPS = 0, 1
 """Processes of a trace: what the host does, and steps. Steps that are kept as outliers are in others."""
 
@@ -30,15 +32,17 @@ def lines(times: Sequence[OpTimes], usual: Speed) -> dict[str, Lines]:
             for call in found:
                 calls[op][call.tokens].append(call)
     return {
-        op: fit_lines([call for alike in sizes.values() for call in _middle(alike)], usual)
+        op: fit_lines(
+            [call for alike in sizes.values() for call in middle(alike, attrgetter("seconds"))], usual
+        )
         for op, sizes in calls.items()
     }
 
 
-def _middle(calls: list[MeasuredCalls]) -> list[MeasuredCalls]:
+def middle(found: Sequence[T], time: Callable[[T], float]) -> list[T]:
     """The middle half by time, because a busy machine holds up some."""
-    quarter = len(calls) // 4
-    return sorted(calls, key=lambda call: call.seconds)[quarter : len(calls) - quarter]
+    quarter = len(found) // 4
+    return sorted(found, key=time)[quarter : len(found) - quarter]
 
 
 def of_trace(

@@ -80,15 +80,11 @@ def _steps(outline: Outline, found: Iterable[Traced]) -> Iterator[MeasuredStep]:
 
 
 def traced(outline: Outline, data: dict[str, Any]) -> list[Traced]:
-    """The timed steps of a trace, of each shape only the middle half by time, because a busy machine holds up some."""
+    """The timed steps of a trace, of each shape only the middle half by time."""
     found: dict[Shape, list[Traced]] = {}
     for one in _every(outline, data):
         found.setdefault(one[0], []).append(one)
-    return [
-        one
-        for steps in found.values()
-        for one in sorted(steps, key=lambda one: one[1])[len(steps) // 4 : len(steps) - len(steps) // 4]
-    ]
+    return [one for steps in found.values() for one in tune_ops.middle(steps, lambda one: one[1])]
 
 
 def _every(outline: Outline, data: dict[str, Any]) -> Iterator[Traced]:

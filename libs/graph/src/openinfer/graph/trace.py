@@ -121,8 +121,10 @@ class StepTrace:
         """A look at what was recorded: a phase of its own, after which the host's current phase goes on."""
         phase = self._phase
         self.mark(LOOKING)
-        yield
-        self.mark(phase)
+        try:
+            yield
+        finally:
+            self.mark(phase)
 
     def op(self, name: str, start_ns: int, end_ns: int) -> None:
         """An op ran on the host."""
