@@ -23,7 +23,6 @@ import numpy as np
 from driven import FRESH, LONG, SHORT, Json, driven, loads_seen
 
 from openinfer.frontend.kv_transfer import KVTransfer
-from openinfer.kvpool.tiers.peers.link import Link
 
 BUFFER_BYTES = 3.2e9
 """Host memory of each engine: the second long prompt evicts the first."""
@@ -60,10 +59,12 @@ def _serve_prefill(model_dir: Path, flags: Json, gpu: str, link: Any) -> None:
 def peers(model_dir: Path, way: str, gpus: Sequence[str], lengths: Sequence[int]) -> Json:
     """Prompts of these lengths, which one engine computes and another goes on with."""
     connector = "NixlConnector" if way == "nixl" else "TcpConnector"
-    within_host = Link.within_host
-    if way != "shared":
-        Link.within_host = False  # type: ignore[assignment, method-assign]
-    config = {"kv_connector": connector, "kv_port": 0, "kv_buffer_size": BUFFER_BYTES}
+    config = {
+        "kv_connector": connector,
+        "kv_port": 0,
+        "kv_buffer_size": BUFFER_BYTES,
+        "kv_connector_extra_config": {"share_memory": way == "shared"},
+    }
     flags: Json = {"kv_transfer_config": json.dumps(config), "kv_cache_memory_bytes": 12 << 30}
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -104,7 +105,6 @@ def peers(model_dir: Path, way: str, gpus: Sequence[str], lengths: Sequence[int]
             found["load_gb_per_s"] = [load.blocks * one.page_bytes / load.seconds / 1e9 for load in seen]
             ours.send(None)
     finally:
-        Link.within_host = within_host  # type: ignore[method-assign]
         child.join(10)
         if child.is_alive():
             child.kill()

@@ -17,7 +17,6 @@ from typing import Any
 
 from openinfer.kvpool import Group, Pool
 from openinfer.kvpool.tiers import Sharing, Tiers, TransferConfig
-from openinfer.kvpool.tiers.peers.link import Link
 from openinfer.tensor import Device, Stream, Tensor
 
 CONNECTORS = {"shared": "TcpConnector", "tcp": "TcpConnector", "nixl": "NixlConnector"}
@@ -28,9 +27,12 @@ TOKENS = 16
 class Engine:
     """A pool and its tiers, with the memory of a CPU. The host memory has room for two prompts."""
 
-    def __init__(self, connector: str, block_bytes: int, blocks: int) -> None:
+    def __init__(self, way: str, block_bytes: int, blocks: int) -> None:
         groups = (Group("pages", TOKENS, blocks + 2, block_bytes),)
-        self.sharing = Sharing(TransferConfig(connector, kv_port=0), groups, {})
+        config = TransferConfig(
+            CONNECTORS[way], kv_port=0, kv_connector_extra_config={"share_memory": way == "shared"}
+        )
+        self.sharing = Sharing(config, groups, {})
         self.tiers = Tiers(
             groups, 2 * (blocks + 2) * (block_bytes + 4096), sharing=self.sharing, load_timeout_s=60.0
         )
@@ -43,9 +45,9 @@ class Engine:
             time.sleep(0.01)
 
 
-def serve(connector: str, block_bytes: int, blocks: int, link: Any) -> None:
+def serve(way: str, block_bytes: int, blocks: int, link: Any) -> None:
     """The engine that has the blocks, in a process of its own."""
-    one = Engine(connector, block_bytes, blocks)
+    one = Engine(way, block_bytes, blocks)
     link.send(one.sharing.address)
     while (tokens := link.recv()) is not None:
         with one.pool.acquire(tokens) as lease:
@@ -63,14 +65,11 @@ def serve(connector: str, block_bytes: int, blocks: int, link: Any) -> None:
 
 def measure(way: str, block_bytes: int, blocks: int, repeats: int) -> dict[str, Any]:
     """GB/s of each repeat, with the blocks that came."""
-    connector, context = CONNECTORS[way], multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=serve, args=(connector, block_bytes, blocks, theirs))
+    child = context.Process(target=serve, args=(way, block_bytes, blocks, theirs))
     child.start()
-    before = Link.within_host
-    if way != "shared":
-        Link.within_host = False  # type: ignore[assignment, method-assign]
-    one, rates = Engine(connector, block_bytes, blocks), []
+    one, rates = Engine(way, block_bytes, blocks), []
     try:
         address = ours.recv()
         for repeat in range(repeats):
@@ -97,7 +96,6 @@ def measure(way: str, block_bytes: int, blocks: int, repeats: int) -> dict[str, 
         child.join(10)
         child.kill()
         one.tiers.close()
-        Link.within_host = before  # type: ignore[method-assign]
     return {"way": way, "block_bytes": block_bytes, "blocks": blocks, "gb_per_s": rates}
 
 

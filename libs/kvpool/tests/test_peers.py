@@ -407,9 +407,9 @@ def test_a_peer_that_asks_nonsense_is_left(words):
     engine.close()
 
 
-def two_engines():
+def two_engines(**fields):
     """One with a prompt to fetch, and another one of the same host."""
-    first, second = Engine(config()), Engine(config())
+    first, second = Engine(config(**fields)), Engine(config(**fields))
     first.serve(TOKENS)
     first.export("lease", TOKENS)
     return first, second
@@ -425,6 +425,17 @@ def test_engines_that_cannot_share_memory_use_the_next_transport(why, monkeypatc
     assert second.ask(TOKENS, first.sharing.address) == ""
     assert second.serve(TOKENS) == 16
     assert "is not reached by shared" in caplog.text
+    second.close()
+    first.close()
+
+
+@pytest.mark.parametrize(("shares", "way"), [(True, "shared"), (False, "tcp")])
+def test_engines_of_one_host_share_memory_unless_they_must_not(shares, way, caplog):
+    caplog.set_level("INFO", "openinfer.kvpool")
+    first, second = two_engines(kv_connector_extra_config={"share_memory": shares})
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    assert second.serve(TOKENS) == 16
+    assert f"is reached by {way}" in caplog.text
     second.close()
     first.close()
 
@@ -567,6 +578,10 @@ def test_claims_and_peers_are_bounded(monkeypatch, caplog):
         (
             '{"kv_connector": "TcpConnector", "kv_connector_extra_config": {"kv_lease_duration": -1}}',
             "kv_lease_duration is -1.0",
+        ),
+        (
+            '{"kv_connector": "TcpConnector", "kv_connector_extra_config": {"share_memory": 1}}',
+            "share_memory is 1; possible are",
         ),
         ('{"kv_connector": "TcpConnector", "kv_ip": "192.0.2.1"}', "can be reached from other hosts"),
         ('{"kv_connector": "TcpConnector", "kv_ip": "0.0.0.0"}', "give an address of this host"),

@@ -17,7 +17,12 @@ from .lane import Address
 CONNECTORS = ("NixlConnector", "TcpConnector")
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("recompute", "fail")
-_EXTRA = {"kv_lease_duration": (int, float), "backends": (list,), "secret_file": (str,)}
+_EXTRA = {
+    "kv_lease_duration": (int, float),
+    "backends": (list,),
+    "secret_file": (str,),
+    "share_memory": (bool,),
+}
 _IGNORED = ("kv_rank", "kv_parallel_size", "enable_permute_local_kv")
 """Keys of vLLM's that say nothing here; null or vLLM's default only."""
 
@@ -32,7 +37,8 @@ class TransferConfig:
     as remote_host and remote_port. kv_buffer_device: cpu, because blocks travel through page-locked host memory.
     kv_buffer_size: its bytes, where --kv-offload-gb gives none. kv_load_failure_policy: "recompute", or "fail": one
     error for a request whose blocks did not come. kv_connector_extra_config: kv_lease_duration in seconds, backends of
-    NIXL, and secret_file, which all engines must have that share; it is needed to listen beyond this host.
+    NIXL, secret_file, which all engines must have that share (it is needed to listen beyond this host), and
+    share_memory: false sends blocks through the connector within a host too.
     """
 
     kv_connector: str
@@ -60,11 +66,11 @@ class TransferConfig:
         if not _number(self.kv_buffer_size, (int, float)) or self.kv_buffer_size <= 0:
             raise InvalidConfig(f"kv_buffer_size is {self.kv_buffer_size!r}; give bytes, more than 0")
         extra = self.kv_connector_extra_config
-        wrong = [k for k in extra if k not in _EXTRA or not _number(extra[k], _EXTRA[k])]
+        wrong = [k for k in extra if type(extra[k]) not in _EXTRA.get(k, ())]
         if wrong:
             raise InvalidConfig(
                 f"kv_connector_extra_config: {wrong[0]} is {extra[wrong[0]]!r}; possible are kv_lease_duration "
-                "(seconds), backends (a list) and secret_file (a path)"
+                "(seconds), backends (a list), secret_file (a path) and share_memory (true or false)"
             )
         if self.lease_s <= 0:
             raise InvalidConfig(f"kv_lease_duration is {self.lease_s!r}; give seconds, more than 0")
@@ -109,6 +115,11 @@ class TransferConfig:
     def backends(self) -> list[str]:
         """Backends of NIXL."""
         return list(self.kv_connector_extra_config.get("backends", ["UCX"]))
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether engines of one host map each other's memory."""
+        return bool(self.kv_connector_extra_config.get("share_memory", True))
 
     def secret(self) -> bytes:
         """The content of secret_file; b"" without one. Raises InvalidConfig."""

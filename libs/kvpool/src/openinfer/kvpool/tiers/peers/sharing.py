@@ -42,12 +42,11 @@ class Sharing:
         addresses: Sequence[Address] = (),
     ) -> None:
         self.config, self._groups, self._about, self._secret = config, groups, about, config.secret()
-        self._shared = Shared()
-        transports: list[Transport] = [self._shared, Tcp()]
-        if config.kv_connector == "NixlConnector":
-            transports.insert(1, Nixl(config.backends, TIMEOUT_S))
-        self._transports = {one.name: one for one in transports}
-        self.peers = Peers(groups, transports[:2], self._secret, about, addresses, TIMEOUT_S)
+        self._shared = Shared() if config.share_memory else None
+        own = Nixl(config.backends, TIMEOUT_S) if config.kv_connector == "NixlConnector" else Tcp()
+        asks: list[Transport] = [own] if self._shared is None else [self._shared, own]
+        self._transports = {one.name: one for one in (Tcp(), *asks)}
+        self.peers = Peers(groups, asks, self._secret, about, addresses, TIMEOUT_S)
         self.lending: Lending | None = None
         """The records that peers may read; None before the tiers are attached, and in a kv_consumer."""
         self._server: Server | None = None
@@ -78,7 +77,8 @@ class Sharing:
         if self._listener is None:
             return
         self.lending = Lending(host, self.config.lease_s)
-        self._shared.lend(records)
+        if self._shared is not None:
+            self._shared.lend(records)
         names = list(self._transports)
         card = {"about": self._about, "engine_id": self.config.engine_id, "transports": names}
         self._server = Server(
