@@ -43,8 +43,19 @@ ALL_REDUCE_US = {
     "bytes": (8 << 10, 128 << 10, 2 << 20, 8 << 20, 64 << 20),
     2: (12, 13, 31, 47, 247), 4: (16, 17, 32, 60, 322), 8: (21, 24, 38, 72, 366),
 }  # fmt: skip
-STEPS = ((1, 4096, 0), (8, 4096, 0), (32, 4096, 0), (128, 4096, 0), (0, 0, 4096), (0, 0, 1024), (0, 0, 2048))
-"""Rows that decode, their context, tokens of a prompt."""
+STEPS = (
+    (1, 4096, 0),
+    (8, 4096, 0),
+    (32, 4096, 0),
+    (128, 4096, 0),
+    (0, 0, 4096),
+    (0, 0, 1024),
+    (0, 0, 2048),
+    (4, 1088, 1024),
+    (16, 1088, 1024),
+    (32, 1088, 1024),
+)
+"""Rows that decode, their context, tokens of a prompt beside them."""
 CODES = np.array([*range(0x08, 0x38), *range(0x88, 0xB8)], np.uint8)
 """Bytes that are float8 numbers up to 1 in size, and any two FP4 ones."""
 BLOCK = 64 << 20
@@ -125,21 +136,21 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
 
 
 def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.Generator) -> Shape:
-    """Make the batch of a step: rows with `context` - 1 tokens in the cache, or one that begins with a prompt; returns
-    its bucket."""
+    """Make the batch of a step: rows with `context` - 1 tokens in the cache, then one that begins with a prompt, if
+    `prompt` is not 0. Returns the step's bucket."""
     state, vocab_size = runner.model.batch.rows, runner.model.vocab_size
     total, count = rows + prompt, rows + bool(prompt)
     bucket = tokens, num_rows, *_ = runner.buckets.choose(total, count)
     for slot in range(1, count + 1):
-        pages = -(-(context or prompt) // PAGE)
+        pages = -(-max(context, prompt) // PAGE)
         first = 1 + (slot - 1) * pages
         state.set("alive", slot, 1)
-        state.set("seq_lens", slot, max(0, context - 1))
+        state.set("seq_lens", slot, context - 1 if slot <= rows else 0)
         state.set("limits", slot, 1 << 30)
         for table in ("window_tables", "entry_tables"):
             state.write(table, slot, range(first, first + pages))
     starts, slots = np.full(num_rows + 1, total, np.int32), np.zeros(num_rows, np.int32)
-    starts[: count + 1] = [0, total] if prompt else range(count + 1)
+    starts[: rows + 1] = range(rows + 1)
     slots[:count] = range(1, count + 1)
     ids = np.full(tokens, -1, np.int32)
     ids[:total] = rng.integers(0, vocab_size, total)
@@ -218,7 +229,8 @@ def main() -> None:
             logits = runner.model.buffers.local_logits[: rows or 1].numpy()
             finite = bool(np.isfinite(np.asarray(logits, np.float32)).all())
             median, between = statistics.median(times), collectives_ms(whole, rows or 1, rows + prompt, ranks)
-            name = f"prompt of {prompt}" if prompt else f"decode {rows} x {context}"
+            name = f"mixed {rows} x {context} + {prompt}" if rows and prompt else ""
+            name = name or (f"prompt of {prompt}" if prompt else f"decode {rows} x {context}")
             print(
                 f"{ranks} ranks, {name}: {median:.2f} ms, with collectives {median + between:.2f}", flush=True
             )

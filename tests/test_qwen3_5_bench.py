@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from openinfer.cli import bench_ops, bench_step, explain
+from openinfer.cli.segments import Segment
 
 TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"
 SIZES = ("--max-num-seqs", "3", "--max-num-batched-tokens", "32")
@@ -40,3 +41,16 @@ def test_every_op_is_measured_and_explained(tmp_path: Path, capsys: pytest.Captu
     state = 2 * 2 * (4 * 128 * 128 * 4 + 4 * 1024 * 2)  # of two rows, read and written, in bf16
     assert 3 * state / 1e6 < float(delta[3]) < 3 * state / 1e6 * 1.02
     assert any("recurrent states" in line for line in lines)
+
+
+def test_prompts_follow_rows_with_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments: list[Segment] = []
+
+    def measured(segment: Segment, *_: object) -> list[object]:
+        segments.append(segment)
+        return []
+
+    monkeypatch.setattr(bench_ops, "measured", measured)
+    sizes = ("--max-num-seqs", "2", "--max-num-batched-tokens", "128")
+    assert bench_ops.main([str(TINY), *SMALL, *sizes, "--context", "100", "--tokens", "128"]) == 0
+    assert any(segment.name.startswith("forward 128 tokens") for segment in segments)

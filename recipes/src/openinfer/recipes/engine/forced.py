@@ -130,8 +130,8 @@ class Forced:
 
     def rewind(self, forced: ForcedSeq, length: int) -> None:
         """Set a sequence back to its first `length` tokens. Recurrent states and pages outside a window are not
-        restored, so later steps can be timed, but not compared."""
-        forced.fed = length
+        restored and no snapshots left, so later steps can be timed, but not compared."""
+        forced.fed = forced.seq.target = length
         self.runner.model.batch.rows.set("seq_lens", forced.seq.slot, length)
 
     def leave(self) -> None:
