@@ -79,7 +79,7 @@ EXCHANGES = "sum_of_ranks"
 def choose_exchange(target: Target, ranks: int, rows: int, width: int, most: int = MOST_PUSHED) -> Exchange:
     """The way to add up bf16 [rows, width] over ranks. most: bytes that the rule still pushes."""
     if target.batch_invariant:
-        return Exchange("push")
+        return Exchange("push", 8)
     by_rows = _table(target.gpu).get(EXCHANGES, {}).get(f"{ranks}x{width}", {})
     for limit, entry in sorted((int(limit), entry) for limit, entry in by_rows.items()):
         if rows <= limit:
