@@ -169,6 +169,11 @@ def test_each_layer_alone_turns_controls_red_under_rounding(references, deepseek
     assert [str(one) for one in found if one.passed] == []
     assert any(isinstance(one, LayerCheck) for one in found), [str(one) for one in found]
     engine.close()
+    two = replace(made.blueprint, config=made.blueprint.config.of_rank(0, 2))
+    assert not two.notices("entry_tables")
+    assert not two.notices("entries of the wrong size")
+    assert two.notices("window_tables")
+    assert replace(two, options=replace(two.options, activation_quantization="off")).notices("entry_tables")
 
 
 def test_choices_of_others_are_noticed(references, deepseek):

@@ -176,7 +176,10 @@ def negative_controls(built: Built, references: Sequence[Reference]) -> Iterator
     recipe. The model is put right again after each."""
     engine, sequences = built.engine, built.blueprint.comparable(references)
     stream, chunk, allowed = engine.runner.stream, engine.runner.buckets.max_tokens, limits(sequences)
-    for control in built.blueprint.controls(engine.runner.model):
+    blueprint = built.blueprint
+    for control in blueprint.controls(engine.runner.model):
+        if not blueprint.notices(control.name):
+            continue
         some = [s for s in sequences if s.first >= control.min_tokens][:5]
         kept = [(tensor, np.array(tensor.numpy())) for tensor, _ in control.changes]
         for tensor, array in control.changes:
@@ -188,7 +191,7 @@ def negative_controls(built: Built, references: Sequence[Reference]) -> Iterator
         stream.synchronize()
     long = _long(engine, sequences, 2)[:2]
     for table in engine.runner.model.tables:
-        if table is not None:
+        if table is not None and blueprint.notices(table):
             wrong = decode_all(engine, long, chunk=chunk, wrong_table=table)
             verdict = judge(f"control: {table} that repeat a page", allowed, long, wrong)
             yield _noticed(built, sequences, verdict, table)

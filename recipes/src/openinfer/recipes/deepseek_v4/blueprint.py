@@ -33,6 +33,8 @@ from openinfer.tensor import Arena, Checkpoint, LoadReport, Stream, Tensor, floa
 
 log = logging.getLogger("openinfer.deepseek_v4")
 
+WRONG_ENTRIES = "entries of the wrong size"
+
 
 @dataclass(frozen=True, slots=True)
 class DeepseekV4(Blueprint[Model]):
@@ -167,10 +169,14 @@ class DeepseekV4(Blueprint[Model]):
         yield Control("gate and up swapped in shared experts", swapped)
         compressors = [e.compressor for x in model.weights.layers if (e := x.attention.entries) is not None]
         smaller = [(c.norm, c.norm.numpy() * np.float32(0.25)) for c in compressors]
-        yield Control("entries of the wrong size", smaller, min_tokens=2 * PAGE)
+        yield Control(WRONG_ENTRIES, smaller, min_tokens=2 * PAGE)
         layers, mixture = model.weights.layers, model.weights.layers[-1].mixture
         outputs = [layer.attention.out_b for layer in layers]
         yield from of_ranks(self.config.ranks, outputs, [mixture.gate_up, mixture.down])
+
+    def notices(self, fault: str) -> bool:
+        """Rounding hides wrong entries, except from a layer alone; see benchmarks/deepseek_layers.py for ranks."""
+        return not (self.quantized and self.config.ranks > 1 and fault in (WRONG_ENTRIES, "entry_tables"))
 
     def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
         return [one.rounded() for one in references] if self.quantized else references

@@ -122,6 +122,10 @@ class Blueprint(ABC, Generic[M]):
     def controls(self, model: M) -> Iterable[Control]:
         """Faults that the accuracy gate must notice, each as a model made wrong."""
 
+    def notices(self, fault: str) -> bool:
+        """Whether the gate can notice a fault with these options: the name of a control or of a wrong table."""
+        return True
+
     def comparable(self, references: Sequence[Reference]) -> Sequence[Reference]:
         """The references that an engine with these options is compared with."""
         return references
