@@ -64,8 +64,8 @@ FAULTS = {
 
 
 class Streams:
-    """A pack that runs another and keeps the streams before and after each sublayer, by step. given: what each
-    sublayer of each step gets instead of the streams as they are."""
+    """A pack that runs another and keeps the streams before and after each sublayer, by step. given: the
+    streams that each sublayer of each step gets instead of its own."""
 
     def __init__(self, inner: Pack, stream: Stream, given: Sequence[Sequence[Array]] | None = None) -> None:
         self._inner, self._stream, self._given = inner, stream, given
@@ -74,7 +74,7 @@ class Streams:
         self.after: list[list[Array]] = []
 
     def begin(self, tokens: int) -> None:
-        """The next step has so many."""
+        """The next step has this many tokens."""
         self._tokens = tokens
         self.before.append([])
         self.after.append([])
@@ -167,7 +167,7 @@ def load_layer(engine: Engine, checkpoint: DummyCheckpoint, place: int, number: 
 
 
 def recorded(built: Built) -> dict[str, Ran]:
-    """What the ranks do: "right", and by the name of each fault."""
+    """The runs of the ranks: "right", and by the name of each fault."""
     engine, found = built.engine, {"right": run(built.engine, LENGTHS)}
     stream = engine.runner.stream
     for control in built.blueprint.controls(engine.runner.model):
