@@ -29,6 +29,7 @@ from openinfer.graph import Readback, Shape, StepGraphs
 from openinfer.graph.runner import Runner, readback_bytes, segments
 from openinfer.kernels import CpuPack, Op, Pack, Store, Target, cublas_available
 from openinfer.recipes.deepseek_v4 import RECIPE
+from openinfer.recipes.deepseek_v4.blueprint import window_pages
 from openinfer.recipes.deepseek_v4.config import Config
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.ops.common import PAGE
@@ -59,6 +60,8 @@ STEPS = (
 CODES = np.array([*range(0x08, 0x38), *range(0x88, 0xB8)], np.uint8)
 """Bytes that are float8 numbers up to 1 in size, and any two FP4 ones."""
 BLOCK = 64 << 20
+WINDOW = 3
+"""Pages of the window that a row needs."""
 SCALES = {"fn": 0.01, "base": 0.1, "bias": 0.0, "router": 0.02}
 """Scales of random float32 tensors, by name. With them the streams mix little, and no expert attracts all tokens."""
 
@@ -122,10 +125,11 @@ def runner_of(source: Source, ranks: int, device: Device, rows: int, tokens: int
     buckets = buckets_for(blueprint, limits)
     target = Target.of(device, cublas=cublas_available()) if device.kind == "cuda" else None
     plan = make_plan(blueprint, limits, buckets, target)
-    pages = rows * (-(-context // PAGE) + 1) + limits.max_blocks + 2
-    cache = pages * sum(group.block_bytes for group in blueprint.groups(limits))
+    entries = rows * (-(-context // PAGE) + 1) + limits.max_blocks + 2
+    pages = (window_pages(rows, tokens, limits.max_model_len) + 1, entries)
+    cache = sum(n * group.block_bytes for n, group in zip(pages, blueprint.groups(limits), strict=True))
     arena, stream = Arena(device, plan.fixed_bytes + cache + (1 << 20)), Stream(device)
-    model = blueprint.lay_out(arena, stream, limits, (pages, pages))
+    model = blueprint.lay_out(arena, stream, limits, pages)
     fill(model, blueprint.config.num_experts, stream, np.random.default_rng(0))
     store = Store(target.arch) if target else None
     pack: Pack = CpuPack()
@@ -141,14 +145,15 @@ def place(runner: Runner, rows: int, context: int, prompt: int, rng: np.random.G
     state, vocab_size = runner.model.batch.rows, runner.model.vocab_size
     total, count = rows + prompt, rows + bool(prompt)
     bucket = tokens, num_rows, *_ = runner.buckets.choose(total, count)
+    pages = -(-max(context, prompt) // PAGE)
     for slot in range(1, count + 1):
-        pages = -(-max(context, prompt) // PAGE)
-        first = 1 + (slot - 1) * pages
+        kept = WINDOW if slot <= rows else pages  # further pages of a row that decodes are these again
+        windows = [1 + (slot - 1) * WINDOW + page % kept for page in range(pages)]
         state.set("alive", slot, 1)
         state.set("seq_lens", slot, context - 1 if slot <= rows else 0)
         state.set("limits", slot, 1 << 30)
-        for table in ("window_tables", "entry_tables"):
-            state.write(table, slot, range(first, first + pages))
+        state.write("window_tables", slot, windows)
+        state.write("entry_tables", slot, range(1 + (slot - 1) * pages, 1 + slot * pages))
     starts, slots = np.full(num_rows + 1, total, np.int32), np.zeros(num_rows, np.int32)
     starts[: rows + 1] = range(rows + 1)
     slots[:count] = range(1, count + 1)
