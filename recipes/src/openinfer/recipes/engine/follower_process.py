@@ -23,7 +23,7 @@ from openinfer.graph.runner import Reader, Ring, follow
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.ranks import Ranks
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 SPIN_S = {"cuda": 0.1, "cpu": 0.001}
 """How long a follower looks for the next message before it sleeps. CPU ranks need their cores for the steps."""
 
@@ -33,7 +33,9 @@ log = logging.getLogger("openinfer.engine")
 def main() -> int:
     """Serve until rank 0 says that it ends. An error is written to stdout in one line."""
     boot = json.loads(sys.stdin.readline())
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_NAME, b"rank %d of %d" % (boot["rank"], boot["size"]))  # for ps, which shows 15 characters
     if os.getppid() != boot["parent"]:
         return 2
     threading.Thread(target=_end_with_leader, daemon=True).start()
