@@ -42,12 +42,15 @@ from openinfer.tensor import DummyCheckpoint, Stream, Tensor
 Array = np.ndarray[Any, Any]
 
 PARTS = ("attention", "mixture")
-LENGTHS, SHORT = (1, 5, 64, 129, 300, 500), (300,)
-"""Tokens of the prompts, in one step; of those with which faults are shown."""
+LENGTHS, SHORT = (1, 5, 129, 300, 2400), (1, 300)
+"""Tokens of the prompts, in one step; of those with which faults are shown. From 2,048 tokens on Flash attends to some
+entries only."""
+COMPARED = 300
+"""Positions of a step that are compared, at most about."""
 FOLLOWING = 2
 """Tokens after each prompt, a step each."""
 FLAGS: dict[str, Any] = {
-    "load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 1024, "max_model_len": 1024,
+    "load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 3072, "max_model_len": 3072,
     "kv_cache_memory_bytes": 2 << 30,
 }  # fmt: skip
 FAULTS = {
@@ -81,13 +84,18 @@ class Streams:
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
         if op.name == "hc_pre":
-            streams: Tensor = args["streams"][: self._tokens]
-            if self._given is not None:
-                streams.copy_from(self._given[len(self.before) - 1][len(self.before[-1])], self._stream)
-            self.before[-1].append(self._read(streams))
+            self.before[-1].append(self._begun(args["streams"][: self._tokens]))
         self._inner.run(op, args)
         if op.name == "hc_post":
             self.after[-1].append(self._read(args["streams"][: self._tokens]))
+
+    def _begun(self, streams: Tensor) -> Array:
+        """The streams that the next sublayer reads."""
+        step, number = len(self.before) - 1, len(self.before[-1])
+        if self._given is not None:
+            streams.copy_from(self._given[step][number], self._stream)
+            return self._given[step][number]
+        return self.after[step][number - 1] if number else self._read(streams)
 
     def _read(self, streams: Tensor) -> Array:
         self._stream.synchronize()
@@ -167,9 +175,9 @@ def load_layer(engine: Engine, checkpoint: DummyCheckpoint, place: int, number: 
 
 
 def recorded(built: Built) -> dict[str, Ran]:
-    """The runs of the ranks: "right", and by the name of each fault."""
-    engine, found = built.engine, {"right": run(built.engine, LENGTHS)}
-    stream = engine.runner.stream
+    """The runs of the ranks: "right", with the prompts of SHORT "short", and by the name of each fault."""
+    engine, stream = built.engine, built.engine.runner.stream
+    found = {"right": run(engine, LENGTHS), "short": run(engine, SHORT)}
     for control in built.blueprint.controls(engine.runner.model):
         kept = [(tensor, np.array(tensor.numpy())) for tensor, _ in control.changes]
         for tensor, array in control.changes:
@@ -184,11 +192,16 @@ def recorded(built: Built) -> dict[str, Ran]:
     return found
 
 
+def some(rows: Array) -> Array:
+    """Rows with the same distance between them, about COMPARED."""
+    return rows[:: max(1, len(rows) // COMPARED)]
+
+
 def away(ranks: Ran, one: Ran) -> Iterator[dict[str, Any]]:
     """How far the sublayers of a layer are apart, relative to what they add."""
     for n, part in enumerate(PARTS):
         before, got, want = (
-            np.concatenate([step[n].astype(np.float32).reshape(len(step[n]), -1) for step in steps])
+            np.concatenate([some(step[n]).reshape(-1, step[n][0].size).astype(np.float32) for step in steps])
             for steps in (ranks.before, ranks.after, one.after)
         )
         far = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want - before, axis=1)
@@ -209,7 +222,7 @@ def compared(folder: Path, small: Engine, runs: Mapping[str, Ran]) -> tuple[dict
     checkpoint = DummyCheckpoint(folder)
     validate(checkpoint, whole.config, whole.form)
     found: dict[str, list[Any]] = {name: [] for name in (*runs, "free")}
-    logits, free = np.empty(0), [step[:1] for step in runs["right"].before]
+    logits, free = np.empty(0), [step[:1] for step in runs["short"].before]
     for number, place in enumerate(places):
         load_layer(small, checkpoint, place, number)
         layers = [small.runner.model.weights.layers[place]]
@@ -218,14 +231,10 @@ def compared(folder: Path, small: Engine, runs: Mapping[str, Ran]) -> tuple[dict
             lengths = LENGTHS if name == "right" else SHORT
             one = run(small, lengths, layers=layers, given=own.before)
             found[name] += [{"layer": number, **each} for each in away(own, one)]
-        attended = run(small, LENGTHS, layers=layers, given=[[x[0], x[0]] for x in free])
-        mixed = run(
-            small,
-            LENGTHS,
-            layers=layers,
-            given=[[x[0], a[0]] for x, a in zip(free, attended.after, strict=True)],
-        )
-        found["free"] += [{"layer": number, **each} for each in away(runs["right"].of(number), mixed)]
+        attended = run(small, SHORT, layers=layers, given=[[x, x] for (x,) in free])
+        given = [[x, halves[0]] for (x,), halves in zip(free, attended.after, strict=True)]
+        mixed = run(small, SHORT, layers=layers, given=given)
+        found["free"] += [{"layer": number, **each} for each in away(runs["short"].of(number), mixed)]
         free, logits = [step[1:] for step in mixed.after], mixed.logits
     return found, logits
 
@@ -271,7 +280,7 @@ def check(folder: Path, ranks: int, **flags: Any) -> dict[str, Any]:
     for name, passed, said in judged(config, found):
         right &= passed
         print(f"{'pass' if passed else 'FAIL'} {name}: {said}", flush=True)
-    theirs = runs["right"].logits
+    theirs = runs["short"].logits
     apart = float(np.sqrt(np.mean((theirs - logits) ** 2)) / np.std(theirs))
     top = float((theirs.argmax(1) == logits.argmax(1)).mean())
     layers = config["num_hidden_layers"]
