@@ -119,6 +119,17 @@ def loads_seen() -> Iterator[list[Any]]:
         Loading.time = before  # type: ignore[method-assign]
 
 
+def loaded(one: Driven, numbers: Sequence[int], seen: Sequence[Any]) -> Json:
+    return {
+        "ttft_ms": [one.ttft_ms(number) for number in numbers],
+        "cached": [one.cached(number) for number in numbers],
+        "load_ms": [1e3 * load.seconds for load in seen],
+        "load_gb_per_s": [load.blocks * one.page_bytes / load.seconds / 1e9 for load in seen],
+        "from_disk": sum(load.from_disk for load in seen),
+        "failed": sum(load.failed for load in seen),
+    }
+
+
 def spread(values: Sequence[float]) -> Json:
     return {
         name: round(percentile(list(values), p), 3) for name, p in (("p50", 50), ("p99", 99), ("max", 100))

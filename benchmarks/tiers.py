@@ -1,39 +1,37 @@
 """Cached prefixes in host memory and on a disk: speeds of an engine on a GPU.
 
-    python benchmarks/tiers.py MODEL_DIR [copies] [long] [agents] [traffic] [disk] [--json FILE] [--folder DIR]
+    python benchmarks/tiers.py MODEL_DIR [copies] [long] [agents] [traffic] [disk] [paced] [--json FILE] [--folder DIR]
 
 copies: bare copies of pages between host memory and the device. long: the first token of a prompt of 16,384 tokens.
 It is computed, or found on the device or in host memory, alone and beside 16 rows that decode. agents: a trace of
 agents (`openinfer.scheduler.sim.chats`) on the device alone, with host memory, and with a disk. traffic: the
-throughput of fresh prompts while evicted pages are copied out. disk: the long prompt from the disk. Weights are
-random, so MODEL_DIR needs only config.json.
+throughput of fresh prompts while evicted pages are copied out. disk: the long prompt from the disk. paced: the same
+from a disk of 5 GB/s, which files in memory stand for. Weights are random, so MODEL_DIR needs only config.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
+import contextlib
 import ctypes
 import heapq
 import json
-import mmap
-import os
 import random
 import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from driven import FRESH, LONG, SHORT, Driven, Json, driven, loads_seen, spread
+from disks import from_disk, paced
+from driven import FRESH, LONG, SHORT, Driven, Json, driven, loaded, loads_seen, spread
 
-from openinfer.kvpool.tiers.layout import ALIGNMENT
 from openinfer.scheduler.sim import chats
 from openinfer.tensor import Device, PinnedBuffer, Stream, Tensor, check, driver
 
-DOCUMENTS, ROWS, ROW_PROMPT, ROW_TOKENS = 7, 16, 256, 2_000
+DOCUMENTS, ROWS, ROW_PROMPT, ROW_TOKENS = 7, 16, 256, 2_200
+LOADS, WINDOW_S = 6, 0.4
 CACHE_TOKENS, HOST_GB, AGENTS_HOST_GB, DISK_GB = 100_000, 20.0, 6.0, 30.0
 
 
@@ -142,56 +140,50 @@ def long_prompt(one: Driven) -> Json:
     return found
 
 
-def loaded(one: Driven, numbers: Sequence[int], seen: Sequence[Any]) -> Json:
-    return {
-        "ttft_ms": [one.ttft_ms(number) for number in numbers],
-        "cached": [one.cached(number) for number in numbers],
-        "load_ms": [1e3 * load.seconds for load in seen],
-        "load_gb_per_s": [load.blocks * one.page_bytes / load.seconds / 1e9 for load in seen],
-        "from_disk": sum(load.from_disk for load in seen),
-        "failed": sum(load.failed for load in seen),
-    }
-
-
 def beside(one: Driven, documents: Sequence[Sequence[int]]) -> Json:
-    """Gaps between tokens of rows that decode: alone, beside loads, alone again, beside long prompts to compute."""
+    """Gaps between tokens of rows that decode: alone, beside loads, beside prompts that the device has, and beside long
+    prompts to compute. Windows alone and with loads take turns, because the rows grow and their steps with them."""
     rows = [one.submit(one.prompt(ROW_PROMPT), ROW_TOKENS) for _ in range(ROWS)]
     one.until(lambda: all(len(one.times[row]) > 20 for row in rows))
-    found: Json = {}
+    windows: list[tuple[str, float, float]] = []
+    sent: dict[str, list[int]] = {"alone": [], "loads": [], "on_the_device": [], "computed": []}
 
-    def gaps_for(seconds: float, send: Callable[[], int] | None) -> tuple[Json, list[int]]:
-        began, sent = time.perf_counter(), list[int]()
-        one.stalls.clear()
-        while (now := time.perf_counter() - began) < seconds:
-            if send is not None and now >= 0.4 * len(sent):
-                sent.append(send())
-            one.step()
-        ended = time.perf_counter()
-        one.until(lambda: all(number in one.ended for number in sent))
-        firsts = {one.times[number][1] for number in sent}  # steps with a first token are known by their time
-        gaps = {
-            what: [
-                1e3 * (b - a)
-                for row in rows
-                for a, b in zip(one.times[row][1:], one.times[row][2:], strict=False)
-                if began <= b <= ended and not (what == "without_first_tokens" and b in firsts)
-            ]
-            for what in ("gaps_ms", "without_first_tokens")
-        }
-        told = {what: spread(values) for what, values in gaps.items()}
-        return told | {"steps": len(gaps["gaps_ms"]) // ROWS}, sent
+    def window(kind: str, prompt: Sequence[int] | None = None) -> None:
+        began = time.perf_counter()
+        if prompt is not None:
+            sent[kind].append(one.submit(prompt, 1))
+        one.until(
+            lambda: (
+                time.perf_counter() >= began + WINDOW_S and all(number in one.ended for number in sent[kind])
+            )
+        )
+        windows.append((kind, began, time.perf_counter()))
 
-    turn = iter(range(10**6))
-    found["alone"], _ = gaps_for(1.2, None)
     with loads_seen() as seen:
-        found["loads"], sent = gaps_for(2.4, lambda: one.submit(documents[next(turn) % DOCUMENTS], 1))
-        found["loads"] |= loaded(one, sent, seen)
-    found["alone_again"], _ = gaps_for(0.6, None)
-    one.run(documents[0])
-    found["on_the_device"], sent = gaps_for(1.2, lambda: one.submit(documents[0], 1))
-    found["on_the_device"]["ttft_ms"] = [one.ttft_ms(number) for number in sent]
-    found["computed"], sent = gaps_for(1.2, lambda: one.submit(one.prompt(LONG), 1))
-    found["computed"]["ttft_ms"] = [one.ttft_ms(number) for number in sent]
+        for turn in range(LOADS):
+            window("alone")
+            window("loads", documents[turn % DOCUMENTS])
+        found: Json = {"loads": loaded(one, sent["loads"], seen)}
+    for _ in range(3):
+        window("on_the_device", documents[(LOADS - 1) % DOCUMENTS])
+    for _ in range(3):
+        window("computed", one.prompt(LONG))
+    for kind, numbers in sent.items():
+        firsts = {one.times[number][1] for number in numbers}  # the steps with a first token, by their time
+        spans = [(began, ended) for name, began, ended in windows if name == kind]
+        gaps = {
+            b: 1e3 * (b - a)
+            for a, b in pairwise(one.times[rows[0]][1:])
+            if any(began <= b <= ended for began, ended in spans)
+        }
+        others = [gap for b, gap in gaps.items() if b not in firsts]
+        found[kind] = found.get(kind, {}) | {
+            "gaps_ms": spread(list(gaps.values())),
+            "without_first_tokens": spread(others),
+            "largest_ms": sorted(gaps.values())[-12:],
+            "steps": len(gaps),
+            "ttft_ms": [one.ttft_ms(number) for number in numbers],
+        }
     for row in rows:
         one.engine.abort(row)
     one.until(lambda: all(row in one.ended for row in rows))
@@ -253,57 +245,6 @@ def traffic(one: Driven, requests: int = 128) -> Json:
     return {"tokens_per_s": max(rates[1:]), "repeats": rates}
 
 
-# -- a disk --
-
-
-def from_disk(one: Driven) -> Json:
-    """The long prompt from the disk, beside the same files read by nothing but threads."""
-    found: Json = {}
-    documents = [one.prompt(LONG) for _ in range(2)]
-    for document in documents:
-        one.run(document)
-    tiers, pool = one.tiers, one.engine.pool
-    written, began = tiers.stats.to_disk, time.perf_counter()
-    type(tiers).keep(tiers, pool, 25.0)
-    while tiers._disk.num_writing or tiers._saves:
-        tiers._collect(0.001)
-    seconds = time.perf_counter() - began
-    found["write_gb_per_s"] = (tiers.stats.to_disk - written) * one.page_bytes / seconds / 1e9
-    paths = sorted(tiers._disk.folder.glob("??/*"), key=lambda path: path.stat().st_mtime)[-LONG // 16 :]
-    found["loaded"], found["bare"] = [], []
-    for turn in range(4):
-        tiers.take_all(pool)
-        while tiers._disk.num_writing or tiers._saves:
-            tiers._collect(0.001)
-        tiers._host.clear()
-        with loads_seen() as seen:
-            found["loaded"].append(loaded(one, [one.run(documents[turn % 2])], seen))
-        found["bare"].append(bare_reads(paths, one.page_bytes, 8 if turn % 2 else 4))
-    data = os.urandom(1 << 20) * 32
-    began = time.perf_counter()
-    zlib.crc32(data)
-    found["crc32_gb_per_s"] = len(data) / (time.perf_counter() - began) / 1e9
-    return found
-
-
-def bare_reads(paths: Sequence[Path], nbytes: int, threads: int) -> Json:
-    """The time to read these files with O_DIRECT, in threads that do nothing else."""
-
-    def work(mine: Sequence[Path]) -> None:
-        room = mmap.mmap(-1, ALIGNMENT + nbytes)
-        for path in mine:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            os.preadv(fd, [room], 0)
-            os.close(fd)
-
-    began = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, [paths[n::threads] for n in range(threads)]))
-    seconds = time.perf_counter() - began
-    rate = len(paths) * nbytes / seconds / 1e9
-    return {"files": len(paths), "threads": threads, "ms": 1e3 * seconds, "gb_per_s": rate}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -329,17 +270,25 @@ def main() -> int:
     cache: Json = {"kv_cache_memory_bytes": CACHE_TOKENS * token}
     small = cache | {"kv_offload_gb": AGENTS_HOST_GB}
     disk = small | {"kv_offload_dir": str(args.folder), "kv_offload_disk_gb": DISK_GB}
-    measures = {"long": long_prompt, "agents": agents, "traffic": traffic, "disk": from_disk}
+    measures = {
+        "long": long_prompt,
+        "agents": agents,
+        "traffic": traffic,
+        "disk": from_disk,
+        "paced": from_disk,
+    }
     for name, flags, parts in (
         ("20 GB of host memory", cache | {"kv_offload_gb": HOST_GB}, ("long", "traffic")),
         ("device only", cache, ("agents", "traffic")),
         ("6 GB of host memory", small, ("agents",)),
         ("6 GB of host memory and a disk", disk, ("agents", "disk")),
+        ("6 GB of host memory and a disk of 5 GB/s", disk, ("paced",)),
     ):
         parts = tuple(part for part in parts if part in args.parts)
         if not parts:
             continue
-        with driven(args.model_dir, **flags) as one:
+        speed = paced() if parts == ("paced",) else contextlib.nullcontext()
+        with speed, driven(args.model_dir, **flags) as one:
             note(f"start, {name}", {"seconds": one.start_s})
             for part in parts:
                 one.engine.pool.reset_prefix_cache()
