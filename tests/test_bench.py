@@ -539,12 +539,14 @@ def test_the_floor_is_the_larger_of_two_times() -> None:
 def test_bench_host_engine_and_pool() -> None:
     results = bench_host.engine_results(batches=(4,), steps=40)
     for recipe in ("deepseek_v4", "qwen3", "qwen3_5"):
-        steady, watch, change = (r for r in results if r["what"].startswith(f"{recipe}: "))
+        steady, watch, ranks, change = (r for r in results if r["what"].startswith(f"{recipe}: "))
         assert steady["what"] == f"{recipe}: decode step, nobody joins or leaves, batch 4"
         assert 0 < steady["p50_us"] <= steady["p99_us"]
         assert len(steady["repeats"]["us"]) == 40
         assert watch["what"] == f"{recipe}: trace and watch of such a step, batch 4"
         assert watch["p50_us"] < steady["p50_us"]
+        assert ranks["what"] == f"{recipe}: telling three other ranks of such a step, batch 4"
+        assert ranks["p50_us"] < steady["p50_us"]
         assert len(change["repeats"]["us"]) == 4
     assert bench_host.pool_result(tokens=256)["mean_us"] > 0
 

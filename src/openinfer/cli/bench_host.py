@@ -57,6 +57,7 @@ def engine_results(batches: tuple[int, ...] = (8, 256), steps: int = 2000) -> li
             for what, us in (
                 ("decode step, nobody joins or leaves", times["steady"]),
                 ("trace and watch of such a step", times["watch"]),
+                ("telling three other ranks of such a step", times["ranks"]),
                 ("two steps, one leaves and one of 1,000 joins", times["change"]),
             ):
                 results.append(_times(f"{name}: {what}", rows, us))

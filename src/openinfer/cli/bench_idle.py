@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -14,6 +15,7 @@ from openinfer.cli import recipes
 from openinfer.cli.idle import idle_engine
 from openinfer.frontend.contract import Request
 from openinfer.graph import StepGraphs
+from openinfer.graph.runner import Leader, Ring, Writer
 from openinfer.kernels import Op
 from openinfer.recipes.engine import Recipe
 from openinfer.sampler import SamplingParams
@@ -91,14 +93,32 @@ class IdleEngine:
         return [self._step_us() for _ in range(count)]
 
     def watch_us(self, count: int) -> list[float]:
-        """Microseconds that the trace and the watch add to a step, by turns of BLOCK steps with and without them."""
-        runner, found = self.engine.runner, []
-        kept = runner.trace, runner.watch
+        """Microseconds that the trace and the watch add to a step."""
+        runner = self.engine.runner
+        kept = {"trace": runner.trace, "watch": runner.watch}
+        return self._added_us(count, kept, {"trace": None, "watch": None})
+
+    def ranks_us(self, count: int, others: int = 3) -> list[float]:
+        """Microseconds that it adds to a step to tell other ranks of it, who look for messages all the time."""
+        runner, file = self.engine.runner, os.memfd_create("ring")
+        bells = [os.eventfd(0) for _ in range(others)]
+        writer = Writer(Ring(file, others), bells, lost=lambda: False)
+        try:
+            return self._added_us(count, {"leader": Leader(writer, runner.graphs.keys())}, {"leader": None})
+        finally:
+            for one in (file, *bells):
+                os.close(one)
+
+    def _added_us(self, count: int, on: Mapping[str, Any], off: Mapping[str, Any]) -> list[float]:
+        """Microseconds that attributes of the runner add to a step, by turns of BLOCK steps with and without them."""
+        found = []
         for _ in range(count // BLOCK):
-            runner.trace = runner.watch = None
-            without = statistics.median(self.steps_us(BLOCK))
-            runner.trace, runner.watch = kept
-            found.append(statistics.median(self.steps_us(BLOCK)) - without)
+            times = []
+            for state in (off, on):
+                for name, value in state.items():
+                    setattr(self.engine.runner, name, value)
+                times.append(statistics.median(self.steps_us(BLOCK)))
+            found.append(times[1] - times[0])
         return found
 
     def changes_us(self, count: int) -> list[float]:
@@ -131,8 +151,8 @@ class IdleEngine:
 def measure(
     recipe: Recipe[Any], rows: int, *, steps: int = 2000, changes: int = 200, waiting: int = 1000
 ) -> dict[str, list[float]]:
-    """Microseconds of every step at a batch of `rows`: "steady" ones, and "change" turns while `waiting` queue, and
-    "watch", the time that trace and watch add to a steady step."""
+    """Microseconds of every step at a batch of `rows`: "steady" ones, and "change" turns while `waiting` queue;
+    "watch" and "ranks", the time that trace and watch, and three other ranks, add to a steady step."""
     idle = IdleEngine(recipe, rows)
     idle.submit(rows)
     idle.fill()
@@ -141,9 +161,11 @@ def measure(
     try:
         steady = idle.steps_us(steps)
         watch = idle.watch_us(steps // 4)  # a request has at most 4,000 steps
+        ranks = idle.ranks_us(max(BLOCK, steps // 8))
         idle.submit(waiting)
         idle.changes_us(2)
-        return {"steady": steady, "watch": watch, "change": idle.changes_us(changes)}
+        idle.engine.runner.leader = None
+        return {"steady": steady, "watch": watch, "ranks": ranks, "change": idle.changes_us(changes)}
     finally:
         gc.enable()
         idle.close()

@@ -30,7 +30,7 @@ class Leader:
 
     def send(self, delta: Delta) -> None:
         """The followers apply this delta."""
-        self._writer.send(_DELTA, delta.places.astype(np.int32), delta.values)
+        self._writer.send(_DELTA, delta.places, delta.values)
 
     def launch(self, key: Hashable) -> None:
         """The followers launch this segment."""

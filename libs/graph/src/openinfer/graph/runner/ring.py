@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from openinfer.graph.rows import Places
 from openinfer.kernels import RankLost
 
 Words = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -51,13 +52,15 @@ class Writer:
     def __init__(
         self, ring: Ring, bells: Sequence[int], *, lost: Callable[[], bool], timeout_s: float = 60.0
     ) -> None:
-        self._ring, self._bells = ring, bells
+        self._ring = ring
+        self._sleepers = [(ring._sleeps(reader), bell) for reader, bell in enumerate(bells)]
         self._lost, self._timeout_s = lost, timeout_s
         self._head = self._free_until = 0
 
-    def send(self, number: int, *arrays: Words) -> None:
-        """Publish a message of `number` and the words of `arrays`. A ring that is full is waited for. Raises RankLost
-        where a reader does not take messages within the time limit, or lost() is true."""
+    def send(self, number: int, *arrays: Words | Places) -> None:
+        """Publish a message of `number` and the words of `arrays`; of wider integers, the lower words. A ring that is
+        full is waited for. Raises RankLost where a reader does not take messages within the time limit, or lost() is
+        true."""
         ring, words = self._ring, self._ring._memory
         count = 2 + sum(map(len, arrays))
         if 2 * count > ring.capacity:  # beside what is skipped at the end it must fit an empty ring
@@ -75,9 +78,10 @@ class Writer:
             end += len(array)
         self._head += skipped + count
         ring._lines[0] = self._head
-        for reader, bell in enumerate(self._bells):
-            if ring._lines[ring._sleeps(reader)]:
-                ring._lines[ring._sleeps(reader)] = 0
+        lines = ring._lines
+        for sleeps, bell in self._sleepers:
+            if lines[sleeps]:
+                lines[sleeps] = 0
                 os.eventfd_write(bell, 1)
 
     def _wait_for(self, end: int) -> None:
