@@ -18,7 +18,8 @@ GPU := $(shell $(PYTHON) -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2>/dev/
 RUNTIME := .venv/.installed-$(or $(GPU),cpu)
 TESTING := .venv-test/.installed
 
-PIP := -m pip --disable-pip-version-check install --progress-bar off
+# Most modules are never imported, and to compile all of them takes half of the time. Python compiles the others at first import.
+PIP := -m pip --disable-pip-version-check install --progress-bar off --no-compile
 
 # $(call make_venv,FOLDER): the environment, with what builds the packages, so that one pip call installs all of them
 # and finds each library's siblings here. The pip that Python 3.11 brings does not find siblings that are wanted with extras.
