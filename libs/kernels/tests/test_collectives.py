@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -128,6 +129,13 @@ def test_a_rank_that_does_not_come_is_named(memory):
         ranks.exchange(np.zeros(4))
     with pytest.raises(ValueError, match="rank 3 of 3"):
         SharedMemory(memory, 3, 3)
+
+
+def test_a_long_wait_leaves_the_processor_to_others(memory):
+    ranks, start = SharedMemory(memory, 0, 2, timeout_s=0.2), time.thread_time()
+    with pytest.raises(RankLost):
+        ranks.exchange(np.zeros(1))
+    assert time.thread_time() - start < 0.06
 
 
 def test_an_abort_ends_a_wait(memory):

@@ -15,6 +15,10 @@ Array = np.ndarray[Any, Any]
 
 _LINE = 64  # bytes; a counter of its own cache line for each rank
 _SLOT_BYTES = 1 << 20
+_SPIN_S, _NAP_S = (
+    0.001,
+    0.0002,
+)  # a rank that starts, or loads weights, comes late: the others must leave it the cores
 
 
 class Communicator(Protocol):
@@ -101,16 +105,20 @@ class SharedMemory:
         self._turn += 1
         os.sched_yield()  # the system call orders the slot's bytes before the counter
         self._arrived[self.rank] = self._turn
-        deadline = time.monotonic() + self.timeout_s
+        start = time.monotonic()
         while (late := np.flatnonzero(self._arrived < self._turn)).size:
             if self.aborted:
                 raise RankLost(f"the exchange of {self.size} ranks was aborted: one of them is lost")
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - start
+            if waited_s > self.timeout_s:
                 raise RankLost(
                     f"rank {late[0]} of {self.size} did not come to exchange {self._turn} within "
                     f"{self.timeout_s:g} s; it has ended, or it ran other collectives than rank {self.rank}"
                 )
-            os.sched_yield()
+            if waited_s < _SPIN_S:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_S)
 
 
 def _bytes(array: Array) -> Array:
