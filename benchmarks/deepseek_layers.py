@@ -45,7 +45,7 @@ PARTS = ("attention", "mixture")
 LENGTHS, SHORT = (1, 5, 129, 300, 2400), (1, 300)
 """Tokens of the prompts, in one step; of those with which faults are shown. From 2,048 tokens on Flash attends to some
 entries only."""
-COMPARED = 300
+COMPARED = 100
 """Positions of a step that are compared, at most about."""
 FOLLOWING = 2
 """Tokens after each prompt, a step each."""
