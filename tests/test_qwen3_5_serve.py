@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -11,33 +10,24 @@ from typing import Any
 
 import httpx
 import pytest
+from served_streams import (
+    TOOL,
+    check_greedy_tokens,
+    check_schema_and_logprobs,
+    check_streams,
+    mixed,
+    prompts_that_begin_alike,
+)
 
 from openinfer.frontend.chat.formats import default_formats
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.config import MODEL_TYPES
 
 TINY = Path(__file__).parent / "goldens" / "qwen3_5-tiny"
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
-
-
-def body(prompt: list[int] | list[list[int]], **options: Any) -> dict[str, Any]:
-    defaults = {"max_tokens": 32, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return {"prompt": prompt, **defaults, **options}
 
 
 def test_greedy_tokens_are_the_goldens(hybrid: Any, start: Callable[..., Any]) -> None:
-    url = start(hybrid.path).url
-    prompts = [hybrid.prompt(index) for index in range(hybrid.num_prompts)]
-    answer = httpx.post(f"{url}/v1/completions", json=body(prompts), timeout=120)
-    assert answer.status_code == 200, answer.text
-    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-    assert len(choices) == len(prompts)
-    for choice in choices:
-        assert choice["token_ids"] == hybrid.greedy(choice["index"]), f"prompt {choice['index']}"
-        assert choice["finish_reason"] == "length"
+    check_greedy_tokens(start(hybrid.path).url, hybrid)
 
 
 def test_chats_are_rendered_and_read_in_this_familys_format(start: Callable[..., Any]) -> None:
@@ -69,83 +59,10 @@ def test_tools_are_xml_by_default(model_type: str) -> None:
 
 
 def test_answers_take_the_form_of_a_schema_and_have_log_probabilities(start: Callable[..., Any]) -> None:
-    """What the engine shares with the others: grammars after the thoughts, log-probabilities, several choices."""
     pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    schema["additionalProperties"] = False
-    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    request = {
-        "messages": [{"role": "user", "content": "Is it?"}],
-        "chat_template_kwargs": {"enable_thinking": False},
-        "response_format": asked,
-        "max_tokens": 60,
-        "temperature": 1.0,
-        "seed": 3,
-        "n": 3,
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    answer = httpx.post(f"{start(TINY).url}/v1/chat/completions", json=request, timeout=60)
-    assert answer.status_code == 200, answer.text
-    choices = answer.json()["choices"]
-    assert len(choices) == 3
-    for choice in choices:
-        assert choice["finish_reason"] == "stop"
-        assert set(json.loads(choice["message"]["content"])) == {"ok"}
-        entries = choice["logprobs"]["content"]
-        assert all(entry["logprob"] <= 0 and len(entry["top_logprobs"]) == 2 for entry in entries)
-
-
-def some_requests(rng: random.Random) -> list[dict[str, Any]]:
-    """Greedy and seeded ones, prompts from 1 to 200 tokens of which some begin alike, 1 to 24 new tokens."""
-    shared = [rng.randrange(3, 1000) for _ in range(130)]
-    requests = []
-    for n in range(10):
-        own = [rng.randrange(3, 1000) for _ in range(rng.randint(1, 70))]
-        options: dict[str, Any] = {"max_tokens": rng.choice([1, 5, 12, 24])}
-        if n % 2:
-            options |= {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": n}
-        requests.append(body([*shared, *own] if n % 3 else own, **options))
-    return requests
-
-
-async def stream(client: httpx.AsyncClient, request: dict[str, Any], drop_after: int | None) -> list[int]:
-    """The token ids of a streamed request; the connection is closed once `drop_after` of them have come."""
-    tokens: list[int] = []
-    async with client.stream("POST", "/v1/completions", json={**request, "stream": True}) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
-            if line == "data: [DONE]":
-                return tokens
-            if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                assert "error" not in event, event
-                for choice in event["choices"]:
-                    tokens += choice.get("token_ids") or []
-                if drop_after is not None and len(tokens) >= drop_after:
-                    return tokens
-    raise AssertionError("the stream ended without [DONE]")
+    check_schema_and_logprobs(start(TINY).url, enable_thinking=False)
 
 
 def test_64_mixed_streams_give_what_each_gives_alone_and_leave_nothing(start: Callable[..., Any]) -> None:
-    server = start(TINY, "--max-num-seqs", "24", "--max-num-batched-tokens", "96")
-    rng = random.Random(7)
-    requests = some_requests(rng)
-    jobs = [(n % len(requests), rng.choice([None, None, None, 1, 3, 10])) for n in range(64)]
-    rng.shuffle(jobs)
-
-    async def run() -> tuple[list[list[int]], list[list[int]]]:
-        limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
-            alone = [await stream(client, request, None) for request in requests]
-            together = await asyncio.gather(*(stream(client, requests[n], drop) for n, drop in jobs))
-            return alone, together
-
-    alone, together = asyncio.run(run())
-    for (n, drop), tokens in zip(jobs, together, strict=True):
-        assert tokens == (alone[n] if drop is None else alone[n][: len(tokens)])
-    assert server.settled() == {
-        "num_requests_running": 0,
-        "num_requests_waiting": 0,
-        "kv_cache_usage_perc": 0,
-    }
+    server, rng = start(TINY, "--max-num-seqs", "24", "--max-num-batched-tokens", "96"), random.Random(7)
+    check_streams(server, mixed(rng, prompts_that_begin_alike(rng, 1000)), 64, rng)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
@@ -16,26 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+from served_streams import check_greedy_tokens, check_streams, mixed
 
 TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
 FLAGS = ("--device", "cpu", "--port", "0", "--kv-cache-memory-bytes", str(64 << 20))
 
 
-def body(prompt: list[int] | list[list[int]], **options: Any) -> dict[str, Any]:
-    defaults = {"max_tokens": 32, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return {"prompt": prompt, **defaults, **options}
-
-
 def test_greedy_tokens_are_the_goldens(golden: Any, start: Callable[..., Any]) -> None:
-    url = start(golden.path).url
-    prompts = [golden.prompt(index) for index in range(golden.num_prompts)]
-    answer = httpx.post(f"{url}/v1/completions", json=body(prompts), timeout=120)
-    assert answer.status_code == 200, answer.text
-    choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-    assert len(choices) == len(prompts)
-    for choice in choices:
-        assert choice["token_ids"] == golden.greedy(choice["index"]), f"prompt {choice['index']}"
-        assert choice["finish_reason"] == "length"
+    check_greedy_tokens(start(golden.path).url, golden)
 
 
 def test_the_log_alarms_no_one_on_a_cpu_and_tells_small_weights_in_megabytes(
@@ -65,70 +52,15 @@ def test_text_chat_and_a_batch_of_prompts(tiny: Any, start: Callable[..., Any]) 
         assert texts["usage"]["completion_tokens"] == 6
 
 
-async def stream(client: httpx.AsyncClient, request: dict[str, Any], drop_after: int | None) -> list[int]:
-    """The token ids of a streamed request; the connection is closed once `drop_after` of them have come."""
-    tokens: list[int] = []
-    async with client.stream("POST", "/v1/completions", json={**request, "stream": True}) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: "):
-                continue
-            if line == "data: [DONE]":
-                return tokens
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            for choice in event["choices"]:
-                tokens += choice.get("token_ids") or []
-            if drop_after is not None and len(tokens) >= drop_after:
-                return tokens
-    raise AssertionError("the stream ended without [DONE]")
-
-
-def some_requests(tiny: Any, rng: random.Random) -> list[dict[str, Any]]:
-    """Greedy and seeded ones, prompts from 1 to 300 tokens, 1 to 24 new tokens."""
-    requests = []
-    for n in range(12):
-        prompt = tiny.prompt(rng.randrange(tiny.num_prompts))
-        options: dict[str, Any] = {"max_tokens": rng.choice([1, 5, 12, 24])}
-        if n % 2:
-            options |= {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": n}
-        requests.append(body(prompt[: rng.randint(1, len(prompt))], **options))
-    return requests
-
-
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_64_streams_at_once_give_what_each_gives_alone(
     tiny: Any, start: Callable[..., Any], processes: str
 ) -> None:
     flags = ("--max-num-seqs", "24", "--max-num-batched-tokens", "96", "--frontends", processes)
-    server = start(tiny.path, *flags)
-    url = server.url
-    rng = random.Random(7)
-    requests = some_requests(tiny, rng)
-    jobs = [(n % len(requests), rng.choice([None, None, None, 1, 3, 10])) for n in range(64)]
-    rng.shuffle(jobs)
-
-    async def run() -> tuple[list[list[int]], list[list[int]]]:
-        limits = httpx.Limits(max_connections=100)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-            alone = [await stream(client, request, None) for request in requests]
-            together = await asyncio.gather(*(stream(client, requests[n], drop) for n, drop in jobs))
-            return alone, together
-
-    alone, together = asyncio.run(run())
-    for request, tokens in zip(requests, alone, strict=True):
-        assert len(tokens) == request["max_tokens"]
-    for (n, drop), tokens in zip(jobs, together, strict=True):
-        if drop is None:
-            assert tokens == alone[n]
-        else:
-            assert tokens == alone[n][: len(tokens)]
-            assert len(tokens) >= min(drop, len(alone[n]))
-    assert server.settled() == {
-        "num_requests_running": 0,
-        "num_requests_waiting": 0,
-        "kv_cache_usage_perc": 0,
-    }
+    server, rng = start(tiny.path, *flags), random.Random(7)
+    prompts = [tiny.prompt(rng.randrange(tiny.num_prompts)) for _ in range(12)]
+    requests = mixed(rng, [prompt[: rng.randint(1, len(prompt))] for prompt in prompts])
+    check_streams(server, requests, 64, rng)
 
 
 def truncate(folder: Path) -> None:
