@@ -28,13 +28,13 @@ class TestQwen3(Suite):
     chunks, seeds = (1, 3, 16, 17, 128, 352), (0, 1, 2)
 
 
-@pytest.mark.slow  # test_qwen3_goldens has its tokens and logits
 @pytest.mark.slow
 class TestQwen3Fp8Cache(Suite):
     recipe, checkpoint, compared = QWEN3, FOLDER / "qwen3-tiny", False
     flags = {"kv_cache_dtype": "fp8"}  # noqa: RUF012
 
 
+@pytest.mark.slow  # test_qwen3_goldens has its tokens and logits
 class TestQwen3Untied(Suite):
     recipe, checkpoint = QWEN3, FOLDER / "qwen3-tiny-untied"
 

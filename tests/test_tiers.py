@@ -44,10 +44,16 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+PLAIN: dict[str, list[list[int]]] = {}
+
+
 @pytest.fixture
 def plain(session: Any, model: str) -> list[list[int]]:
-    flags = {key: value for key, value in SMALL[model].items() if key != "kv_cache_memory_bytes"}
-    return ask(session(GOLDENS / model, max_model_len=320, max_num_seqs=2, **flags), PROMPTS)[0]
+    """Tokens of an engine without tiers, asked once a model."""
+    if model not in PLAIN:
+        flags = {key: value for key, value in SMALL[model].items() if key != "kv_cache_memory_bytes"}
+        PLAIN[model] = ask(session(GOLDENS / model, max_model_len=320, max_num_seqs=2, **flags), PROMPTS)[0]
+    return PLAIN[model]
 
 
 def test_a_prefix_comes_back_from_host_memory(session: Any, model: str, plain: list[list[int]]) -> None:
