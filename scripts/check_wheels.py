@@ -4,7 +4,8 @@ For every library (all by default) a fresh environment gets its wheel and what t
  - no torch is there, and declared ranges admit the siblings' current versions;
  - every public module imports, or is missing a package of a declared extra; kernels does so without Triton;
  - importing the library is fast (numpy, which most of them need, may take its time on a slow machine);
- - its tests pass with its [test] extra, outside the checkout.
+ - its README's examples run with its extras, but [test], and with what their comments `# pip install NAME` name.
+In another environment its tests pass with its [test] extra, outside the checkout.
 LIBRARY may also be `llama`: the tests of examples/llama pass with the whole project, all from wheels.
 With --previous the siblings are their previous releases (git tags LIBRARY-vX.Y.Z); with --pinned everything else has
 the versions of .ci/constraints.txt instead of the newest that the declared ranges allow.
@@ -40,7 +41,7 @@ INSTALL = ("--quiet", "--no-compile")
 """Most modules of an environment are never imported, and to compile all of them takes a third of the time."""
 LEFT_OUT = ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET", "PYTHONDONTWRITEBYTECODE")
 """Variables that commands run without: the checkout's, and one that would have each process compile all modules."""
-HEAVY_EXTRAS = {"cublas"}  # half a gigabyte of libraries that nothing imports
+LEFT_OUT_EXTRAS = {"test", "cublas"}  # the second is half a gigabyte of libraries that nothing imports
 
 MODULES = """
 import importlib, json, pkgutil, sys
@@ -55,6 +56,16 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         missing[module.name] = cause.name or str(error)
 print(json.dumps(missing))
+"""
+PACKAGES = """
+import importlib.metadata, json
+print(json.dumps([found.name for found in importlib.metadata.distributions()]))
+"""
+EXAMPLES = """
+import re, sys
+text = open(sys.argv[1]).read()
+for block in re.findall(r"```python\\n(.*?)```", text, re.DOTALL):
+    exec(compile(block, sys.argv[1], "exec"), {"__name__": "__main__"})
 """
 IMPORT_TIME = """
 import sys, time
@@ -75,7 +86,6 @@ def main() -> int:
     )
     parser.add_argument("--previous", action="store_true", help="use the siblings' previous releases")
     parser.add_argument("--pinned", action="store_true", help="use the versions of CI")
-    parser.add_argument("--no-tests", action="store_true", help="only install and import")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="JUnit report of the last library's tests"
     )
@@ -100,7 +110,6 @@ def main() -> int:
                     siblings,
                     work / f"env-{library}",
                     constraints,
-                    tests=not args.no_tests,
                     report=args.report,
                 )
             except CheckFailed as error:
@@ -174,45 +183,50 @@ def check(
     folder: Path,
     constraints: list[Path],
     *,
-    tests: bool,
+    tests: bool = True,
     report: Path | None = None,
 ) -> None:
     """Install a library alone and look at it. Raises CheckFailed."""
-    venv.create(folder)
-    python = str(folder / "bin" / "python")
     # A constraint with an address binds a sibling to the wheel built here, but only if something declares it.
-    siblings = folder / "siblings.txt"
+    siblings = folder.with_suffix(".txt")
     siblings.write_text("".join(f"openinfer-{n} @ {path.as_uri()}\n" for n, path in wheels.items()))
-    name = f"openinfer-{library}"
+    name, readme = f"openinfer-{library}", ROOT / "libs" / library / "README.md"
 
-    def install(extras: Iterable[str]) -> None:
+    def install(python: str, extras: Iterable[str], others: Iterable[str] = ()) -> None:
         wanted = f"{name}[{','.join(extras)}] @ {wheels[library].as_uri()}"
         bounds = [part for path in (siblings, *constraints) for part in ("-c", str(path))]
-        command(f"install {wanted}", [*pip(python), "install", *INSTALL, *bounds, wanted])
+        command(f"install {wanted}", [*pip(python), "install", *INSTALL, *bounds, wanted, *others])
 
-    install([])
+    python = make_environment(folder)
+    install(python, [])
     environment = packages(python)
     if "torch" in environment or "triton" in environment:
         raise CheckFailed(f"the base install brings torch or Triton: {', '.join(sorted(environment))}")
-    missing = json.loads(command("import", [python, "-c", MODULES, f"openinfer.{library}"]))
-    milliseconds = check_import_time(python, library)
-    extras = [e for e in project(library).get("optional-dependencies", {}) if e not in HEAVY_EXTRAS]
-    summary = "not run"
-    if tests:
-        install(["test"])
-        summary = run_tests(python, ROOT / "libs" / library, folder, report)
+    missing, milliseconds = unimportable(python, library), check_import_time(python, library)
     if missing:
-        install(extras)
-        still = json.loads(command("import", [python, "-c", MODULES, f"openinfer.{library}"]))
-        if still:
-            raise CheckFailed(f"modules that no declared extra makes importable: {still}")
+        extras = project(library)["optional-dependencies"].keys() - LEFT_OUT_EXTRAS
+        install(python, extras, re.findall(r"# pip install (\S+)", readme.read_text()))
+    command("examples of the README", [python, "-c", EXAMPLES, str(readme)], cwd=folder)
     if "torch" in packages(python):
         raise CheckFailed("torch is in the environment")
+    summary = "not run"
+    if tests:
+        tested = make_environment(folder / "tested")
+        install(tested, ["test"])
+        summary = run_tests(tested, ROOT / "libs" / library, folder, report)
+        if missing and (still := unimportable(python, library).keys() & unimportable(tested, library)):
+            raise CheckFailed(f"modules that no declared extra makes importable: {sorted(still)}")
     print(
         f"{library}: ok, {len(environment)} distributions, import {milliseconds:.0f} ms of CPU, "
         f"{len(missing)} modules need an extra, tests: {summary}",
         flush=True,
     )
+
+
+def make_environment(folder: Path) -> str:
+    """An environment without pip; gives its Python."""
+    venv.create(folder)
+    return str(folder / "bin" / "python")
 
 
 def check_example(work: Path, constraints: list[Path]) -> None:
@@ -224,8 +238,7 @@ def check_example(work: Path, constraints: list[Path]) -> None:
         ROOT / "examples" / EXAMPLE,
     )
     wheels, folder = build(projects, work / "example-wheels"), work / f"env-{EXAMPLE}"
-    venv.create(folder)
-    python = str(folder / "bin" / "python")
+    python = make_environment(folder)
     bounds = [part for path in constraints for part in ("-c", str(path))]
     wanted = [*(str(path) for path in wheels.values()), "pytest"]
     command("install", [*pip(python), "install", *INSTALL, *bounds, *wanted])
@@ -240,10 +253,16 @@ def pip(python: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
 
 
+def unimportable(python: str, library: str) -> dict[str, str]:
+    """Modules of a library that do not import, with the package that each of them misses."""
+    missing: dict[str, str] = json.loads(command("import", [python, "-c", MODULES, f"openinfer.{library}"]))
+    return missing
+
+
 def packages(python: str) -> set[str]:
     """Names of the distributions in an environment."""
-    listed = json.loads(command("pip list", [*pip(python), "list", "--format=json"]))
-    return {entry["name"].lower() for entry in listed}
+    names: list[str] = json.loads(command("list", [python, "-c", PACKAGES]))
+    return {name.lower() for name in names}
 
 
 def check_import_time(python: str, library: str) -> float:
