@@ -32,6 +32,16 @@ def server_parser(prog: str, description: str) -> FlagParser:
         help="folder with config.json, safetensors and tokenizer.json",
     )
     server = parser.add_argument_group("server")
+    _add_address(server)
+    _add_origins(server)
+    _add_model(server)
+    _add_engine(server)
+    _add_logs(server)
+    return parser
+
+
+def _add_address(server: Any) -> None:
+    """Add the flags of the address, and of who may call it."""
     server.add_argument(
         "--config", metavar="FILE", help="TOML file with a line a flag; the command line goes before it"
     )
@@ -50,7 +60,10 @@ def server_parser(prog: str, description: str) -> FlagParser:
         default=None,
         help="key for all paths but probes, / and /plan; OPENINFER_API_KEY in the environment does not show in ps",
     )
-    _add_origins(server)
+
+
+def _add_model(server: Any) -> None:
+    """Add the flags of names, texts and formats."""
     server.add_argument(
         "--served-model-name",
         nargs="+",
@@ -90,6 +103,10 @@ def server_parser(prog: str, description: str) -> FlagParser:
         default="auto",
         help="auto: generation_config.json gives the sampling defaults",
     )
+
+
+def _add_engine(server: Any) -> None:
+    """Add the flags of processes, and of how they start and end."""
     server.add_argument(
         "--driver", choices=("process", "thread"), default="process", help="where the engine runs"
     )
@@ -129,6 +146,10 @@ def server_parser(prog: str, description: str) -> FlagParser:
         metavar="S",
         help="time that SIGTERM gives running requests to finish",
     )
+
+
+def _add_logs(server: Any) -> None:
+    """Add the flags of logs, spans and the page at /plan."""
     server.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=" "
     )
@@ -158,7 +179,6 @@ def server_parser(prog: str, description: str) -> FlagParser:
     server.add_argument(
         "--log-requests", action="store_true", help="log a line about the output of each request"
     )
-    return parser
 
 
 def _add_origins(server: Any) -> None:

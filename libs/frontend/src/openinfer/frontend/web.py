@@ -16,8 +16,11 @@ from openinfer.frontend.chat import DeepSeekV4Renderer, RendererSpec
 from openinfer.frontend.logs import say
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from openinfer.frontend.client import EngineClient
     from openinfer.frontend.http import Tokenizer
+    from openinfer.frontend.http.tracing import Tracing
 
 __all__ = ["WebOptions", "run_loop", "serve_web"]
 
@@ -76,41 +79,13 @@ async def serve_web(
     tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options))
     try:
         await asyncio.gather(starting, tokens)
-        from openinfer.frontend.http import SamplingDefaults, create_app, run_server
-        from openinfer.frontend.http.board import Board
-        from openinfer.frontend.http.cors import Cors
+        from openinfer.frontend.http import run_server
 
-        tokenizer, template = tokens.result()
-        model_dir = Path(options.model_dir)
-        auto = options.generation_config == "auto"
-        defaults = SamplingDefaults.load(model_dir) if auto else SamplingDefaults()
-        if defaults.repetition_penalty not in (None, 1) and "penalties" not in client.info.features:
-            say("generation_config.json asks for a repetition_penalty, which this engine ignores")
         if options.otlp_traces_endpoint is not None:
             from openinfer.frontend.http.tracing import Tracing
 
             tracing = Tracing.to(options.otlp_traces_endpoint, client.info.model)
-        app = create_app(
-            client,
-            tokenizer=tokenizer,
-            template=template,
-            tool_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
-            defaults=defaults,
-            model_names=options.served_model_name,
-            api_key=options.api_key,
-            access_log=options.access_log,
-            log_requests=options.log_requests,
-            tracing=tracing,
-            plan=None if options.plan is None else Path(options.plan).read_bytes(),
-            board=Board.shared(boards) if boards else None,
-            cors=Cors(
-                options.allowed_origins,
-                options.allowed_methods,
-                options.allowed_headers,
-                options.allow_credentials,
-            ),
-        )
+        app = _make_app(options, client, *tokens.result(), tracing, boards)
         code = await run_server(
             app,
             listener,
@@ -130,6 +105,46 @@ async def serve_web(
         await client.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
+
+
+def _make_app(
+    options: WebOptions,
+    client: "EngineClient",
+    tokenizer: "Tokenizer | None",
+    template: "RendererSpec | None",
+    tracing: "Tracing | None",
+    boards: Sequence[Path],
+) -> "Starlette":
+    """The application of a client that has started."""
+    from openinfer.frontend.http import SamplingDefaults, create_app
+    from openinfer.frontend.http.board import Board
+    from openinfer.frontend.http.cors import Cors
+
+    auto = options.generation_config == "auto"
+    defaults = SamplingDefaults.load(Path(options.model_dir)) if auto else SamplingDefaults()
+    if defaults.repetition_penalty not in (None, 1) and "penalties" not in client.info.features:
+        say("generation_config.json asks for a repetition_penalty, which this engine ignores")
+    return create_app(
+        client,
+        tokenizer=tokenizer,
+        template=template,
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+        defaults=defaults,
+        model_names=options.served_model_name,
+        api_key=options.api_key,
+        access_log=options.access_log,
+        log_requests=options.log_requests,
+        tracing=tracing,
+        plan=None if options.plan is None else Path(options.plan).read_bytes(),
+        board=Board.shared(boards) if boards else None,
+        cors=Cors(
+            options.allowed_origins,
+            options.allowed_methods,
+            options.allowed_headers,
+            options.allow_credentials,
+        ),
+    )
 
 
 async def _start(client: "EngineClient", on_engine: Callable[["EngineClient"], None] | None) -> None:

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 
 from openinfer.frontend.client import EngineClient
-from openinfer.frontend.contract import Failed, Rejected, Request, StepTimes
+from openinfer.frontend.contract import EngineStats, Failed, Rejected, Request, StepTimes
 from openinfer.frontend.http.board import Board
 
 if TYPE_CHECKING:
@@ -240,85 +240,31 @@ class Metrics:
 
     def _counters(self, labels: list[str]) -> Iterable[Metric]:
         stats = self._client.stats()
-        for name, text, value in (
-            ("vllm:prompt_tokens", "Prompt tokens of scheduled sequences.", stats.prompt_tokens),
-            ("vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.", stats.prefix_hit_tokens),
-            ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
-            ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
-            ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
-            (
-                "vllm:external_prefix_cache_queries",
-                "Tokens that the prefix cache of the device had not.",
-                stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.prefix_loaded_tokens,
-            ),
-            (
-                "vllm:external_prefix_cache_hits",
-                "... and that host memory or a disk brought.",
-                stats.prefix_loaded_tokens,
-            ),
-            ("vllm:num_preemptions", "Preemptions.", stats.preemptions),
-            ("vllm:spec_decode_num_drafts", "Verifications of drafts, one a row and step.", stats.drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", stats.accepted_draft_tokens),
-            ("openinfer:steps", "Engine steps.", stats.steps),
-            ("openinfer:compiles_after_ready", "Kernels compiled while serving.", stats.compiles_after_ready),
-            (
-                "openinfer:allocations_after_ready",
-                "Driver calls that took memory while serving.",
-                stats.allocations_after_ready,
-            ),
-            (
-                "openinfer:host_waits_after_ready",
-                "Times the host waited for the device, other than to read a step's results.",
-                stats.host_waits_after_ready,
-            ),
-            (
-                "openinfer:outlier_steps",
-                "Steps that took more than twice their prediction.",
-                stats.outlier_steps,
-            ),
-            (
-                "openinfer:slow_findings",
-                "Steps, runs of steps and first tokens out of line; /debug/traces has the last.",
-                stats.slow_findings,
-            ),
-        ):
-            counter = CounterMetricFamily(name, text, labels=_LABELS)
-            counter.add_metric(labels, float(value))
-            yield counter
-        by_position = CounterMetricFamily(
+        for name, text, total in _totals(stats):
+            yield _counter(name, text, labels, [((), total)])
+        by_position = (((str(at),), count) for at, count in enumerate(stats.accepted_by_position))
+        yield _counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted drafts by their position in the row.",
-            labels=[*_LABELS, "position"],
+            labels, by_position, "position",
         )  # fmt: skip
-        for position, accepted in enumerate(stats.accepted_by_position):
-            by_position.add_metric([*labels, str(position)], float(accepted))
-        yield by_position
-        sources = CounterMetricFamily(
-            "vllm:prompt_tokens_by_source",
-            "Prompt tokens of scheduled sequences.",
-            labels=[*_LABELS, "source"],
+        sources = (
+            (("local_compute",), stats.prompt_tokens - stats.prefix_hit_tokens),
+            (("local_cache_hit",), stats.prefix_hit_tokens - stats.prefix_loaded_tokens),
+            (("external_kv_transfer",), stats.prefix_loaded_tokens),
         )
-        sources.add_metric([*labels, "local_compute"], float(stats.prompt_tokens - stats.prefix_hit_tokens))
-        local = stats.prefix_hit_tokens - stats.prefix_loaded_tokens
-        sources.add_metric([*labels, "local_cache_hit"], float(local))
-        sources.add_metric([*labels, "external_kv_transfer"], float(stats.prefix_loaded_tokens))
-        yield sources
-        moved = CounterMetricFamily(
-            "openinfer:kv_offload_blocks", "Blocks by what became of them.", labels=[*_LABELS, "event"]
-        )
-        for event, blocks in stats.offload_blocks.items():
-            moved.add_metric([*labels, event], float(blocks))
-        yield moved
+        text = "Prompt tokens of scheduled sequences."
+        yield _counter("vllm:prompt_tokens_by_source", text, labels, sources, "source")
+        moved = (((event,), blocks) for event, blocks in stats.offload_blocks.items())
+        text = "Blocks by what became of them."
+        yield _counter("openinfer:kv_offload_blocks", text, labels, moved, "event")
         yield from self._steps(labels, stats.step_times)
         ended, refused = "Sequences that ended.", "Sequences the engine refused."
         for name, text, label, reasons, cells in (
             ("vllm:request_success", ended, "finished_reason", _REASONS, self._successes),
             ("vllm:admission_rejections", refused, "reason", _REFUSALS, self._rejections),
         ):
-            counter = CounterMetricFamily(name, text, labels=[*_LABELS, label])
-            for reason, count in zip(reasons, cells.sums(), strict=True):
-                counter.add_metric([*labels, reason], count)
-            yield counter
+            counts = (((reason,), count) for reason, count in zip(reasons, cells.sums(), strict=True))
+            yield _counter(name, text, labels, counts, label)
 
     def _steps(self, labels: list[str], times: Sequence[StepTimes]) -> Iterable[Metric]:
         """Times of steps by shape, and how far they are from what was predicted."""
@@ -333,3 +279,57 @@ class Metrics:
             predicted.add_metric([*labels, one.key], one.predicted_s)
             ratio.add_metric([*labels, one.key], one.measured_s / one.predicted_s)
         yield from (measured, predicted, ratio)
+
+
+def _counter(
+    name: str, text: str, labels: list[str], counts: Iterable[tuple[tuple[str, ...], float]], *more: str
+) -> Metric:
+    """A counter. counts: its values, each with those of the labels `more`, which come after the others."""
+    counter = CounterMetricFamily(name, text, labels=[*_LABELS, *more])
+    for values, count in counts:
+        counter.add_metric([*labels, *values], float(count))
+    return counter
+
+
+def _totals(stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
+    """Name, help and value of the counters that have no labels of their own."""
+    beyond_device = stats.prefix_query_tokens - stats.prefix_hit_tokens + stats.prefix_loaded_tokens
+    return (
+        ("vllm:prompt_tokens", "Prompt tokens of scheduled sequences.", stats.prompt_tokens),
+        ("vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.", stats.prefix_hit_tokens),
+        ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
+        ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_query_tokens),
+        ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hit_tokens),
+        (
+            "vllm:external_prefix_cache_queries",
+            "Tokens that the prefix cache of the device had not.",
+            beyond_device,
+        ),
+        (
+            "vllm:external_prefix_cache_hits",
+            "... and that host memory or a disk brought.",
+            stats.prefix_loaded_tokens,
+        ),
+        ("vllm:num_preemptions", "Preemptions.", stats.preemptions),
+        ("vllm:spec_decode_num_drafts", "Verifications of drafts, one a row and step.", stats.drafts),
+        ("vllm:spec_decode_num_draft_tokens", "Draft tokens.", stats.draft_tokens),
+        ("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.", stats.accepted_draft_tokens),
+        ("openinfer:steps", "Engine steps.", stats.steps),
+        ("openinfer:compiles_after_ready", "Kernels compiled while serving.", stats.compiles_after_ready),
+        (
+            "openinfer:allocations_after_ready",
+            "Driver calls that took memory while serving.",
+            stats.allocations_after_ready,
+        ),
+        (
+            "openinfer:host_waits_after_ready",
+            "Times the host waited for the device, other than to read a step's results.",
+            stats.host_waits_after_ready,
+        ),
+        ("openinfer:outlier_steps", "Steps that took more than twice their prediction.", stats.outlier_steps),
+        (
+            "openinfer:slow_findings",
+            "Steps, runs of steps and first tokens out of line; /debug/traces has the last.",
+            stats.slow_findings,
+        ),
+    )
