@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from check_wheels import INSTALL
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -89,7 +90,7 @@ def install(end: str, folder: Path) -> str | None:
     bounds = lower_bounds() if end == "oldest" else []  # pip takes the newest by itself
     chosen = folder / "constraints.txt"
     chosen.write_text("\n".join([*tools, *bounds]) + "\n")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", *INSTALL]
     projects = [
         part
         for name in PROJECTS
