@@ -11,16 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_rows import TapPack, last_logits, start_row
 
-from openinfer.kernels import CpuPack, Op, apply_writes, select_rows
+from openinfer.kernels import CpuPack, Op, select_rows
 from openinfer.kernels.formats import dequantized
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.model import Model
 from openinfer.recipes.deepseek_v4.places import Format
 from openinfer.tensor import (
     Checkpoint,
-    Device,
-    Stream,
     Tensor,
     bfloat16,
     dtypes,
@@ -33,22 +32,17 @@ from openinfer.tensor import (
 TOLERANCE = 1e-3
 STEADY = (0, 1, 2)
 """Prompts in which no FP8 code flips for a change in the last bit (`actq_jitter_max` of golden.json is tiny)."""
-CPU = Device("cpu")
 
 
-class TapPack:
-    """The cpu pack, keeping a copy of the streams wherever an op has changed them."""
+class Tap(TapPack):
+    """Keeps a copy of what the indexer selects, too."""
 
     def __init__(self) -> None:
-        self.inner = CpuPack()
-        self.streams: list[np.ndarray[Any, Any]] = []
+        super().__init__({"spread": "streams", "hc_post": "streams"})
         self.selected: list[np.ndarray[Any, Any]] = []
 
     def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self.inner.run(op, args)
-        if op.name in ("spread", "hc_post"):
-            stream: Tensor = args["streams"]
-            self.streams.append(stream.numpy().copy())
+        super().run(op, args)
         if op.name == "index_topk":
             self.selected.append(args["selected"].numpy().copy())
 
@@ -71,32 +65,10 @@ def load_model(place: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mod
     return load
 
 
-def start_row(model: Model, prompt: list[int]) -> None:
-    """Put a sequence into slot 1, with one step that feeds its whole prompt."""
-    rows, n = model.batch.rows, len(prompt)
-    rows.set("alive", 1, 1)
-    rows.set("limits", 1, 1024)
-    rows.write("stop_ids", 1, [-1] * 20)
-    rows.write("window_tables", 1, [3, 1, 4, 2, 8, 6, 5, 7])
-    rows.write("entry_tables", 1, [2, 7, 1, 8, 3, 4, 5, 6])
-    rows.set("slots", 0, 1)
-    rows.write("q_starts", 0, [0, n])
-    rows.set("emits", 0, 1)
-    rows.write("prompt", 0, prompt)
-    for _ in rows.uploads(Stream(CPU)):
-        apply_writes(CpuPack(), words=rows.words, writes=rows.writes)
-
-
-def last_logits(model: Model, prompt: list[int]) -> np.ndarray[Any, Any]:
-    start_row(model, prompt)
-    model.forward(CpuPack(), len(prompt), 1, len(prompt))
-    return model.batch.logits.numpy()[0].copy()
-
-
 def test_hidden_states_and_logits(load_model, deepseek):
     facts = deepseek.facts["hidden"]
     prompt = deepseek.prompt(facts["prompt"])
-    model, pack = load_model(deepseek.path), TapPack()
+    model, pack = load_model(deepseek.path), Tap()
     start_row(model, prompt)
     model.forward(pack, len(prompt), 1, len(prompt))
     assert len(pack.streams) == 1 + 2 * model.config.num_layers

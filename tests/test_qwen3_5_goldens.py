@@ -12,30 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_rows import TapPack, last_logits, start_row
 
-from openinfer.kernels import CpuPack, Op, apply_writes
+from openinfer.kernels import CpuPack
 from openinfer.kernels.reference import rms_norm
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.qwen3_5 import RECIPE
 from openinfer.recipes.qwen3_5.model import Model
 from openinfer.recipes.qwen3_5.weights import DeltaNet, Format, Mixture
-from openinfer.tensor import Checkpoint, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import Checkpoint, Tensor, bfloat16, float8_e4m3fn, float32
 
 TOLERANCE = 1e-3
-
-
-class TapPack:
-    """The cpu pack, keeping a copy of the residual stream wherever an op has changed it."""
-
-    def __init__(self) -> None:
-        self.inner = CpuPack()
-        self.streams: list[np.ndarray[Any, Any]] = []
-
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self.inner.run(op, args)
-        if op.name in ("embed", "linear_add", "experts_add"):
-            stream: Tensor = args["out" if op.name == "embed" else "x"]
-            self.streams.append(stream.numpy().copy())
+CHANGED = {"embed": "out", "linear_add": "x", "experts_add": "x"}
+"""The ops that change the residual stream, and their name for it."""
 
 
 @pytest.fixture
@@ -54,33 +43,10 @@ def load_model(place: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mod
     return load
 
 
-def start_row(model: Model, prompt: list[int]) -> None:
-    """Put a sequence into slot 1, with one step that feeds its whole prompt."""
-    rows, n = model.batch.rows, len(prompt)
-    rows.set("alive", 1, 1)
-    rows.set("limits", 1, 1024)
-    rows.write("stop_ids", 1, [-1] * 20)
-    rows.write("block_tables", 1, list(range(1, 65)))
-    rows.set("state_from", 1, 1)
-    rows.set("state_to", 1, 1)
-    rows.set("slots", 0, 1)
-    rows.write("q_starts", 0, [0, n])
-    rows.set("emits", 0, 1)
-    rows.write("prompt", 0, prompt)
-    for _ in rows.uploads(Stream(Device("cpu"))):
-        apply_writes(CpuPack(), words=rows.words, writes=rows.writes)
-
-
-def last_logits(model: Model, prompt: list[int]) -> np.ndarray[Any, Any]:
-    start_row(model, prompt)
-    model.forward(CpuPack(), len(prompt), 1, len(prompt))
-    return model.batch.logits.numpy()[0].copy()
-
-
 def test_hidden_states_and_logits(load_model, hybrid):
     facts = hybrid.facts["hidden"]
     prompt = hybrid.prompt(facts["prompt"])
-    model, pack = load_model(hybrid.path), TapPack()
+    model, pack = load_model(hybrid.path), TapPack(CHANGED)
     start_row(model, prompt)
     model.forward(pack, len(prompt), 1, len(prompt))
     additions = 3 if model.config.experts else 2

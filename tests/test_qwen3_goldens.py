@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from golden_rows import TapPack, start_row
 
-from openinfer.kernels import CpuPack, Op, apply_writes
+from openinfer.kernels import CpuPack
 from openinfer.recipes.qwen3 import RECIPE
 from openinfer.recipes.qwen3.model import Model
-from openinfer.tensor import Device, Stream, Tensor
 
 TOLERANCE = 1e-3
-
-
-class TapPack:
-    """The cpu pack, keeping a copy of the residual stream wherever an op has changed it."""
-
-    def __init__(self) -> None:
-        self.inner = CpuPack()
-        self.streams: list[np.ndarray[Any, Any]] = []
-
-    def run(self, op: Op[Any], args: Mapping[str, Any]) -> None:
-        self.inner.run(op, args)
-        if op.name in ("embed", "linear_add"):
-            stream: Tensor = args["out" if op.name == "embed" else "x"]
-            self.streams.append(stream.numpy().copy())
 
 
 @pytest.fixture
@@ -36,25 +22,10 @@ def load_model(place: Any) -> Callable[[Any, int], Model]:
     return lambda golden, max_tokens: place(RECIPE, golden.path, [65], max_tokens=max_tokens)
 
 
-def start_row(model: Model, prompt: list[int]) -> None:
-    """Put a sequence into slot 1, with one step that feeds its whole prompt."""
-    rows, n = model.batch.rows, len(prompt)
-    rows.set("alive", 1, 1)
-    rows.set("limits", 1, 1024)
-    rows.write("stop_ids", 1, [-1] * 20)
-    rows.write("block_tables", 1, list(range(1, 65)))
-    rows.set("slots", 0, 1)
-    rows.write("q_starts", 0, [0, n])
-    rows.set("emits", 0, 1)
-    rows.write("prompt", 0, prompt)
-    for _ in rows.uploads(Stream(Device("cpu"))):
-        apply_writes(CpuPack(), words=rows.words, writes=rows.writes)
-
-
 def test_hidden_states_and_logits(load_model, golden):
     facts = golden.facts["hidden"]
     prompt = golden.prompt(facts["prompt"])
-    model, pack = load_model(golden, 512), TapPack()
+    model, pack = load_model(golden, 512), TapPack({"embed": "out", "linear_add": "x"})
     start_row(model, prompt)
     model.forward(pack, len(prompt), 1, len(prompt))
     positions = facts["positions"]

@@ -12,7 +12,6 @@ import functools
 import importlib
 import itertools
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -31,7 +30,6 @@ from safetensors.numpy import save_file
 
 from openinfer.frontend.http import create_app
 from openinfer.frontend.thread_driver import ThreadDriver
-from openinfer.graph import Readback
 from openinfer.kernels import CpuPack, Op
 from openinfer.recipes.engine import startup
 from openinfer.recipes.engine.testing import Planted, Restless, Session
@@ -260,17 +258,6 @@ def same(one: Any, other: Any, near: float = 1e-4) -> bool:
         and a.of_prompt == pytest.approx(b.of_prompt, abs=near)
         for a, b in zip(one.choices, other.choices, strict=True)
     )
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results that are not there at once, as on a GPU: so that steps are launched ahead."""
-    rng, take = random.Random(0), Readback.take
-
-    def take_later(self: Readback, *, wait: bool) -> Any:
-        return take(self, wait=wait) if wait or rng.random() < 0.4 else None
-
-    monkeypatch.setattr(Readback, "take", take_later)
 
 
 @pytest.mark.parametrize("model", F.MODELS)
