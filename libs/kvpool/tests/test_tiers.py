@@ -20,8 +20,8 @@ from openinfer.kvpool import (
     hash_blocks,
 )
 from openinfer.kvpool.eviction import Lru
-from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers
-from openinfer.kvpool.tiers.tiers import FIRST_PIECES, PIECES
+from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers, tiers
+from openinfer.kvpool.tiers.moves import FIRST_PIECES, PIECES
 from openinfer.tensor import Device, Stream, Tensor
 from openinfer.tensor.testing import fake_driver
 
@@ -213,6 +213,34 @@ def test_a_long_load_is_begun_in_portions():
             assert pool.poll(0.0) == [lease]
             assert lease.num_cached == 4 * count
         assert copies == [[FIRST_PIECES] * 2, [FIRST_PIECES + PIECES] * 2, [count] * 2]
+        engine.tiers.close()
+
+
+def test_few_bytes_of_a_load_are_on_their_way_out(monkeypatch):
+    """A block that a step overwrites leaves behind them. Copies that make no room are begun at once."""
+    monkeypatch.setattr(tiers, "LEAVING_BYTES", 10 * 16)
+    with fake_driver() as fake:
+        engine = Engine([Group("pages", 4, 41, 16)], host=160 * 4096, device="cuda")
+        prompts = [[first] * 160 for first in (1, 2)]
+        for tokens in prompts:
+            with engine.pool.acquire(tokens) as lease:
+                lease.reserve(len(tokens))
+                lease.commit(tokens, len(tokens))
+        fake._cuCtxSynchronize()
+        names = "cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"
+
+        def load(tokens):
+            before, copies = [fake.count(name) for name in names], []
+            with engine.pool.acquire([*tokens, 1]) as lease:
+                assert lease.load()
+                while engine.pool.poll(0.0) == []:
+                    copies.append([fake.count(name) - old for name, old in zip(names, before, strict=True)])
+                    fake._cuCtxSynchronize()
+                assert lease.num_cached == 160
+            return copies
+
+        assert load(prompts[0]) == [[10, 10], [20, 20], [30, 30], [40, 40]]
+        assert load(prompts[1]) == [[0, 40]]  # the first is in host memory still
         engine.tiers.close()
 
 

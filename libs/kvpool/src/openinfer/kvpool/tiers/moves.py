@@ -10,6 +10,12 @@ from .host import Slot
 from .mover import Copy, Ticket
 from .stats import LoadTime
 
+PIECES, FIRST_PIECES = 256, 64
+"""Copies that are begun in a turn of a load, and in its first turn, which evicts too. To begin more would hold up the
+next step."""
+LEAVING_BYTES = 256 << 20
+"""Bytes on their way out for a load at most. A block that the next step overwrites leaves behind them."""
+
 Save = tuple[Copy, Slot]
 """A block on its way to a record."""
 

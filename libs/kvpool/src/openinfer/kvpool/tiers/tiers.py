@@ -25,7 +25,7 @@ from .disk import Disk
 from .host import HostMemory, Slot
 from .layout import Layout
 from .mover import Copy, Kind, Mover, Others, SharedRecords
-from .moves import Copies, Loading, Save
+from .moves import FIRST_PIECES, LEAVING_BYTES, PIECES, Copies, Loading, Save
 from .peers import Sharing
 from .stats import LoadTime, TierStats
 from .told import Told
@@ -35,9 +35,6 @@ log = logging.getLogger("openinfer.kvpool")
 BACKLOG_BYTES = 1 << 30
 """Bytes that wait for the disk at most, so that an engine ends soon."""
 LOADS_KEPT = 256
-PIECES, FIRST_PIECES = 256, 64
-"""Copies that are begun in a turn of a load, and in its first turn, which evicts too. To begin more would hold up the
-next step."""
 _TICK_S = 0.0002
 _AT_ONCE = 64
 """Blocks of a group that `take_all` evicts before it waits: the host's memory must have room for them."""
@@ -248,10 +245,12 @@ class Tiers:
         slots: list[Slot] = []
         copies: list[Copy] = []
         late, waited, started = time.monotonic() > loading.deadline, not loading.done, 0
+        leaving = (self.groups[slot.group].block_bytes for saves in self._saves for slot in saves.slots)
+        room = LEAVING_BYTES - sum(leaving)
         if late:
             loading.stop_reading()
         for _ in range(len(loading.waiting)):
-            if started == most:
+            if started == most or (loading.swaps and room <= 0):
                 break
             piece = loading.waiting.popleft()
             pinned = loading.expected.pop((piece.group, piece.name), None)
@@ -271,7 +270,7 @@ class Tiers:
             if slot is not None and slot.readable:
                 slots.append(slot if slot is pinned else self._host.use(slot))
                 copies.append(Copy(piece.group, piece.block, slot.ptr))
-                started += 1
+                started, room = started + 1, room - self.groups[piece.group].block_bytes
                 continue
             if pinned is not None:
                 self._host.leave(pinned)
@@ -286,7 +285,8 @@ class Tiers:
             log.warning("KV offload: reads from the disk take more than %g s; tokens are computed", wait_s)
         if self._mover is None:
             return
-        self._swap(loading, copies, most)
+        more = max(room, 0) // max(group.block_bytes for group in self.groups)
+        self._swap(loading, copies, min(most, len(copies) + more))
         if slots:
             loading.copies.append(Copies(self._mover.copy("h2d", copies), slots))
             self.stats.from_host += len(slots)
