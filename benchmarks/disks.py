@@ -55,7 +55,7 @@ def paced() -> Iterator[None]:
 
 def from_disk(one: Driven) -> Json:
     """The long prompt from the disk, beside the same files read by nothing but threads."""
-    found: Json = {}
+    found: Json = {"locked_after_s": one.wait_for_memory()}
     documents = [one.prompt(LONG) for _ in range(2)]
     for document in documents:
         one.run(document)

@@ -183,15 +183,15 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(rn
         arrays = {k: v.copy() for k, v in args.items() if isinstance(v, np.ndarray)}
         pack = NullPack(target)
         attend(pack, **{k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()})
-        decoding, prompts = pack.calls[0].commands
-        assert [(c.spec.function, c.branch) for c in (decoding, prompts)] == [
+        prompts, decoding = pack.calls[0].commands
+        assert [(c.spec.function, c.branch) for c in (prompts, decoding)] == [
             ("attend_split", 1),
             ("attend_split", 2),
         ]
         assert not {*scratches(decoding)} & {*scratches(prompts)}
         workspace = [np.zeros(pack.workspace_bytes(zeroed=z) + 1, np.uint8) for z in (False, True)]
         launches = LaunchPack(target, InterpDriver(), *map(Tensor.from_numpy, workspace))
-        launches.submit("attend", [prompts, decoding] if turned else [decoding, prompts])
+        launches.submit("attend", [decoding, prompts] if turned else [prompts, decoding])
         left.append(arrays["out"].tobytes())
     assert left[0] == left[1] != args["out"].tobytes()
 
@@ -302,6 +302,19 @@ def test_prompts_have_a_kernel_for_hopper(arena, plan, target, change, function)
     assert (
         plan(attend, target=target, **call(arena, 512, 1, 32, 512, **change)).specs()[0].function == function
     )
+
+
+def test_parts_of_long_rows_start_before_decode_rows(arena, plan):
+    """They take longest. Steps of few tokens have smaller tiles, which leave room for decode rows."""
+
+    def tiles(tokens, **change):
+        commands = plan(attend, **call(arena, tokens, 8, 32, tokens, **change)).calls[0].commands
+        return [(c.spec.function, dict(c.spec.constants)["BM"]) for c in commands]
+
+    decode = ("attend_split", 16)
+    assert tiles(64) == [("attend_split", 64), decode]
+    assert tiles(96) == [("attend_split", 128), decode]
+    assert tiles(512) == [decode, ("attend_prompt", 128)]
 
 
 def test_short_prompts_take_the_other_kernel(arena, plan):

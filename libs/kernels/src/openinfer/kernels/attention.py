@@ -21,7 +21,7 @@ from openinfer.kernels.launch import (
     launch,
     power_of_two,
 )
-from openinfer.kernels.long_attention import hopper_tile, long_rows, single_tokens
+from openinfer.kernels.long_attention import hopper_tile, in_parts, long_rows, single_tokens
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor, float32, int32
 
@@ -167,6 +167,7 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
     Where all rows have few tokens, one kernel splits their keys. Else rows of one token and other rows are two launches
     side by side, of which the second zeroes the tokens after the last row. Programs for prompts take a whole SM each.
     So programs of decode rows go first, and programs of prompts take the SMs that the last wave of these leaves.
+    Parts of long rows go first instead, because they take longest, and programs of decode rows fit beside them.
     """
     if choice.only_long:
         return long_rows(call, choice, short=0)
@@ -178,7 +179,8 @@ def launches(call: Call, choice: Choice, max_q_len: int) -> list[Launch]:
         return [_short_rows(call, choice, tile, short=max_q_len, tokens=call.tokens)]
     if call.rows == 1:  # a prompt: that it may have one token left is not worth a second launch in every step
         return long_rows(call, choice, short=0)
-    return list(beside([single_tokens(call, choice)], long_rows(call, choice, short=1)))
+    short, long = [single_tokens(call, choice)], long_rows(call, choice, short=1)
+    return list(beside(long, short) if in_parts(call, choice) else beside(short, long))
 
 
 def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: int) -> Launch:

@@ -19,6 +19,9 @@ SPLIT_TOKENS = 512
 """Steps of fewer tokens read their long rows in parts. The tiles of more tokens fill the GPU, and the kernel for Hopper
 is faster for them (docs/lessons.md)."""
 
+FEW_TOKENS = Tile(64, 64, 4, 5)
+"""The tile of parts in steps of several rows and at most 64 tokens: a program then merges half as many numbers."""
+
 MERGED_BY_WARP = 2048
 """Float32 numbers of parts that a warp holds while it merges them: 64 registers a thread."""
 
@@ -57,12 +60,17 @@ def _is_matrix(target: Target, call: Call) -> bool:
     return page_stride % call.dim == 0 and call.kv.shape[0] * page_stride // call.dim <= INT32_MAX
 
 
+def in_parts(call: Call, choice: Choice) -> bool:
+    """Whether the keys of long rows are dealt to several programs."""
+    return call.tokens < SPLIT_TOKENS and not choice.only_long and not isinstance(choice.long, HopperTile)
+
+
 def long_rows(call: Call, choice: Choice, *, short: int) -> list[Launch]:
     """Rows of more than `short` tokens, and the tokens after the last row. Codes are widened for the kernel for Hopper;
     the rows that did not fit come after it."""
     tile = choice.long
     if not isinstance(tile, HopperTile):
-        if call.tokens < SPLIT_TOKENS and not choice.only_long:
+        if in_parts(call, choice):
             return [_in_parts(call, tile, choice, short)]
         return [_anywhere(call, tile, choice, short, None)]
     if "kv_scales" not in call.args:
@@ -114,6 +122,9 @@ def single_tokens(call: Call, choice: Choice) -> Launch:
 
 def _in_parts(call: Call, tile: Tile, choice: Choice, short: int) -> Launch:
     """Tiles whose keys are dealt to as many programs as the GPU has SMs."""
+    few = call.rows > 1 and call.tokens <= FEW_TOKENS.bm and call.group <= FEW_TOKENS.bm
+    if few and (tile.bm, tile.stages) == (128, 5) and "kv_scales" not in call.args:
+        tile = FEW_TOKENS
     room = max(1, choice.num_sms // call.kv_heads)
     deal = Deal(over=short, most=call.tokens, room=room, least=LEAST_KEYS, parts=MOST_PARTS)
     tiles = call.tokens // (tile.bm // call.group) + min(call.rows, call.tokens // (short + 1))
