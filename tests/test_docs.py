@@ -42,6 +42,14 @@ def test_the_module_map_is_complete() -> None:
         assert named - there == set(), f"{library}: in the map only"
 
 
+def test_the_map_has_the_engine_and_the_scripts() -> None:
+    text = (ROOT / "docs" / "structure.md").read_text()
+    _, _, engine = text.partition("All recipes share `engine/`.")
+    for folder, part in (("recipes/src/openinfer/recipes/engine", engine), ("scripts", text)):
+        there = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+        assert there - set(re.findall(r"`(\w+)`", part)) == set(), f"{folder}: not in the map"
+
+
 def test_the_flag_reference_is_what_the_options_say() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "flag_reference.py"), "--check"]
     assert subprocess.run(command).returncode == 0, "run scripts/flag_reference.py"

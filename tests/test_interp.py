@@ -57,7 +57,7 @@ def two_steps(
     if model.batch.adapters is not None:  # slot 1 has the second adapter, slot 3 the first
         own = np.random.default_rng(4)
         for at in (1, 2):
-            values = (own.standard_normal(model.batch.adapters.place_bytes // 2) * 0.07).astype(bfloat16)
+            values = (own.standard_normal(model.batch.adapters.num_values) * 0.07).astype(bfloat16)
             model.batch.adapters.put(at, values, Stream(CPU))
         rows.set("adapters", 1, 2)
         rows.set("adapters", 3, 1)

@@ -104,7 +104,7 @@ def test_an_adapter_adds_what_its_matrices_say(tmp_path: Path, stored: Any, rslo
     wide = RNG.standard_normal((1, INTER)).astype(float32)
     want = change(first, "mlp.down_proj", wide[0], scale)
     np.testing.assert_allclose(added(adapters, down, wide, [2])[0], want, rtol=1e-4, atol=1e-4)
-    assert one.values.nbytes == adapters.place_bytes
+    assert one.values.size == adapters.num_values
 
 
 def test_the_same_values_have_the_same_digest(tmp_path: Path) -> None:
@@ -210,5 +210,5 @@ def test_the_matrices_of_a_place_lie_together() -> None:
     """So one copy fills it. Kernels take the addresses for aligned."""
     adapters, qkv, _ = make(places=3, dtype=bfloat16)
     product = adapters._products[qkv.ptr]
-    assert product.a.strides[0] == product.b.strides[0] == adapters.place_bytes // 2
+    assert product.a.strides[0] == product.b.strides[0] == adapters.num_values
     assert all(t.ptr % 256 == 0 and t[1].ptr % 256 == 0 for t in (product.a, product.b))

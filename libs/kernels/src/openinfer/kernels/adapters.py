@@ -183,11 +183,6 @@ class Adapters:
         return self._memory.nbytes + self._added.nbytes
 
     @property
-    def place_bytes(self) -> int:
-        """Device memory of an adapter."""
-        return self._memory[0].nbytes
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of an adapter's values."""
         return self._memory.dtype

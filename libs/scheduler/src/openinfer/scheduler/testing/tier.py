@@ -46,7 +46,7 @@ class FakeTier:
     ) -> None:
         self.sequences = [tuple(tokens) for tokens in sequences]
         self.loads: list[Load] = []
-        self.num_loaded = self.num_failed = 0
+        self.num_failed = 0
         self._held = {tokens[:end] for tokens in self.sequences for end in range(1, len(tokens) + 1)}
         self._runner, self._delay, self._fails = runner, delay, fails
 
@@ -83,6 +83,5 @@ class FakeTier:
             load.failed.add(piece)
             cells = [-1] * len(cells)
         self.num_failed += piece in load.failed
-        self.num_loaded += piece not in load.failed
         size = self._runner.block_size(piece.group)
         self._runner.fill(piece.group, piece.block, len(cells) - size, cells[-size:])
