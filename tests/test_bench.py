@@ -249,8 +249,8 @@ def test_bench_serve_starts_a_server_measures_several_loads_and_stops_it(
     said = capsys.readouterr()
     assert "inf x1, 20/4" in said.out
     assert all(len(line) <= 100 for line in said.out.splitlines())
-    assert f"bench: starting a server of {TINY}" in said.err
-    assert "bench:  2/2 answers  100 %" in said.err
+    assert f"openinfer: starting a server of {TINY}" in said.err
+    assert "openinfer:  2/2 answers  100 %" in said.err
 
 
 @pytest.mark.parametrize(

@@ -395,7 +395,7 @@ def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
     for block in blocks:
         done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "Paris" in done.stdout
+        assert done.stdout == "The capital of France is Paris.\n"
 
 
 def parse_alone(commands: list[tuple[list[str], str]]) -> list[str]:

@@ -141,7 +141,7 @@ def test_the_evaluation(url: str, capsys: pytest.CaptureFixture[str], tmp_path: 
     assert result["scores"]["all"]["cases"] == len(cases)
     said = capsys.readouterr()
     assert "arithmetic" in said.out
-    assert f"bench:  {len(cases)}/{len(cases)} answers  100 %" in said.err
+    assert f"openinfer:  {len(cases)}/{len(cases)} answers  100 %" in said.err
     wrong = [json.dumps({**json.loads(line), "check": {"last_number": 99999}}) for line in cases[:2]]
     (tmp_path / "cases.jsonl").write_text("\n".join(wrong))
     assert bench_eval.main([url, *flags, "--at-least", "0.5", "--wrong", "1"]) == 1

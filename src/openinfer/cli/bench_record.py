@@ -53,7 +53,7 @@ def write(path: Path, data: dict[str, Any]) -> None:
 
 def progress(line: str) -> None:
     """Write a line to stderr: the current work, or a result."""
-    print(f"bench: {line}", file=sys.stderr, flush=True)
+    print(f"openinfer: {line}", file=sys.stderr, flush=True)
 
 
 def percentile(values: Iterable[float], percent: float) -> float:

@@ -156,6 +156,8 @@ class LLM:
     ) -> list[Answer]:
         """Answer a conversation, or each of several. A message is {"role": ..., "content": ...}.
 
+        An answer's text begins with the model's thoughts, if it thinks.
+
         template_kwargs: options of the model's template, such as {"enable_thinking": False}. Others: see generate.
         Raises APIError for messages that the template cannot take.
         """
