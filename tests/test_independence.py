@@ -187,7 +187,7 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 BUDGETS = {"engine": 3498, "engine/testing": 700, "qwen3": 1005, "qwen3_5": 3314, "deepseek_v4": 6800}
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12935
+MAX_RECIPE_LINES = 12937
 
 
 def lines_of(folder: Path) -> int:

@@ -17,7 +17,7 @@ from openinfer.tensor.dtypes import DType, bfloat16, float8_e4m3fn, float8_e8m0f
 from openinfer.tensor.errors import CheckpointError
 from openinfer.tensor.headers import TensorInfo
 
-_BLOCK = 1 << 22  # elements that repeat, so that a tensor of any size costs a copy
+_BLOCK = 1 << 22  # elements that repeat, about, so that a tensor of any size costs a copy
 _SPREAD = 0.02  # of a matrix' elements
 _E8M0 = 121  # 2^-6: codes of one digit before the point become elements of that spread
 
@@ -76,7 +76,10 @@ class DummyCheckpoint(Checkpoint):
 def _values(dtype: DType, matrix: bool, width: int, scale: bool) -> np.ndarray[Any, Any]:
     """Bytes that repeat in tensors of a kind; width: of the last axis."""
     rng = np.random.default_rng(0)
-    size = max(1, _BLOCK // max(width, 1)) * max(width, 1)
+    rows = (
+        max(1, _BLOCK // max(width, 1) - 1) | 1
+    )  # odd: parts of a tensor, as heads and experts, must not be alike
+    size = rows * max(width, 1)
     values: np.ndarray[Any, Any]
     if dtype == float8_e8m0fnu:
         values = np.full(size, _E8M0, np.uint8)

@@ -33,6 +33,8 @@ from openinfer.kernels.authoring import (
 from openinfer.tensor import Tensor, float32
 
 _DEVICE = "openinfer.recipes.deepseek_v4.device.hyper_connections"
+ONE_KERNEL = 1 << 20
+"""Bytes that one kernel pushes. Where a rank comes late, several kernels take a millisecond each (docs/lessons.md)."""
 
 
 def _post_contract(*, streams: Tensor, y: Tensor, mix: Tensor, ranks: int = 1) -> None:
@@ -71,7 +73,7 @@ def _post_launches(
     require(n == 4, f"there are {n} streams; kernels for hyper-connections take 4")
     if ranks > 1:
         part = depth(width, 1024)  # the width of all rows that the model's kernels push
-        rows, way = y.reshape(-1, part), way_of(target, ranks, y)
+        rows, way = y.reshape(-1, part), way_of(target, ranks, y, ONE_KERNEL)
         if part < 64:
             way = NCCL
         if way.kind == "push":
