@@ -138,12 +138,13 @@ def test_decode_with_a_window(check_op, rng, normal, window, sms):
     check(check_op, args, target=Target(90, sms, interpreted=True))
 
 
-def test_few_rows_merge_in_one_turn_and_one_lets_a_ring_start(rng, normal):
+def test_few_rows_merge_in_one_turn_and_those_of_a_ring_let_it_start(rng, normal):
     """Eight query heads a key head: sixteen parts at once where rows leave SMs idle, eight where they do not."""
     for rows, nvrtc, merged, release in (
         (1, True, 16, True),
         (1, False, 16, False),
-        (2, True, 16, False),
+        (2, True, 16, True),
+        (5, True, 16, False),
         (300, True, 8, False),
     ):
         args = step(rng, normal, [1] * rows, [20] * rows, heads=8, kv_heads=1, dim=128)

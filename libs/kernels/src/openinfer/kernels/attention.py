@@ -23,6 +23,7 @@ from openinfer.kernels.launch import (
 )
 from openinfer.kernels.long_attention import hopper_tile, in_parts, long_rows, single_tokens
 from openinfer.kernels.target import Target
+from openinfer.kernels.tuning import RING_TOKENS
 from openinfer.tensor import Tensor, float32, int32
 
 NO_WINDOW = 2**31 - 1
@@ -156,7 +157,7 @@ def choose(target: Target, call: Call) -> Choice:
     codes = long_tile(target, call.group, call.dim)
     long = hopper_tile(target, call) or codes
     pairs = "kv_scales" in call.args and target.arch >= 90 and not target.interpreted
-    release = target.nvrtc and target.arch == 90 and call.tokens == 1
+    release = target.nvrtc and target.arch == 90 and call.tokens <= RING_TOKENS
     decode = attend_codes(target, call) if takes(target, call) else None
     return Choice(short, long, codes, *parts, target.num_sms, target.batch_invariant, pairs, release, decode)
 
@@ -208,9 +209,11 @@ def _short_rows(call: Call, choice: Choice, tile: Tile, *, short: int, tokens: i
             "MERGE": max(1, MERGED_AT_ONCE // (merged * call.dim)),
             **call.without,
             "PAIRS": choice.pairs,
+            "RELEASE": choice.release,
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
+        early=choice.release,
     )
 
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.formats import SCALE_BLOCK, Coding, of_rows
 from openinfer.kernels.int4 import is_int4
-from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, launch_cuda, power_of_two
+from openinfer.kernels.launch import Aligned, Arg, Launch, Scratch, launch_cuda
 from openinfer.kernels.target import Target
 from openinfer.kernels.tuning import RING_COLUMNS, Choice, group_ring_choice
 from openinfer.tensor import Tensor, bfloat16, float32
@@ -33,20 +34,17 @@ def ring_product(
     `norm`: a gain in bf16 or float32, and eps; x is normalised first. No normalised value is rounded.
     """
     m, k = out.shape[0], weight.shape[1]
-    constants = {"TOKENS": m, "PADDED": power_of_two(m), "CHUNKS": k // RING_COLUMNS // c.warps}
+    how: dict[str, Any] = {"add": add, "gated": gated, "norm": norm}
+    if m == 1:
+        constants = {"CHUNKS": k // RING_COLUMNS // c.warps}
+        kernel, row, sums = "ring", 2 * k, (c.warps | 1, c.warps)
+    else:
+        constants = {"TOKENS": m, "COLUMNS": k, "PARTS": c.split}
+        row = 2 * k // c.split
+        row += 0 if row % 128 else 64  # see ring_tokens.cu
+        kernel, sums = "ring_tokens", (m * (c.warps | 1), m * c.warps)
     return _ring(
-        "ring",
-        c,
-        num_sms,
-        out,
-        x,
-        {"weight": weight},
-        constants,
-        stage=c.bn * k * 2,
-        sums=(power_of_two(m) * (c.warps | 1), c.warps * m),
-        add=add,
-        gated=gated,
-        norm=norm,
+        kernel, c, num_sms, out, x, {"weight": weight}, constants, stage=c.bn * row, sums=sums, **how
     )
 
 

@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 from openinfer.kernels.cache_folder import check_owner, digest, make_private, unfinished
 from openinfer.kernels.errors import InvalidTable
-from openinfer.kernels.launch import power_of_two
 from openinfer.kernels.store import default_cache
 from openinfer.kernels.target import Target
 
@@ -123,6 +122,8 @@ RING_STAGE = 43 << 10
 """The most bytes of a stage of a ring."""
 RING_BYTES = 205 << 10
 """The most bytes of a ring."""
+MOST_HELD = 512
+"""The most columns of x that a warp of a ring of several tokens holds."""
 MOST_RING_WARPS = 20
 """The most warps of a ring that multiply: with more, a thread has too few registers."""
 GROUP_STAGES = {True: 16 << 10, False: 24 << 10}
@@ -144,19 +145,37 @@ def ring_choice(target: Target, op: str, m: int, n: int, k: int) -> Choice | Non
     the sums that a program keeps."""
     if not target.nvrtc or target.arch != 90 or m > RING_TOKENS or op == "logits" or k % RING_COLUMNS:
         return None
+    if m > 1:
+        return _ring_of_tokens(target, op, m, n, k)
     chunks = k // RING_COLUMNS
     warps = max((w for w in range(4, 21) if chunks % w == 0 and chunks // w <= 5), default=0)
-    if not warps or (m > 1 and m * (chunks // warps) > 2 * RING_TOKENS):
+    if not warps:
         return None
     rows, fewest = 8, 2 if op == "gate_up_silu" else 1
     while rows > fewest and rows * k * 2 > RING_STAGE:
         rows //= 2
     most = -(-n // target.num_sms)  # rows of a program
-    sums = (most + rows) * (warps + 2) * 4 * power_of_two(m)
-    beside = m == 1 and op == "linear_add" and k <= BESIDE_COLUMNS
+    sums = (most + rows) * (warps + 2) * 4
+    beside = op == "linear_add" and k <= BESIDE_COLUMNS
     room = min(shared_bytes(target.arch) - sums - 2048, int(most * k * 2 * RING_PART))
     room = min(RING_BESIDE if beside else RING_BYTES, room)
     return Choice("ring", 1, rows, RING_COLUMNS, 1, warps, max(2, room // (rows * k * 2)))
+
+
+def _ring_of_tokens(target: Target, op: str, m: int, n: int, k: int) -> Choice | None:
+    """ring_choice of several tokens. A stage has 8 rows of one of `split` parts of K. A warp holds x of its columns of
+    every part in registers, so these are at most MOST_HELD."""
+    part = next((s for s in range(1, 17) if k % (64 * s) == 0 and 16 * k // s <= RING_STAGE), 0)
+    found = [
+        w for w in range(4, MOST_RING_WARPS + 1) if part and k % (32 * part * w) == 0 and k // w <= MOST_HELD
+    ]
+    if not found:
+        return None
+    warps, stage = max(found), 8 * (2 * k // part + 64)
+    most = -(-n // target.num_sms)
+    sums = (most + 8) * m * (warps | 1) * 4 + warps * m * 4
+    room = min(shared_bytes(target.arch) - sums - 2048, int(most * k * 2 * RING_PART), RING_BYTES)
+    return Choice("ring", m, 8, RING_COLUMNS, part, warps, max(2, room // stage))
 
 
 def group_ring_choice(target: Target, n: int, k: int, *, packed: bool, gated: bool) -> Choice | None:

@@ -13,6 +13,7 @@ float32 sums are those of a cache in bfloat16, however long the context is.
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.formats import e8m0
 
@@ -242,14 +243,18 @@ def attend_short(
     out, q, kv, kv_scales, slots, q_starts, seq_lens, alive, block_tables,
     table_width, page_stride, window, scale, partial, weight, arrived, tokens, short, part_size,
     GROUP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    MR: tl.constexpr, MERGE: tl.constexpr, PAIRS: tl.constexpr,
+    MR: tl.constexpr, MERGE: tl.constexpr, PAIRS: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """Rows of at most `short` tokens, their keys in parts of at least `part_size`; the last part to arrive merges them.
     Also zeros for the tokens from the last row's end to `tokens`. Grid (rows, key heads, parts at most).
 
     partial: float32 [rows, key heads, parts, short * GROUP, D], weight the same less D; arrived: int32 [rows, key
-    heads], zero before and after. MR: short * GROUP or the next power of two.
+    heads], zero before and after. MR: short * GROUP or the next power of two. RELEASE: whether this kernel starts
+    before the one ahead has ended, and lets the next one do so (launch.Launch, `early`).
     """
+    if RELEASE:
+        gdc_launch_dependents()
+        gdc_wait()
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, kv_heads, splits = tl.num_programs(0), tl.num_programs(1), tl.num_programs(2)
     pair = tl.arange(0, BM)

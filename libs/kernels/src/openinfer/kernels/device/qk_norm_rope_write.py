@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from openinfer.kernels.device.formats import e4m3, q8_exponent
 from openinfer.kernels.device.norm import weighted
@@ -13,15 +14,19 @@ def qk_norm_rope_write(
     q, kv, kv_scales, qkv, q_norm, k_norm, cos_sin, positions, token_slots, block_tables,
     heads, kv_heads, table_width, page_stride, eps,
     DIM: tl.constexpr, ROTARY: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr, RELEASE: tl.constexpr,
 ):  # fmt: skip
     """HEADS of a token's heads a program. Grid (tokens, cdiv(heads + 2 kv_heads, HEADS)).
 
     Heads are numbered queries, keys, values; in qkv each query head is followed by its gate if GATED. A head is taken
     in three parts: the two halves of the ROTARY elements that are rotated, and the rest. HALF_BLOCK, REST_BLOCK: their
     sizes or the next powers of two; REST_BLOCK is 0 where there is no rest. q_norm and k_norm may be None: no norms.
-    kv_scales: the E8M0 bytes of an FP8 cache (see attention.py), or None.
+    kv_scales: the E8M0 bytes of an FP8 cache (see attention.py), or None. RELEASE: whether this kernel starts before
+    the one ahead has ended, and lets the next one do so (launch.Launch, `early`).
     """
+    if RELEASE:
+        gdc_launch_dependents()
+        gdc_wait()
     HALF: tl.constexpr = ROTARY // 2
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(token_slots + token)

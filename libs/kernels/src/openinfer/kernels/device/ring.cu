@@ -1,34 +1,25 @@
-// A few tokens: out[TOKENS, N] = x[TOKENS, K] @ weight[N, K]^T in bf16, float32 sums, on the CUDA cores.
+// One token: out[N] = x[K] @ weight[N, K]^T in bf16, float32 sums, on the CUDA cores.
 //
 // One program an SM. A copying warp keeps a ring of STAGES x ROWS rows of the weight filled by bulk copies. It starts
 // before the kernel ahead has ended, because no kernel of a step writes weights. The other warps wait for that kernel.
 // Each of them then holds its part of x in registers, multiplies that part of every row, and leaves a sum for each row
-// and token in shared memory. At the end the sums of a row are added in the order of the warps. So the bits are the same
-// in every run.
+// in shared memory. At the end the sums of a row are added in the order of the warps. So the bits are the same in every
+// run.
 //
 // K = WARPS * CHUNKS * 256. NORM: x is normalised: gain multiplies x before the product, and 1 / rms multiplies the sum.
 // ADD: out += the product. GATED: weight is [2 N, K], and out = silu(gate) * up; a stage has ROWS / 2 rows of each.
-// FLOAT: out is float32. TURNS: stages of the program with the most rows. PADDED: TOKENS or the next power of two;
-// ROWS * PADDED is at most 32.
+// FLOAT: out is float32. TURNS: stages of the program with the most rows.
 
 #include "ring.cuh"
 
 constexpr int K = WARPS * CHUNKS * 256, STAGE = ROWS * K * 2, STRIDE = WARPS | 1;
-constexpr int VALUES = ROWS * PADDED;
-
-// 1 / rms of a token, from the sums of squares that the warps have left.
-__device__ __forceinline__ float norm_scale(const float* squares, int token, float eps) {
-  float square = 0;
-  for (int w = 0; w < WARPS; w++) square += squares[w * TOKENS + token];
-  return rsqrtf(square / K + eps);
-}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 gemv_ring(void* out, const bf16* x, const void* gain, const bf16* weight, int N, float eps) {
   extern __shared__ __align__(128) unsigned char ring[];
-  // [TURNS * ROWS, PADDED, STRIDE], then sums of squares [WARPS, TOKENS].
+  // [TURNS * ROWS, STRIDE], then sums of squares [WARPS].
   float* partial = (float*)(ring + STAGES * STAGE);
-  u64* full = (u64*)(partial + (TURNS * VALUES * STRIDE + WARPS * TOKENS + 3) / 4 * 4);
+  u64* full = (u64*)(partial + (TURNS * ROWS * STRIDE + WARPS + 3) / 4 * 4);
   u64* empty = full + STAGES;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   start_ring(full, empty);
@@ -60,66 +51,55 @@ gemv_ring(void* out, const bf16* x, const void* gain, const bf16* weight, int N,
     for (int i = 0; i < 4; i++)
       if (NORM) gains[c][i] = gain_pair(gain, column + c * 256 + i * 2);
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  float own[TOKENS][CHUNKS][8];
-  float* squares = partial + TURNS * VALUES * STRIDE;
+  float own[CHUNKS][8], square = 0;
+  float* squares = partial + TURNS * ROWS * STRIDE;
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    float square = 0;
+  for (int c = 0; c < CHUNKS; c++) {
+    uint4 v = fresh(x + column + c * 256);
+    u32 pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-      uint4 v = fresh(x + t * K + column + c * 256);
-      u32 pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        float a = low(pairs[i]), b = high(pairs[i]);
-        if (NORM) square += a * a + b * b, a *= gains[c][i].x, b *= gains[c][i].y;
-        own[t][c][2 * i] = a, own[t][c][2 * i + 1] = b;
-      }
+    for (int i = 0; i < 4; i++) {
+      float a = low(pairs[i]), b = high(pairs[i]);
+      if (NORM) square += a * a + b * b, a *= gains[c][i].x, b *= gains[c][i].y;
+      own[c][2 * i] = a, own[c][2 * i + 1] = b;
     }
-    if (NORM) {
-      float one[1] = {square};
-      square = sums(one, lane);
-      if (lane == 0) squares[warp * TOKENS + t] = square;
-    }
+  }
+  if (NORM) {
+    float one[1] = {square};
+    square = sums(one, lane);
+    if (lane == 0) squares[warp] = square;
   }
   for (int turn = 0; turn < turns; turn++) {
     int stage = turn % STAGES;
     barrier_wait(&full[stage], turn / STAGES & 1);
     const unsigned char* rows = ring + stage * STAGE + column * 2;
-    float sum[VALUES];
+    float sum[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-      for (int t = 0; t < PADDED; t++) sum[r * PADDED + t] = 0;
+      sum[r] = 0;
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         uint4 v = *(const uint4*)(rows + r * K * 2 + c * 512);
         u32 pairs[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-          for (int t = 0; t < TOKENS; t++)
-            sum[r * PADDED + t] += low(pairs[i]) * own[t][c][2 * i] + high(pairs[i]) * own[t][c][2 * i + 1];
+        for (int i = 0; i < 4; i++) sum[r] += low(pairs[i]) * own[c][2 * i] + high(pairs[i]) * own[c][2 * i + 1];
       }
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(&empty[stage]);
     float total = sums(sum, lane);
-    if (lane % (32 / VALUES) == 0) partial[(turn * VALUES + lane / (32 / VALUES)) * STRIDE + warp] = total;
+    if (lane % (32 / ROWS) == 0) partial[(turn * ROWS + lane / (32 / ROWS)) * STRIDE + warp] = total;
   }
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32));
-  float scale = NORM && TOKENS == 1 ? norm_scale(squares, 0, eps) : 1;
-  int count = last - first;
-  for (int item = threadIdx.x; item < TOKENS * count; item += WARPS * 32) {
-    int token = TOKENS == 1 ? 0 : item / count, row = item - token * count;
-    if (NORM && TOKENS > 1) scale = norm_scale(squares, token, eps);
-    const float* mine = partial + ((row / SETS * ROWS + row % SETS) * PADDED + token) * STRIDE;
+  float scale = NORM ? norm_scale<K>(squares, 1, eps) : 1;
+  for (int row = threadIdx.x; row < last - first; row += WARPS * 32) {
+    const float* mine = partial + (row / SETS * ROWS + row % SETS) * STRIDE;
     float value = 0, up = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       value += mine[w];
-      if (GATED) up += mine[SETS * PADDED * STRIDE + w];
+      if (GATED) up += mine[SETS * STRIDE + w];
     }
-    finish(out, (size_t)token * N + (first + row), value * scale, up * scale);
+    finish(out, first + row, value * scale, up * scale);
   }
 }

@@ -53,6 +53,14 @@ __device__ __forceinline__ float sums(float (&value)[N], int lane) {
   return value[0];
 }
 
+// 1 / rms of a token of K numbers, from its sums of squares that the warps have left, `step` apart.
+template <int K>
+__device__ __forceinline__ float norm_scale(const float* squares, int step, float eps) {
+  float square = 0;
+  for (int w = 0; w < WARPS; w++) square += squares[w * step];
+  return rsqrtf(square / K + eps);
+}
+
 // Rows of a stage: of the weight, and of a half of it.
 constexpr int HALVES = GATED ? 2 : 1, SETS = ROWS / HALVES;
 
