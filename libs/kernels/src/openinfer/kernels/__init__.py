@@ -49,6 +49,7 @@ from openinfer.kernels.ops.expand_rows import expand_rows
 from openinfer.kernels.ops.experts import experts
 from openinfer.kernels.ops.experts_add import experts_add
 from openinfer.kernels.ops.gate_up_silu import gate_up_silu
+from openinfer.kernels.ops.kept_states import keep_states, take_states
 from openinfer.kernels.ops.linear_add import linear_add
 from openinfer.kernels.ops.norm_linear import norm_linear
 from openinfer.kernels.ops.norm_rope_attend import norm_rope_attend
@@ -130,6 +131,7 @@ __all__ = [
     "gate_up_clamped",
     "gate_up_silu",
     "gather_columns",
+    "keep_states",
     "launch",
     "launch_cuda",
     "linear_add",
@@ -146,4 +148,5 @@ __all__ = [
     "route",
     "route_topk",
     "select_rows",
+    "take_states",
 ]

@@ -83,3 +83,45 @@ def join_columns(out, parts, rows, width, ranks, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(parts + part.to(tl.int64) * width + column, mask=column < width)
     tl.store(out + (row * ranks + rank) * width + column, value, mask=column < width)
+
+
+@triton.jit
+def keep_states(
+    states, x, ids, places, token_ids, positions, token_slots, width, kept, BLOCK: tl.constexpr
+):  # fmt: skip
+    """states[slot, position % kept] = x[token], and the token's id and position beside it. Grid (tokens, cdiv(width,
+    BLOCK))."""
+    token = tl.program_id(0)
+    position = tl.load(positions + token)
+    at = tl.load(token_slots + token) * kept + position % kept
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + token.to(tl.int64) * width + column, mask=column < width)
+    tl.store(states + at.to(tl.int64) * width + column, value, mask=column < width)
+    if tl.program_id(1) == 0:
+        tl.store(ids + at, tl.load(token_ids + token))
+        tl.store(places + at, position)
+
+
+@triton.jit
+def take_states(
+    x, states, next_ids, positions, token_slots, ids, places, slots, seq_lens, last_tokens, width, kept,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The last `kept` tokens of each row, zeros for one that was not kept. Grid (rows * kept, cdiv(width, BLOCK))."""
+    token = tl.program_id(0)
+    slot = tl.load(slots + token // kept)
+    length = tl.load(seq_lens + slot)
+    position = length - kept + token % kept
+    at = slot * kept + tl.maximum(position, 0) % kept
+    behind = slot * kept + tl.maximum(position + 1, 0) % kept
+    last = position + 1 == length
+    found = (slot > 0) & (position >= 0) & (tl.load(places + at) == position)
+    found &= last | (tl.load(places + behind) == position + 1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(states + at.to(tl.int64) * width + column, mask=found & (column < width), other=0.0)
+    tl.store(x + token.to(tl.int64) * width + column, value, mask=column < width)
+    if tl.program_id(1) == 0:
+        following = tl.where(last, tl.load(last_tokens + slot), tl.load(ids + behind))
+        tl.store(next_ids + token, tl.where(found, following, 0))
+        tl.store(positions + token, tl.where(found, position, 0))
+        tl.store(token_slots + token, tl.where(found, slot, 0))
