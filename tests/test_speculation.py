@@ -288,6 +288,66 @@ def test_a_step_that_drafts_nothing_keeps_the_cache_of_the_layers_whole(
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3_5-tiny", "deepseek_v4-tiny"])
+def test_tokens_that_layers_see_later_leave_the_same_cache(
+    session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    """Without drafts, layers see many tokens at once: when rows change, before drafts, and when no more can be kept."""
+    config = MTP
+    if name == "qwen3-tiny":
+        write_head(tmp_path)
+        config = speculation(tmp_path)
+    flags = {"activation_quantization": "off"} if name.startswith("deepseek") else {}
+    monkeypatch.setattr("openinfer.graph.runner.verifying.MOST_KEPT", 4)
+    rng, found = np.random.default_rng(5), []
+    prompts = [rng.integers(3, 500, size).tolist() for size in (20, 7, 13)]
+    for later in (True, False):
+        if not later:
+            monkeypatch.setattr("openinfer.graph.runner.proposing.keeps", lambda shape: False)
+            monkeypatch.setattr("openinfer.graph.runner.runner.keeps", lambda shape: False)
+        made = session(GOLDENS / name, speculative_config=config, max_num_seqs=4, **flags)
+        runner, steps = made.engine.runner, iter(range(1000))
+        runner.drafting.worth.choose = lambda available, rows, cost, steps=steps: 22 <= next(steps) < 25
+        replayed = keys_of(runner, monkeypatch)
+        for n, prompt in enumerate(prompts):
+            made.submit(prompt, 20 + 5 * n, temperature=0.8, seed=n, ignore_eos=True)
+            for _ in range(4):
+                made.step(1.0)
+        made.finish()
+        if runner.drafting.unseen:
+            runner.replay(("draft", runner._shape, 0))
+        plain = sum(key[0] == "draft" and key[1].longest == 1 and not key[2] for key in replayed)
+        found.append((plain, [one.tokens for one in made.outcomes.values()], cache_of(runner.model).copy()))
+        assert made.engine.stats().draft_tokens > 0
+    (few, tokens, cache), (each, others, whole) = found
+    assert tokens == others
+    np.testing.assert_allclose(cache, whole, rtol=1e-5, atol=1e-5)
+    assert 1 < few < each / 2
+
+
+def keys_of(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The segments that a runner launches from now on."""
+    keys, launch = list[tuple[Any, ...]](), runner.graphs.launch
+    monkeypatch.setattr(
+        runner.graphs, "launch", lambda key: (keys.append(key), launch(key))[1], raising=False
+    )
+    return keys
+
+
+def test_drafts_are_tokens_that_the_request_allows(session: Callable[..., Any]) -> None:
+    made = session(GOLDENS / "qwen3_5-tiny", speculative_config=MTP)
+    made.engine.runner.drafting.costs = None
+    allowed, prompt = range(40, 60), np.random.default_rng(4).integers(3, 500, 9).tolist()
+    one = made.submit(prompt, 30, temperature=1.0, seed=1, ignore_eos=True, allowed_token_ids=tuple(allowed))
+    made.submit(prompt, 30, temperature=1.0, seed=1, ignore_eos=True)
+    made.finish()
+    drafts = made.engine.runner.model.batch.rows["drafts"].numpy()
+    found = [{int(token) for token in row if token > 0} for row in drafts]
+    assert set(made.outcomes[one].tokens) <= set(allowed)
+    assert sum(bool(tokens) and tokens <= set(allowed) for tokens in found) == 1  # the other row's are any
+    assert sum(map(bool, found)) == 2
+
+
 def cache_of(model: Any) -> np.ndarray[Any, Any]:
     """Keys and values of all layers, those that draft among them."""
     memory = model.cache.window if hasattr(model, "cache") else model.kv.kv

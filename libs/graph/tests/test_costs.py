@@ -50,8 +50,8 @@ def test_steps_that_take_longer_correct_their_shape_first():
     other = costs.decode(1, 0)
     assert 1.5 < other <= 2  # other shapes are expected to be as late
     costs.took(shape, 1e6)
-    assert costs.decode(8, 0) < 19  # one step that was held up counts little
-    for _ in range(5):
+    assert costs.decode(8, 0) < 17.1  # one step that was held up counts little
+    for _ in range(60):
         costs.took(shape, 8.0)
     assert costs.decode(8, 0) < 8.5
 
@@ -64,14 +64,13 @@ def test_the_first_step_of_a_shape_says_nothing():
     assert costs.decode(8, 0) == pytest.approx(9.0)
 
 
-def test_a_step_is_never_shorter_than_the_device_says():
+def test_steps_that_are_seen_late_and_early_by_turns_cost_their_mean():
     """A host that sees the end of one step late takes the next for short."""
     costs, shape = made(), BUCKETS.choose(8, 8)
-    for _ in range(10):
-        costs.took(shape, 9.0, 8.0)
-    assert costs.decode(8, 0) == pytest.approx(9.0)  # the host's work counts
-    costs.took(shape, 1.0, 8.0)
-    assert costs.decode(8, 0) == pytest.approx(8.5)
+    for _ in range(100):
+        costs.took(shape, 6.0)
+        costs.took(shape, 14.0)
+    assert costs.decode(8, 0) == pytest.approx(10, rel=0.05)
 
 
 def test_without_predictions_a_shape_costs_what_its_steps_took():

@@ -64,16 +64,18 @@ def seq_of(tokens, **owner):
 
 
 def test_the_rows_that_were_alive_are_counted():
-    seqs = [seq_of([1]) for _ in range(4)]
+    seqs = [seq_of([1]) for _ in range(5)]
     for slot, seq in enumerate(seqs, 1):
         seq.slot = slot
-    step_rows = [Row(seq, n, True, None) for seq, n in zip(seqs, (3, 3, 1, 2), strict=True)]
-    step = Step(1, step_rows, True, 4, (), (), (), {seqs[0]: 2, seqs[1]: 2, seqs[3]: 1})
+    step_rows = [Row(seq, n, True, None) for seq, n in zip(seqs, (3, 3, 1, 2, 3), strict=True)]
+    step = Step(1, step_rows, True, 5, (), (), (), {seqs[0]: 2, seqs[1]: 2, seqs[3]: 1, seqs[4]: 2})
     result = np.zeros((3, 8, 3), np.int32)  # a bucket of eight rows
     result[:2, 0, 1] = RowStatus.RUNNING
     result[0, 2, 1] = result[0, 3, 1] = RowStatus.RUNNING
     result[1, 3, 1] = RowStatus.STOP
-    assert [(seq.slot, *rest) for seq, *rest in read_verified(step, result)] == [(1, 2, 2), (4, 1, 2)]
+    result[0, 4, 1] = RowStatus.DRAFTED_STOP  # its first draft was right, and brought nothing
+    found = [(seq.slot, *rest) for seq, *rest in read_verified(step, result)]
+    assert found == [(1, 2, 2, 1), (4, 1, 2, 1), (5, 2, 1, 1)]
 
 
 def test_counts_are_by_position():
@@ -85,7 +87,7 @@ def test_counts_are_by_position():
 
 
 def view_of(*seqs):
-    return SimpleNamespace(decoding=dict.fromkeys(seqs))
+    return SimpleNamespace(decoding=dict.fromkeys(seqs), step=1)
 
 
 def test_a_row_has_drafts_where_its_drafter_has_a_guess():
@@ -132,7 +134,7 @@ def test_drafts_that_do_not_pay_are_left_out():
         assert drafting.num_drafts(view_of(seq)) == {seq: 3}
     assert drafting.launched() == 1
     for _ in range(100):
-        drafting.saw({(3, 0): 1})
+        drafting.saw({(3, 0, 0): 1})
     assert drafting.num_drafts(view_of(seq)) == {seq: 1}
     assert drafting.launched() == 0
     found = []
@@ -144,7 +146,7 @@ def test_drafts_that_do_not_pay_are_left_out():
     assert [count for count, _ in found[1:]] == [places for _, places in found[:-1]]
     asked = Drafting(BUCKETS, lambda: pytest.fail("a drafter is asked"), costs)
     for _ in range(100):
-        asked.saw({(3, 0): 1})
+        asked.saw({(3, 0, 0): 1})
     assert asked.num_drafts(view_of(seq_of([1, 2, 3]))) == {}
 
 
@@ -152,7 +154,7 @@ def test_a_drafter_of_the_host_is_tried_again():
     costs = SimpleNamespace(decode=lambda rows, drafts, chunks: 1.0 + 0.5 * drafts)
     drafting, seq = Drafting(BUCKETS, lambda: NGram(2, 3), costs), seq_of([5, 6, 7, 5, 6])
     for _ in range(100):
-        drafting.saw({(3, 0): 1})
+        drafting.saw({(3, 0, 0): 1})
     assert drafting.num_drafts(view_of(seq)) == {}
     for _ in range(200):
         drafting.worth.spent(1, 0, 1.0, 1.0)
@@ -194,3 +196,29 @@ def test_a_step_after_one_with_drafts_has_their_shape_where_states_lag_behind():
     assert not drafting.lagging
     assert level(seqs, {seqs[0]: 3}, may_lag=False) == 3
     assert level(seqs, {}, may_lag=False) == 0
+
+
+def test_a_choice_that_finds_nothing_rests():
+    """After many steps without drafts one step stands for 16, and the loop does not ask before their end."""
+    costs, spent = (
+        SimpleNamespace(decode=len, seconds=lambda _: 1.0, took=lambda *_: None),
+        [],
+    )
+    drafting, seq = Drafting(BUCKETS, None, costs), seq_of([1, 2, 3])
+    drafting.worth.choose = lambda available, rows, cost: 0
+    drafting.worth.spent = lambda rows, brought, seconds, plain, steps: spent.append(steps)
+    shape, asked = BUCKETS.choose(1, 1), []
+    drafting.launched()
+    for index in range(1, 120):
+        if index >= drafting.rest_until:
+            asked.append(index)
+            drafting.num_drafts(SimpleNamespace(decoding={seq: None}, step=index))
+            drafting.launched()
+        step = Step(index, [Row(seq, 1, True, None)], True, 1, (), (), ())
+        drafting.book(step, shape, drafting.spent(step, shape, shape))
+    assert asked == [*range(1, 34), 34, 50, 66, 82, 98, 114]
+    assert spent[-6:] == [16] * 6
+    assert set(spent[:-6]) == {1}
+    drafting.worth.choose = lambda available, rows, cost: 1
+    drafting.num_drafts(SimpleNamespace(decoding={seq: None}, step=130))
+    assert (drafting.rest_until, drafting.places) == (0, 1)

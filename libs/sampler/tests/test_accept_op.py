@@ -23,6 +23,7 @@ def arguments(place):
     order = rng.permutation(len(CASES)) + 1
     args = {name: np.zeros(slots, np.int32) for name in ("alive", "accepted")}
     args |= {name: np.zeros(rows, np.int32) for name in ("slots", "emits", "num_drafts")}
+    args |= {"result": rng.integers(0, 5, (rows, 3)).astype(np.int32)}
     args |= {"follows": np.full(rows, -9, np.int32), "starts": np.full(rows + 1, -9, np.int32)}
     args |= {"seq_lens": rng.integers(1, 99, slots).astype(np.int32)}
     args |= {"last_tokens": rng.integers(0, 9, slots).astype(np.int32)}
@@ -32,6 +33,7 @@ def arguments(place):
     for row, (slot, (alive, sampled, drafts, right, before)) in enumerate(zip(order, CASES, strict=True)):
         args["alive"][slot], args["emits"][row], args["num_drafts"][row] = alive, sampled, drafts
         args["accepted"][slot] = before
+        args["result"][row, 1] = RowStatus.STOP if before else args["result"][row, 1]
         if right:
             args["drafts"][slot, args["seq_lens"][slot] % WIDTH] = args["last_tokens"][slot]
     return args
@@ -46,6 +48,12 @@ def test_every_combination(request, run, place):
     assert got["follows"].tolist() == [*map(int, wanted), 0, 0, 0]
     assert got["starts"].tolist() == [0, *np.cumsum(got["follows"])]
     before = [case[4] if place > 1 else 0 for case in CASES]
+    ends = [sampled and drafts >= place and right for _, sampled, drafts, right, _ in CASES]
+    for row, drafted in enumerate(ends):
+        stopped = drafted and args["result"][row, 1] == RowStatus.STOP
+        status = RowStatus.DRAFTED_STOP if stopped else args["result"][row, 1]
+        assert got["result"][row].tolist() == [args["result"][row, 0], status, args["result"][row, 2]]
+    assert (got["result"] == RowStatus.DRAFTED_STOP).any()
     accepted = got["accepted"][args["slots"][: len(CASES)]]
     assert accepted.tolist() == [old + new for old, new in zip(before, wanted, strict=True)]
     for name in ("slots", "emits", "num_drafts", "drafts", "seq_lens", "last_tokens", "alive"):
@@ -131,10 +139,13 @@ def test_verified_drafts_give_what_steps_of_one_token_give(seed, max_len):
         come = 0  # positions that the row samples
         while True:
             wanted, wanted_tops = (part[row].tolist() for part in found[come])
+            drafted = come < arrays["num_drafts"][row] and right[row, come]
+            if wanted[1] == RowStatus.STOP and drafted:
+                wanted[1] = RowStatus.DRAFTED_STOP
             assert result[come, row].tolist() == wanted
             assert tops[come, row].tolist() == wanted_tops
             running = wanted[1] == RowStatus.RUNNING
-            if not (running and come < arrays["num_drafts"][row] and right[row, come]):
+            if not (running and drafted):
                 break
             come += 1
         assert (result[come + 1 :, row, 1] == RowStatus.IDLE).all()

@@ -54,7 +54,7 @@ def plan(arch, vocabularies):
         )  # fmt: skip
         accept(
             pack, follows=i(rows), accepted=i(slots), num_drafts=i(rows), drafts=i(slots, 16),
-            last_tokens=i(slots), starts=i(rows + 1), seq_lens=i(slots), place=1, **step,
+            last_tokens=i(slots), starts=i(rows + 1), result=i(rows, 3), seq_lens=i(slots), place=1, **step,
         )  # fmt: skip
         widen(pack, out=logits, logits=f(rows, 32_000), sources=i(vocabulary))
     return pack

@@ -109,6 +109,8 @@ class HalfRight(NullRunner):
 class TwoDrafts:
     """Two drafts for every row."""
 
+    rest_until = 0
+
     def num_drafts(self, view: View) -> dict[Seq, int]:
         return dict.fromkeys(view.decoding, 2)
 

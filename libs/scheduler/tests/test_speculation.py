@@ -37,6 +37,8 @@ class ScriptedRunner:
 class Wish:
     """As many drafts for every row as the test wants now."""
 
+    rest_until = 0
+
     def __init__(self, count):
         self.count = count
 
@@ -221,6 +223,8 @@ def test_a_row_cannot_advance_by_more_than_it_has(count):
 @pytest.mark.parametrize("count", [-1, 1])
 def test_drafts_are_for_decode_rows(count):
     class Wrong:
+        rest_until = 0
+
         def num_drafts(self, view):
             return {seq if count < 0 else stranger: count for seq in view.decoding}
 

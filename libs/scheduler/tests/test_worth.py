@@ -159,6 +159,29 @@ def test_a_step_of_an_unknown_cost_is_tried_once_the_plain_one_is_known() -> Non
     assert worth.choose([], 1, known.get) == 0
 
 
+def test_steps_of_a_rest_count_as_many() -> None:
+    one, other = Worth((1,)), Worth((1,))
+    for worth in (one, other):
+        worth.spent(1, 0, 2.0, 1.0)
+    for _ in range(16):
+        one.spent(1, 0, 1.0, 1.0)
+    other.spent(1, 0, 1.0, 1.0, 16)
+    for name in ("_time", "_loss", "_credit"):
+        assert getattr(one, name) == pytest.approx(getattr(other, name), rel=0.02), name
+
+
+def test_more_drafts_of_an_unknown_cost_are_tried_where_they_would_pay() -> None:
+    """As if each draft cost what the first does."""
+    worth = Worth((1, 2))
+    for _ in range(64):
+        worth.saw({(1, 1): 9, (1, 0): 1})
+    assert worth.choose([2], 1, {0: 1.0, 1: 1.3}.get) == 2
+    assert worth.choose([2], 1, {0: 1.0, 1: 1.9}.get) == 0
+    for _ in range(64):
+        worth.saw({(1, 1): 1, (1, 0): 1})
+    assert worth.choose([2], 1, {0: 1.0, 1: 1.4}.get) == 1
+
+
 def test_a_chance_is_of_drafts_that_follow_accepted_ones() -> None:
     worth = Worth((3,))
     for _ in range(100):

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 
-SLOWER, FASTER = 1 / 16, 1 / 2
-"""The weight of a step in its shape's average. A slow one counts less, because it was perhaps held up: a shape that
-looks slow by chance would not be taken again."""
-MOST = 3.0
-"""A step counts as at most this many times the average."""
+RECENT = 1 / 16
+"""The least weight of a step in its shape's average. Long and short steps have the same weight: a host that sees the
+end of one step late takes the next for short, and only their mean is right."""
+MOST = 2.0
+"""A step counts as at most this many times the average, or as this part of it: it was perhaps held up."""
 TRIED = 4
 """Steps of a shape before its cost is known, where nothing is predicted."""
 FRESH = 1 / 32
@@ -50,16 +50,15 @@ class StepCosts:
             return average if self._steps[shape] >= TRIED else None
         return predicted * (self._ratio if average is None else average)
 
-    def took(self, shape: Shape, seconds: float, device_s: float = 0.0) -> None:
-        """A step of a shape took so long, by the host's clock and with the step before done when it began. device_s: by
-        the device's clock. A step is never shorter. Where the host was late to see the end of the step before, its own
-        clock says too little."""
-        prediction = self._prediction(shape)
-        value = max(seconds, device_s) / (1.0 if prediction is None else prediction)
-        if self._steps[shape]:  # the first is often held up, because the device has not run the shape yet
+    def took(self, shape: Shape, seconds: float) -> None:
+        """A step of a shape took so long, by the host's clock and with the step before done when it began."""
+        prediction, steps = self._prediction(shape), self._steps[shape]
+        value = seconds / (1.0 if prediction is None else prediction)
+        if steps:  # the first is often held up, because the device has not run the shape yet
+            average = self._averages.get(shape, value if prediction is None else self._ratio)
             if prediction is not None:
-                self._ratio = _moved(self._ratio, value)
-            self._averages[shape] = _moved(self._averages.get(shape, value), value)
+                self._ratio = _moved(self._ratio, value, RECENT)
+            self._averages[shape] = _moved(average, value, max(RECENT, 1 / steps))
         self._steps[shape] += 1
 
     def _prediction(self, shape: Shape) -> float | None:
@@ -74,6 +73,5 @@ class StepCosts:
         return known[1]
 
 
-def _moved(average: float, value: float) -> float:
-    weight = FASTER if value < average else SLOWER
-    return average + (min(value, MOST * average) - average) * weight
+def _moved(average: float, value: float, weight: float) -> float:
+    return average + (min(max(value, average / MOST), MOST * average) - average) * weight

@@ -200,7 +200,8 @@ class StepLoop(Generic[Owner, Payload]):
         preemptions = self.stats.preemptions
         decode = self._decode
         if self._speculation is not None and decode.rows:
-            decode.draft(self._speculation.num_drafts(self._view(index)), index)
+            asked = index >= self._speculation.rest_until
+            decode.draft(self._speculation.num_drafts(self._view(index)) if asked else {}, index)
         if (decode.drafts or index in decode.calendar) and not self._grow(index):
             self.stats.dry += 1
             return False

@@ -16,7 +16,11 @@ class Speculation(Protocol[Owner]):
     A row with k drafts runs as 1 + k tokens, and the step reports how far it advanced (StepResult.advanced). The number
     can follow from the cost of the step, the acceptance rate, or the drafts at hand: an MTP head drafts on the device,
     an n-gram look-up on the host, and a look-up that finds nothing gives 0.
+
+    rest_until: the loop does not ask before this step, and no row has drafts until then. 0: it asks before each.
     """
+
+    rest_until: int
 
     def num_drafts(self, view: View) -> Mapping[Seq[Owner], int]:
         """Number of drafts of each row in step `view.step`. A row that is not named has none.

@@ -61,20 +61,23 @@ class Worth:
 
         available: drafts that each row with any could have. rows: all decode rows. cost: seconds of a step with this
         number of drafts a row; None: not known yet. A step of an unknown cost is taken, so that the cost gets known.
+        Above the first level it must pay if each draft costs what it costs at the level before.
         """
         plain = cost(0)
         if not available or plain is None or self._loss > LOSS * (self._time + ADVANCE * plain):
             return 0
-        chances, best, best_rate = self.chances, 0, rows / plain
+        chances, best, best_rate, draft = self.chances, 0, rows / plain, 0.0
         for level in self._levels:
             if math.prod(chances[:level]) < LEAST:
                 break
-            seconds = cost(level)
-            if seconds is None:
+            known = cost(level)
+            if known is None and level == self._levels[0]:
                 return level
-            rate = (rows + _expected(available, chances[:level])) / max(seconds, CHEAPEST * plain)
+            seconds = max(plain + level * draft if known is None else known, CHEAPEST * plain)
+            rate = (rows + _expected(available, chances[:level])) / seconds
             if rate > best_rate:
                 best, best_rate = level, rate
+            draft = (seconds - plain) / level
             if level >= max(available):
                 break
         if best:
@@ -94,17 +97,18 @@ class Worth:
                 weight = tried / max(tried, min(self._tried[place] + 1, REMEMBERED))
                 self._chances[place] = chance + (accepted / tried - chance) * weight
 
-    def spent(self, rows: int, accepted: int, seconds: float, plain: float) -> None:
-        """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts."""
+    def spent(self, rows: int, accepted: int, seconds: float, plain: float, steps: int = 1) -> None:
+        """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts. steps: the
+        number of such steps, none of which had drafts if there are more than one."""
         if seconds != plain:  # a shape with drafts
             seconds = max(seconds, CHEAPEST * plain)
         worth = plain * (1 + accepted / rows)  # the time that its tokens take without drafts
-        kept = 1 - 1 / STEPS
-        self._time = self._time * kept + worth
+        kept = (1 - 1 / STEPS) ** steps
+        self._time = self._time * kept + steps * worth
         self._loss = max(self._loss * kept + seconds - worth, 0.0)
         most = PROBING * STEPS * plain
         # A trial that brings tokens pays for the next, so drafts that begin to be right are soon seen.
-        self._credit = min(max(self._credit + PROBING * plain + worth - seconds, -most), most)
+        self._credit = min(max(self._credit + steps * PROBING * plain + worth - seconds, -most), most)
 
 
 def _expected(available: Sequence[int], chances: Sequence[float]) -> float:

@@ -28,6 +28,8 @@ class DraftingModel(Model):
             raise TypeError("the MTP layer is not loaded")
         return self.weights.mtp, self.work
 
+    seen = Model.hidden
+
     def further(
         self, pack: Pack, token_ids: Tensor, step: StepRows, max_q_len: int,
         *, first: bool, only_keys: bool = False,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openinfer.graph import Buckets, Readback, Shape, StepGraphs, StepPace, StepTrace, Watch
-from openinfer.graph.runner import HostPack, Model, Runner, WeightsDesk, readback_bytes, segments
+from openinfer.graph.runner import HostPack, Model, Runner, WeightsDesk, readback_bytes, segments, step_keys
 from openinfer.kernels import (
     Call,
     CpuPack,
@@ -309,10 +309,7 @@ def make_plan(blueprint: Blueprint[M], limits: Limits, buckets: Buckets, target:
     pack = NullPack(target)
     traced = blueprint.traced(model, pack)
     calls = {key: pack.traced(work) for key, work in segments(traced, pack, buckets).items()}
-    parts = {
-        s: (("forward", s), ("sample", s.rows, s.drafts), ("draft", s, s.drafts)) for s in buckets.segments()
-    }
-    steps = {s: [call for key in keys for call in calls.get(key, [])] for s, keys in parts.items()}
+    steps = {s: [call for key in step_keys(s) for call in calls.get(key, [])] for s in buckets.segments()}
     scratch, zeroed = pack.workspace_bytes(zeroed=False), pack.workspace_bytes(zeroed=True)
     workspace = scratch + zeroed + 1024
     return Plan(fixed + workspace, model, pack.specs(), scratch, zeroed, steps, pack.peer_widths())

@@ -250,6 +250,11 @@ class DraftingModel(Model):
             raise TypeError("the head is not laid out")
         return self.drafter
 
+    @property
+    def seen(self) -> Tensor:
+        """See Proposer."""
+        return self._drafter.buffers.fused
+
     def before_layer(self, pack: Pack, number: int, x: Tensor) -> None:
         """Take what the head reads of the residual stream."""
         d = self._drafter

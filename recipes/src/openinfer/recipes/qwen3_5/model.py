@@ -147,6 +147,9 @@ class Model:
             read = self._mlp(pack, read, layer, t)
         self.head(pack, batch.select(pack, x, r, num_drafts))
 
+    seen = hidden
+    """See graph.runner.Proposer."""
+
     def head(self, pack: Pack, num_rows: int) -> None:
         """Logits of the hidden states in `batch.last`."""
         self._logits(pack, num_rows, self.weights.norm, Linear(self.weights.lm_head, None))

@@ -13,7 +13,7 @@ try:
     from openinfer.graph.runner.runner import Payload, Runner
     from openinfer.graph.runner.sampling import Sampling
     from openinfer.graph.runner.scoring import PromptScore, Scores
-    from openinfer.graph.runner.segments import readback_bytes, segments
+    from openinfer.graph.runner.segments import readback_bytes, segments, step_keys
     from openinfer.graph.runner.verifying import DraftCounts
     from openinfer.graph.runner.weights_desk import WeightsDesk
 except ModuleNotFoundError as error:
@@ -51,4 +51,5 @@ __all__ = [
     "follow",
     "readback_bytes",
     "segments",
+    "step_keys",
 ]

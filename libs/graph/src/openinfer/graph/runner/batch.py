@@ -84,7 +84,11 @@ class Batch:
         shared = row_fields(max_rows, max_tokens, vocab_size, logits)
         shared += draft_fields(max_rows, max_drafts, vocab_size, proposes)
         own_fields = [*own_fields, *([Field("adapters", (max_rows + 1,))] if adapters else [])]
-        rows = Rows(arena, [*shared, *own_fields, *(proposal_fields(max_rows) if proposes else [])], stream)
+        rows = Rows(
+            arena,
+            [*shared, *own_fields, *(proposal_fields(max_rows, max_tokens, vocab_size) if proposes else [])],
+            stream,
+        )
         return cls(
             rows,
             token_ids=arena.alloc((max_tokens,), int32),
@@ -96,7 +100,7 @@ class Batch:
             ),
             adapters=adapters,
             max_drafts=max_drafts,
-            proposals=Proposals.allocate(arena, stream, max_rows, max_tokens, vocab_size)
+            proposals=Proposals.allocate(arena, stream, max_rows, max_tokens, width=width, dtype=dtype)
             if proposes
             else None,
             normed=arena.alloc((max_tokens, width), dtype) if ranks > 1 else None,

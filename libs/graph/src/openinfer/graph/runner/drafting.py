@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openinfer.graph.buckets import Buckets
+from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.costs import StepCosts
 from openinfer.graph.rows import Rows
 from openinfer.graph.runner.model import Constraint
-from openinfer.graph.runner.verifying import DraftCounts, write_drafts
+from openinfer.graph.runner.verifying import DraftCounts, kept_tokens, write_drafts
 from openinfer.scheduler import Drafter, Seq, Step, View, Worth
 
 if TYPE_CHECKING:
     from openinfer.graph.runner.sampling import Sampling
+
+
+QUIET = 32
+"""Steps in a row without drafts after which the choice rests."""
+REST = 16
+"""Steps of a rest. The choice takes host time, which steps of 0.1 ms wait for."""
 
 
 @dataclass(slots=True)
@@ -53,6 +61,14 @@ class Drafting:
     make_drafter: Callable[[], Drafter] | None
     costs: StepCosts | None = None
     counts: DraftCounts = field(default_factory=DraftCounts)
+    unseen: int = 0
+    """Plain decode steps, the last ones, whose tokens these layers have not seen."""
+    rest_until: int = 0
+    """See scheduler.Speculation."""
+    _quiet: int = 0  # steps in a row for which no drafts were chosen
+    _asked: int = 0  # the last step for which drafts were chosen, or none
+    _brought: int = 0  # tokens of drafts since the last call of `book`
+    _collected_at: float = 0.0  # time.monotonic() then
     layers: bool = field(init=False)
     """Whether layers of the model draft."""
     places: int = field(init=False)
@@ -76,11 +92,43 @@ class Drafting:
         """The most drafts of a row."""
         return self.buckets.max_drafts
 
-    def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
-        """A step with drafts has been read. counts: the number of rows by (drafts, accepted ones)."""
-        for (num_drafts, accepted), rows in counts.items():
-            self.counts.add(num_drafts, accepted, rows)
-        self.worth.saw(counts)
+    def saw(self, counts: Mapping[tuple[int, int, int], int]) -> None:
+        """A step with drafts has been read. counts: the number of rows by (drafts, right ones, tokens they brought)."""
+        worth: Counter[tuple[int, int]] = Counter()
+        for (num_drafts, right, brought), rows in counts.items():
+            self.counts.add(num_drafts, right, rows)
+            self._brought += rows * brought
+            worth[num_drafts, brought] += rows
+        self.worth.saw(worth)
+
+    def catches_up(self, changed: bool) -> bool:
+        """Whether layers that draft must see now what they have not seen. They must where the next step has other rows
+        or drafts (`changed`), where drafts follow it, and where no more can be kept."""
+        found = self.unseen > 0 and (
+            changed or self.places > 0 or self.unseen >= kept_tokens(self.buckets.max_tokens)
+        )
+        self.unseen = 0 if found else self.unseen
+        return found
+
+    def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> tuple[float, float, int] | None:
+        """Seconds of a step of a shape, those of the same rows without drafts, and the steps that this one stands for.
+        None: not known, or another step stands for this one."""
+        if self._asked < step.index < self.rest_until or self.costs is None or not step.num_decode:
+            return None
+        without = self.costs.seconds(plain)
+        seconds = without if shape == plain else self.costs.seconds(shape)
+        steps = max(self.rest_until - step.index, 1)
+        return None if seconds is None or without is None else (seconds, without, steps)
+
+    def book(self, step: Step[Sampling], shape: Shape, spent: tuple[float, float, int] | None) -> None:
+        """Note what a step that was read has cost, and what its drafts brought. spent: when it was launched."""
+        began, self._collected_at = max(step.launched_at, self._collected_at), time.monotonic()
+        if self.costs is not None and not self._asked < step.index < self.rest_until:
+            self.costs.took(shape, self._collected_at - began)
+        if spent is not None:
+            seconds, plain, steps = spent
+            self.worth.spent(step.num_decode, self._brought, seconds, plain, steps)
+        self._brought = 0
 
     def launched(self) -> int:
         """A step is launched. The drafts that layers of the model make after it."""
@@ -103,12 +151,17 @@ class Drafting:
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation."""
         rows = len(view.decoding)
+        most = self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows))
         if self.layers:
-            self.places = self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows))
-            found = {seq: self._available(seq, self.made) for seq in view.decoding}
-            return self._fitting(found, rows, self.made)
-        if not self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows)):
+            self.places = most
+        quiet = not (most or (self.layers and self.made))
+        self._asked, self._quiet = view.step, self._quiet + 1 if quiet else 0
+        self.rest_until = view.step + REST if self._quiet > QUIET else 0
+        if quiet:
             return {}  # no drafter is asked
+        if self.layers:
+            made = {seq: self._available(seq, self.made) for seq in view.decoding}
+            return self._fitting(made, rows, self.made)
         found = {seq: self._available(seq, self.max_drafts) for seq in view.decoding}
         available = [count for count in found.values() if count > 0]
         return self._fitting(found, rows, self.worth.choose(available, rows, self._cost(rows)))
@@ -146,5 +199,7 @@ class Drafting:
 
     def write(self, rows: Rows, step: Step[Sampling]) -> None:
         """Write the proposals of the step's rows with drafts."""
+        if not step.drafts:
+            return
         made = [(seq.slot, seq.owner.proposal) for seq in step.drafts]
         write_drafts(rows, [(slot, one.position, one.tokens) for slot, one in made if one and one.tokens])

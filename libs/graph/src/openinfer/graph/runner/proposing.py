@@ -1,7 +1,11 @@
 """Drafts that layers of the model make, in a segment of their own after the step has sampled.
 
 A drafting layer reads the hidden states of the step's tokens beside the tokens that follow them, and has a cache of its
-own. So it runs in every step. For more than one draft it reads its own output, one token a row.
+own. So it must see every token. For more than one draft it reads its own output, one token a row.
+
+While no drafts are made, a launch in every step would cost more than it does. So plain decode steps keep their hidden
+states, and the layers write the keys of many tokens a row at once (`catch_up`): before any step of another kind,
+and so before drafts are made, and before the rows change.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from openinfer.graph.buckets import Shape
 from openinfer.graph.runner.batch import StepRows
 from openinfer.graph.runner.model import Model
-from openinfer.kernels import Pack, select_rows
+from openinfer.kernels import Pack, keep_states, select_rows, take_states
 from openinfer.sampler.gpu import draw_drafts, follow, propose
 from openinfer.tensor import Tensor
 
@@ -34,18 +38,76 @@ class Proposer(Protocol):
         hidden states, in place. first: the states are the model's; else they are those of this method. only_keys: no
         draft follows, so the layers write their keys and values, and `hidden` may have any values afterwards."""
 
+    @property
+    def seen(self) -> Tensor:
+        """[T, W]: what `further` reads of each token if it is the first."""
+
     def draft_head(self, pack: Pack, num_rows: int) -> None:
         """batch.logits[:num_rows] of the drafting layers' states in batch.last[:num_rows]."""
 
 
+def keeps(shape: Shape) -> bool:
+    """Whether steps of a shape keep their hidden states where they make no drafts."""
+    return shape.longest == 1
+
+
+def forward(model: Model, pack: Pack, shape: Shape) -> None:
+    """The model's forward pass; a plain decode step keeps its hidden states for the layers that draft."""
+    model.forward(pack, *shape)
+    batch, t = model.batch, shape.tokens
+    made = batch.proposals
+    if made is None or not keeps(shape):
+        return
+    step = {"positions": batch.positions[:t], "token_slots": batch.token_slots[:t]}
+    kept = {"states": made.states, "ids": made.ids, "places": batch.rows["kept_places"]}
+    keep_states(pack, x=_proposer(model).seen[:t], token_ids=batch.token_ids[:t], **step, **kept)
+
+
+def catch_up(model: Model, pack: Pack, num_rows: int) -> None:
+    """Write the drafting layers' keys of the tokens that were kept of each row of the last step. It overwrites what
+    `draft` overwrites."""
+    batch, proposer = model.batch, _proposer(model)
+    made, rows = batch.proposals, batch.rows
+    assert made is not None
+    kept = made.ids.shape[1]
+    at_once = min(num_rows, batch.token_ids.shape[0] // kept)
+    for first in range(0, num_rows, at_once):
+        slots = rows["slots"][first : min(first + at_once, num_rows)]
+        t = slots.shape[0] * kept
+        step = batch.step(t, slots.shape[0])
+        take_states(
+            pack,
+            x=proposer.seen[:t],
+            next_ids=made.next_ids[:t],
+            positions=step["positions"],
+            token_slots=step["token_slots"],
+            states=made.states,
+            ids=made.ids,
+            places=rows["kept_places"],
+            slots=slots,
+            seq_lens=rows["seq_lens"],
+            last_tokens=rows["last_tokens"],
+        )
+        proposer.further(pack, made.next_ids[:t], step, kept, first=True, only_keys=True)
+
+
+def _proposer(model: Model) -> Proposer:
+    if not isinstance(model, Proposer):
+        raise TypeError(f"{type(model).__name__} has no layers that draft")
+    return model
+
+
 def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
     """Propose `places` tokens for each row of a step that has sampled. With 0 the drafting layers only write keys and
-    values, so that their cache stays whole. It overwrites `hidden`, and the step's ids, positions and slots of tokens.
+    values, so that their cache stays whole; after a shape that `keeps`, they do so by `catch_up`. It overwrites
+    `hidden`, and the step's ids, positions and slots of tokens.
     """
-    batch = model.batch
+    if keeps(shape) and not places:
+        catch_up(model, pack, shape.rows)
+        return
+    batch, proposer = model.batch, _proposer(model)
     made, rows = batch.proposals, batch.rows
-    if made is None or not isinstance(model, Proposer):
-        raise TypeError(f"{type(model).__name__} has no layers that draft")
+    assert made is not None
     t, r = shape.tokens, shape.rows
     step = batch.step(t, r)
     of_rows = {"slots": step["slots"], "emits": rows["emits"][:r]}
@@ -66,7 +128,7 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
         **of_rows,
     )
     of_step = StepRows({**step, "seq_lens": lens})
-    model.further(pack, made.next_ids[:t], of_step, shape.longest, first=True, only_keys=not places)
+    proposer.further(pack, made.next_ids[:t], of_step, shape.longest, first=True, only_keys=not places)
     if not places:
         return
     select_rows(pack, out=batch.last[:r], x=model.hidden[:t], q_starts=made.ends[: r + 1])
@@ -74,9 +136,9 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
     for place in range(1, places + 1):
         if place > 1:
             select_rows(pack, out=model.hidden[:r], x=batch.last[:r], q_starts=alone["q_starts"])
-            model.further(pack, made.next_ids[:r], alone, 1, first=False)
+            proposer.further(pack, made.next_ids[:r], alone, 1, first=False)
             select_rows(pack, out=batch.last[:r], x=model.hidden[:r], q_starts=alone["q_starts"])
-        model.draft_head(pack, r)
+        proposer.draft_head(pack, r)
         propose(
             pack,
             drafts=rows["drafts"],
@@ -85,7 +147,7 @@ def draft(model: Model, pack: Pack, shape: Shape, places: int) -> None:
             token_slots=batch.token_slots[:r],
             lens=lens,
             spans=spans,
-            tokens=draw_drafts(pack, rows, batch.sampled, spans, made.all_allowed),
+            tokens=draw_drafts(pack, rows, batch.sampled, spans, rows["draft_masks"]),
             alive=rows["alive"],
             seq_lens=rows["seq_lens"],
             reserved=rows["reserved"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from openinfer.graph.runner.follower import Leader
 from openinfer.graph.runner.host import recorded
 from openinfer.graph.runner.masking import Constrained, Masking, accept, constrained_rows
 from openinfer.graph.runner.model import Model
+from openinfer.graph.runner.proposing import keeps
 from openinfer.graph.runner.sampling import Sampling
 from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
 from openinfer.graph.runner.segments import segments
@@ -34,6 +34,7 @@ Array = np.ndarray[Any, Any]
 
 FINISH_REASONS = {
     RowStatus.STOP: FinishReason.STOP,
+    RowStatus.DRAFTED_STOP: FinishReason.STOP,
     RowStatus.LENGTH: FinishReason.LENGTH,
     RowStatus.FAILED: FinishReason.ERROR,
 }
@@ -59,8 +60,8 @@ class _Launched(NamedTuple):
     shares: Sequence[Share]
     places: int
     """Drafts that layers make after it."""
-    spent: tuple[float, float] | None
-    """Its cost and the cost without drafts; None: not known."""
+    spent: tuple[float, float, int] | None
+    """See Drafting.spent."""
 
 
 @dataclass(slots=True)
@@ -95,8 +96,6 @@ class Runner:
     _asks_logprobs: Array = field(init=False)  # by slot
     _shares: Sequence[Share] = ()
     _scores: list[Scores] = field(default_factory=list)
-    _collected_at: float = 0.0  # time.monotonic() of the last result
-    _accepted: int = 0  # drafts, when the last result was read
     _waiting: _Launched | None = None
     """The last launched step, if its `sample` waits for the result of the step before."""
 
@@ -161,7 +160,12 @@ class Runner:
             table = self.model.tables[write.group]
             if table is not None:
                 rows.write(table, write.seq.slot, write.blocks, offset=write.first)
-        if step.changed or (self.drafting is not None and self.drafting.unsettled):
+        changed = step.changed or (self.drafting is not None and self.drafting.unsettled)
+        if self.drafting is not None and self.drafting.catches_up(changed):
+            self.replay(
+                ("draft", self._shape, 0)
+            )  # over the last step's rows, before the device gets the next step's
+        if changed:
             self._write_batch(step)
         if self.drafting is not None:
             self.drafting.write(rows, step)
@@ -181,19 +185,20 @@ class Runner:
         self.readback.begin(self.stream)
         self.replay(("forward", self._shape))
         places = self.drafting.launched() if self.drafting is not None else 0
+        spent = self.drafting.spent(step, self._shape, self._plain) if self.drafting is not None else None
         asked = self._constrained, self._wants_logprobs, self._shares
-        self._launched.append(_Launched(step, self._shape, *asked, places, self._spent(step)))
+        self._launched.append(_Launched(step, self._shape, *asked, places, spent))
         if waits:
             self._waiting = self._launched[-1]
         else:
             self._sample_now(self._launched[-1])
 
-    def _spent(self, step: Step[Sampling]) -> tuple[float, float] | None:
-        """_Launched.spent of a step that is launched."""
-        if self.drafting is None or self.drafting.costs is None or not step.num_decode:
-            return None
-        seconds, plain = map(self.drafting.costs.seconds, (self._shape, self._plain))
-        return None if seconds is None or plain is None else (seconds, plain)
+    def _draft(self, launched: _Launched) -> None:
+        """Let layers draft after a step, see its tokens, or keep these for later."""
+        if launched.places or not keeps(launched.shape) or self.drafting is None:
+            self.replay(("draft", launched.shape, launched.places))
+        else:
+            self.drafting.unseen += 1
 
     def upload(self) -> None:
         """Bring the batch on the device up to date with the host's writes."""
@@ -218,7 +223,7 @@ class Runner:
             results += [b.top_ids[:n], b.top_values[:n]]
         drafts_later = proposes = self.model.batch.proposals is not None
         if proposes and launched.constrained:  # the next step's masks follow these drafts
-            self.replay(("draft", shape, launched.places))
+            self._draft(launched)
             results.append(self.model.batch.rows["drafts"])
             drafts_later = False
         if launched.shares:
@@ -229,7 +234,7 @@ class Runner:
             results += [tensor[:scored] for tensor in scores]
         self.readback.enqueue(self.stream, results)
         if drafts_later:
-            self.replay(("draft", shape, launched.places))
+            self._draft(launched)
 
     def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
@@ -274,35 +279,23 @@ class Runner:
         ]
         payload = Payload(result[:, :, 0], result[:, :, 2].view(np.float32), *(tops or (None, None)))
         advanced = self._drafted(step, result) if step.drafts else None
-        if self.drafting is not None and self.drafting.costs is not None:
-            self._book(launched, self.drafting)
+        if self.drafting is not None:
+            self.drafting.book(step, launched.shape, launched.spent)
         return StepResult(step.index, finished, payload, advanced, seconds)
 
     def _drafted(self, step: Step[Sampling], result: Array) -> dict[int, int]:
         """StepResult.advanced of a step with drafts."""
         advanced: dict[int, int] = {}
-        counts: Counter[tuple[int, int]] = Counter()
-        for seq, num_drafts, num_tokens in read_verified(step, result):
-            seq.owner.drafted.add(num_drafts, num_tokens - 1)
-            counts[num_drafts, num_tokens - 1] += 1
+        counts: Counter[tuple[int, int, int]] = Counter()
+        for seq, num_drafts, num_tokens, right in read_verified(step, result):
+            seq.owner.drafted.add(num_drafts, right)
+            counts[num_drafts, right, num_tokens - 1] += 1
             if num_tokens <= num_drafts:
                 advanced[seq.slot] = num_tokens
                 self.pace.fall_short(seq.slot, 1 + num_drafts - num_tokens)
         if self.drafting is not None:
             self.drafting.saw(counts)
         return advanced
-
-    def _book(self, launched: _Launched, drafting: Drafting) -> None:
-        """Note what a step that was read cost, and what its drafts brought."""
-        began, self._collected_at = max(launched.step.launched_at, self._collected_at), time.monotonic()
-        if drafting.costs is not None:
-            drafting.costs.took(launched.shape, self._collected_at - began, self.readback.seconds or 0.0)
-        accepted, self._accepted = (
-            drafting.counts.accepted_tokens - self._accepted,
-            drafting.counts.accepted_tokens,
-        )
-        if launched.spent is not None:
-            drafting.worth.spent(launched.step.num_decode, accepted, *launched.spent)
 
     def take_scores(self) -> list[Scores]:
         """Scores of prompts from the steps collected since the last call; a sequence's in the order of its tokens."""
@@ -316,6 +309,8 @@ class Runner:
             raise TypeError(f"sequence {seq.id} joined without a lease")
         params, masked = sampling.params, sampling.constraint is not None
         self._asks_logprobs[slot] = bool(params.logprobs)
+        if self.model.batch.proposals is not None:
+            rows.write("kept_places", slot, np.full(rows.width("kept_places"), -1, np.int32))
         self.pace.join(slot, seq.lease.num_cached)
         rows.set("alive", slot, 1)
         rows.set("seq_lens", slot, seq.lease.num_cached)
@@ -333,6 +328,10 @@ class Runner:
             vocabulary=self.model.vocab_size,
             masked=masked,
         )
+        if self.model.batch.proposals is not None and (masked or "allowed_masks" in state):
+            # No mask of a grammar is known yet for the position of a draft.
+            everything = np.full(rows.width("draft_masks"), -1, np.int32)
+            state["draft_masks"] = state.get("allowed_masks", everything)
         if "allowed_masks" in state:  # one mask for all positions
             state |= {masks_after(1 + n): state["allowed_masks"] for n in range(self.buckets.max_drafts)}
         for name, value in state.items():

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from openinfer.graph.buckets import Buckets
+from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.runner.model import Model
-from openinfer.graph.runner.proposing import draft
+from openinfer.graph.runner.proposing import draft, forward, keeps
 from openinfer.graph.runner.scoring import padded
 from openinfer.graph.runner.verifying import draft_fields
 from openinfer.kernels import Pack, apply_writes, select_rows
@@ -25,7 +25,7 @@ def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, .
         ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
     }
     for shape in buckets.segments():
-        work["forward", shape] = partial(model.forward, pack, *shape)
+        work["forward", shape] = partial(forward, model, pack, shape)
         if batch.proposals is not None:
             for places in (0, *buckets.draft_levels):
                 work["draft", shape, places] = partial(draft, model, pack, shape, places)
@@ -38,6 +38,12 @@ def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, .
     for offset in range(0, most, batch.logits.shape[0]):
         work["score", offset] = partial(_score, model, pack, offset)
     return work
+
+
+def step_keys(shape: Shape) -> tuple[tuple[object, ...], ...]:
+    """The segments that a step of a shape mostly runs."""
+    keys = ("forward", shape), ("sample", shape.rows, shape.drafts)
+    return keys if keeps(shape) else (*keys, ("draft", shape, shape.drafts))
 
 
 def _score(model: Model, pack: Pack, offset: int) -> None:

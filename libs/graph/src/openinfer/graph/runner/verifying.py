@@ -19,6 +19,9 @@ from openinfer.tensor import Arena, Stream, Tensor, int32
 
 Array = np.ndarray[Any, Any]
 
+MOST_KEPT = 32
+"""Tokens of a sequence whose hidden states are kept for layers that draft: a power of two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
@@ -29,28 +32,48 @@ class Proposals:
     ends: Tensor  # int32 [R + 1]
     spans: Tensor  # int32 [R + 1]
     alone: Tensor  # int32 [R + 1]: 0, 1, 2, ..., the q_starts of rows of one token
-    all_allowed: Tensor  # int32 [S, (V + 31) // 32]: masks that allow all tokens
+    states: Tensor  # [S, K, W]: hidden states of tokens that these layers have not seen (keep_states)
+    ids: Tensor  # int32 [S, K]: these tokens
 
     @classmethod
     def allocate(
-        cls, arena: Arena, stream: Stream, max_rows: int, max_tokens: int, vocab_size: int
+        cls,
+        arena: Arena,
+        stream: Stream,
+        max_rows: int,
+        max_tokens: int,
+        *,
+        width: int,
+        dtype: np.dtype[Any],
     ) -> Proposals:
-        """The arena owns the memory."""
+        """The arena owns the memory. width, dtype: of a token's hidden states."""
         sizes = (max_tokens, max_rows + 1, max_rows + 1, max_rows + 1, max_rows + 1)
-        masks = arena.alloc((max_rows + 1, -(-vocab_size // 32)), int32)
         next_ids, lens, ends, spans, alone = (arena.alloc((size,), int32) for size in sizes)
-        made = cls(next_ids, lens, ends, spans, alone, masks)
+        kept = (max_rows + 1, kept_tokens(max_tokens))
+        states, ids = arena.alloc((*kept, width), dtype), arena.alloc(kept, int32)
+        made = cls(next_ids, lens, ends, spans, alone, states, ids)
         made.lens.zero_(stream)
         if arena.device.kind != "null":
-            masks.copy_from(np.full(masks.shape, -1, np.int32), stream)
             made.alone.copy_from(np.arange(max_rows + 1, dtype=np.int32), stream)
         return made
 
 
-def proposal_fields(max_rows: int) -> list[Field]:
-    """The fields of layers that draft. following, by row: the token after a chunk that does not emit. reserved, by
-    slot: the tokens that the sequence has blocks for."""
-    return [Field("following", (max_rows,)), Field("reserved", (max_rows + 1,))]
+def kept_tokens(max_tokens: int) -> int:
+    """Tokens of a sequence whose hidden states are kept, if a step has at most max_tokens."""
+    return min(MOST_KEPT, 1 << max_tokens.bit_length() - 1)
+
+
+def proposal_fields(max_rows: int, max_tokens: int, vocab_size: int) -> list[Field]:
+    """The fields of layers that draft. following, by row: the token after a chunk that does not emit. By slot:
+    reserved, the tokens that the sequence has blocks for; draft_masks, the tokens that a draft may be, where the row
+    has a mask; kept_places, the positions of `Proposals.states`."""
+    slots = max_rows + 1
+    return [
+        Field("following", (max_rows,)),
+        Field("reserved", (slots,)),
+        Field("draft_masks", (slots, -(-vocab_size // 32))),
+        Field("kept_places", (slots, kept_tokens(max_tokens)), device_written=True),
+    ]
 
 
 def draft_fields(max_rows: int, max_drafts: int, vocab_size: int, proposes: bool) -> list[Field]:
@@ -127,10 +150,11 @@ class DraftCounts:
             self.by_position[place] += rows
 
 
-def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[Seq[Any], int, int]]:
-    """The rows with drafts that were alive: (sequence, drafts, tokens that the step brought, 1 or more). result int32
-    [1 + D, R, 3]."""
+def read_verified(step: Step[Any], result: Array) -> Iterator[tuple[Seq[Any], int, int, int]]:
+    """The rows with drafts that were alive: (sequence, drafts, tokens that the step brought, 1 or more, right drafts).
+    A right draft that ends its row brings no token, because the row ends without it too. result int32 [1 + D, R, 3]."""
     counts = (result[:, :, 1] != RowStatus.IDLE).sum(axis=0).tolist()
-    for row, count in zip(step.rows[: step.num_decode], counts, strict=False):
+    ended = (result[:, :, 1] == RowStatus.DRAFTED_STOP).any(axis=0).tolist()
+    for row, count, right in zip(step.rows[: step.num_decode], counts, ended, strict=False):
         if row.num_tokens > 1 and count:
-            yield row.seq, row.num_tokens - 1, count
+            yield row.seq, row.num_tokens - 1, count, count - 1 + right

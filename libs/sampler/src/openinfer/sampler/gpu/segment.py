@@ -99,6 +99,7 @@ def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int,
                 pack,
                 follows=b.follows[:r],
                 starts=b.starts[: r + 1],
+                result=b.result[(place - 1) * r : place * r],
                 accepted=rows["accepted"],
                 slots=rows["slots"][:r],
                 emits=emits[:r],
@@ -120,7 +121,7 @@ def draw_drafts(
     """Draw a draft for each row that sampled in a step which is over, from the logits of a layer that drafts. Returns
     the tokens, int32 [R], -1 = none. They come with the noise, filters and penalties that the row's own token will have
     at that position. spans int32 [R + 1]: 0, n, 2 n, ... for draft number n. allowed_masks: in place of the rows' own,
-    because the mask at that position is not known yet."""
+    because a grammar's mask at that position is not known yet."""
     b, r = buffers, spans.shape[0] - 1
     step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
     state = {name: rows[name] for name in SAMPLE_FIELDS} | {"allowed_masks": allowed_masks}

@@ -26,6 +26,7 @@ class SteadyDrafts:
     acceptance: float
     cost: Callable[[int, int], float]
     seed: int = 0
+    rest_until: int = 0
     _worth: Worth = field(init=False)
     _random: random.Random = field(init=False)
 

@@ -17,7 +17,7 @@ from openinfer.kernels.authoring import (
     power_of_two,
     require,
 )
-from openinfer.sampler.gpu.ops.rows import Array
+from openinfer.sampler.gpu.ops.rows import Array, RowStatus
 from openinfer.tensor import Tensor, int32
 
 
@@ -25,6 +25,7 @@ def _contract(
     *,
     follows: Tensor,
     starts: Tensor,
+    result: Tensor,
     accepted: Tensor,
     slots: Tensor,
     emits: Tensor,
@@ -44,7 +45,8 @@ def _contract(
 
     follows int32 [R] gets 1 for these rows and 0 for the others; it may be `emits`. starts int32 [R + 1] gets 0 and the
     running sums of `follows`: the q_starts of a step in which these rows have one token each. accepted int32 [S] gets
-    the row's number of accepted drafts up to this one. Number 1 overwrites what it held. Slots of live rows must be
+    the row's number of accepted drafts up to this one. Number 1 overwrites what it held. result int32 [R, 3] is
+    `advance`'s: the status STOP of a row whose token is its draft becomes DRAFTED_STOP. Slots of live rows must be
     distinct; alive of the padding slot 0, which may repeat, must be 0.
     """
     rows, size = slots.shape[0], seq_lens.shape[0]
@@ -56,6 +58,7 @@ def _contract(
     ):
         expect(name, tensor, (rows,), int32)
     expect("starts", starts, (rows + 1,), int32)
+    expect("result", result, (rows, 3), int32)
     by_slot = {"seq_lens": seq_lens, "last_tokens": last_tokens, "alive": alive, "accepted": accepted}
     for name, tensor in by_slot.items():
         expect(name, tensor, (size,), int32)
@@ -69,6 +72,7 @@ def _reference(
     *,
     follows: Array,
     starts: Array,
+    result: Array,
     accepted: Array,
     slots: Array,
     emits: Array,
@@ -79,8 +83,10 @@ def _reference(
     alive: Array,
     place: int,
 ) -> None:
-    live = (emits != 0) & (alive[slots] != 0) & (num_drafts >= place)
-    follow = live & (drafts[slots, seq_lens[slots] % drafts.shape[1]] == last_tokens[slots])
+    right = drafts[slots, seq_lens[slots] % drafts.shape[1]] == last_tokens[slots]
+    right &= (emits != 0) & (num_drafts >= place)
+    follow = right & (alive[slots] != 0)
+    result[right & (result[:, 1] == RowStatus.STOP), 1] = RowStatus.DRAFTED_STOP
     accepted[slots] = (accepted[slots] if place > 1 else 0) + follow
     follows[:] = follow
     starts[0] = 0
@@ -92,6 +98,7 @@ def _launches(
     *,
     follows: Tensor,
     starts: Tensor,
+    result: Tensor,
     accepted: Tensor,
     slots: Tensor,
     emits: Tensor,
@@ -110,6 +117,7 @@ def _launches(
         {
             "follows": follows,
             "starts": starts,
+            "result": result,
             "accepted": accepted,
             "slots": slots,
             "emits": emits,
@@ -122,7 +130,11 @@ def _launches(
             "width": drafts.shape[1],
             "place": place,
         },
-        {"BLOCK": power_of_two(rows)},
+        {
+            "BLOCK": power_of_two(rows),
+            "STOP": int(RowStatus.STOP),
+            "DRAFTED_STOP": int(RowStatus.DRAFTED_STOP),
+        },
     )
 
 

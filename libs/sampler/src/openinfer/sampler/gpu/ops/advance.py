@@ -136,7 +136,7 @@ def _launches(
         {
             "BLOCK": block,
             "UNSOUND": UNSOUND,
-            **{s.name: int(s) for s in RowStatus if s is not RowStatus.IDLE},
+            **{s.name: int(s) for s in RowStatus if s not in (RowStatus.IDLE, RowStatus.DRAFTED_STOP)},
             "PENALTIES": int(Adjustment.PENALTIES),
             "BAD_WORDS": int(Adjustment.BAD_WORDS),
         },

@@ -28,6 +28,8 @@ class RowStatus(IntEnum):
     """Ended: the sequence, its new token included, is as long as it may be."""
     FAILED = 4
     """Ended: no token could be drawn (NaN or +inf among the logits, or nothing left to draw)."""
+    DRAFTED_STOP = 5
+    """Ended like STOP, and the token is the row's next draft, as `accept` found."""
 
 
 class Adjustment(IntFlag):
