@@ -16,12 +16,11 @@ import pytest
 
 from openinfer.kernels import Op, Target
 from openinfer.kernels.formats import q8_codes, q8_values
-from openinfer.kernels.kv_cache import KvLayout
-from openinfer.kernels.testing import run_interpreted, run_on_gpu, run_reference
+from openinfer.kernels.testing import fp8_cache, run_interpreted, run_on_gpu, run_reference
 from openinfer.kernels.tuner import DeviceMeter
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
-from openinfer.tensor import Arena, Device, Stream, bfloat16, float8_e4m3fn, float32
+from openinfer.tensor import bfloat16, float32
 
 Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
@@ -101,9 +100,7 @@ def attention_step(
 def in_fp8(args: dict[str, Any]) -> dict[str, Any]:
     """The same call over an FP8 cache."""
     pages, _, heads, page_size, dim = args["kv"].shape
-    cpu, layout = Device("cpu"), KvLayout(2, heads, page_size, dim, np.dtype(float8_e4m3fn))
-    cache = layout.allocate(Arena(cpu, pages * layout.page_bytes + 512), Stream(cpu), pages)
-    arrays = {name: tensor.numpy() for name, tensor in cache.layer(1).items() if tensor is not None}
+    arrays = fp8_cache(pages, heads, page_size, dim)
     arrays["kv"][...], arrays["kv_scales"][...] = q8_codes(
         np.nan_to_num(args["kv"].astype(float32), posinf=0)
     )
