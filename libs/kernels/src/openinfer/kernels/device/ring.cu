@@ -14,6 +14,13 @@
 
 constexpr int K = WARPS * CHUNKS * 256, STAGE = ROWS * K * 2, STRIDE = WARPS | 1;
 
+// 1 / rms of x, from the sums of squares that the warps have left.
+__device__ __forceinline__ float norm_scale(const float* squares, float eps) {
+  float square = 0;
+  for (int w = 0; w < WARPS; w++) square += squares[w];
+  return rsqrtf(square / K + eps);
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 gemv_ring(void* out, const bf16* x, const void* gain, const bf16* weight, int N, float eps) {
   extern __shared__ __align__(128) unsigned char ring[];
@@ -91,7 +98,7 @@ gemv_ring(void* out, const bf16* x, const void* gain, const bf16* weight, int N,
     if (lane % (32 / ROWS) == 0) partial[(turn * ROWS + lane / (32 / ROWS)) * STRIDE + warp] = total;
   }
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32));
-  float scale = NORM ? norm_scale<K>(squares, 1, eps) : 1;
+  float scale = NORM ? norm_scale(squares, eps) : 1;
   for (int row = threadIdx.x; row < last - first; row += WARPS * 32) {
     const float* mine = partial + (row / SETS * ROWS + row % SETS) * STRIDE;
     float value = 0, up = 0;

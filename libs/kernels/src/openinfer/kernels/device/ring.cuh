@@ -17,16 +17,23 @@ __device__ __forceinline__ float gated(float gate, float up) {
   return rounded(gate * (gate < 0 ? small : 1.0f) / (1.0f + small)) * rounded(up);
 }
 
+// The value of an output before this kernel.
+__device__ __forceinline__ float residual(const void* out, size_t at) {
+  bf16 old;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(old) : "l"((const bf16*)out + at));
+  return low(old);
+}
+
+__device__ __forceinline__ void store(void* out, size_t at, float value) {
+  if (FLOAT) ((float*)out)[at] = value;
+  else ((bf16*)out)[at] = to_bf16(value);
+}
+
 // Store an output, from its sum and the up projection's.
 __device__ __forceinline__ void finish(void* out, size_t at, float value, float up) {
   if (GATED) value = gated(value, up);
-  if (ADD) {
-    bf16 old;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(old) : "l"((const bf16*)out + at));
-    value += low(old);
-  }
-  if (FLOAT) ((float*)out)[at] = value;
-  else ((bf16*)out)[at] = to_bf16(value);
+  if (ADD) value += residual(out, at);
+  store(out, at, value);
 }
 
 // The sums over the lanes of a warp of N values a lane. Lane 32 / N * i has the i-th.
@@ -51,14 +58,6 @@ __device__ __forceinline__ float sums(float (&value)[N], int lane) {
 #pragma unroll
   for (int bit = BIT / N; bit; bit /= 2) value[0] += __shfl_xor_sync(~0u, value[0], bit);
   return value[0];
-}
-
-// 1 / rms of a token of K numbers, from its sums of squares that the warps have left, `step` apart.
-template <int K>
-__device__ __forceinline__ float norm_scale(const float* squares, int step, float eps) {
-  float square = 0;
-  for (int w = 0; w < WARPS; w++) square += squares[w * step];
-  return rsqrtf(square / K + eps);
 }
 
 // Rows of a stage: of the weight, and of a half of it.

@@ -22,6 +22,11 @@ __device__ __forceinline__ void add_product(float (&d)[4], u32 a0, u32 a1, u32 a
 
 __device__ __forceinline__ u32 packed(float a, float b) { return to_bf16(a) | (u32)to_bf16(b) << 16; }
 
+// The residual of output number `item` of a program, by row and then by token.
+__device__ __forceinline__ float old_value(const void* out, int N, int first, int item) {
+  return residual((const bf16*)out + (size_t)(item % TOKENS) * N + first + item / TOKENS, 0);
+}
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32 + 32, 1)
 gemv_ring_tokens(void* out, const bf16* x, const void* gain, const bf16* weight, int N, float eps) {
   extern __shared__ __align__(128) unsigned char ring[];
@@ -62,6 +67,10 @@ gemv_ring_tokens(void* out, const bf16* x, const void* gain, const bf16* weight,
       for (int i = 0; i < 2; i++)
         if (NORM) gains[p][b][i] = gain_pair(gain, p * PART + column + b * 32 + second * 2 + i * 4);
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  // The residual of this thread's first output. Its latency is that of the whole product otherwise.
+  int count = last - first;
+  float old = 0;
+  if (ADD && threadIdx.x < TOKENS * count) old = old_value(out, N, first, threadIdx.x);
   u32 held[PARTS][BLOCKS][2], rest[PARTS][BLOCKS][2];
   float square = 0;
 #pragma unroll
@@ -114,17 +123,21 @@ gemv_ring_tokens(void* out, const bf16* x, const void* gain, const bf16* weight,
     }
   }
   asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32));
-  int count = last - first;
+  // Tokens of a row go to neighbouring threads, whose sums lie in different banks.
   for (int item = threadIdx.x; item < TOKENS * count; item += WARPS * 32) {
-    int t = item / count, row = item - t * count;
-    float scale = NORM ? norm_scale<K>(squares + t, TOKENS, eps) : 1;
+    int t = item % TOKENS, row = item / TOKENS;
+    if (ADD && item >= WARPS * 32) old = old_value(out, N, first, item);
     const float* mine = partial + ((row / SETS * ROWS + row % SETS) * TOKENS + t) * STRIDE;
-    float value = 0, up = 0;
+    float value = 0, up = 0, square = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       value += mine[w];
       if (GATED) up += mine[SETS * TOKENS * STRIDE + w];
+      if (NORM) square += squares[w * TOKENS + t];
     }
-    finish(out, (size_t)t * N + (first + row), value * scale, up * scale);
+    float scale = NORM ? rsqrtf(square / K + eps) : 1;
+    value *= scale;
+    if (GATED) value = gated(value, up * scale);
+    store(out, (size_t)t * N + (first + row), value + old);
   }
 }
