@@ -192,6 +192,19 @@ def test_a_chance_is_of_drafts_that_follow_accepted_ones() -> None:
     assert third == second  # never tried
 
 
+def test_a_draft_that_failed_early_is_tried_again_while_those_before_it_are_right() -> None:
+    worth = Worth((1, 2))
+    for _ in range(20):
+        worth.saw({(2, 1): 1})
+    costs = {0: 1.0, 1: 1.2, 2: 1.4}.get
+    assert worth.choose([2], 1, costs) == 1
+    steps = 0
+    while worth.choose([2], 1, costs) == 1 and steps < 1000:
+        worth.saw({(1, 1): 1})
+        steps += 1
+    assert 20 < steps < 500
+
+
 @pytest.mark.parametrize("levels", [(), (0, 1), (2, 1), (1, 1)])
 def test_impossible_levels_are_refused(levels: Sequence[int]) -> None:
     with pytest.raises(InvalidSetup, match="ascending"):

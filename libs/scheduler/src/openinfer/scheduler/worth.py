@@ -10,7 +10,7 @@ from .errors import InvalidSetup
 PRIOR = 0.5
 """The chance of a row's first draft before one was seen. The first trials are under way before their results are
 known, so a higher chance costs more where drafts are wrong."""
-REMEMBERED = 32
+REMEMBERED = 64
 """Rows over which a chance is averaged."""
 PROBING = 0.004
 """The part of the time that may be lost on drafts that do not pay, because the text may have changed."""
@@ -21,6 +21,9 @@ STEPS = 1024
 CHEAPEST = 1.02
 """The least ratio of a step with drafts to a step without that is believed. Where the ratio seems smaller, the estimate
 of the step without drafts is too high. Only running such steps corrects it."""
+FADING = 1 / 128
+"""The part by which the chance of a draft that a step did not try comes nearer to that of the one before it. A few
+early failures would keep rows from it for ever."""
 LEAST = 0.1
 """Drafts of which the last is accepted less often are not tried: its gain is lost in the noise of the costs."""
 ADVANCE = 150
@@ -96,6 +99,8 @@ class Worth:
                 self._tried[place] += tried
                 weight = tried / max(tried, min(self._tried[place] + 1, REMEMBERED))
                 self._chances[place] = chance + (accepted / tried - chance) * weight
+            elif place and counts:
+                self._chances[place] += (self._chances[place - 1] - chance) * FADING
 
     def spent(self, rows: int, accepted: int, seconds: float, plain: float, steps: int = 1) -> None:
         """A step is over. accepted: drafts of all its decode rows. seconds: its cost; plain: without drafts. steps: the
