@@ -32,6 +32,7 @@ import numpy as np
 from openinfer.kernels import Op, Pack
 from openinfer.recipes.deepseek_v4 import RECIPE
 from openinfer.recipes.deepseek_v4.blueprint import WRONG_ENTRIES, DeepseekV4
+from openinfer.recipes.deepseek_v4.config import CSA
 from openinfer.recipes.deepseek_v4.layers import MEDIAN, P90
 from openinfer.recipes.deepseek_v4.weights import validate
 from openinfer.recipes.engine import Source
@@ -43,12 +44,13 @@ from openinfer.tensor import DummyCheckpoint, Stream, Tensor
 Array = np.ndarray[Any, Any]
 
 PARTS = ("attention", "mixture")
-LENGTHS, SHORT = (1, 5, 129, 300, 2400), (1, 300)
+LENGTHS, SHORT = (1, 5, 129, 300, 2400), (1, 600)
 """Tokens of the prompts, in one step; of those with which faults are shown. From 2,048 tokens on Flash attends to some
 entries only."""
-HALF = {2: 2.0**-8, 4: 2.0**-24}
-"""Half a unit in the last place of a bf16 and of a float32 number, relative to it. The streams are rounded after each
-sublayer, and may be many times what it adds. So two right outputs can be this far apart."""
+ROUNDING = {2: 2.0**-9, 4: 2.0**-25}
+"""A quarter of a unit in the last place of a bf16 and of a float32 number, relative to it: the mean error of rounding.
+The streams are rounded after each sublayer, and may be a hundred times what it adds. So right outputs can be this far
+apart."""
 COMPARED = 100
 """Positions of a step that are compared, at most about."""
 FOLLOWING = 2
@@ -67,7 +69,8 @@ FAULTS = {
     "window_tables that repeat a page": ("attention", None),
     "entry_tables that repeat a page": ("attention", "entries"),
 }
-"""By the name of a control: the sublayers that show it, of all layers, those with entries or the last one."""
+"""By the name of a control: the sublayers that show it, of all layers, those with entries (of CSA for
+sure) or the last one."""
 
 
 class Streams:
@@ -211,7 +214,7 @@ def away(ranks: Ran, one: Ran) -> Iterator[dict[str, Any]]:
         added, size = (np.linalg.norm(x, axis=1) for x in (want - before, want))
         far = np.linalg.norm(got - want, axis=1) / added
         far = np.where(np.isfinite(far), far, np.inf)
-        rounding = HALF[ranks.after[0][n].dtype.itemsize] * float(np.median(size / added))
+        rounding = ROUNDING[ranks.after[0][n].dtype.itemsize] * float(np.median(size / added))
         median, p90 = (float(np.quantile(far, q)) for q in (0.5, 0.9))
         yield {
             "part": part, "median": median, "p90": p90, "max": float(far.max()), "rounding": rounding,
@@ -260,19 +263,22 @@ def judged(
             continue
         part, which = FAULTS.get(name, (None, None))
         wrong = {(one["part"], one["layer"]) for one in parts if not one["same"]}
-        meant = {
+        may = {
             (one["part"], one["layer"])
             for one in parts
             if one["part"] == part
             and (which != "last" or one["layer"] == last)
             and (which != "entries" or config["compress_ratios"][one["layer"]])
         }
+        # With an entry for 128 tokens these prompts have too few entries to tell.
+        meant = {one for one in may if which != "entries" or config["compress_ratios"][one[1]] == CSA}
+        right = meant <= wrong <= may
         median, p90 = (max(one[key] for one in parts) for key in ("median", "p90"))
         said = f"{len(wrong)} of {len(parts)} sublayers differ, {len(meant)} should; "
         said += f"worst median {median:.4f}, p90 {p90:.4f}"
-        if wrong != meant:
-            said += f"; not as they should: {sorted(wrong ^ meant)[:6]}"
-        yield name, wrong == meant, said
+        if not right:
+            said += f"; not as they should: {sorted((meant - wrong) | (wrong - may))[:6]}"
+        yield name, right, said
 
 
 def check(folder: Path, ranks: int, **flags: Any) -> dict[str, Any]:
