@@ -32,6 +32,23 @@ def test_results_come_back_in_order_shape_and_dtype() -> None:
     readback.close()
 
 
+def test_the_first_result_may_come_from_a_kernel() -> None:
+    """The caller writes it to the room of the step; no copy engine touches it. Later tensors are copied."""
+    device = Device("cpu")
+    stream, readback = Stream(device), Readback(device, 256, depth=2, words=12)
+    for step in range(3):
+        room = readback.rooms[readback.place].numpy()
+        room[:] = 7
+        room[:6] = tensors(step)[0].numpy().reshape(-1)
+        result = Tensor.from_numpy(np.full((2, 3), -1, np.int32))
+        readback.enqueue(stream, [result, tensors(step)[1]])
+        taken = readback.take(wait=True)
+        assert taken is not None
+        for got, sent in zip(taken, tensors(step), strict=True):
+            np.testing.assert_array_equal(got, sent.numpy())
+    readback.close()
+
+
 def test_what_was_taken_is_not_overwritten_by_later_steps() -> None:
     device = Device("cpu")
     stream, readback = Stream(device), Readback(device, 256, depth=1)

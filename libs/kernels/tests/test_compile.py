@@ -17,6 +17,7 @@ from openinfer.kernels import (
     Target,
     apply_writes,
     attend,
+    copy_words,
     embed,
     expand_rows,
     gate_up_silu,
@@ -77,6 +78,7 @@ def trace(pack, arena, model, tokens, rows, page_size):
     )
     kv = t(100, 36, 2, kv_heads, page_size, dim)[:, 3]
     apply_writes(pack, words=i(1000), writes=i(1 + 2 * 64))
+    copy_words(pack, out=i(300), x=i(300))
     expand_rows(
         pack, token_ids=ids, positions=positions, token_slots=slots_of_tokens, prompt=i(tokens), slots=slots,
         q_starts=q_starts, seq_lens=seq_lens, last_tokens=i(SLOTS), alive=alive,

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from openinfer.kernels import ContractError, CpuPack, apply_writes, embed, expand_rows, select_rows
+from openinfer.kernels import (
+    ContractError,
+    CpuPack,
+    apply_writes,
+    copy_words,
+    embed,
+    expand_rows,
+    select_rows,
+)
 from openinfer.tensor import Tensor, bfloat16, float32
 
 WRONG = -123456789
@@ -50,6 +58,13 @@ def test_apply_writes_writes_the_first_count(check_op, rng, count, capacity):
         apply_writes, {"words": 0}, words=words, writes=np.concatenate([ints(count), where, values])
     )
     assert (got["words"] >= 100).sum() == count
+
+
+@pytest.mark.parametrize("count", [1, 1024, 3000])
+def test_copy_words_copies_every_word_and_no_other(check_op, rng, count):
+    x = rng.integers(-9, 9, count).astype(np.int32)
+    got = check_op(copy_words, {"out": 0}, out=ints(*[77] * count), x=x)
+    np.testing.assert_array_equal(got["out"], x)
 
 
 def rows_of_a_step(rng, lengths, tokens, size=9):
@@ -145,6 +160,7 @@ def test_drafts_by_hand():
         (embed, {"out": ((5, 31), bfloat16)}, r"out has shape \(5, 31\); it must be \[5, 32\]"),
         (select_rows, {"q_starts": ((7,), np.int32)}, "q_starts has shape"),
         (apply_writes, {"writes": ((8,), np.int32)}, "writes has 8 words"),
+        (copy_words, {"out": ((9,), np.int32)}, "out has shape"),
     ],
 )
 def test_contracts_name_the_wrong_argument(arena, op, change, words):
@@ -152,6 +168,7 @@ def test_contracts_name_the_wrong_argument(arena, op, change, words):
         embed: {"out": ((5, 32), bfloat16), "token_ids": ((5,), np.int32), "table": ((9, 32), bfloat16)},
         select_rows: {"out": ((5, 32), bfloat16), "x": ((8, 32), bfloat16), "q_starts": ((6,), np.int32)},
         apply_writes: {"words": ((8,), np.int32), "writes": ((9,), np.int32)},
+        copy_words: {"out": ((8,), np.int32), "x": ((8,), np.int32)},
     }[op]
     with pytest.raises(ContractError, match=words):
         op(CpuPack(), **{k: arena.alloc(shape, dtype) for k, (shape, dtype) in {**given, **change}.items()})
@@ -172,3 +189,4 @@ def test_on_gpu(check_op_gpu, rng, normal, rows, tokens):
     words = rng.integers(-9, 9, 100000).astype(np.int32)
     writes = np.concatenate([ints(rows), rng.permutation(100000)[: 2 * tokens].astype(np.int32)])
     check_op_gpu(apply_writes, {"words": 0}, words=words, writes=writes)
+    check_op_gpu(copy_words, {"out": 0}, out=ints(*[0] * tokens), x=words[:tokens])

@@ -44,6 +44,7 @@ from openinfer.kernels.ops.collectives import (
     reduce_add,
     reduce_scatter,
 )
+from openinfer.kernels.ops.copy_words import copy_words
 from openinfer.kernels.ops.embed import embed
 from openinfer.kernels.ops.expand_rows import expand_rows
 from openinfer.kernels.ops.experts import experts
@@ -123,6 +124,7 @@ __all__ = [
     "apply_writes",
     "attend",
     "beside",
+    "copy_words",
     "cublas_available",
     "embed",
     "expand_rows",

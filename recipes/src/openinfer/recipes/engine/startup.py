@@ -259,7 +259,8 @@ def _make(
             pack = make_pack(device, target, stream, store, arena, plan, ranks)
         graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
         results = readback_bytes(limits.max_rows, limits.max_tokens, limits.max_drafts)
-        readback = Readback(device, results, STEPS_IN_FLIGHT)
+        words = 0 if tiers is None else model.batch.sampled.result.numel
+        readback = Readback(device, results, STEPS_IN_FLIGHT, words)
         pace = StepPace(predicted.result())
         watch = None if trace is None else Watch(trace, DeviceClock.of(device))
         runner = Runner(model, pack, stream, graphs, buckets, readback, pace, trace, watch)
@@ -268,9 +269,8 @@ def _make(
             runner.record()
         with _phase("rest of the weights"):
             report = weights.result()
-            log.info(
-                "weights: %s at %s/s", format_bytes(report.bytes), format_bytes(1e9 * report.gbytes_per_s)
-            )
+            speed = format_bytes(1e9 * report.gbytes_per_s)
+            log.info("weights: %s at %s/s", format_bytes(report.bytes), speed)
             ranks.serve()
     if store is not None:
         store.seal()

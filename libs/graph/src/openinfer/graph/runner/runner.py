@@ -106,7 +106,7 @@ class Runner:
     def record(self) -> None:
         """Record every segment, and wait until the device has them. The weights need not be there yet."""
         self._warm_up()
-        for key, enqueue in segments(self.model, self.pack, self.buckets).items():
+        for key, enqueue in segments(self.model, self.pack, self.buckets, self.readback.rooms).items():
             self.graphs.record(key, recorded(self.pack, enqueue))
         self.stream.synchronize()
 
@@ -135,7 +135,7 @@ class Runner:
         one of the two may have steps under way. It is not to be closed."""
         graphs = StepGraphs(self.stream.device, self.stream, capture=False)
         other = replace(self, pack=pack or self.pack, graphs=graphs)
-        for key, enqueue in segments(other.model, other.pack, other.buckets).items():
+        for key, enqueue in segments(other.model, other.pack, other.buckets, self.readback.rooms).items():
             graphs.record(key, enqueue)
         return other
 
@@ -232,6 +232,8 @@ class Runner:
                 self.replay(("score", offset))
             scores = (b.score_logprobs, b.score_ranks, b.score_top_ids, b.score_top_values)
             results += [tensor[:scored] for tensor in scores]
+        if self.readback.rooms:
+            self.graphs.launch(("results", self.readback.place))
         self.readback.enqueue(self.stream, results)
         if drafts_later:
             self._draft(launched)
@@ -257,8 +259,7 @@ class Runner:
         launched = self._launched.pop(0)
         step, places = launched.step, 1 + launched.shape.drafts
         count = 3 if launched.wants_logprobs else 1
-        outputs = arrays[:count]
-        result, *tops = (array.reshape(places, -1, array.shape[1]) for array in outputs)
+        result, *tops = (array.reshape(places, -1, array.shape[1]) for array in arrays[:count])
         self._scores += read_scores(launched.shares, arrays[-4:])
         counts = accept(launched.constrained, result)
         if launched.constrained and self.model.batch.proposals is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from openinfer.graph.buckets import Buckets, Shape
@@ -11,15 +11,19 @@ from openinfer.graph.runner.model import Model
 from openinfer.graph.runner.proposing import draft, forward, keeps
 from openinfer.graph.runner.scoring import padded
 from openinfer.graph.runner.verifying import draft_fields
-from openinfer.kernels import Pack, apply_writes, select_rows
+from openinfer.kernels import Pack, apply_writes, copy_words, select_rows
 from openinfer.sampler import MAX_LOGPROBS
 from openinfer.sampler.gpu import sample_rows, score_tokens, verify_rows
+from openinfer.tensor import Tensor
 
 
-def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, ...], Callable[[], None]]:
+def segments(
+    model: Model, pack: Pack, buckets: Buckets, rooms: Sequence[Tensor] | None = None
+) -> dict[tuple[object, ...], Callable[[], None]]:
     """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
     ("forward", shape), ("sample", rows, drafts), ("score", first token), and where
-    layers of the model draft, ("draft", shape, drafts)."""
+    layers of the model draft, ("draft", shape, drafts). rooms: of Readback; each is filled by ("results", place).
+    None: one that stands for them in a plan."""
     batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
     work: dict[tuple[object, ...], Callable[[], None]] = {
         ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
@@ -35,6 +39,9 @@ def segments(model: Model, pack: Pack, buckets: Buckets) -> dict[tuple[object, .
             continue
         for drafts in (0, *buckets.draft_levels):
             work["sample", rows, drafts] = partial(verify_rows, pack, batch.rows, batch.sampled, rows, drafts)
+    result = batch.sampled.result.reshape(-1)
+    for place, room in enumerate([result] if rooms is None else rooms):
+        work["results", place] = partial(copy_words, pack, out=room, x=result)
     for offset in range(0, most, batch.logits.shape[0]):
         work["score", offset] = partial(_score, model, pack, offset)
     return work

@@ -26,6 +26,13 @@ def gather_last(out, x, q_starts, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copy_words(out, x, count, BLOCK: tl.constexpr):
+    """out = x, int32 [count]. Grid (cdiv(count, BLOCK),)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < count), mask=i < count)
+
+
+@triton.jit
 def scatter_words(words, writes, capacity, BLOCK: tl.constexpr):
     """words[index[i]] = value[i] for i < count. `writes`: count, capacity indices, capacity values."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ from .stats import LoadTime
 PIECES, FIRST_PIECES = 256, 64
 """Copies that are begun in a turn of a load, and in its first turn, which evicts too. To begin more would hold up the
 next step."""
-LEAVING_BYTES = 256 << 20
+LEAVING_BYTES = 128 << 20
 """Bytes on their way out for a load at most. A block that the next step overwrites leaves behind them."""
 
 Save = tuple[Copy, Slot]
