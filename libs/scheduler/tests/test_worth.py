@@ -199,10 +199,10 @@ def test_a_draft_that_failed_early_is_tried_again_while_those_before_it_are_righ
     costs = {0: 1.0, 1: 1.2, 2: 1.4}.get
     assert worth.choose([2], 1, costs) == 1
     steps = 0
-    while worth.choose([2], 1, costs) == 1 and steps < 1000:
+    while worth.choose([2], 1, costs) == 1 and steps < 5000:
         worth.saw({(1, 1): 1})
         steps += 1
-    assert 20 < steps < 500
+    assert 200 < steps < 1000
 
 
 @pytest.mark.parametrize("levels", [(), (0, 1), (2, 1), (1, 1)])

@@ -21,7 +21,7 @@ STEPS = 1024
 CHEAPEST = 1.02
 """The least ratio of a step with drafts to a step without that is believed. Where the ratio seems smaller, the estimate
 of the step without drafts is too high. Only running such steps corrects it."""
-FADING = 1 / 128
+FADING = 1 / 1024
 """The part by which the chance of a draft that a step did not try comes nearer to that of the one before it. A few
 early failures would keep rows from it for ever."""
 LEAST = 0.1
