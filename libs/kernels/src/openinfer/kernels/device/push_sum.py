@@ -80,7 +80,8 @@ def peek16(address, inside):
 def arrived(address, lost, inside, a, b, c, d):
     """Four words of a slot once none of them is 0, or once the word at `lost` is not 0; ones where `inside` is 0. a, b,
     c, d: an earlier peek at them, or zeros. Each thread waits for its own words, after a while with pauses, because its
-    reads take the room of those that it waits for."""
+    reads take the room of those that it waits for. It seldom reads the word at `lost`, which is in the host's memory:
+    all threads together take a millisecond for that, and the other rank then waits so long that it does the same."""
     return tl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -105,8 +106,8 @@ def arrived(address, lost, inside, a, b, c, d):
         add.u32 tries, tries, 1;
         setp.lt.u32 p, tries, 64;
         @p bra AGAIN;
-        nanosleep.u32 100;
-        and.b32 word, tries, 1023;
+        nanosleep.u32 1000;
+        and.b32 word, tries, 16383;
         setp.ne.b32 p, word, 0;
         @p bra AGAIN;
         ld.relaxed.sys.global.b32 word, [$5];
