@@ -111,9 +111,7 @@ def test_a_whole_forward(place, tiny, arch, adapters, cache):
         assert all(
             np.linalg.norm(a - b) > 0.2 * np.linalg.norm(b) for a, b in zip(ours[:2], plain, strict=False)
         )
-        assert {"lora_shrink_few", "lora_expand_few"} <= {
-            str(name).split(".")[1].split("[")[0] for name in driver.launched
-        }
+        assert any(".gemm_small_adapted[" in name for name in driver.launched)
     for a, b in zip(ours[:2], expected[:2], strict=True):
         assert np.isfinite(a).all()
         error = np.linalg.norm(a - b) / np.linalg.norm(b)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openinfer.kernels import CpuPack, InvalidAdapter
+from openinfer.kernels import CpuPack, InvalidAdapter, add_lora
 from openinfer.kernels.adapters import Adapters, AdapterSizes, Projection
 from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, dtypes, float16, float32
 
@@ -36,9 +36,7 @@ def make(places: int = 2, max_rank: int = 16, dtype: Any = float32) -> tuple[Ada
         Projection(AT + "mlp.down_proj", down),
     ]
     sizes = AdapterSizes(places, max_rank)
-    made = Adapters.allocate(
-        arena, sizes, [qkv, down], projections, dtype=dtype, max_tokens=16, unused=("mtp.",)
-    )
+    made = Adapters.allocate(arena, sizes, [qkv, down], projections, dtype=dtype, unused=("mtp.",))
     return made, qkv, down
 
 
@@ -68,13 +66,11 @@ def write(folder: Path, arrays: dict[str, Any], **config: Any) -> Path:
 
 
 def added(adapters: Adapters, weight: Tensor, x: Any, ids: list[int]) -> Any:
-    slots = np.arange(len(ids), dtype=np.int32)
-    out = adapters.added(
-        CpuPack(), weight, x=Tensor.from_numpy(x), ids=Tensor.from_numpy(np.array(ids, np.int32)),
-        token_slots=Tensor.from_numpy(slots),
-    )  # fmt: skip
-    assert out is not None
-    return out.numpy().copy()
+    slots, places = (Tensor.from_numpy(np.array(n, np.int32)) for n in (range(len(ids)), ids))
+    lora = adapters.of(weight, places, slots)
+    out = np.full((len(ids), sum(lora["lora_parts"])), np.nan, x.dtype)
+    add_lora(CpuPack(), out=Tensor.from_numpy(out), x=Tensor.from_numpy(x), add=False, **lora)
+    return out
 
 
 @pytest.mark.parametrize("stored", [float32, float16, bfloat16])
@@ -119,8 +115,7 @@ def test_a_weight_without_places_has_nothing_added(tmp_path: Path) -> None:
     adapters, _, _ = make()
     other = Tensor.from_numpy(np.zeros((4, HIDDEN), float32))
     ids = Tensor.from_numpy(np.zeros(1, np.int32))
-    x = Tensor.from_numpy(np.zeros((1, HIDDEN), float32))
-    assert adapters.added(CpuPack(), other, x=x, ids=ids, token_slots=ids) is None
+    assert adapters.of(other, ids, ids) == {}
 
 
 def test_other_ways_to_spell_modules(tmp_path: Path) -> None:

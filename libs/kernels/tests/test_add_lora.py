@@ -33,9 +33,9 @@ def call(
     return {
         "out": out if add else np.full_like(out, np.nan),
         "x": normal(tokens, columns),
-        "a": a,
-        "b": b,
-        "parts": parts,
+        "lora_a": a,
+        "lora_b": b,
+        "lora_parts": parts,
         "adapters": np.array([0, *ids], np.int32),
         "token_slots": slots,
         "add": add,
@@ -72,7 +72,7 @@ def test_it_is_the_difference_that_merged_weights_make(norm: bool) -> None:
     for token, adapter in enumerate(ids):
         change = np.zeros(64, np.float32)
         if adapter:
-            a, b = args["a"][adapter - 1], args["b"][adapter - 1]
+            a, b = args["lora_a"][adapter - 1], args["lora_b"][adapter - 1]
             change = np.concatenate([b[:48] @ a[:16], b[48:] @ a[16:]]) @ h[token]
         np.testing.assert_allclose(got[token], args["out"][token] + change, rtol=2e-4, atol=2e-4)
 
@@ -96,15 +96,15 @@ def test_the_wrong_adapter_would_be_noticed() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"parts": (16, 16, 16, 16, 16)}, "1 to 4"),
-        ({"parts": (64, 32)}, "parts of rank 16 were given"),
+        ({"lora_parts": (16, 16, 16, 16, 16)}, "1 to 4"),
+        ({"lora_parts": (64, 32)}, "parts of rank 16 were given"),
         ({"eps": 1e-6}, "come together"),
-        ({"b": np.zeros((3, 96, 24), bfloat16)}, "power of two"),
+        ({"lora_b": np.zeros((3, 96, 24), bfloat16)}, "power of two"),
     ],
 )
 def test_what_the_contract_refuses(change: dict[str, Any], why: str) -> None:
-    parts = change.get("parts", (96,))
-    args = {**call(3, 64, (96,), [1]), "b": np.zeros((3, sum(parts), 16), bfloat16), **change}
+    parts = change.get("lora_parts", (96,))
+    args = {**call(3, 64, (96,), [1]), "lora_b": np.zeros((3, sum(parts), 16), bfloat16), **change}
     tensors = {n: Tensor.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for n, v in args.items()}
     with pytest.raises(ContractError, match=why):
         add_lora(CpuPack(), **tensors)

@@ -120,11 +120,6 @@ def test_the_reference_is_that_of_the_weights_that_are_meant(op: Any) -> None:
         assert error(run_reference(op, {**floats, "scales": wrong})[name], want) > 0.05
 
 
-def test_a_sum_before_the_gate(check_op: Any) -> None:
-    args = args_of(gate_up_silu, 5, 80, 128, 64)
-    check_op(gate_up_silu, {"out": 2 * BF16, "added": np.inf}, **args, added=normal(5, 160))
-
-
 def test_kernels_for_every_size_are_planned() -> None:
     """Batch-invariant engines have one product for all numbers of tokens: of the weight made bf16."""
     weight, words, _ = quantized(256, 256, 128)

@@ -82,11 +82,6 @@ def test_the_reference_is_that_of_the_weights_that_are_meant(op: Any) -> None:
     assert error(run_reference(op, rolled)[name], want) > 0.05  # negative control
 
 
-def test_a_sum_before_the_gate_goes_with_rows_of_any_number(check_op: Any) -> None:
-    args = args_of(gate_up_silu, 5, 80, 128)
-    check_op(gate_up_silu, {"out": 2 * BF16, "added": np.inf}, **args, added=normal(5, 160))
-
-
 def test_kernels_for_every_size_are_planned() -> None:
     """Also where one kernel serves all numbers of tokens."""
     weight, scales = (Tensor.from_numpy(array) for array in quantized(256, 256))

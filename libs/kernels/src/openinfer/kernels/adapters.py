@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.op import Pack
-from openinfer.kernels.ops.add_lora import MOST_PARTS, add_lora
+from openinfer.kernels.low_rank import MOST_PARTS, Lora
 from openinfer.kernels.peft import read_peft, text_module
 from openinfer.tensor import Arena, Stream, Tensor
 
@@ -122,12 +121,11 @@ class Adapters:
         sizes: AdapterSizes,
         memory: Tensor,
         products: Mapping[int, _Product],
-        added: Tensor,
         unused: tuple[str, ...],
     ) -> None:
         self.sizes = sizes
         self._unused = unused
-        self._memory, self._products, self._added = memory, products, added
+        self._memory, self._products = memory, products
         self.num_values = max(product.whole.end for product in products.values())
         """Elements of an adapter's values."""
 
@@ -140,12 +138,11 @@ class Adapters:
         projections: Iterable[Projection],
         *,
         dtype: np.dtype[Any],
-        max_tokens: int,
         unused: tuple[str, ...] = (),
         shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Adapters:
         """Places in `arena` for adapters of these fused weights [N, K]. A weight's parts are the projections that lie
-        in it; other projections cannot be adapted. dtype: of activations. max_tokens: of a step. unused: see read_peft.
+        in it; other projections cannot be adapted. dtype: of activations. unused: see read_peft.
         shapes: of whole layers, by module, where the weights are a rank's parts of them.
         """
         rank, end, whole_end = max(16, sizes.max_rank), 0, 0
@@ -173,14 +170,12 @@ class Adapters:
             weight.ptr: _Product(tuple(parts), taken, *_matrices(memory, own), own, whole)
             for weight, parts, taken, own, whole in found
         }
-        widest = max(sum(product.own.rows) for product in products.values())
-        added = arena.alloc((max_tokens * widest,), dtype, "added by adapters")
-        return cls(sizes, memory, products, added, unused)
+        return cls(sizes, memory, products, unused)
 
     @property
     def nbytes(self) -> int:
         """Device memory."""
-        return self._memory.nbytes + self._added.nbytes
+        return self._memory.nbytes
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -210,38 +205,19 @@ class Adapters:
                 _take(own, product, values)
         self._memory[place - 1].copy_from(own, stream)
 
-    def add(
-        self, pack: Pack, weight: Tensor, *, out: Tensor, x: Tensor, ids: Tensor, token_slots: Tensor,
-        norm_weight: Tensor | None = None, eps: float | None = None,
-    ) -> None:  # fmt: skip
-        """out += what the adapters add to x @ weight^T (of normalised x, see add_lora). Columns of out after the last
-        projection are left alone. Nothing for a weight without places."""
-        product = self._products.get(weight.ptr)
-        if product is not None:
-            _add(
-                pack,
-                product,
-                out[:, : sum(product.own.rows)],
-                x,
-                ids,
-                token_slots,
-                norm_weight,
-                eps,
-                add=True,
-            )
-
-    def added(
-        self, pack: Pack, weight: Tensor, *, x: Tensor, ids: Tensor, token_slots: Tensor,
-        norm_weight: Tensor | None = None, eps: float | None = None,
-    ) -> Tensor | None:  # fmt: skip
-        """The sum that `add` adds, [T, N], in memory that the next call overwrites."""
+    def of(self, weight: Tensor, ids: Tensor, token_slots: Tensor) -> Lora:
+        """The arguments of a product with `weight` by which it has adapters; none for a weight without places. ids
+        int32 [S]: the place of each slot's adapter."""
         product = self._products.get(weight.ptr)
         if product is None:
-            return None
-        tokens, width = x.shape[0], sum(product.own.rows)
-        out = self._added[: tokens * width].reshape(tokens, width)
-        _add(pack, product, out, x, ids, token_slots, norm_weight, eps, add=False)
-        return out
+            return {}
+        return Lora(
+            lora_a=product.a,
+            lora_b=product.b,
+            lora_parts=product.own.rows,
+            adapters=ids,
+            token_slots=token_slots,
+        )
 
 
 def _aligned(count: int) -> int:
@@ -296,13 +272,3 @@ def _take(own: Array, product: _Product, values: Array) -> None:
             b[start : start + count] = whole_b[first + piece.start : first + piece.stop]
             start += count
         first += rows
-
-
-def _add(
-    pack: Pack, product: _Product, out: Tensor, x: Tensor, ids: Tensor, token_slots: Tensor,
-    norm_weight: Tensor | None, eps: float | None, *, add: bool,
-) -> None:  # fmt: skip
-    add_lora(
-        pack, out=out, x=x, a=product.a, b=product.b, parts=product.own.rows, adapters=ids, token_slots=token_slots,
-        add=add, norm_weight=norm_weight, eps=eps,
-    )  # fmt: skip

@@ -43,7 +43,6 @@ def adapters_of(
         weights,
         _projections(loads),
         dtype=limits.dtype,
-        max_tokens=limits.max_tokens,
         unused=unused,
         shapes={one.module: one.shape for one in _projections(whole())},
     )

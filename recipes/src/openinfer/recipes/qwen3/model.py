@@ -91,8 +91,7 @@ class Model:
         for n, layer in enumerate(w.layers):
             layers = n + 1
             self.before_layer(pack, n, x)
-            norm_linear(pack, out=qkv, **read, **layer.qkv.args)
-            batch.adapt(pack, layer.qkv.weight, out=qkv, **read)
+            norm_linear(pack, out=qkv, **read, **layer.qkv.args, **batch.adapted(layer.qkv.weight, t))
             norm_rope_attend(
                 pack,
                 out=heads,
@@ -110,8 +109,7 @@ class Model:
             )
             o, up, down = layer.o, layer.gate_up, layer.down
             read = batch.add(pack, x, h=heads, **o.args, ranks=c.ranks, norm=layer.post_norm, eps=eps)
-            added = batch.adapted(pack, up.weight, **read)
-            gate_up_silu(pack, out=mlp, **read, **up.args, added=added)
+            gate_up_silu(pack, out=mlp, **read, **up.args, **batch.adapted(up.weight, t))
             read = batch.add(pack, x, h=mlp, **down.args, ranks=c.ranks, norm=layer.next_norm, eps=eps)
         self.before_layer(pack, layers, x)
         self.head(pack, batch.select(pack, x, r, num_drafts))

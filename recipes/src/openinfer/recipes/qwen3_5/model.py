@@ -227,8 +227,7 @@ class Model:
         """x += the gated full attention of its norm; `index`: of the layer among its kind. Returns the MLP's input."""
         c, b, batch, t = self.config, self.buffers, self.batch, step["positions"].shape[0]
         x, qkv, heads = b.x[:t], b.qkv[:t], b.heads[:t]
-        norm_linear(pack, out=qkv, **read, **mixer.qkv.args)
-        batch.adapt(pack, mixer.qkv.weight, out=qkv, **read)
+        norm_linear(pack, out=qkv, **read, **mixer.qkv.args, **batch.adapted(mixer.qkv.weight, t))
         gated_attention(
             pack,
             out=heads,
@@ -260,14 +259,13 @@ class Model:
         """x += the gated delta net of its norm; `index`: of the layer among its kind. Returns the MLP's input. lags:
         states may lag behind by drafts (graph.runner.States)."""
         c, b, rows, most = self.config, self.buffers, self.batch.rows, self.states.max_snapshots
-        x, mixed, adapt, into = b.x[:t], b.mixed[:t], self.batch.adapt, mixer.in_proj
-        norm_linear(pack, out=mixed, **read, **into.args)
-        adapt(pack, into.weight, out=mixed, **read)
+        x, mixed, adapted, into = b.x[:t], b.mixed[:t], self.batch.adapted, mixer.in_proj
+        norm_linear(pack, out=mixed, **read, **into.args, **adapted(into.weight, t))
         width, ba = c.conv_size + c.z_size, 2 * c.value_heads
         recent = self.recent[:, index] if lags and self.recent is not None else None
         if mixer.ba is not None:
-            norm_linear(pack, out=b.ba[:t], **read, weight=mixer.ba.weight)
-            adapt(pack, mixer.ba.weight, out=b.ba[:t], **read)
+            ba_weight = mixer.ba.weight
+            norm_linear(pack, out=b.ba[:t], **read, weight=ba_weight, **adapted(ba_weight, t))
         gated_delta_net(
             pack,
             out=b.values[:t],
@@ -338,9 +336,8 @@ class Model:
 
     def _gate_up(self, pack: Pack, up: Linear, read: Read, t: int) -> None:
         """The hidden layer of a gated MLP."""
-        added = self.batch.adapted(pack, up.weight, **read)
         out = self.buffers.mlp[:t]
-        gate_up_silu(pack, out=out, **read, **up.args, added=added)
+        gate_up_silu(pack, out=out, **read, **up.args, **self.batch.adapted(up.weight, t))
 
     def _add(self, pack: Pack, linear: Linear, x: Tensor, h: Tensor, norm: Tensor | None) -> Read:
         """x += h times a layer, over all ranks, and its norm for what comes next."""

@@ -13,6 +13,7 @@ from openinfer.graph.runner.scoring import padded, score_fields
 from openinfer.graph.runner.verifying import Proposals, draft_fields, proposal_fields
 from openinfer.kernels import Pack, expand_rows, linear_add, reduce_add, select_rows
 from openinfer.kernels.adapters import Adapters
+from openinfer.kernels.low_rank import Lora
 from openinfer.sampler.gpu import SampleBuffers, fields
 from openinfer.tensor import Arena, Stream, Tensor, int32
 
@@ -129,30 +130,12 @@ class Batch:
             alive=self.rows["alive"],
         )
 
-    def adapt(
-        self, pack: Pack, weight: Tensor, *, out: Tensor, x: Tensor,
-        norm_weight: Tensor | None = None, eps: float | None = None,
-    ) -> None:  # fmt: skip
-        """out += what each row's adapter adds to x @ weight^T (of normalised x, see add_lora), after `expand`. Nothing
-        in an engine without adapters."""
-        if self.adapters is not None:
-            by_row = {"ids": self.rows["adapters"], "token_slots": self.token_slots[: x.shape[0]]}
-            self.adapters.add(pack, weight, out=out, x=x, **by_row, norm_weight=norm_weight, eps=eps)
-
-    def adapted(
-        self,
-        pack: Pack,
-        weight: Tensor,
-        *,
-        x: Tensor,
-        norm_weight: Tensor | None = None,
-        eps: float | None = None,
-    ) -> Tensor | None:
-        """The sum that `adapt` adds, [T, N], until the next call; None where nothing is added."""
+    def adapted(self, weight: Tensor, num_tokens: int) -> Lora:
+        """The arguments of a product with `weight` by which it has each row's adapter, after `expand`. None in an
+        engine without adapters."""
         if self.adapters is None:
-            return None
-        by_row = {"ids": self.rows["adapters"], "token_slots": self.token_slots[: x.shape[0]]}
-        return self.adapters.added(pack, weight, x=x, **by_row, norm_weight=norm_weight, eps=eps)
+            return {}
+        return self.adapters.of(weight, self.rows["adapters"], self.token_slots[:num_tokens])
 
     def add(
         self,
@@ -169,14 +152,13 @@ class Batch:
         """x += h @ weight^T and what each row's adapter adds to it (linear_add); the sum of all ranks. The result is
         for a product of the norm of x, which several ranks make with their sum. packed: the arguments of linear_add
         that belong to the weight."""
+        packed |= self.adapted(weight, x.shape[0])
         if ranks == 1 or self.normed is None:
             linear_add(pack, x=x, h=h, weight=weight, **packed)
-            self.adapt(pack, weight, out=x, x=h)
             return Read(x=x, norm_weight=norm, eps=eps)
         normed = self.normed[: x.shape[0]] if norm is not None else None
-        added = self.adapted(pack, weight, x=h)
         linear_add(
-            pack, x=x, h=h, weight=weight, ranks=ranks, added=added, **packed,
+            pack, x=x, h=h, weight=weight, ranks=ranks, **packed,
             normed=normed, norm_weight=norm, eps=eps if norm is not None else None,
         )  # fmt: skip
         return Read(x=x if normed is None else normed, norm_weight=None, eps=None)

@@ -182,6 +182,35 @@ def _store_small(out, acc, up, rm, rn, M, N, ADD: tl.constexpr, GATED: tl.conste
 
 
 @triton.jit
+def finish_small(
+    out, acc, up, partial, counter, tile, part, rm, rn, M, N,
+    BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Store a program's sums [BM, BN], or the last of SPLIT programs those of all parts. See gemm_small."""
+    if SPLIT == 1:
+        _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
+    else:
+        halves: tl.constexpr = 2 if GATED else 1
+        place = partial + rm[:, None] * N + rn[None, :]
+        inside = (rm < M)[:, None] & (rn < N)[None, :]
+        tl.store(place + (part * halves) * BM * N, acc, mask=inside)
+        if GATED:
+            tl.store(place + (part * halves + 1) * BM * N, up, mask=inside)
+        tl.debug_barrier()  # every thread's part is written before one of them says so
+        if tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1:
+            acc = tl.zeros((BM, BN), tl.float32)
+            up = tl.zeros((BM, BN), tl.float32)
+            for s in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
+                acc += tl.load(place + (s * halves) * BM * N, mask=inside, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    up += tl.load(
+                        place + (s * halves + 1) * BM * N, mask=inside, other=0.0, cache_modifier=".cg"
+                    )
+            _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
+            tl.store(counter + tile, 0)
+
+
+@triton.jit
 def gemm_small(
     out, x, weight, scales, partial, counter, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
@@ -218,27 +247,7 @@ def gemm_small(
     if SCALED == 2:
         acc *= tl.load(scales + rn, mask=rn < N, other=0.0)[None, :]
         up *= tl.load(scales + N * (1 if GATED else 0) + rn, mask=rn < N, other=0.0)[None, :]
-    if SPLIT == 1:
-        _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
-    else:
-        halves: tl.constexpr = 2 if GATED else 1
-        place = partial + rm[:, None] * N + rn[None, :]
-        inside = (rm < M)[:, None] & (rn < N)[None, :]
-        tl.store(place + (part * halves) * BM * N, acc, mask=inside)
-        if GATED:
-            tl.store(place + (part * halves + 1) * BM * N, up, mask=inside)
-        tl.debug_barrier()  # every thread's part is written before one of them says so
-        if tl.atomic_add(counter + tile, 1, sem="acq_rel") == SPLIT - 1:
-            acc = tl.zeros((BM, BN), tl.float32)
-            up = tl.zeros((BM, BN), tl.float32)
-            for s in tl.static_range(SPLIT):  # .cg: not from this SM's first-level cache
-                acc += tl.load(place + (s * halves) * BM * N, mask=inside, other=0.0, cache_modifier=".cg")
-                if GATED:
-                    up += tl.load(
-                        place + (s * halves + 1) * BM * N, mask=inside, other=0.0, cache_modifier=".cg"
-                    )
-            _store_small(out, acc, up, rm, rn, M, N, ADD, GATED)
-            tl.store(counter + tile, 0)
+    finish_small(out, acc, up, partial, counter, tile, part, rm, rn, M, N, BM, BN, SPLIT, ADD, GATED)
 
 
 @triton.jit

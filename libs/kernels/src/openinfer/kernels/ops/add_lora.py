@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, Unpack
 
 import numpy as np
 
 from openinfer.kernels.benchmark import Case, Memory
-from openinfer.kernels.contract import FLOATS, expect, expect_columns, require
+from openinfer.kernels.contract import FLOATS, expect, expect_columns, expect_norm, require
 from openinfer.kernels.errors import ContractError
 from openinfer.kernels.launch import Arg, Command, Scratch, aligned, launch, power_of_two
+from openinfer.kernels.low_rank import MOST_PARTS, Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.reference import Array, f32, matmul_nt, rms_norm, rounded
+from openinfer.kernels.reference import Array, f32, normed
 from openinfer.kernels.target import Target
-from openinfer.tensor import Tensor, bfloat16, float32, int32
+from openinfer.tensor import Tensor, bfloat16, float32
 
-MOST_PARTS = 4
 SPLIT = 1024
 """Columns of x that a program of the first product has. The number is fixed, so that sums do not depend on the step."""
 FEW_TILE, FEW_PROGRAMS = 16, 64
@@ -28,90 +29,52 @@ def _contract(
     *,
     out: Tensor,
     x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    parts: tuple[int, ...],
-    adapters: Tensor,
-    token_slots: Tensor,
     add: bool,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
+    **lora: Unpack[Lora],
 ) -> None:
-    """out += (h @ A^T) @ B^T by projection, where h is x or, with norm_weight, rms_norm(x; norm_weight, eps).
+    """out += what the adapters `lora` (low_rank.Lora) add to a product of x or, with norm_weight, of rms_norm(x;
+    norm_weight, eps).
 
-    Token t has the adapter adapters[token_slots[t]]; 0 adds nothing. adapters int32 [S], token_slots int32
-    [T]. Adapter n has A in a[n - 1] and B in b[n - 1]: a [places, P R, K], b [places, N, R], both at any stride of the
-    first axis. `parts`: the columns of out of P projections that lie side by side, at most 4, with the sum N.
-    Projection p has rows p R .. of A and its own rows of B. The rank R is a power of two from 16 on; smaller adapters
-    are padded with zeros. A scale is a factor of B.
-
-    x [T, K], K a multiple of 16; out [T, N], rows at any stride; all of one float dtype, norm_weight also float32. h @
-    A^T is rounded, as published. `add` false: out is set, to zeros for tokens without an adapter.
+    x [T, K], K a multiple of 16; out [T, N], rows at any stride; all of one float dtype, norm_weight also float32.
+    `add` false: out is set, to zeros for tokens without an adapter.
     """
     expect("x", x, (-1, -1), *FLOATS)
-    tokens, columns = x.shape
-    expect("a", a, (-1, -1, columns), x.dtype, dense=False)
-    expect("b", b, (a.shape[0], sum(parts), -1), x.dtype, dense=False)
-    for name, matrix in (("a[0]", a[0]), ("b[0]", b[0])):
-        expect(name, matrix, matrix.shape)
-    rank = b.shape[2]
-    require(1 <= len(parts) <= MOST_PARTS, f"{len(parts)} parts; 1 to {MOST_PARTS} are possible")
-    require(
-        rank >= 16 and rank & (rank - 1) == 0, f"the rank is {rank}; it must be a power of two from 16 on"
-    )
-    require(a.shape[1] == len(parts) * rank, f"a is {a.shape}; {len(parts)} parts of rank {rank} were given")
-    require(columns % 16 == 0, f"x has {columns} columns; they must be a multiple of 16")
-    expect_columns("out", out, (tokens, sum(parts)), x.dtype)
-    expect("adapters", adapters, (-1,), int32)
-    expect("token_slots", token_slots, (tokens,), int32)
-    if norm_weight is not None:
-        expect("norm_weight", norm_weight, (columns,), x.dtype, float32)
-    require((norm_weight is None) == (eps is None), "norm_weight and eps come together")
+    require(bool(lora), "no adapters are given")
+    columns = sum(lora["lora_parts"])
+    expect_lora(x, columns, **lora)
+    expect_columns("out", out, (x.shape[0], columns), x.dtype)
+    expect_norm(norm_weight, eps, x.shape[1], x.dtype)
 
 
 def _reference(
     *,
     out: Array,
     x: Array,
-    a: Array,
-    b: Array,
-    parts: tuple[int, ...],
-    adapters: Array,
-    token_slots: Array,
     add: bool,
     norm_weight: Array | None = None,
     eps: float | None = None,
+    **lora: Any,
 ) -> None:
-    if not add:
-        out[:] = 0
-    ids, rank = adapters[token_slots], b.shape[2]
-    for adapter in np.unique(ids[ids > 0]):
-        rows = np.flatnonzero(ids == adapter)
-        h = x[rows] if norm_weight is None or eps is None else rms_norm(x[rows], norm_weight, eps)
-        low, start = rounded(matmul_nt(h, a[adapter - 1]), x.dtype), 0
-        for part, size in enumerate(parts):
-            up = b[adapter - 1, start : start + size]
-            product = matmul_nt(low[:, part * rank : (part + 1) * rank], up)
-            out[rows, start : start + size] = f32(out[rows, start : start + size]) + product
-            start += size
+    sums = lora_sums(normed(x, norm_weight, eps), **lora)
+    out[:] = f32(out) + sums if add else sums
 
 
 def _launches(
     target: Target,
     *,
-    out: Tensor,
+    out: Tensor | Scratch,
     x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    parts: tuple[int, ...],
-    adapters: Tensor,
-    token_slots: Tensor,
     add: bool,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
+    **lora: Unpack[Lora],
 ) -> Iterator[Command]:
     if x.dtype != bfloat16:
         raise ContractError(f"x is {x.dtype.name}; adapters on a GPU are bfloat16 (float32: the cpu pack)")
+    a, b, parts = lora["lora_a"], lora["lora_b"], lora["lora_parts"]
+    adapters, token_slots = lora["adapters"], lora["token_slots"]
     (tokens, columns), (places, rows, _), rank = x.shape, a.shape, b.shape[2]
     common: dict[str, Arg] = {"adapters": adapters, "token_slots": token_slots, "tokens": tokens}
     of_a: dict[str, Arg] = {
@@ -127,7 +90,7 @@ def _launches(
     of_b: dict[str, Arg] = {
         "b": b,
         **common,
-        "out_stride": aligned(out.strides[0]),
+        "out_stride": aligned(out.strides[0] if isinstance(out, Tensor) else out.shape[1]),
         "b_stride": aligned(b.strides[0]),
         **{f"size{n}": parts[n] if n < len(parts) else 0 for n in range(MOST_PARTS)},
     }
@@ -151,7 +114,7 @@ def _launches(
 
 
 def _few(
-    out: Tensor,
+    out: Tensor | Scratch,
     x: Tensor,
     a: Tensor,
     parts: tuple[int, ...],
@@ -191,17 +154,13 @@ def _cost(
     *,
     out: Tensor,
     x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    parts: tuple[int, ...],
-    adapters: Tensor,
-    token_slots: Tensor,
     add: bool,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
+    **lora: Unpack[Lora],
 ) -> Cost:
     """The floor if all tokens have one adapter."""
-    tokens, one = workload.tokens, a[0].numel + b[0].numel
+    tokens, one = workload.tokens, lora_numbers(**lora)
     activations = tokens * (x.shape[1] + (2 if add else 1) * out.shape[1])
     return Cost((one + activations) * x.itemsize, 2 * tokens * one)
 
@@ -219,13 +178,16 @@ def cases(memory: Memory) -> Iterator[Case]:
         args = {
             "out": memory.normal(tokens, sum(parts)),
             "x": memory.normal(tokens, columns),
-            "a": a,
-            "b": b,
-            "parts": parts,
+            "lora_a": a,
+            "lora_b": b,
+            "lora_parts": parts,
             "adapters": memory.ints(1 + slots % 2),
             "token_slots": memory.ints(slots),
             "add": True,
         }
         yield Case(
-            f"{tokens} tokens", add_lora, memory.copies(args, "a", "b"), Workload(tokens, tokens, 0, 0)
+            f"{tokens} tokens",
+            add_lora,
+            memory.copies(args, "lora_a", "lora_b"),
+            Workload(tokens, tokens, 0, 0),
         )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Unpack
 
 import numpy as np
 
+from openinfer.kernels.adapted_products import Norm, adapted_product
 from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
 from openinfer.kernels.formats import SCALE_BLOCK, Coding, coded, halves, of_rows
 from openinfer.kernels.int4 import is_int4
-from openinfer.kernels.launch import Command, Scratch
+from openinfer.kernels.launch import Command
+from openinfer.kernels.low_rank import Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.op import Cost, Op, Workload
-from openinfer.kernels.products import norm, normed_product, product, silu_mul
-from openinfer.kernels.reference import Array, f32, matmul_nt, normed, rounded, silu
+from openinfer.kernels.products import normed_product
+from openinfer.kernels.reference import Array, matmul_nt, normed, rounded, silu
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
 
@@ -25,9 +28,9 @@ def _contract(
     norm_weight: Tensor | None = None,
     eps: float | None = None,
     scales: Tensor | None = None,
-    added: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
+    **lora: Unpack[Lora],
 ) -> None:
     """out = silu(g) * u with [g, u] = rms_norm(x; norm_weight, eps) @ weight^T.
 
@@ -37,8 +40,8 @@ def _contract(
     float8_e4m3fn, each half with blocks of its own (contract.expect_weight, parts=2), or INT4. coding and
     x_scale: how the normalised x is quantised, as in norm_linear. Without norm_weight and eps, x is normalised already.
 
-    `added` [T, 2 I] is added to [g, u] before they are rounded, and the call may overwrite it. With scales of blocks, I
-    is then a multiple of 128.
+    lora: adapters of the product of the normalised x, before it is quantised, two parts (low_rank.Lora). With scales of
+    blocks, I is then a multiple of 128.
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -50,11 +53,12 @@ def _contract(
         hidden % 16 == 0 and out.shape[1] % 16 == 0,
         f"weight is {weight.shape}; sizes must be multiples of 16",
     )
-    if added is not None:
-        expect("added", added, (tokens, weight.shape[0]), x.dtype)
+    expect_lora(x, weight.shape[0], **lora)
+    if lora:
+        require(lora["lora_parts"] == out.shape[1:] * 2, f"two parts of {out.shape[1]} columns are possible")
         require(
             scales is None or out.shape[1] % SCALE_BLOCK == 0 or of_rows(weight, scales) or is_int4(scales),
-            f"weight is {weight.shape} in float8; something can be added where each half is of whole blocks",
+            f"weight is {weight.shape} in float8; adapters are possible where each half is of whole blocks",
         )
 
 
@@ -66,14 +70,15 @@ def _reference(
     norm_weight: Array | None = None,
     eps: float | None = None,
     scales: Array | None = None,
-    added: Array | None = None,
     coding: Coding | None = None,
     x_scale: Array | None = None,
+    **lora: Any,
 ) -> None:
-    h = coded(normed(x, norm_weight, eps), coding, x_scale)
-    both = [matmul_nt(h, half) for half in halves(weight, scales)]
-    if added is not None:
-        both = [half + f32(more) for half, more in zip(both, np.split(added, 2, axis=1), strict=True)]
+    h = normed(x, norm_weight, eps)
+    both = [matmul_nt(coded(h, coding, x_scale), half) for half in halves(weight, scales)]
+    if lora:
+        sums = np.split(lora_sums(h, **lora), 2, axis=1)
+        both = [half + more for half, more in zip(both, sums, strict=True)]
     gate, up = (rounded(half, x.dtype) for half in both)
     out[:] = rounded(silu(gate), x.dtype) * up
 
@@ -87,19 +92,25 @@ def _launches(
     norm_weight: Tensor | None = None,
     eps: float | None = None,
     scales: Tensor | None = None,
-    added: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
+    **lora: Unpack[Lora],
 ) -> Iterator[Command]:
-    if added is not None:
-        h: Tensor | Scratch = x
-        if norm_weight is not None and eps is not None:
-            h = Scratch(x.shape, x.dtype)
-            yield norm(h, x, norm_weight, eps)
-        yield from product(
-            target, "gate_up_silu", added, h, weight, scales, add=True, coding=coding, x_scale=x_scale
+    if lora:
+        own = Norm.of(norm_weight, eps)
+        yield from adapted_product(
+            target,
+            "gate_up_silu",
+            out,
+            x,
+            weight,
+            scales,
+            lora,
+            normed=own,
+            coding=coding,
+            x_scale=x_scale,
+            gated=True,
         )
-        yield silu_mul(out, added)
         return
     yield from normed_product(
         target,
@@ -125,15 +136,16 @@ def _cost(
     norm_weight: Tensor | None = None,
     eps: float | None = None,
     scales: Tensor | None = None,
-    added: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
+    **lora: Unpack[Lora],
 ) -> Cost:
     n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens
     weights = sum(t.nbytes for t in (weight, norm_weight, scales) if t is not None)
-    columns = h + n // 2 + (n if added else 0)
-    return Cost(weights + tokens * columns * x.itemsize, 2 * tokens * n * h)
+    weights += lora_numbers(**lora) * x.itemsize
+    numbers = n * h + lora_numbers(**lora)
+    return Cost(weights + tokens * (h + n // 2) * x.itemsize, 2 * tokens * numbers)
 
 
 gate_up_silu = Op("gate_up_silu", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Unpack
 
 import numpy as np
 
+from openinfer.kernels.adapted_products import adapted_product
 from openinfer.kernels.benchmark import Case, Memory
 from openinfer.kernels.communicator import Communicator, sum_over
 from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_normed, expect_weight, require
@@ -13,6 +15,7 @@ from openinfer.kernels.exchange import Normed, sum_of_ranks
 from openinfer.kernels.formats import Coding, coded, dequantized
 from openinfer.kernels.int4 import group_words
 from openinfer.kernels.launch import Collective, Command, Scratch
+from openinfer.kernels.low_rank import Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import norm, product
 from openinfer.kernels.reference import Array, f32, matmul_nt, rounded
@@ -28,12 +31,12 @@ def _contract(
     weight: Tensor,
     scales: Tensor | None = None,
     ranks: int = 1,
-    added: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
     normed: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
+    **lora: Unpack[Lora],
 ) -> None:
     """x += h @ weight^T, in place. With several ranks, h and weight are a rank's part of K, and x gets the sum of all.
 
@@ -42,7 +45,7 @@ def _contract(
     weight is float8_e4m3fn or INT4 (contract.expect_weight). coding and x_scale: how h is quantised, as in
     norm_linear. A rank's product is rounded before the sum.
 
-    added [T, H]: of several ranks, what adapters add to a rank's product, see add_lora. It is overwritten.
+    lora: adapters of the product, one part (low_rank.Lora); of several ranks, a rank's part of them.
 
     normed [T, H] gets rms_norm(x; norm_weight, eps) of the new x, as norm_linear normalises. With several ranks it can
     be part of the sum's kernel.
@@ -55,9 +58,8 @@ def _contract(
     require(
         hidden % 16 == 0 and h.shape[1] % 16 == 0, f"weight is {weight.shape}; sizes must be multiples of 16"
     )
-    if added is not None:
-        expect("added", added, x.shape, x.dtype)
-        require(ranks > 1, "added is for a rank of several; add_lora adds onto x itself")
+    expect_lora(h, hidden, **lora)
+    require(not lora or lora["lora_parts"] == (hidden,), f"one part of {hidden} columns is possible")
     expect_normed(normed, norm_weight, eps, x)
 
 
@@ -68,17 +70,18 @@ def _reference(
     weight: Array,
     scales: Array | None = None,
     ranks: int = 1,
-    added: Array | None = None,
     coding: Coding | None = None,
     x_scale: Array | None = None,
     normed: Array | None = None,
     norm_weight: Array | None = None,
     eps: float | None = None,
     communicator: Communicator | None = None,
+    **lora: Any,
 ) -> None:
     y = matmul_nt(coded(h, coding, x_scale), dequantized(weight, scales))
-    y = rounded(y if added is None else f32(added) + y, x.dtype)
-    x[:] = f32(x) + sum_over(communicator, y)
+    if lora:
+        y += lora_sums(h, **lora)
+    x[:] = f32(x) + sum_over(communicator, rounded(y, x.dtype))
     if normed is not None:
         normed[:] = normed_of(x, norm_weight, eps)
 
@@ -91,25 +94,27 @@ def _launches(
     weight: Tensor,
     scales: Tensor | None = None,
     ranks: int = 1,
-    added: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
     normed: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
+    **lora: Unpack[Lora],
 ) -> Iterator[Command]:
     own = Normed.of(normed, norm_weight, eps)
-    if ranks == 1:
-        yield from product(
-            target, "linear_add", x, h, weight, scales, add=True, coding=coding, x_scale=x_scale
+    y = x if ranks == 1 else Scratch(x.shape, x.dtype)
+    if lora:
+        yield from adapted_product(
+            target, "linear_add", y, h, weight, scales, lora, add=ranks == 1, coding=coding, x_scale=x_scale
         )
-        if own is not None:
-            yield norm(own.out, x, own.weight, own.eps)
-        return
-    y = Scratch(x.shape, x.dtype) if added is None else added
-    add = added is not None
-    yield from product(target, "linear_add", y, h, weight, scales, add=add, coding=coding, x_scale=x_scale)
-    yield from sum_of_ranks(target, x, y, ranks, normed=own)
+    else:
+        yield from product(
+            target, "linear_add", y, h, weight, scales, add=ranks == 1, coding=coding, x_scale=x_scale
+        )
+    if isinstance(y, Scratch):
+        yield from sum_of_ranks(target, x, y, ranks, normed=own)
+    elif own is not None:
+        yield norm(own.out, x, own.weight, own.eps)
 
 
 def _cost(
@@ -120,18 +125,20 @@ def _cost(
     weight: Tensor,
     scales: Tensor | None = None,
     ranks: int = 1,
-    added: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
     normed: Tensor | None = None,
     norm_weight: Tensor | None = None,
     eps: float | None = None,
+    **lora: Unpack[Lora],
 ) -> Cost:
     n, k = weight.shape[0], h.shape[1]
     weights = sum(t.nbytes for t in (weight, scales, norm_weight) if t is not None)
     columns = k + (2 if normed is None else 3) * n
     link = Collective("all_reduce", x, x, ranks).link_bytes
-    return Cost(weights + workload.tokens * columns * x.itemsize, 2 * workload.tokens * n * k, link)
+    weights += lora_numbers(**lora) * x.itemsize
+    numbers = n * k + lora_numbers(**lora)
+    return Cost(weights + workload.tokens * columns * x.itemsize, 2 * workload.tokens * numbers, link)
 
 
 linear_add = Op(

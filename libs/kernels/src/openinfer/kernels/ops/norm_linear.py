@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Unpack
 
+from openinfer.kernels.adapted_products import Norm, adapted_product
 from openinfer.kernels.contract import FLOATS, expect, expect_coding, expect_norm, expect_weight, require
 from openinfer.kernels.formats import Coding, coded, dequantized
 from openinfer.kernels.launch import Command
+from openinfer.kernels.low_rank import Lora, expect_lora, lora_numbers, lora_sums
 from openinfer.kernels.op import Cost, Op, Workload
 from openinfer.kernels.products import normed_product
 from openinfer.kernels.reference import Array, matmul_nt, normed
@@ -24,6 +27,7 @@ def _contract(
     scales: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
+    **lora: Unpack[Lora],
 ) -> None:
     """out = rms_norm(x; norm_weight, eps) @ weight^T.
 
@@ -34,7 +38,8 @@ def _contract(
     eps, x is normalised already.
 
     coding: how the normalised x is quantised to e4m3 before the product (formats.coded; not at all if None). x_scale:
-    float32 [1], the scale for "tensor". See contract.expect_coding.
+    float32 [1], the scale for "tensor". See contract.expect_coding. lora: adapters of the product of the normalised x,
+    before it is quantised (low_rank.Lora).
     """
     expect("x", x, (-1, -1), *FLOATS)
     tokens, hidden = x.shape
@@ -46,6 +51,8 @@ def _contract(
         hidden % 16 == 0 and weight.shape[0] % 16 == 0,
         f"weight is {weight.shape}; sizes must be multiples of 16",
     )
+    expect_lora(x, weight.shape[0], **lora)
+    require(not lora or out.dtype == x.dtype, f"out is {out.dtype.name}; with adapters it is {x.dtype.name}")
 
 
 def _reference(
@@ -58,9 +65,13 @@ def _reference(
     scales: Array | None = None,
     coding: Coding | None = None,
     x_scale: Array | None = None,
+    **lora: Any,
 ) -> None:
-    h = coded(normed(x, norm_weight, eps), coding, x_scale)
-    out[:] = matmul_nt(h, dequantized(weight, scales))
+    h = normed(x, norm_weight, eps)
+    y = matmul_nt(coded(h, coding, x_scale), dequantized(weight, scales))
+    if lora:
+        y[:, : sum(lora["lora_parts"])] += lora_sums(h, **lora)
+    out[:] = y
 
 
 def _launches(
@@ -74,8 +85,15 @@ def _launches(
     scales: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
+    **lora: Unpack[Lora],
 ) -> Iterator[Command]:
     op = "norm_linear" if out.dtype == x.dtype else "logits"
+    if lora:
+        own = Norm.of(norm_weight, eps)
+        yield from adapted_product(
+            target, op, out, x, weight, scales, lora, normed=own, coding=coding, x_scale=x_scale
+        )
+        return
     yield from normed_product(
         target, op, out, x, norm_weight, eps, weight, scales, coding=coding, x_scale=x_scale
     )
@@ -92,11 +110,14 @@ def _cost(
     scales: Tensor | None = None,
     coding: Coding | None = None,
     x_scale: Tensor | None = None,
+    **lora: Unpack[Lora],
 ) -> Cost:
     n, h = weight.shape[0], x.shape[1]
     tokens = workload.tokens if out.dtype == x.dtype else workload.rows
     weights = sum(t.nbytes for t in (weight, norm_weight, scales) if t is not None)
-    return Cost(weights + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * n * h)
+    numbers = n * h + lora_numbers(**lora)
+    weights += lora_numbers(**lora) * x.itemsize
+    return Cost(weights + tokens * (h * x.itemsize + n * out.itemsize), 2 * tokens * numbers)
 
 
 norm_linear = Op("norm_linear", _contract, reference=_reference, launches=_launches, cost=_cost)

@@ -1,0 +1,240 @@
+"""Products with adapters: kernels against the reference, and the reference against merged weights."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import (
+    H200,
+    ContractError,
+    CpuPack,
+    NullPack,
+    Op,
+    Store,
+    Target,
+    gate_up_silu,
+    linear_add,
+    norm_linear,
+)
+from openinfer.kernels.adapted_products import FEW_TOKENS
+from openinfer.kernels.int4 import group_words, pack
+from openinfer.kernels.testing import INTERPRETED, compare, error, run_interpreted, run_on_gpu, run_reference
+from openinfer.kernels.tuning import shared_bytes
+from openinfer.tensor import Tensor, bfloat16, float8_e4m3fn, float32, int32
+
+RNG = np.random.default_rng(0)
+BF16 = 8e-3
+OPS = [norm_linear, linear_add, gate_up_silu]
+
+
+def normal(*shape: int, scale: float = 1.0, dtype: Any = bfloat16) -> Any:
+    return (RNG.standard_normal(shape) * scale).astype(dtype)
+
+
+def lora(
+    tokens: int, k: int, parts: tuple[int, ...], ids: Any, *, rank: int = 16, dtype: Any = bfloat16
+) -> Any:
+    """Adapters of a product. ids: those of slots 1, 2, ... which the tokens take in turn. The matrices of an adapter
+    lie together, so those of the next begin at another stride."""
+    rows, width, places = len(parts) * rank, sum(parts), max(*ids, 1) + 1
+    matrices = normal(places, rows * k + width * rank, dtype=dtype)
+    a, b = (
+        matrices[:, : rows * k].reshape(places, rows, k),
+        matrices[:, rows * k :].reshape(places, width, rank),
+    )
+    a *= k**-0.5
+    b *= rank**-0.5
+    return {
+        "lora_a": a,
+        "lora_b": b,
+        "lora_parts": parts,
+        "adapters": np.array([0, *ids], np.int32),
+        "token_slots": (np.arange(tokens, dtype=np.int32) * 7) % len(ids) + 1,
+    }
+
+
+def call(
+    op: Op[Any], tokens: int, k: int, parts: tuple[int, ...], ids: Any, *, rank: int = 16, wide: int = 0,
+    dtype: Any = bfloat16,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of a call with adapters. wide: more rows of the weight."""
+    n = sum(parts) + wide
+    args = {
+        "weight": normal(n, k, scale=k**-0.5, dtype=dtype),
+        **lora(tokens, k, parts, ids, rank=rank, dtype=dtype),
+    }
+    if op is linear_add:
+        return {"x": normal(tokens, n, dtype=dtype), "h": normal(tokens, k, dtype=dtype), **args}
+    out = np.full((tokens, n // 2 if op is gate_up_silu else n), np.nan, dtype)
+    args |= {
+        "x": normal(tokens, k, scale=3.0, dtype=dtype),
+        "norm_weight": normal(k, dtype=dtype),
+        "eps": 1e-6,
+    }
+    return {"out": out, **args}
+
+
+def kernels_of(op: Op[Any], args: dict[str, Any], target: Target) -> list[str]:
+    plan = NullPack(target)
+    plan.run(op, {n: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in args.items()})
+    return [spec.function for spec in plan.specs()]
+
+
+def limits(op: Op[Any]) -> dict[str, float]:
+    return {"x": BF16} if op is linear_add else {"out": 2 * BF16 if op is gate_up_silu else BF16}
+
+
+CASES: dict[str, tuple[Op[Any], int, int, tuple[int, ...], list[int], dict[str, Any]]] = {
+    "one token": (norm_linear, 1, 256, (128, 64), [2], {}),
+    "projections side by side": (norm_linear, 21, 1280, (128, 64, 64), [3, 0, 1, 2, 0], {"wide": 80}),
+    "more columns than a program's": (linear_add, 32, 2304, (192,), [1, 2, 4], {}),
+    "gated": (gate_up_silu, 9, 384, (192, 192), [1, 0, 5], {}),
+    "gated, in two turns": (gate_up_silu, 33, 256, (128, 128), [1, 12, 3, 9], {}),
+    "a rank of 64": (norm_linear, 18, 256, (128, 128), [4, 2, 0], {"rank": 64}),
+    "no token has one": (linear_add, 5, 256, (64,), [0], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_kernel_for_few_tokens(run_both: Any, case: str) -> None:
+    op, tokens, k, parts, ids, more = CASES[case]
+    args = call(op, tokens, k, parts, ids, **more)
+    assert "gemm_small_adapted" in kernels_of(op, args, INTERPRETED)
+    got, want = run_both(op, args)
+    compare(op, got, want, limits(op))
+    if any(ids):  # negative control: with other adapters the result is another
+        other = run_reference(op, {**args, "adapters": np.roll(args["adapters"], 1)})
+        name = "x" if op is linear_add else "out"
+        assert error(other[name], want[name]) > 0.1
+
+
+def fp8_blocks(n: int, k: int, halves: int) -> dict[str, Any]:
+    scales = RNG.uniform(0.5, 2, (n // 128, k // 128)).astype(float32) * k**-0.5
+    return {"weight": normal(n, k).astype(float8_e4m3fn), "scales": scales}
+
+
+def int4(n: int, k: int, halves: int) -> dict[str, Any]:
+    words = group_words(np.full((n, k // 128), k**-0.5 / 4, bfloat16), 8)
+    return {"weight": pack(RNG.integers(0, 16, (n, k))), "scales": words}
+
+
+WEIGHTS: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "bf16": lambda n, k, _: {"weight": normal(n, k, scale=k**-0.5)},
+    "float8": fp8_blocks,
+    "float8 codes": lambda n, k, h: {**fp8_blocks(n, k, h), "coding": "block"},
+    "INT4": int4,
+}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_other_products_come_before_the_adapters(op: Op[Any], kind: str) -> None:
+    """More tokens than one kernel has, and weights in few bits."""
+    tokens = FEW_TOKENS + 6 if kind == "bf16" else 20
+    parts = (128, 128) if op is not linear_add else (256,)
+    args = {**call(op, tokens, 256, parts, [1, 0, 2]), **WEIGHTS[kind](256, 256, len(parts))}
+    assert "gemm_small_adapted" not in kernels_of(op, args, INTERPRETED)
+    got, want = run_interpreted(op, args), run_reference(op, args)
+    compare(op, got, want, {name: 2 * limit for name, limit in limits(op).items()})
+
+
+def test_one_kernel_for_all_tokens_has_no_adapters() -> None:
+    args = call(norm_linear, 9, 256, (128, 64), [1, 2])
+    fixed = dataclasses.replace(INTERPRETED, batch_invariant=True)
+    assert "gemm_small_adapted" not in kernels_of(norm_linear, args, fixed)
+    compare(
+        norm_linear,
+        run_interpreted(norm_linear, args, fixed),
+        run_reference(norm_linear, args),
+        {"out": BF16},
+    )
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_it_is_the_product_of_merged_weights(op: Op[Any]) -> None:
+    parts = (64, 64) if op is not linear_add else (96,)
+    args = call(op, 11, 64, parts, [2, 0, 1], dtype=float32)
+    name = "x" if op is linear_add else "out"
+    got = run_reference(op, args)[name]
+    plain = {
+        n: v for n, v in args.items() if not n.startswith("lora") and n not in ("adapters", "token_slots")
+    }
+    for token, adapter in enumerate(args["adapters"][args["token_slots"]]):
+        weight = args["weight"].copy()
+        if adapter:
+            a, b, start = args["lora_a"][adapter - 1], args["lora_b"][adapter - 1], 0
+            for part, size in enumerate(parts):
+                weight[start : start + size] += b[start : start + size] @ a[part * 16 : part * 16 + 16]
+                start += size
+        row = {n: v[token : token + 1] for n, v in plain.items() if n in ("x", "h", "out")}
+        want = run_reference(op, {**plain, "weight": weight, **row})[name]
+        np.testing.assert_allclose(got[token], want[0], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "why"),
+    [
+        (norm_linear, {"lora_b": None}, "are given; adapters are lora_a, lora_b"),
+        (norm_linear, {"lora_parts": (64, 48)}, "must be"),
+        (norm_linear, {"out": np.zeros((3, 128), float32)}, "out is float32"),
+        (gate_up_silu, {"lora_parts": (128,), "lora_a": normal(3, 16, 64)}, "two parts of 64"),
+        (linear_add, {"lora_parts": (64, 64)}, "one part of 128"),
+    ],
+)
+def test_what_the_contract_refuses(op: Op[Any], change: dict[str, Any], why: str) -> None:
+    args = {**call(op, 3, 64, (64, 64), [1, 2]), **change}
+    tensors = {
+        n: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for n, v in args.items() if v is not None
+    }
+    with pytest.raises(ContractError, match=why):
+        op(CpuPack(), **tensors)
+
+
+QWEN3_4B: dict[str, tuple[Op[Any], int, tuple[int, ...]]] = {
+    "qkv": (norm_linear, 2560, (4096, 1024, 1024)),
+    "o": (linear_add, 4096, (2560,)),
+    "gate_up": (gate_up_silu, 2560, (9728, 9728)),
+    "down": (linear_add, 9728, (2560,)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 32, 64])
+@pytest.mark.parametrize("product", QWEN3_4B)
+def test_the_kernel_of_a_model_fits(
+    product: str, tokens: int, arena: Any, cubins: Any, resources: Any
+) -> None:
+    op, k, parts = QWEN3_4B[product]
+    n, rows = sum(parts), 16 * len(parts)
+    shapes = {"weight": (n, k), "lora_a": (8, rows, k), "lora_b": (8, n, 16)}
+    if op is linear_add:
+        shapes |= {"x": (tokens, n), "h": (tokens, k)}
+    else:
+        shapes |= {"x": (tokens, k), "out": (tokens, n // 2 if op is gate_up_silu else n)}
+    args: dict[str, Any] = {name: arena.alloc(shape, bfloat16) for name, shape in shapes.items()}
+    args |= {name: arena.alloc((tokens,), int32) for name in ("adapters", "token_slots")}
+    args["lora_parts"] = parts
+    plan, store = NullPack(H200), Store(90, cubins, folders=[])
+    plan.run(op, args)
+    (spec,) = [spec for spec in plan.specs() if spec.function == "gemm_small_adapted"]
+    store.prepare([spec])
+    used = resources(store.get(spec).cubin)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert store.get(spec).shared <= shared_bytes(90)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 64, 200])
+@pytest.mark.parametrize("product", QWEN3_4B)
+def test_a_model_on_a_gpu(gpu: Any, product: str, tokens: int) -> None:
+    """The result, and the same bits again."""
+    target, driver, _, stream = gpu
+    op, k, parts = QWEN3_4B[product]
+    args = call(op, tokens, k, parts, [0, *range(1, 9)])
+    first, second = (run_on_gpu(op, args, target, driver, stream) for _ in range(2))
+    compare(op, first, run_reference(op, args), limits(op))
+    name = "x" if op is linear_add else "out"
+    np.testing.assert_array_equal(first[name].view(np.uint16), second[name].view(np.uint16))
