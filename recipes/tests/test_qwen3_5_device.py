@@ -1,4 +1,4 @@
-"""The kernels of Qwen3.5's own ops, in Triton's interpreter, against the references."""
+"""The kernels of Qwen3.5's delta rule, in Triton's interpreter, against the references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,15 +24,11 @@ from openinfer.kernels import (
     Store,
     Target,
 )
-from openinfer.kernels.formats import q8_codes, q8_values
-from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kernels.packs.null import scratches
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
-from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
-from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
-from openinfer.tensor import Arena, Device, Stream, Tensor, bfloat16, float8_e4m3fn, float32, int32
+from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
 Array = np.ndarray[Any, Any]
 SMALL = Target(arch=90, num_sms=4)
@@ -338,144 +333,6 @@ def test_the_comparison_notices_a_small_change(
     bad = run_both(gated_delta_net, args)[0]
     limit = STEP if len(lengths) > 1 else CHUNKS
     assert error(bad["out"], good["out"]) > limit or error(bad["state"], good["state"]) > limit
-
-
-def attention_step(
-    rng: np.random.Generator,
-    lengths: Sequence[int],
-    before: Sequence[int],
-    *,
-    heads: tuple[int, int, int] = (8, 2, 64),
-    page_size: int = 16,
-    rotary: int = 16,
-    tokens: int | None = None,
-    dead: Sequence[int] = (),
-) -> dict[str, Any]:
-    """Arguments as of delta_step. heads: queries, keys, their size. What was never written is infinite."""
-    count, kv_heads, dim = heads
-    rows, total = len(lengths), tokens or sum(lengths)
-    slots = rng.permutation(np.arange(1, rows + 3))[:rows].astype(np.int32)
-    width = max(n + b for n, b in zip(lengths, before, strict=True)) // page_size + 1
-    tables = np.zeros((rows + 3, width), np.int32)
-    tables[slots] = 1 + rng.permutation(rows * width).reshape(rows, width)
-    kv = np.full((1 + rows * width, LAYERS, 2, kv_heads, page_size, dim), np.inf, bfloat16)[:, 1]
-    seq_lens, alive = np.zeros(rows + 3, np.int32), np.zeros(rows + 3, np.int32)
-    positions, token_slots = np.zeros(total, np.int32), np.zeros(total, np.int32)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    for row, slot in enumerate(slots):
-        seq_lens[slot], alive[slot] = before[row], row not in dead
-        for position in range(before[row]):
-            page, offset = tables[slot, position // page_size], position % page_size
-            kv[page, :, :, offset] = rng.standard_normal((2, kv_heads, dim))
-        positions[starts[row] : starts[row + 1]] = before[row] + np.arange(lengths[row])
-        token_slots[starts[row] : starts[row + 1]] = slot if row not in dead else 0
-    angle = np.arange(positions.max() + 1)[:, None] * 100.0 ** -np.linspace(0, 1, rotary // 2)
-    return {
-        "out": np.full((total, count * dim), np.nan, bfloat16),
-        "kv": kv,
-        "qkv": (rng.standard_normal((total, 2 * (count + kv_heads) * dim)) * 2).astype(bfloat16),
-        "q_norm": rng.uniform(1, 3, dim).astype(float32),
-        "k_norm": rng.uniform(0.5, 1.5, dim).astype(float32),
-        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
-        "positions": positions,
-        "token_slots": token_slots,
-        "slots": slots,
-        "q_starts": starts,
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "block_tables": tables,
-        "eps": 1e-6,
-        "scale": dim**-0.5,
-        "max_q_len": 1 if total == rows else total,
-    }
-
-
-ATTENDED = 6e-3
-
-
-ONE_KERNEL = Target(arch=90, num_sms=32)  # for as many rows as here; with fewer SMs a decode step takes three
-
-
-def in_fp8(args: dict[str, Any]) -> dict[str, Any]:
-    """The same call over an FP8 cache."""
-    pages, _, heads, page_size, dim = args["kv"].shape
-    cpu, layout = Device("cpu"), KvLayout(2, heads, page_size, dim, np.dtype(float8_e4m3fn))
-    cache = layout.allocate(Arena(cpu, pages * layout.page_bytes + 512), Stream(cpu), pages)
-    arrays = {name: tensor.numpy() for name, tensor in cache.layer(1).items() if tensor is not None}
-    arrays["kv"][...], arrays["kv_scales"][...] = q8_codes(
-        np.nan_to_num(args["kv"].astype(float32), posinf=0)
-    )
-    return args | arrays
-
-
-def check_attention(args: dict[str, Any], target: Target = ONE_KERNEL) -> None:
-    got, want = run_both(gated_attention, args, target)
-    kv, kv_wanted = got.pop("kv").astype(float32), want.pop("kv").astype(float32)
-    kv[0] = kv_wanted[0]  # the padding page may hold anything
-    assert error(kv, kv_wanted) < 2e-3
-    found, wanted = got.pop("out"), want.pop("out")
-    assert all(got[name].tobytes() == want[name].tobytes() for name in got)
-    for token in range(len(found)):  # each by itself
-        live = args["token_slots"][token] != 0
-        assert error(found[token], wanted[token]) < 2 * ATTENDED if live else not found[token].any(), token
-
-
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize(
-    ("heads", "rotary"), [((8, 2, 64), 16), ((4, 1, 256), 64), ((3, 1, 32), 32), ((2, 2, 16), 2)]
-)
-def test_attention_of_a_decode_step(
-    rng: np.random.Generator, heads: tuple[int, int, int], rotary: int, page_size: int
-) -> None:
-    lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 1, 63, 9, 64, 200, 70]
-    sizes = {"heads": heads, "rotary": rotary, "page_size": page_size}
-    step = attention_step(rng, lengths, before, tokens=7, dead=(6,), **sizes)
-    check_attention(step)
-    check_attention(step, SMALL)
-
-
-@pytest.mark.parametrize("context", [0, 1, 63, 64, 127, 600])
-def test_attention_of_one_row_is_split(rng: np.random.Generator, context: int) -> None:
-    check_attention(attention_step(rng, [1], [context]))
-
-
-@pytest.mark.parametrize("target", [ONE_KERNEL, SMALL])
-def test_attention_over_an_fp8_cache(rng: np.random.Generator, target: Target) -> None:
-    sizes: dict[str, Any] = {"heads": (4, 2, 64), "rotary": 16}
-    step = attention_step(rng, [1] * 5, [0, 1, 63, 200, 70], dead=(4,), **sizes)
-    mixed = attention_step(rng, [1, 40, 3, 0, 1], [70, 30, 62, 5, 0], tokens=50, **sizes)
-    for args in map(in_fp8, (step, mixed)):
-        got, want = run_both(gated_attention, args, replace(target, interpreted=True))
-        ours, right = (q8_values(x["kv"], x["kv_scales"])[1:] for x in (got, want))
-        assert error(ours, right) < 2e-2  # a value beside a tie may get the code beside
-        for token in np.flatnonzero(args["token_slots"]):
-            assert error(got["out"][token], want["out"][token]) < 3 * ATTENDED, token
-
-
-def test_attention_of_a_mixed_step(rng: np.random.Generator) -> None:
-    args = attention_step(rng, [1, 40, 3, 0, 1, 1], [70, 30, 62, 5, 0, 8], tokens=60, dead=(5,))
-    check_attention(args)
-
-
-@pytest.mark.parametrize("name", ["q_norm", "k_norm", "cos_sin", "qkv"])
-def test_the_comparison_of_attention_notices_a_small_change(rng: np.random.Generator, name: str) -> None:
-    """Negative control: one key head's norm, one angle or one head's gates a little off."""
-    args = attention_step(rng, [1, 1], [80, 3])
-    good = run_both(gated_attention, args, ONE_KERNEL)[1]
-    args[name] = args[name].copy()
-    changed = args[name][..., 64:128] if name == "qkv" else args[name]  # the first query head's gates
-    changed *= changed.dtype.type(1.1)
-    bad = run_both(gated_attention, args, ONE_KERNEL)[0]
-    assert max(error(bad["out"][t], good["out"][t]) for t in range(2)) > 2 * ATTENDED
-
-
-@pytest.mark.parametrize("columns", [64, 1])
-def test_sigmoid_gate(rng: np.random.Generator, columns: int) -> None:
-    wide = rng.standard_normal((5, 3, 200)).astype(bfloat16) * bfloat16.type(9)
-    out = rng.standard_normal((5, 3, 64)).astype(bfloat16)
-    got, want = run_both(sigmoid_gate, {"out": out, "gate": wide[..., 64 : 64 + columns]})
-    assert error(got["out"], want["out"]) < 1e-3
-    assert error(out, want["out"]) > 0.1  # negative control
 
 
 def null_step(tokens: int, rows: int, key_heads: int, heads: int) -> dict[str, Any]:

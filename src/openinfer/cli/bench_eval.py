@@ -102,7 +102,7 @@ def _run(api: Api, cases: list[eval_cases.Case], args: argparse.Namespace) -> di
         }  # fmt: skip
         return api.chat({**body, "tools": case.tools} if case.tools else body)
 
-    bar, answers = ProgressBar("bench:", things="answers"), []
+    bar, answers = ProgressBar("openinfer:", things="answers"), []
     with ThreadPoolExecutor(args.max_concurrency) as pool:
         for answer in pool.map(ask, cases):
             answers.append(answer)

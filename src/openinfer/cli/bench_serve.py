@@ -206,7 +206,7 @@ def _measure(
             progress(str(load))
             rng, before = random.Random(load.seed), counters(url)
             times = arrivals(load.num_prompts, load.request_rate, rng)
-            bar = ProgressBar("bench:", things="answers")
+            bar = ProgressBar("openinfer:", things="answers")
             run = await run_load(
                 client, list(messages(load, load.num_prompts, rng)), times, load.max_concurrency, bar
             )

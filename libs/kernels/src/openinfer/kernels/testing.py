@@ -23,6 +23,7 @@ import numpy as np
 
 from openinfer.kernels.errors import ContractError, RankLost
 from openinfer.kernels.exchange import segment_bytes, table_of
+from openinfer.kernels.kv_cache import KvLayout
 from openinfer.kernels.launch import Peers
 from openinfer.kernels.op import Op, Workload
 from openinfer.kernels.packs.cpu import CpuPack
@@ -32,16 +33,18 @@ from openinfer.kernels.packs.interp import InterpDriver
 from openinfer.kernels.packs.null import NullPack
 from openinfer.kernels.store import Store
 from openinfer.kernels.target import Target
-from openinfer.tensor import Stream, Tensor, uint8
+from openinfer.tensor import Arena, Device, Stream, Tensor, float8_e4m3fn, uint8
 
 __all__ = [
     "INTERPRETED",
+    "NEVER",
     "Array",
     "Case",
     "HostPeers",
     "OpConformance",
     "compare",
     "error",
+    "fp8_cache",
     "run_interpreted",
     "run_on_gpu",
     "run_reference",
@@ -63,6 +66,19 @@ def error(got: Array, want: Array) -> float:
     g, w = got.astype(np.float64), want.astype(np.float64)
     size = max(float(np.linalg.norm(w)), 1e-30)
     return float(np.linalg.norm(g - w)) / size if np.isfinite(g).all() else float("inf")
+
+
+NEVER = 0xFF
+"""Every byte of an FP8 cache that was never written: NaN as a code and as a scale."""
+
+
+def fp8_cache(pages: int, kv_heads: int, page_size: int, dim: int) -> Arrays:
+    """The arguments `kv` and `kv_scales` of a layer of an FP8 cache that was never written. Other layers lie between
+    its pages."""
+    layout, cpu = KvLayout(3, kv_heads, page_size, dim, np.dtype(float8_e4m3fn)), Device("cpu")
+    cache = layout.allocate(Arena(cpu, pages * layout.page_bytes + 512), Stream(cpu), pages)
+    cache.pages.numpy()[:] = NEVER
+    return {name: tensor.numpy() for name, tensor in cache.layer(1).items() if tensor is not None}
 
 
 def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int, int]:

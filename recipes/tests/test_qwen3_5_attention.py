@@ -1,0 +1,213 @@
+"""The kernels of Qwen3.5's gated attention against the references: in Triton's interpreter, and on a GPU as
+published."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openinfer.kernels import Op, Target
+from openinfer.kernels.formats import q8_codes, q8_values
+from openinfer.kernels.testing import fp8_cache, run_interpreted, run_on_gpu, run_reference
+from openinfer.kernels.tuner import DeviceMeter
+from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
+from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
+from openinfer.tensor import bfloat16, float32
+
+Array = np.ndarray[Any, Any]
+Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
+SMALL = Target(arch=90, num_sms=4)
+ONE_KERNEL = Target(arch=90, num_sms=32)  # for as many rows as here; with fewer SMs a decode step takes three
+ATTENDED = 6e-3
+"""Relative error: probabilities and the result are rounded."""
+LAYERS = 3  # of a cache, the middle one of which is used
+
+
+def error(got: Array, want: Array) -> float:
+    """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
+    finite = np.isfinite(want.astype(float32))
+    if not np.array_equal(finite, np.isfinite(got.astype(float32))):
+        return float("inf")
+    g, w = got[finite].astype(np.float64), want[finite].astype(np.float64)
+    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
+
+
+def run_both(
+    op: Op[Any], args: Mapping[str, Any], target: Target = SMALL
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """The arrays of a call as the kernels leave them, and as the reference does."""
+    return run_interpreted(op, args, target), run_reference(op, args)
+
+
+def attention_step(
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    before: Sequence[int],
+    *,
+    heads: tuple[int, int, int] = (8, 2, 64),
+    page_size: int = 16,
+    rotary: int = 16,
+    tokens: int | None = None,
+    dead: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Arguments as of delta_step. heads: queries, keys, their size. What was never written is infinite."""
+    count, kv_heads, dim = heads
+    rows, total = len(lengths), tokens or sum(lengths)
+    slots = rng.permutation(np.arange(1, rows + 3))[:rows].astype(np.int32)
+    width = max(n + b for n, b in zip(lengths, before, strict=True)) // page_size + 1
+    tables = np.zeros((rows + 3, width), np.int32)
+    tables[slots] = 1 + rng.permutation(rows * width).reshape(rows, width)
+    kv = np.full((1 + rows * width, LAYERS, 2, kv_heads, page_size, dim), np.inf, bfloat16)[:, 1]
+    seq_lens, alive = np.zeros(rows + 3, np.int32), np.zeros(rows + 3, np.int32)
+    positions, token_slots = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    for row, slot in enumerate(slots):
+        seq_lens[slot], alive[slot] = before[row], row not in dead
+        for position in range(before[row]):
+            page, offset = tables[slot, position // page_size], position % page_size
+            kv[page, :, :, offset] = rng.standard_normal((2, kv_heads, dim))
+        positions[starts[row] : starts[row + 1]] = before[row] + np.arange(lengths[row])
+        token_slots[starts[row] : starts[row + 1]] = slot if row not in dead else 0
+    angle = np.arange(positions.max() + 1)[:, None] * 100.0 ** -np.linspace(0, 1, rotary // 2)
+    return {
+        "out": np.full((total, count * dim), np.nan, bfloat16),
+        "kv": kv,
+        "qkv": (rng.standard_normal((total, 2 * (count + kv_heads) * dim)) * 2).astype(bfloat16),
+        "q_norm": rng.uniform(1, 3, dim).astype(float32),
+        "k_norm": rng.uniform(0.5, 1.5, dim).astype(float32),
+        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
+        "positions": positions,
+        "token_slots": token_slots,
+        "slots": slots,
+        "q_starts": starts,
+        "seq_lens": seq_lens,
+        "alive": alive,
+        "block_tables": tables,
+        "eps": 1e-6,
+        "scale": dim**-0.5,
+        "max_q_len": 1 if total == rows else total,
+    }
+
+
+def in_fp8(args: dict[str, Any]) -> dict[str, Any]:
+    """The same call over an FP8 cache."""
+    pages, _, heads, page_size, dim = args["kv"].shape
+    arrays = fp8_cache(pages, heads, page_size, dim)
+    arrays["kv"][...], arrays["kv_scales"][...] = q8_codes(
+        np.nan_to_num(args["kv"].astype(float32), posinf=0)
+    )
+    return args | arrays
+
+
+def check_attention(args: dict[str, Any], target: Target = ONE_KERNEL) -> None:
+    got, want = run_both(gated_attention, args, target)
+    kv, kv_wanted = got.pop("kv").astype(float32), want.pop("kv").astype(float32)
+    kv[0] = kv_wanted[0]  # the padding page may hold anything
+    assert error(kv, kv_wanted) < 2e-3
+    found, wanted = got.pop("out"), want.pop("out")
+    assert all(got[name].tobytes() == want[name].tobytes() for name in got)
+    for token in range(len(found)):  # each by itself
+        live = args["token_slots"][token] != 0
+        assert error(found[token], wanted[token]) < 2 * ATTENDED if live else not found[token].any(), token
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "rotary"), [((8, 2, 64), 16), ((4, 1, 256), 64), ((3, 1, 32), 32), ((2, 2, 16), 2)]
+)
+def test_attention_of_a_decode_step(
+    rng: np.random.Generator, heads: tuple[int, int, int], rotary: int, page_size: int
+) -> None:
+    lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 1, 63, 9, 64, 200, 70]
+    sizes = {"heads": heads, "rotary": rotary, "page_size": page_size}
+    step = attention_step(rng, lengths, before, tokens=7, dead=(6,), **sizes)
+    check_attention(step)
+    check_attention(step, SMALL)
+
+
+@pytest.mark.parametrize("context", [0, 1, 63, 64, 127, 600])
+def test_attention_of_one_row_is_split(rng: np.random.Generator, context: int) -> None:
+    check_attention(attention_step(rng, [1], [context]))
+
+
+def check_over_fp8(got: Mapping[str, Array], want: Mapping[str, Array], args: Mapping[str, Any]) -> None:
+    """Every live token within the bound by itself, and what is written has the reference's values."""
+    ours, right = (q8_values(x["kv"], x["kv_scales"])[1:] for x in (got, want))
+    assert error(ours, right) < 2e-2  # a value beside a tie may get the code beside
+    for token in np.flatnonzero(args["token_slots"]):
+        assert error(got["out"][token], want["out"][token]) < 3 * ATTENDED, token
+
+
+@pytest.mark.parametrize("target", [ONE_KERNEL, SMALL])
+def test_attention_over_an_fp8_cache(rng: np.random.Generator, target: Target) -> None:
+    sizes: dict[str, Any] = {"heads": (4, 2, 64), "rotary": 16}
+    step = attention_step(rng, [1] * 5, [0, 1, 63, 200, 70], dead=(4,), **sizes)
+    mixed = attention_step(rng, [1, 40, 3, 0, 1], [70, 30, 62, 5, 0], tokens=50, **sizes)
+    for args in map(in_fp8, (step, mixed)):
+        check_over_fp8(*run_both(gated_attention, args, replace(target, interpreted=True)), args)
+
+
+PUBLISHED: dict[str, Any] = {"heads": (16, 4, 256), "rotary": 64}
+"""Of Qwen3.5-4B."""
+
+
+@pytest.fixture
+def on_gpu(meter: DeviceMeter) -> Run:
+    """on_gpu(op, args): the arrays of a call as a GPU leaves them, with the kernels of CUDA C++."""
+    target = replace(meter.target, nvrtc=True)
+    return lambda op, args: run_on_gpu(op, args, target, meter.driver, meter.stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 40, 200])
+def test_a_decode_step_over_an_fp8_cache_on_a_gpu(on_gpu: Run, rng: np.random.Generator, rows: int) -> None:
+    """One kernel, three kernels, and the kernel for many rows of codes."""
+    before = rng.integers(1, 900, rows).tolist()
+    dead = (rows // 2,) if rows > 1 else ()
+    args = in_fp8(attention_step(rng, [1] * rows, before, dead=dead, **PUBLISHED))
+    want = run_reference(gated_attention, args)
+    check_over_fp8(on_gpu(gated_attention, args), want, args)
+    args["kv_scales"][:, 1, 0] += 1  # negative control: the values of one head are twice as large
+    found = on_gpu(gated_attention, args)["out"]
+    assert max(error(found[t], want["out"][t]) for t in np.flatnonzero(args["token_slots"])) > 0.1
+
+
+@pytest.mark.gpu
+def test_a_mixed_step_over_an_fp8_cache_on_a_gpu(on_gpu: Run, rng: np.random.Generator) -> None:
+    lengths, before = [1, 300, 0, 1, 65, 1, 9, 700], [800, 100, 7, 64, 0, 3, 130, 260]
+    args = in_fp8(attention_step(rng, lengths, before, dead=(3, 6), tokens=1200, **PUBLISHED))
+    check_over_fp8(on_gpu(gated_attention, args), run_reference(gated_attention, args), args)
+
+
+def test_attention_of_a_mixed_step(rng: np.random.Generator) -> None:
+    args = attention_step(rng, [1, 40, 3, 0, 1, 1], [70, 30, 62, 5, 0, 8], tokens=60, dead=(5,))
+    check_attention(args)
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm", "cos_sin", "qkv"])
+def test_the_comparison_of_attention_notices_a_small_change(rng: np.random.Generator, name: str) -> None:
+    """Negative control: one key head's norm, one angle or one head's gates a little off."""
+    args = attention_step(rng, [1, 1], [80, 3])
+    good = run_both(gated_attention, args, ONE_KERNEL)[1]
+    args[name] = args[name].copy()
+    changed = args[name][..., 64:128] if name == "qkv" else args[name]  # the first query head's gates
+    changed *= changed.dtype.type(1.1)
+    bad = run_both(gated_attention, args, ONE_KERNEL)[0]
+    assert max(error(bad["out"][t], good["out"][t]) for t in range(2)) > 2 * ATTENDED
+
+
+@pytest.mark.parametrize("columns", [64, 1])
+def test_sigmoid_gate(rng: np.random.Generator, columns: int) -> None:
+    wide = rng.standard_normal((5, 3, 200)).astype(bfloat16) * bfloat16.type(9)
+    out = rng.standard_normal((5, 3, 64)).astype(bfloat16)
+    got, want = run_both(sigmoid_gate, {"out": out, "gate": wide[..., 64 : 64 + columns]})
+    assert error(got["out"], want["out"]) < 1e-3
+    assert error(out, want["out"]) > 0.1  # negative control
