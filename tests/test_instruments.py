@@ -139,7 +139,7 @@ def test_bench_step_traces_the_steps_it_runs(tmp_path: Path) -> None:
     host = {e["name"] for e in bars if e["pid"] == 0}
     phases = {"plan", "write rows", "upload", "launch", "read back", "reconcile", "outputs"}
     assert host > phases  # and on a CPU the ops, which run within the launch
-    assert {"gate_up_silu", "sample"} < host - phases
+    assert {"gate_up_silu", "greedy"} < host - phases
     steps = [e for e in bars if e["pid"] == 1]
     assert {e["args"]["rows"] for e in steps} == {2}
     device = [e for e in bars if e["pid"] == 2]

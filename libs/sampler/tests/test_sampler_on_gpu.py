@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from openinfer.sampler import SamplingParams
-from openinfer.sampler.gpu import advance, sample, score, top_logprobs
+from openinfer.sampler.gpu import advance, greedy, sample, score, top_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +33,34 @@ def test_sample(run_gpu, run_cpu, step, check_tokens, rows):
     again = run_gpu(sample, **args)
     np.testing.assert_array_equal(again["tokens"], got["tokens"])
     np.testing.assert_array_equal(again["logprobs"], got["logprobs"])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+def test_greedy(run_gpu, run_cpu, step, rows):
+    rng = np.random.default_rng(rows)
+    logits = rng.integers(-50, 50, (rows, VOCABULARY)).astype(np.float32)  # thousands of equal maxima
+    args = step(
+        logits,
+        temperatures=0.0,
+        stop_ids=logits.argmax(axis=1)[:, None],
+        min_lens=rng.choice([0, 1000], rows),
+    )
+    logits[rows // 2, 7] = np.nan if rows > 8 else logits[rows // 2, 7]
+    names = (
+        "tokens",
+        "logprobs",
+        "logits",
+        "slots",
+        "q_starts",
+        "seq_lens",
+        "alive",
+        "emits",
+        "min_lens",
+        "stop_ids",
+    )
+    got = run_gpu(greedy, **{name: args[name] for name in names})["tokens"]
+    np.testing.assert_array_equal(got, run_cpu(sample, **args)["tokens"])
+    np.testing.assert_array_equal(got, run_gpu(sample, **args)["tokens"])
 
 
 def test_sample_with_adjustments(run_gpu, run_cpu, step, check_tokens):

@@ -15,7 +15,10 @@ from openinfer.kernels import Pack, expand_rows, linear_add, reduce_add, select_
 from openinfer.kernels.adapters import Adapters
 from openinfer.kernels.low_rank import Lora
 from openinfer.sampler.gpu import SampleBuffers, fields
+from openinfer.scheduler import Row
 from openinfer.tensor import Arena, Stream, Tensor, int32
+
+Array = np.ndarray[Any, Any]
 
 
 class StepRows(TypedDict):
@@ -214,3 +217,12 @@ def row_fields(max_rows: int, max_tokens: int, vocab_size: int, logits: int) -> 
         Field("prompt", (max_tokens,)),
         *score_fields(logits, max_tokens),
     ]
+
+
+def prompt_ids(placed: Sequence[tuple[Row[Any], int]], num_tokens: int) -> Array:
+    """The ids that chunks bring, int32 [num_tokens]; -1 where the token sampled last is fed."""
+    prompt = np.full(num_tokens, -1, np.int32)
+    for row, start in placed:
+        if row.start is not None:
+            prompt[start : start + row.num_tokens] = row.seq.tokens[row.start : row.start + row.num_tokens]
+    return prompt

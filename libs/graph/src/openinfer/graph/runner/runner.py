@@ -12,6 +12,7 @@ import numpy as np
 from openinfer.graph.buckets import Buckets, Shape
 from openinfer.graph.pace import StepPace
 from openinfer.graph.readback import Readback
+from openinfer.graph.runner.batch import prompt_ids
 from openinfer.graph.runner.drafting import Drafting
 from openinfer.graph.runner.follower import Leader
 from openinfer.graph.runner.host import recorded
@@ -22,12 +23,13 @@ from openinfer.graph.runner.sampling import Sampling
 from openinfer.graph.runner.scoring import Scores, Share, read_scores, write_scores
 from openinfer.graph.runner.segments import segments
 from openinfer.graph.runner.verifying import read_verified, write_following, write_verified
+from openinfer.graph.runner.wishes import Wishes
 from openinfer.graph.steps import StepGraphs
 from openinfer.graph.trace import StepTrace
 from openinfer.graph.watch import Watch
 from openinfer.kernels import Pack
 from openinfer.sampler.gpu import RowStatus, masks_after, values
-from openinfer.scheduler import FinishReason, Row, Seq, Step, StepResult
+from openinfer.scheduler import FinishReason, Seq, Step, StepResult
 from openinfer.tensor import Stream
 
 Array = np.ndarray[Any, Any]
@@ -42,7 +44,8 @@ FINISH_REASONS = {
 
 class Payload(NamedTuple):
     """Results of a step along its rows: token ids [1 + D, R], their log-probabilities [1 + D, R], and the most likely
-    tokens [1 + D, R, MAX_LOGPROBS] where a row asked. D: the most drafts of a row in a step of this shape."""
+    tokens [1 + D, R, MAX_LOGPROBS] where a row asked. Log-probabilities are NaN where no row asked for one and all are
+    greedy. D: the most drafts of a row in a step of this shape."""
 
     token_ids: Array
     logprobs: Array
@@ -90,10 +93,11 @@ class Runner:
     _bucket: str = ""  # its name
     _plain: Shape = field(default_factory=lambda: Shape(0, 0, 0))  # of the same rows without drafts
     _wants_logprobs: bool = False
+    _greedy: bool = False  # whether the rows ask for the most likely token and nothing else
     _constrained: Constrained = ()
     masking: Masking = field(init=False)
     """Its `masks` are needed for sequences with a constraint."""
-    _asks_logprobs: Array = field(init=False)  # by slot
+    _wishes: Wishes = field(init=False)
     _shares: Sequence[Share] = ()
     _scores: list[Scores] = field(default_factory=list)
     _waiting: _Launched | None = None
@@ -101,7 +105,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         slots = self.model.batch.rows["alive"].shape[0]
-        self._asks_logprobs, self.masking = np.zeros(slots, bool), Masking(self.model.batch.rows)
+        self._wishes, self.masking = Wishes(slots), Masking(self.model.batch.rows)
 
     def record(self) -> None:
         """Record every segment, and wait until the device has them. The weights need not be there yet."""
@@ -216,7 +220,7 @@ class Runner:
     def _sample_now(self, launched: _Launched) -> None:
         """The second half of a launch; the rows are still the step's."""
         shape, b = launched.shape, self.model.batch.sampled
-        self.replay(("sample", shape.rows, shape.drafts))
+        self.replay(self.choosing(shape))
         n = shape.rows * (1 + shape.drafts) if shape.drafts else len(launched.step.rows)
         results = [b.result[:n]]
         if launched.wants_logprobs:
@@ -237,6 +241,11 @@ class Runner:
         self.readback.enqueue(self.stream, results)
         if drafts_later:
             self._draft(launched)
+
+    def choosing(self, shape: Shape) -> tuple[object, ...]:
+        """The key of the segment that chooses the tokens of a step of this shape with the rows written last."""
+        greedy = self._greedy and not self.buckets.max_drafts
+        return ("greedy", shape.rows) if greedy else ("sample", shape.rows, shape.drafts)
 
     def collect(self, wait_s: float | None) -> StepResult[Payload] | None:
         """The oldest step's result. Waiting blocks on the device; a step is milliseconds, so wait_s is not a limit."""
@@ -309,7 +318,7 @@ class Runner:
         if seq.lease is None:
             raise TypeError(f"sequence {seq.id} joined without a lease")
         params, masked = sampling.params, sampling.constraint is not None
-        self._asks_logprobs[slot] = bool(params.logprobs)
+        self._wishes.join(slot, sampling)
         if self.model.batch.proposals is not None:
             rows.write("kept_places", slot, np.full(rows.width("kept_places"), -1, np.int32))
         self.pace.join(slot, seq.lease.num_cached)
@@ -364,7 +373,7 @@ class Runner:
         q_starts = np.full(num_rows + 1, total, np.int32)
         q_starts[: count + 1] = starts
         rows, placed = self.model.batch.rows, list(zip(chunks, starts[decoding:].tolist(), strict=False))
-        self._wants_logprobs = bool(self._asks_logprobs[slots].any())
+        self._wants_logprobs, self._greedy = self._wishes.tops(slots), self._wishes.greedy(slots)
         self._constrained = constrained_rows(step, emits)
         if self.model.states is not None and self._shape.longest > 1:
             self.model.states.chunks(rows, step, num_rows)
@@ -379,7 +388,7 @@ class Runner:
             write_verified(rows, q_starts, drafts, self._shape.drafts)
         if self.model.batch.proposals is not None:
             write_following(rows, num_rows, step)
-        rows.write("prompt", 0, _prompt_ids(placed, self._shape.tokens))
+        rows.write("prompt", 0, prompt_ids(placed, self._shape.tokens))
 
     def close(self) -> None:
         """Wait for what is under way and give everything back but the memory."""
@@ -389,12 +398,3 @@ class Runner:
         self.graphs.close()
         self.readback.close()
         self.model.batch.rows.close()
-
-
-def _prompt_ids(placed: Sequence[tuple[Row[Sampling], int]], num_tokens: int) -> Array:
-    """The ids that chunks bring, int32 [num_tokens]; -1 where the token sampled last is fed."""
-    prompt = np.full(num_tokens, -1, np.int32)
-    for row, start in placed:
-        if row.start is not None:
-            prompt[start : start + row.num_tokens] = row.seq.tokens[row.start : row.start + row.num_tokens]
-    return prompt

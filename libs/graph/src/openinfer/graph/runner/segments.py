@@ -13,7 +13,7 @@ from openinfer.graph.runner.scoring import padded
 from openinfer.graph.runner.verifying import draft_fields
 from openinfer.kernels import Pack, apply_writes, copy_words, select_rows
 from openinfer.sampler import MAX_LOGPROBS
-from openinfer.sampler.gpu import sample_rows, score_tokens, verify_rows
+from openinfer.sampler.gpu import greedy_rows, sample_rows, score_tokens, verify_rows
 from openinfer.tensor import Tensor
 
 
@@ -21,9 +21,9 @@ def segments(
     model: Model, pack: Pack, buckets: Buckets, rooms: Sequence[Tensor] | None = None
 ) -> dict[tuple[object, ...], Callable[[], None]]:
     """Every segment that steps of these buckets are made of, by the key under which a Runner records it: ("upload",),
-    ("forward", shape), ("sample", rows, drafts), ("score", first token), and where
-    layers of the model draft, ("draft", shape, drafts). rooms: of Readback; each is filled by ("results", place).
-    None: one that stands for them in a plan."""
+    ("forward", shape), ("sample", rows, drafts), ("score", first token), in engines without drafts ("greedy", rows),
+    and where layers of the model draft, ("draft", shape, drafts). rooms: of Readback; each is filled by
+    ("results", place). None: one that stands for them in a plan."""
     batch, most = model.batch, model.batch.sampled.score_ranks.shape[0]
     work: dict[tuple[object, ...], Callable[[], None]] = {
         ("upload",): lambda: apply_writes(pack, words=batch.rows.words, writes=batch.rows.writes)
@@ -36,6 +36,7 @@ def segments(
     for rows in buckets.sample_rows():
         if not buckets.max_drafts:
             work["sample", rows, 0] = partial(sample_rows, pack, batch.rows, batch.sampled, rows)
+            work["greedy", rows] = partial(greedy_rows, pack, batch.rows, batch.sampled, rows)
             continue
         for drafts in (0, *buckets.draft_levels):
             work["sample", rows, drafts] = partial(verify_rows, pack, batch.rows, batch.sampled, rows, drafts)

@@ -4,6 +4,7 @@ try:
     from openinfer.sampler.gpu.ops.accept import accept
     from openinfer.sampler.gpu.ops.adjustments import SlotField, mask_words
     from openinfer.sampler.gpu.ops.advance import advance
+    from openinfer.sampler.gpu.ops.greedy import greedy
     from openinfer.sampler.gpu.ops.propose import follow, propose
     from openinfer.sampler.gpu.ops.rows import Adjustment, RowStatus
     from openinfer.sampler.gpu.ops.sample import sample
@@ -14,6 +15,7 @@ try:
     from openinfer.sampler.gpu.segment import (
         SampleBuffers,
         draw_drafts,
+        greedy_rows,
         masks_after,
         sample_rows,
         score_tokens,
@@ -39,6 +41,8 @@ __all__ = [
     "draw_drafts",
     "fields",
     "follow",
+    "greedy",
+    "greedy_rows",
     "mask_words",
     "masks_after",
     "propose",

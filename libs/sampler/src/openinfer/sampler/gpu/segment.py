@@ -10,12 +10,14 @@ where the token sampled before it is the row's draft.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from openinfer.kernels import Pack
 from openinfer.sampler.gpu.ops.accept import accept
 from openinfer.sampler.gpu.ops.advance import advance
+from openinfer.sampler.gpu.ops.greedy import GREEDY_FIELDS, greedy
 from openinfer.sampler.gpu.ops.sample import sample
 from openinfer.sampler.gpu.ops.score import score
 from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, SAMPLE_FIELDS
@@ -79,6 +81,17 @@ def sample_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int)
     """Choose the next token of the first `num_rows` rows from their logits, and end rows that are over. Then advance
     the state of live rows past the step. A step has one such call, after its forward pass."""
     _sample(pack, rows, buffers, slice(num_rows), rows["emits"], rows["q_starts"])
+
+
+def greedy_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int) -> None:
+    """`sample_rows` of a step in which each row is greedy, adjusts nothing and asks for no logprobs. Their place in the
+    result has NaN."""
+    b, r = buffers, num_rows
+    chosen = {"tokens": b.tokens[:r], "logprobs": b.logprobs[:r]}
+    step = {"slots": rows["slots"][:r], "emits": rows["emits"][:r], "alive": rows["alive"]}
+    lengths = {"q_starts": rows["q_starts"][: r + 1], "seq_lens": rows["seq_lens"]}
+    greedy(pack, logits=b.logits[:r], **chosen, **step, **lengths, **{n: rows[n] for n in GREEDY_FIELDS})
+    _advance(pack, rows, b, slice(r), chosen, step, lengths)
 
 
 def verify_rows(pack: Pack, rows: Fields, buffers: SampleBuffers, num_rows: int, num_drafts: int) -> None:
@@ -155,9 +168,22 @@ def _sample(
         num_logprobs=rows["num_logprobs"],
         **step,
     )
+    _advance(pack, rows, b, part, chosen, step, lengths)
+
+
+def _advance(
+    pack: Pack,
+    rows: Fields,
+    buffers: SampleBuffers,
+    part: slice,
+    chosen: Mapping[str, Tensor],
+    step: Mapping[str, Tensor],
+    lengths: Mapping[str, Tensor],
+) -> None:
+    """The end of a position: `chosen` has tokens and logprobs, `step` and `lengths` the rows' other arguments."""
     advance(
         pack,
-        result=b.result[part],
+        result=buffers.result[part],
         last_tokens=rows["last_tokens"],
         **chosen,
         **step,
