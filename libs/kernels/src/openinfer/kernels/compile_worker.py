@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 from openinfer.kernels.store import cuda_source
@@ -75,7 +76,14 @@ def compile_cuda(spec: dict[str, Any], arch: int) -> tuple[bytes, dict[str, Any]
     cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
     check(nvrtc.nvrtcGetCUBIN(program, cubin))
     meta = {"name": spec["function"], "shared": spec["shared"], "num_warps": -(-spec["threads"] // 32)}
-    return cubin, {**meta, "num_ctas": 1, "tensor_maps": []}
+    return cubin, {**meta, "num_ctas": 1, "tensor_maps": tensor_maps(spec["signature"])}
+
+
+def tensor_maps(signature: Iterable[tuple[str, str]]) -> list[dict[str, Any]]:
+    """The maps among the arguments of a kernel of CUDA C++. Only tiles with rows of 128 bytes are swizzled."""
+    kinds = [kind for _, kind in signature if kind.startswith("tensordesc<bf16[")]
+    blocks = [[int(n) for n in kind[len("tensordesc<bf16[") : -len("]>")].split(",")] for kind in kinds]
+    return [{"swizzle": 3 if cols == 64 else 0, "block_size": [rows, cols]} for rows, cols in blocks]
 
 
 def _with_layout(kind: str) -> str:

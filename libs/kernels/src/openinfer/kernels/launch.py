@@ -293,12 +293,12 @@ def launch_cuda(
 ) -> Launch:
     """Make a launch record of a kernel of CUDA C++ (see CudaSpec). It assumes tensors at multiples of 16 bytes.
 
-    Raises LaunchError for a tensor elsewhere, for a tensor map, and where an int does not fit an i32.
+    Raises LaunchError for a tensor elsewhere, and where an int does not fit an i32.
     """
     signature = []
     for name, arg in args.items():
         kind, aligned = _type_of(name, arg)
-        if isinstance(arg, TensorMap) or (isinstance(arg, Tensor) and not aligned):
+        if isinstance(arg, Tensor) and not aligned:
             raise LaunchError(f"{name} is {arg!r}; {file} takes tensors at multiples of 16 bytes")
         signature.append((name, kind))
     macros = tuple(sorted((name, int(value)) for name, value in constants.items()))

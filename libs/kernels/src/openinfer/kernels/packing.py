@@ -3,7 +3,7 @@
 Triton's parameter ABI, read off its PTX (3.6 to 3.9): the arguments less the constants, in order, each naturally
 aligned; a tensor map is 128 bytes by value (here 128-byte aligned), then its shape as i32 and its strides as i64; last
 come two pointers, global and profile scratch, which our kernels do not use. A kernel of CUDA C++ has its arguments
-alone.
+alone, and of a tensor map the 128 bytes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _SCALARS = {"i32": "i", "fp32": "f"}
 
 def _fields(spec: Spec) -> list[str]:
     """The struct codes of the parameters."""
+    cuda = isinstance(spec, CudaSpec)
+    of_map = ["128s"] if cuda else ["128s", "i", "i", "q", "q"]
     codes: list[str] = []
     for _, kind in spec.signature:
-        if kind.startswith("tensordesc"):
-            codes += ["128s", "i", "i", "q", "q"]
-        else:
-            codes.append(_SCALARS.get(kind, "Q"))
-    return codes if isinstance(spec, CudaSpec) else [*codes, "Q", "Q"]
+        codes += of_map if kind.startswith("tensordesc") else [_SCALARS.get(kind, "Q")]
+    return codes if cuda else [*codes, "Q", "Q"]
 
 
 class Parameters:
@@ -55,7 +54,7 @@ class Parameters:
         self._offsets = offsets
         self._pointers = (ctypes.c_void_p * len(codes))(*(self._base + o for o in offsets))
         self.params = ctypes.addressof(self._pointers)
-        self._rest = () if isinstance(spec, CudaSpec) else (0, 0)
+        self._cuda = isinstance(spec, CudaSpec)
 
     def pack(self, args: Sequence[Arg], address: Address, encode: EncodeTensorMap) -> None:
         """Write the values of `args`. `address` says where a tensor, a scratch or a table of peers is."""
@@ -72,9 +71,11 @@ class Parameters:
                 tensor = arg.tensor
                 rows, cols = tensor.shape
                 stride = tensor.strides[0] if isinstance(tensor, Tensor) else cols
-                values += (encode(arg, address(tensor), maps), rows, cols, stride, 1)
+                values.append(encode(arg, address(tensor), maps))
+                values += () if self._cuda else (rows, cols, stride, 1)
                 maps += 1
-        self._struct.pack_into(self._memory, self._start, *values, *self._rest)
+        rest = () if self._cuda else (0, 0)
+        self._struct.pack_into(self._memory, self._start, *values, *rest)
 
     def read(self, index: int, size: int) -> bytes:
         """The bytes of one parameter."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from openinfer.kernels import gated_product
 from openinfer.kernels.coded_products import (
     CUBLAS_WORKSPACE,
     Coded,
@@ -231,9 +232,7 @@ def matmul(
 ) -> Command:
     """The product by the kernel of `choice`; `gated` and `scales` are for the kinds gemv and small."""
     if x.dtype != bfloat16:
-        raise ContractError(
-            f"x is {x.dtype.name}; linear layers on a GPU are bfloat16 (float32: the cpu pack)"
-        )
+        raise ContractError(f"x is {x.dtype.name}; products on a GPU are bfloat16 (float32: the cpu pack)")
     match choice.kind:
         case "cublas":
             return Matmul(out, x, weight, Scratch((CUBLAS_WORKSPACE,), np.dtype(np.uint8)), accumulate=add)
@@ -258,11 +257,12 @@ def gated_matmul(
     """The gated product by the kernel of `choice`, and then by silu_mul if that kernel cannot do it itself."""
     if choice.kind in ("gemv", "ring", "small"):
         yield matmul(choice, target, out, x, weight, scales, gated=True)
-        return
-    m, width = out.shape
-    both = Scratch((m, 2 * width), bfloat16)
-    yield matmul(choice, target, both, x, weight)
-    yield silu_mul(out, both)
+    elif gated_product.takes(target, out, x, weight):
+        yield gated_product.gated_product(target, out, x, weight)
+    else:
+        both = Scratch((out.shape[0], 2 * out.shape[1]), bfloat16)
+        yield matmul(choice, target, both, x, weight)
+        yield silu_mul(out, both)
 
 
 def silu_mul(out: Tensor | Scratch, both: Tensor | Scratch) -> Command:
