@@ -529,6 +529,16 @@ def test_calls_are_told_apart_by_what_their_time_depends_on() -> None:
     assert not set(two) & set(keys(1, 20))
 
 
+def test_prompts_of_as_many_tokens_as_rows_are_told_from_decode_steps() -> None:
+    outline = Outline(RECIPE, Source.read(TINY), RECIPE.options(max_num_seqs=8), H200)
+    recorder, workload = Recorder(), Workload(8, 8, 800, 800)
+    for longest in (1, 8):
+        outline.model.forward(recorder, num_tokens=8, num_rows=8, max_q_len=longest)
+    keys = {key(op, args, workload) for op, args in recorder.calls if op.name == "norm_rope_attend"}
+    assert len(keys) == 2
+    assert sum("prompts" in one for one in keys) == 1
+
+
 def test_the_floor_is_the_larger_of_two_times() -> None:
     machine = Machine(1e12, 100e12)
     assert machine.floor_us(Cost(2_000_000, 100_000_000)) == pytest.approx(2)

@@ -7,6 +7,7 @@ import pytest
 from openinfer.kernels import (
     GPUS,
     H200,
+    Call,
     Cost,
     NullPack,
     Op,
@@ -77,6 +78,9 @@ def test_an_op_with_lines_takes_its_own_by_its_tokens():
     assert figures.speed("embed", 512, 3) == figures.speed("embed", 4096, 3) == lines[1][1]
     middle = (2**0.5 * 1e12, 200e12, 2**0.5 * 20e-6)
     assert figures.speed("embed", 64, 3) == pytest.approx(middle)
+    decode = figures._replace(ops={"embed": lines, "embed, decode": lines[1:]})
+    assert figures.speed("embed, decode", 8, 3) == lines[0][1]
+    assert decode.speed("embed, decode", 8, 3) == lines[1][1]
     twice = figures.at(Speed(2e12, 250e12, 10e-6))
     assert twice.ops["embed"][0][1] == pytest.approx((0.5e12, 50e12, 40e-6))
     traced = calls(Arena(Device("null"), None), tokens=512)
@@ -158,3 +162,10 @@ def test_steps_have_predictions_where_the_speed_is_known(caplog):
     assert predictions(steps, Target(90, 132, gpu="Unknown")) == {}
     assert caplog.messages[-1].endswith("no speed is known of these kernels on Unknown")
     assert predictions(steps, dataclasses.replace(H200, batch_invariant=True)) == {}
+
+
+@pytest.mark.parametrize(("longest", "kind"), [(1, "attend, decode"), (4, "attend, decode"), (64, "attend")])
+def test_attention_of_rows_with_few_tokens_is_a_kind_of_its_own(longest, kind):
+    (op,) = {call.op for call in calls(Arena(Device("null"), None), tokens=512) if call.op.name == "attend"}
+    assert Call(op, {"max_q_len": longest}, ()).kind == kind
+    assert Call(op, {}, ()).kind == "attend"

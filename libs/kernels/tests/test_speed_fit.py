@@ -14,13 +14,6 @@ FIGURES = GPUS[H200.gpu]._replace(fitted=FIRST, ops={})
 
 
 @dataclasses.dataclass
-class Named:
-    """An op that is no more than its name."""
-
-    name: str
-
-
-@dataclasses.dataclass
 class Fake:
     """A call with a cost of its own."""
 
@@ -29,7 +22,7 @@ class Fake:
     commands: tuple[None, ...]
     times: int = 1
     tokens: int = 8
-    op: Named = dataclasses.field(default_factory=lambda: Named("plain"))
+    kind: str = "plain"
 
     def cost(self, workload: Workload) -> Cost:
         return Cost(self.bytes, self.flops)
@@ -86,7 +79,7 @@ def test_an_op_with_a_line_moves_with_the_speed_of_all() -> None:
     half = FIGURES._replace(ops={"slow": ((1, Speed(2e12, 300e12, 8e-6)),)})
     steps = []
     for size in (2, 3, 5, 9):
-        plain, slow = Fake(size * 10**9, 0, (None,) * 50), Fake(10**9, 0, (None,), op=Named("slow"))
+        plain, slow = Fake(size * 10**9, 0, (None,) * 50), Fake(10**9, 0, (None,), kind="slow")
         seconds = plain.bytes / 3e12 + 50 * 6e-6 + slow.bytes / 1.5e12 + 12e-6
         steps.append(MeasuredStep([((plain, slow), Workload(1, 1, 1, 1))], seconds))  # type: ignore[arg-type]
     found = fit_speed(steps, half)

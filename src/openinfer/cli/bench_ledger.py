@@ -67,6 +67,8 @@ def key(op: Op[Any], args: Mapping[str, Any], workload: Workload) -> str:
     if any(n in args for n in BATCH):
         rows = next(args[n].shape[0] - (n == "q_starts") for n in BATCH if n in args)
         parts.append(f"{rows} rows")
+        if args.get("max_q_len", 1) > 1 and rows == first.shape[0]:  # else more tokens than rows say so
+            parts.append("prompts")
     longer = dataclasses.replace(workload, kv_tokens=workload.kv_tokens + 1, qk_pairs=workload.qk_pairs + 1)
     if op.cost(longer, **args) != op.cost(workload, **args):
         parts.append(f"{workload.kv_tokens} cached, {workload.qk_pairs} pairs")

@@ -62,7 +62,7 @@ class Prediction(NamedTuple):
         """The prediction for the calls of a step that `ranks` GPUs share."""
         fixed, varying, bent = 0.0, [], []
         for call in calls:
-            speed = figures.speed(call.op.name, call.tokens, len(call.commands))
+            speed = figures.speed(call.kind, call.tokens, len(call.commands))
             line = _line(call, tokens, rows, speed)
             fixed += call.times * (speed.kernel_s + _link_s(call, line.none, figures, ranks))
             if not _is_line(call, line, tokens, rows):
@@ -110,7 +110,7 @@ class Parts(NamedTuple):
         memory_s, compute_s, kernels_s, link_s = 0.0, 0.0, 0.0, 0.0
         for call in calls:
             cost = call.cost(workload)
-            speed = figures.speed(call.op.name, call.tokens, len(call.commands))
+            speed = figures.speed(call.kind, call.tokens, len(call.commands))
             memory, compute = cost.bytes / speed.bytes_per_s, cost.flops / speed.flops_per_s
             launches = min(speed.kernel_s, len(call.commands) * figures.fitted.kernel_s)
             rest = (

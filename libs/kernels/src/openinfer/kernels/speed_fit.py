@@ -57,7 +57,7 @@ class _Ops(NamedTuple):
         for calls, workload in step.parts:
             for call in calls:
                 cost = call.cost(workload)
-                speed = figures.speed(call.op.name, call.tokens, len(call.commands))
+                speed = figures.speed(call.kind, call.tokens, len(call.commands))
                 size = cost.bytes * usual.bytes_per_s / speed.bytes_per_s
                 columns.append((size, cost.flops * usual.flops_per_s / speed.flops_per_s, call.times))
                 kernels += call.times * speed.kernel_s / usual.kernel_s

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+DECODE = ", decode"
+"""Ends the name of an op whose rows have few tokens."""
 FOLDER = Path(__file__).parent / "speeds_of_ops"
 """Lines of single ops by GPU; benchmarks/predicted_ops.py writes them."""
 
@@ -54,8 +56,10 @@ class Figures(NamedTuple):
     host_s: float = 0.0
 
     def speed(self, op: str, tokens: int, kernels: int) -> Speed:
-        """The speed of a call of an op. `kernel_s` is the time of the call besides."""
-        lines = self.ops.get(op)
+        """The speed of a call of an op, or of a kind of it (`Call.kind`), which may have lines of its own.
+
+        `kernel_s` is the time of the call besides."""
+        lines = self.ops.get(op) or self.ops.get(op.removesuffix(DECODE))
         if lines is None:
             return self.fitted._replace(kernel_s=kernels * self.fitted.kernel_s)
         at = bisect_left(lines, tokens, key=lambda line: line[0])

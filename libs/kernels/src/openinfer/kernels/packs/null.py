@@ -18,10 +18,15 @@ from openinfer.kernels.launch import (
     TensorMap,
 )
 from openinfer.kernels.op import Cost, Op, Workload
+from openinfer.kernels.speeds import DECODE
 from openinfer.kernels.target import Target
 from openinfer.tensor import Tensor
 
 T = TypeVar("T")
+
+
+FEW_TOKENS = 8
+"""Steps have as many tokens a row, or fewer, where rows have one token and drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,12 @@ class Call:
     def tokens(self) -> int:
         """The tokens, or rows, that it was traced for: the first axis of its first tensor."""
         return next((arg.shape[0] for arg in self.args.values() if isinstance(arg, Tensor)), 1)
+
+    @property
+    def kind(self) -> str:
+        """The name of its op, and DECODE where each row has few tokens: such calls have kernels of their own."""
+        few = 0 < self.args.get("max_q_len", 0) <= FEW_TOKENS
+        return self.op.name + DECODE if few else self.op.name
 
 
 def scratches(command: Command) -> list[Scratch]:
