@@ -40,11 +40,13 @@ def segments(
             continue
         for drafts in (0, *buckets.draft_levels):
             work["sample", rows, drafts] = partial(verify_rows, pack, batch.rows, batch.sampled, rows, drafts)
-    result = batch.sampled.result.reshape(-1)
-    for place, room in enumerate([result] if rooms is None else rooms):
-        work["results", place] = partial(copy_words, pack, out=room, x=result)
     for offset in range(0, most, batch.logits.shape[0]):
         work["score", offset] = partial(_score, model, pack, offset)
+    result = batch.sampled.result.reshape(-1)
+    for place, room in enumerate(
+        [result] if rooms is None else rooms
+    ):  # last: followers number the others alike
+        work["results", place] = partial(copy_words, pack, out=room, x=result)
     return work
 
 
