@@ -5,9 +5,10 @@ import pytest
 
 from openinfer.sampler.gpu import greedy, sample
 from openinfer.sampler.gpu.ops import tiles
-from openinfer.sampler.gpu.ops.greedy import GREEDY_FIELDS
+from openinfer.sampler.gpu.ops.state import GREEDY_FIELDS
+from openinfer.sampler.gpu.ops.step import STEP
 
-STEP = ("tokens", "logprobs", "logits", "slots", "q_starts", "seq_lens", "alive", "emits", *GREEDY_FIELDS)
+NAMES = ("tokens", "logprobs", "logits", *STEP, *GREEDY_FIELDS)
 
 
 def logits_of(vocabulary):
@@ -52,7 +53,7 @@ def test_the_tokens_are_those_of_sample(request, monkeypatch, run_cpu, args, chu
     want = run_cpu(sample, **args)
     assert set(want["tokens"]) >= {-2, -1, 0}
     monkeypatch.setattr(tiles, "CHUNK", chunk)
-    given = {name: args[name] for name in STEP}
+    given = {name: args[name] for name in NAMES}
     got = request.getfixturevalue(run)(greedy, **given)
     np.testing.assert_array_equal(got["tokens"], want["tokens"])
     assert np.isnan(got["logprobs"]).all()
@@ -64,5 +65,5 @@ def test_the_tokens_are_those_of_sample(request, monkeypatch, run_cpu, args, chu
 def test_a_row_that_is_not_greedy_would_be_seen(run_cpu, args):
     """So the comparison above tells the two apart."""
     args["temperatures"][:] = 5.0
-    given = {name: args[name] for name in STEP}
+    given = {name: args[name] for name in NAMES}
     assert (run_cpu(sample, **args)["tokens"] != run_cpu(greedy, **given)["tokens"]).any()

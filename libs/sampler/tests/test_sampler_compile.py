@@ -7,7 +7,7 @@ import os
 import pytest
 
 from openinfer.kernels import NullPack, Store, Target
-from openinfer.sampler.gpu import accept, advance, sample, score, top_logprobs, widen
+from openinfer.sampler.gpu import accept, advance, greedy, sample, score, top_logprobs, widen
 from openinfer.sampler.gpu.ops.adjustments import adjustment_fields
 from openinfer.tensor import Arena, Device, float32, int32
 
@@ -46,6 +46,7 @@ def plan(arch, vocabularies):
             pack, tokens=tokens, logprobs=logprobs, logits=logits, temperatures=f(slots), top_ks=i(slots),
             top_ps=f(slots), min_ps=f(slots), seeds=i(slots, 2), **step, **lengths, **stops, **adjustments,
         )  # fmt: skip
+        greedy(pack, tokens=tokens, logprobs=logprobs, logits=logits, **step, **lengths, **stops)
         top_logprobs(pack, ids=i(rows, 20), values=f(rows, 20), logits=logits, num_logprobs=i(slots), **step)
         score(pack, logprobs=logprobs, ranks=tokens, logits=logits, targets=i(rows))
         advance(

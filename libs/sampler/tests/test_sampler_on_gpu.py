@@ -5,6 +5,8 @@ import pytest
 
 from openinfer.sampler import SamplingParams
 from openinfer.sampler.gpu import advance, greedy, sample, score, top_logprobs
+from openinfer.sampler.gpu.ops.state import GREEDY_FIELDS
+from openinfer.sampler.gpu.ops.step import STEP
 
 pytestmark = pytest.mark.gpu
 
@@ -46,18 +48,7 @@ def test_greedy(run_gpu, run_cpu, step, rows):
         min_lens=rng.choice([0, 1000], rows),
     )
     logits[rows // 2, 7] = np.nan if rows > 8 else logits[rows // 2, 7]
-    names = (
-        "tokens",
-        "logprobs",
-        "logits",
-        "slots",
-        "q_starts",
-        "seq_lens",
-        "alive",
-        "emits",
-        "min_lens",
-        "stop_ids",
-    )
+    names = ("tokens", "logprobs", "logits", *STEP, *GREEDY_FIELDS)
     got = run_gpu(greedy, **{name: args[name] for name in names})["tokens"]
     np.testing.assert_array_equal(got, run_cpu(sample, **args)["tokens"])
     np.testing.assert_array_equal(got, run_gpu(sample, **args)["tokens"])

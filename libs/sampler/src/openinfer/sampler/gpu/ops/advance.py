@@ -9,7 +9,8 @@ import numpy as np
 from openinfer.kernels.authoring import Command, Cost, Op, Target, Workload, expect, launch
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array, RowStatus
 from openinfer.sampler.gpu.ops.state import ADVANCE_FIELDS, expect_state
-from openinfer.tensor import Tensor, float32, int32
+from openinfer.sampler.gpu.ops.step import expect_step
+from openinfer.tensor import Tensor, int32
 
 
 def _contract(
@@ -46,15 +47,11 @@ def _contract(
     goes to recent_tokens int32 [S, L], at its index in the sequence modulo L. The slots of live rows must be
     distinct; alive of the padding slot 0, which may repeat, must be 0.
     """
-    rows, size = slots.shape[0], seq_lens.shape[0]
+    by_slot = {"alive": alive, "seq_lens": seq_lens, "last_tokens": last_tokens}
+    rows, size = expect_step(
+        tokens=tokens, logprobs=logprobs, slots=slots, q_starts=q_starts, emits=emits, **by_slot
+    )
     expect("result", result, (rows, 3), int32)
-    expect("tokens", tokens, (rows,), int32)
-    expect("logprobs", logprobs, (rows,), float32)
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    expect("emits", emits, (rows,), int32)
-    for name, tensor in (("alive", alive), ("seq_lens", seq_lens), ("last_tokens", last_tokens)):
-        expect(name, tensor, (size,), int32)
     expect_state(state, ADVANCE_FIELDS, size)
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from openinfer.kernels.authoring import Aligned, Command, Cost, Op, Scratch, Target, Workload, expect, launch
 from openinfer.sampler.gpu.ops.adjustments import adjust_row
 from openinfer.sampler.gpu.ops.rows import NO_TOKEN, UNSOUND, Adjustment, Array
-from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, SAMPLE_FIELDS, expect_state
+from openinfer.sampler.gpu.ops.state import ADJUSTMENTS, GREEDY_FIELDS, SAMPLE_FIELDS, expect_state
+from openinfer.sampler.gpu.ops.step import STEP, candidates, expect_step
 from openinfer.sampler.gpu.ops.tiles import Tiles, power_of_two
 from openinfer.sampler.params import GREEDY_TEMPERATURE
-from openinfer.sampler.reference import choose, log_sum_exp, without
+from openinfer.sampler.reference import choose, log_sum_exp
 from openinfer.tensor import Tensor, float32, int32
 
 BINS = 256
@@ -72,50 +73,27 @@ def _contract(
     and logprob 0; one that `sample_arrays` would refuse (NaN, +inf, nothing left to draw) gets token -2 and
     logprob 0.
     """
-    rows, size = slots.shape[0], seq_lens.shape[0]
+    step = {"q_starts": q_starts, "emits": emits, "seq_lens": seq_lens, "alive": alive}
+    rows, size = expect_step(tokens=tokens, logprobs=logprobs, slots=slots, **step)
     expect("logits", logits, (rows, -1), float32)
-    expect("tokens", tokens, (rows,), int32)
-    expect("logprobs", logprobs, (rows,), float32)
-    expect("slots", slots, (rows,), int32)
-    expect("q_starts", q_starts, (rows + 1,), int32)
-    expect("emits", emits, (rows,), int32)
-    for name, tensor in (("seq_lens", seq_lens), ("alive", alive)):
-        expect(name, tensor, (size,), int32)
     expect_state(state, SAMPLE_FIELDS, size, logits.shape[1])
     expect("biases", state["biases"], state["bias_ids"].shape, float32)
     expect("recent_tokens", state["recent_tokens"], (size, state["bad_words"].shape[2]), int32)
 
 
-def _reference(
-    *,
-    tokens: Array,
-    logprobs: Array,
-    logits: Array,
-    slots: Array,
-    q_starts: Array,
-    seq_lens: Array,
-    alive: Array,
-    emits: Array,
-    **state: Array,
-) -> None:
+def _reference(*, tokens: Array, logprobs: Array, logits: Array, **args: Array) -> None:
     tokens[:], logprobs[:] = NO_TOKEN, 0
-    rows = np.flatnonzero((emits != 0) & (alive[slots] != 0))
-    slot = slots[rows]
-    position = seq_lens[slot] + np.diff(q_starts)[rows]
-    stop_ids, adjusts = state["stop_ids"], state["adjusts"]
-    early = (position < state["min_lens"][slot])[:, None] & (stop_ids[slot] < logits.shape[1])
-    forbid = np.where(early, stop_ids[slot], -1)
-    raw = logits if len(rows) == len(logits) else logits[rows]
-    early_ids = forbid if (forbid >= 0).any() else None
-    allowed = raw if early_ids is None else without(raw, early_ids)
-    if (adjusts[slot] != 0).any():
+    found = candidates(logits, **{name: args[name] for name in (*STEP, *GREEDY_FIELDS)})
+    rows, slots, raw, allowed = found.rows, found.slots, found.raw, found.allowed
+    adjusts = args["adjusts"][slots]
+    if (adjusts != 0).any():
         allowed = allowed.copy() if allowed is raw else allowed
-        for i in np.flatnonzero(adjusts[slot]):
-            of_row = {name: state[name][slot[i]] for name in ADJUSTMENTS if name != "adjusts"}
-            adjust_row(allowed[i], Adjustment(int(adjusts[slot[i]])), position[i], **of_row)
-    temperatures, top_ks, top_ps, min_ps, seeds = (state[name][slot] for name in SAMPLE_FIELDS[:5])
+        for i in np.flatnonzero(adjusts):
+            of_row = {name: args[name][slots[i]] for name in ADJUSTMENTS if name != "adjusts"}
+            adjust_row(allowed[i], Adjustment(int(adjusts[i])), found.positions[i], **of_row)
+    temperatures, top_ks, top_ps, min_ps, seeds = (args[name][slots] for name in SAMPLE_FIELDS[:5])
     chosen, unsound = choose(
-        raw, allowed, temperatures, top_ks, top_ps, min_ps, seeds.view(np.uint32), position
+        raw, allowed, temperatures, top_ks, top_ps, min_ps, seeds.view(np.uint32), found.positions
     )
     tokens[rows] = np.where(unsound, UNSOUND, chosen)
     for i in np.flatnonzero(~unsound):
@@ -123,17 +101,7 @@ def _reference(
 
 
 def _launches(
-    target: Target,
-    *,
-    tokens: Tensor,
-    logprobs: Tensor,
-    logits: Tensor,
-    slots: Tensor,
-    q_starts: Tensor,
-    seq_lens: Tensor,
-    alive: Tensor,
-    emits: Tensor,
-    **state: Tensor,
+    target: Target, *, tokens: Tensor, logprobs: Tensor, logits: Tensor, **args: Tensor
 ) -> Iterator[Command]:
     rows, tiles = logits.shape[0], Tiles.of(logits.shape[1])
 
@@ -153,25 +121,21 @@ def _launches(
         "list_ids": Scratch((rows, LIST), int32),
     }
     adjusted = {"adjusted": Scratch(logits.shape, float32)}
-    bias_width, (_, words, word_length) = state["bias_ids"].shape[1], state["bad_words"].shape
+    bias_width, (_, words, word_length) = args["bias_ids"].shape[1], args["bad_words"].shape
     adjustments: dict[str, Tensor | Aligned | int] = {
-        **{name: state[name] for name in ADJUSTMENTS if name != "adjusts"},
-        "mask_width": state["prompt_masks"].shape[1],
-        "count_width": state["output_counts"].shape[1],
+        **{name: args[name] for name in ADJUSTMENTS if name != "adjusts"},
+        "mask_width": args["prompt_masks"].shape[1],
+        "count_width": args["output_counts"].shape[1],
         "bias_width": bias_width,
         "words": words,
         "word_length": word_length,
     }
     step: dict[str, Tensor | Aligned | int] = {
         "logits": logits,
-        "slots": slots,
-        "q_starts": q_starts,
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "emits": emits,
-        **{name: state[name] for name in SAMPLE_FIELDS if name == "adjusts" or name not in ADJUSTMENTS},
+        **{name: args[name] for name in STEP},
+        **{name: args[name] for name in SAMPLE_FIELDS if name == "adjusts" or name not in ADJUSTMENTS},
         "vocabulary": tiles.row_length,
-        "stop_width": state["stop_ids"].shape[1],
+        "stop_width": args["stop_ids"].shape[1],
         "parts": tiles.parts,
     }
     grid, greedy, parts = (rows, tiles.parts), {"GREEDY": GREEDY_TEMPERATURE}, {"PARTS": tiles.parts_padded}

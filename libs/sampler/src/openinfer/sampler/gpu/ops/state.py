@@ -21,10 +21,12 @@ from openinfer.tensor import Tensor, float32, int32
 MAX_STOP_IDS = 20
 """Stop ids of a slot, the model's EOS ids among them."""
 
+GREEDY_FIELDS = ("min_lens", "stop_ids")
+"""The fields that `greedy` reads."""
 ADJUSTMENTS = tuple(field.name for field in adjustment_fields(1))
-SAMPLE_FIELDS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", "min_lens", "stop_ids", *ADJUSTMENTS)
+SAMPLE_FIELDS = ("temperatures", "top_ks", "top_ps", "min_ps", "seeds", *GREEDY_FIELDS, *ADJUSTMENTS)
 """The fields that `sample` reads."""
-ADVANCE_FIELDS = ("limits", "min_lens", "stop_ids", "adjusts", "output_counts", "recent_tokens")
+ADVANCE_FIELDS = ("limits", *GREEDY_FIELDS, "adjusts", "output_counts", "recent_tokens")
 """The fields that `advance` reads. It writes those of penalties and bad words too."""
 
 _ANY_WIDTH = {"stop_ids", "bias_ids", "biases", "bad_words", "recent_tokens"}
