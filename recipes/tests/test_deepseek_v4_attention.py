@@ -14,6 +14,7 @@ import pytest
 
 from openinfer.kernels import Launch, NullPack, Op, Target
 from openinfer.kernels.target import H200
+from openinfer.kernels.testing import error
 from openinfer.recipes.deepseek_v4 import sparse
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
 from openinfer.recipes.deepseek_v4.ops.sparse_attend import sparse_attend
@@ -23,15 +24,6 @@ Array = np.ndarray[Any, Any]
 Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
 PAGE, LAYERS = 128, 3  # of the caches, the middle layer of which is used
 ATTEND = 5e-3  # relative error: probabilities, parts and the result are rounded
-
-
-def error(got: Array, want: Array) -> float:
-    """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
-    finite = np.isfinite(want.astype(float32))
-    if not np.array_equal(finite, np.isfinite(got.astype(float32))):
-        return float("inf")
-    g, w = got[finite].astype(np.float64), want[finite].astype(np.float64)
-    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
 
 
 def angles(positions: int, rotary: int) -> Array:

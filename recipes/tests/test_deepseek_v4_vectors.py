@@ -15,6 +15,7 @@ import pytest
 
 from openinfer.kernels import NullPack, Op, Store, Target
 from openinfer.kernels.formats import hadamard, q4, q8
+from openinfer.kernels.testing import error
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.deepseek_v4.ops.compress import compress
 from openinfer.recipes.deepseek_v4.ops.index_topk import index_topk
@@ -27,15 +28,6 @@ Run = Callable[[Op[Any], Mapping[str, Any]], dict[str, Array]]
 PAGE, LAYERS, EPS = 128, 3, 1e-6
 ROUNDED = 4e-3
 """Relative error: a last bit of bfloat16 here and there, and of e4m3 or E2M1 where that decides."""
-
-
-def error(got: Array, want: Array) -> float:
-    """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
-    finite = np.isfinite(want.astype(float32))
-    if not np.array_equal(finite, np.isfinite(got.astype(float32))):
-        return float("inf")
-    g, w = got[finite].astype(np.float64), want[finite].astype(np.float64)
-    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
 
 
 Check = Callable[..., dict[str, Array]]

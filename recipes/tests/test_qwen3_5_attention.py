@@ -16,7 +16,15 @@ import pytest
 
 from openinfer.kernels import Op, Target
 from openinfer.kernels.formats import q8_codes, q8_values
-from openinfer.kernels.testing import fp8_cache, run_interpreted, run_on_gpu, run_reference
+from openinfer.kernels.testing import (
+    error,
+    fp8_cache,
+    paged_places,
+    paged_rows,
+    run_interpreted,
+    run_on_gpu,
+    run_reference,
+)
 from openinfer.kernels.tuner import DeviceMeter
 from openinfer.recipes.qwen3_5.ops.gated_attention import gated_attention
 from openinfer.recipes.qwen3_5.ops.sigmoid_gate import sigmoid_gate
@@ -29,15 +37,6 @@ ONE_KERNEL = Target(arch=90, num_sms=32)  # for as many rows as here; with fewer
 ATTENDED = 6e-3
 """Relative error: probabilities and the result are rounded."""
 LAYERS = 3  # of a cache, the middle one of which is used
-
-
-def error(got: Array, want: Array) -> float:
-    """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
-    finite = np.isfinite(want.astype(float32))
-    if not np.array_equal(finite, np.isfinite(got.astype(float32))):
-        return float("inf")
-    g, w = got[finite].astype(np.float64), want[finite].astype(np.float64)
-    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
 
 
 def run_both(
@@ -58,25 +57,15 @@ def attention_step(
     tokens: int | None = None,
     dead: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Arguments as of delta_step. heads: queries, keys, their size. What was never written is infinite."""
+    """Arguments for rows of `lengths` tokens after `before` others (testing.paged_rows). heads: queries, keys, their
+    size. What was never written is infinite."""
     count, kv_heads, dim = heads
-    rows, total = len(lengths), tokens or sum(lengths)
-    slots = rng.permutation(np.arange(1, rows + 3))[:rows].astype(np.int32)
-    width = max(n + b for n, b in zip(lengths, before, strict=True)) // page_size + 1
-    tables = np.zeros((rows + 3, width), np.int32)
-    tables[slots] = 1 + rng.permutation(rows * width).reshape(rows, width)
-    kv = np.full((1 + rows * width, LAYERS, 2, kv_heads, page_size, dim), np.inf, bfloat16)[:, 1]
-    seq_lens, alive = np.zeros(rows + 3, np.int32), np.zeros(rows + 3, np.int32)
-    positions, token_slots = np.zeros(total, np.int32), np.zeros(total, np.int32)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    for row, slot in enumerate(slots):
-        seq_lens[slot], alive[slot] = before[row], row not in dead
-        for position in range(before[row]):
-            page, offset = tables[slot, position // page_size], position % page_size
-            kv[page, :, :, offset] = rng.standard_normal((2, kv_heads, dim))
-        positions[starts[row] : starts[row + 1]] = before[row] + np.arange(lengths[row])
-        token_slots[starts[row] : starts[row + 1]] = slot if row not in dead else 0
-    angle = np.arange(positions.max() + 1)[:, None] * 100.0 ** -np.linspace(0, 1, rotary // 2)
+    step = paged_rows(rng, lengths, before, page_size=page_size, tokens=tokens, dead=dead)
+    pages, total = step["block_tables"].max() + 1, len(step["positions"])
+    kv = np.full((pages, LAYERS, 2, kv_heads, page_size, dim), np.inf, bfloat16)[:, 1]
+    for page, place in paged_places(step, before, page_size):
+        kv[page, :, :, place] = rng.standard_normal((2, kv_heads, dim))
+    angle = np.arange(step["positions"].max() + 1)[:, None] * 100.0 ** -np.linspace(0, 1, rotary // 2)
     return {
         "out": np.full((total, count * dim), np.nan, bfloat16),
         "kv": kv,
@@ -84,16 +73,10 @@ def attention_step(
         "q_norm": rng.uniform(1, 3, dim).astype(float32),
         "k_norm": rng.uniform(0.5, 1.5, dim).astype(float32),
         "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
-        "positions": positions,
-        "token_slots": token_slots,
-        "slots": slots,
-        "q_starts": starts,
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "block_tables": tables,
+        **step,
         "eps": 1e-6,
         "scale": dim**-0.5,
-        "max_q_len": 1 if total == rows else total,
+        "max_q_len": 1 if total == len(lengths) else total,
     }
 
 

@@ -16,7 +16,6 @@ import pytest
 from openinfer.kernels import (
     H200,
     ContractError,
-    CpuPack,
     InterpDriver,
     LaunchPack,
     NullPack,
@@ -25,6 +24,7 @@ from openinfer.kernels import (
     Target,
 )
 from openinfer.kernels.packs.null import scratches
+from openinfer.kernels.testing import copied, error, run_interpreted, run_reference
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.recipes.qwen3_5 import delta
 from openinfer.recipes.qwen3_5.ops.gated_delta_net import gated_delta_net
@@ -39,44 +39,9 @@ STEP, CHUNKS = (
 LAYERS = 3  # of a cache of states, the middle one of which is used
 
 
-def like(array: Array) -> Array:
-    """A copy with the strides kept; what is between the elements is 7."""
-    span = 1 + sum((n - 1) * s // array.itemsize for n, s in zip(array.shape, array.strides, strict=True))
-    copy = np.lib.stride_tricks.as_strided(np.full(span, 7, array.dtype), array.shape, array.strides)
-    copy[...] = array
-    return copy
-
-
-def run_both(
-    op: Op[Any], args: Mapping[str, Any], target: Target = SMALL
-) -> tuple[dict[str, Array], dict[str, Array]]:
+def run_both(op: Op[Any], args: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
     """The arrays of a call as the kernels leave them, and as the reference does."""
-    results = []
-    for reference in (False, True):
-        arrays = {k: like(v) for k, v in args.items() if isinstance(v, np.ndarray)}
-        tensors = {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()}
-        if reference:
-            CpuPack().run(op, tensors)
-        else:
-            plan = NullPack(target)
-            plan.run(op, tensors)
-            scratch = np.full(plan.workspace_bytes(zeroed=False) + 256, 0xFF, np.uint8)
-            zeros = np.zeros(plan.workspace_bytes(zeroed=True) + 256, np.uint8)
-            pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
-            pack.run(op, tensors)
-            assert not zeros.any(), f"{op.name} left its zeroed scratch dirty"
-            assert (scratch[-256:] == 0xFF).all(), f"{op.name} wrote past its scratch"
-        results.append(arrays)
-    return results[0], results[1]
-
-
-def error(got: Array, want: Array) -> float:
-    """Relative Frobenius error where `want` is finite; infinite if another place is finite than in `want`."""
-    finite = np.isfinite(want.astype(float32))
-    if not np.array_equal(finite, np.isfinite(got.astype(float32))):
-        return float("inf")
-    g, w = got[finite].astype(np.float64), want[finite].astype(np.float64)
-    return float(np.linalg.norm(g - w) / max(np.linalg.norm(w), 1e-30))
+    return run_interpreted(op, args, SMALL), run_reference(op, args)
 
 
 def delta_step(
@@ -222,12 +187,9 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(
     args = delta_step(rng, lengths, before, heads=(1, 1, 16, 16), moved=(0, 1), snapshots={1: [128]})
     left = []
     for order in ("as listed", "in between"):
-        arrays = {k: like(v) for k, v in args.items() if isinstance(v, np.ndarray)}
+        arrays, tensors = copied(args)
         plan = NullPack(SMALL)
-        plan.run(
-            gated_delta_net,
-            {k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()},
-        )
+        plan.run(gated_delta_net, tensors)
         commands = plan.calls[0].commands
         assert [c.branch for c in commands] == [1, 1, 1, 1, 2]
         *chunks, step = commands
@@ -278,12 +240,12 @@ def test_steps_of_drafts_leave_the_states_of_steps_of_one_token(rng: np.random.G
     """Two steps, of which the first has a wrong draft: the state is as if that draft had not been there."""
     args = delta_step(rng, [3], [70], heads=(1, 2, 16, 16))
     args = with_drafts(rng, {**args, "max_q_len": 3}, [2], [0])
-    want = {k: like(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
+    want = dict(args)
     _, after = run_both(gated_delta_net, args)
     after["seq_lens"] += 2  # the certain token and one draft
     after["accepted"][after["slots"]] = 1
     after["num_drafts"][:] = 0
-    second = {**args, **after, **{k: like(after[k][1:2]) for k in ("qkv", "z", "ba", "out")}}
+    second = {**args, **after, **{k: after[k][1:2] for k in ("qkv", "z", "ba", "out")}}
     second |= {"q_starts": np.array([0, 1], np.int32), "max_q_len": 1}
     got, _ = run_both(gated_delta_net, second)
     for n, part in enumerate((want, want, second)):

@@ -8,7 +8,7 @@ import subprocess
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; compile workers drop it
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,15 @@ from openinfer.kernels import (
     Target,
     cublas_available,
 )
-from openinfer.kernels.testing import INTERPRETED, compare, run_interpreted, run_on_gpu, run_reference
-from openinfer.tensor import Arena, Device, Stream, TensorError, bfloat16
+from openinfer.kernels.testing import (
+    INTERPRETED,
+    compare,
+    paged_rows,
+    run_interpreted,
+    run_on_gpu,
+    run_reference,
+)
+from openinfer.tensor import Arena, Device, Stream, TensorError, bfloat16, float32
 
 Array = np.ndarray[Any, Any]
 CheckOp = Callable[..., dict[str, Array]]
@@ -42,6 +49,34 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 def normal(rng: np.random.Generator) -> Callable[..., Array]:
     """normal(*shape, scale=1.0): bf16 values."""
     return lambda *shape, scale=1.0: (rng.standard_normal(shape) * scale).astype(bfloat16)
+
+
+@pytest.fixture
+def norm_rope_args(rng: np.random.Generator, normal: Callable[..., Array]) -> Callable[..., dict[str, Any]]:
+    """norm_rope_args(lengths, before): arguments of norm_rope_attend but those of the cache, for rows of `lengths` new
+    tokens after `before` cached ones. more: of testing.paged_rows, and `max_q_len`."""
+
+    def make(
+        lengths: Sequence[int], before: Sequence[int], *, heads: int, kv_heads: int, dim: int, window: int = 0,
+        max_q_len: int | None = None, **more: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        rows = paged_rows(rng, lengths, before, **more)
+        positions = rows["positions"]
+        angle = np.arange(positions.max() + 1)[:, None] * 10000.0 ** -np.linspace(0, 1, dim // 2)
+        return {
+            "out": np.full((len(positions), heads * dim), np.nan, bfloat16),
+            "qkv": normal(len(positions), (heads + 2 * kv_heads) * dim, scale=3.0),
+            "q_norm": normal(dim),
+            "k_norm": normal(dim),
+            "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
+            **rows,
+            "eps": 1e-6,
+            "scale": dim**-0.5,
+            "window": window,
+            "max_q_len": max(lengths) if max_q_len is None else max_q_len,
+        }
+
+    return make
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from openinfer.kernels import (
 )
 from openinfer.kernels.attention_tiles import Tile
 from openinfer.kernels.packs.null import scratches
+from openinfer.kernels.testing import copied, paged_places, paged_rows
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Arena, Device, Tensor, bfloat16, float32, int32
 
@@ -46,31 +47,17 @@ def step(
 
     more: `tokens` (the bucket), `max_q_len`.
     """
-    rows, total = len(lengths), sum(lengths)
-    size = rows + 3
-    slots = rng.permutation(np.arange(1, size))[:rows].astype(np.int32)
-    width = -(-(max(n + b for n, b in zip(lengths, before, strict=True)) + 1) // page_size)
-    pages = 1 + rows * width
-    tables = np.zeros((size, width), np.int32)
-    tables[slots] = 1 + rng.permutation(pages - 1).reshape(rows, width)
-    cache = np.full((pages, layers, 2, kv_heads, page_size, dim), np.inf, bfloat16)
-    kv = cache[:, layers // 2]
-    seq_lens, alive = np.full(size, 10**6, np.int32), np.zeros(size, np.int32)
-    for row, slot in enumerate(slots):
-        seq_lens[slot], alive[slot] = before[row], row not in dead
-        for position in range(lengths[row] + before[row]):
-            page, offset = tables[slot, position // page_size], position % page_size
-            kv[page, :, :, offset] = normal(2, kv_heads, dim)
-    tokens = more.get("tokens", total)
+    rows = paged_rows(rng, lengths, before, page_size=page_size, tokens=more.get("tokens"), dead=dead)
+    tokens, _ = len(rows.pop("positions")), rows.pop("token_slots")
+    pages = rows["block_tables"].max() + 1
+    kv = np.full((pages, layers, 2, kv_heads, page_size, dim), np.inf, bfloat16)[:, layers // 2]
+    for page, place in paged_places(rows, np.add(lengths, before), page_size):
+        kv[page, :, :, place] = normal(2, kv_heads, dim)
     return {
         "out": np.full((tokens, heads * dim), np.nan, bfloat16),
         "q": normal(tokens, heads, dim, scale=2.0),
         "kv": kv,
-        "slots": slots,
-        "q_starts": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "block_tables": tables,
+        **rows,
         "scale": dim**-0.5,
         "window": window,
         "max_q_len": more.get("max_q_len", max(lengths)),
@@ -180,9 +167,9 @@ def test_decode_rows_and_prompts_are_branches_that_need_nothing_of_each_other(rn
     args = step(rng, normal, [1, 40, 0, 1, 9], [100, 30, 7, 64, 0], tokens=60, dead=(3,))
     target, left = Target(arch=90, num_sms=4, interpreted=True), []
     for turned in (False, True):
-        arrays = {k: v.copy() for k, v in args.items() if isinstance(v, np.ndarray)}
+        arrays, tensors = copied(args)
         pack = NullPack(target)
-        attend(pack, **{k: Tensor.from_numpy(arrays[k]) if k in arrays else v for k, v in args.items()})
+        attend(pack, **tensors)
         prompts, decoding = pack.calls[0].commands
         assert [(c.spec.function, c.branch) for c in (prompts, decoding)] == [
             ("attend_split", 1),

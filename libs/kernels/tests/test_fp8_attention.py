@@ -25,7 +25,7 @@ from openinfer.kernels.benchmark import Memory
 from openinfer.kernels.formats import q8_codes, q8_values
 from openinfer.kernels.launch import Aligned, launch
 from openinfer.kernels.ops import attend as attend_module
-from openinfer.kernels.testing import NEVER, fp8_cache, run_on_gpu
+from openinfer.kernels.testing import NEVER, fp8_cache, paged_places, run_on_gpu
 from openinfer.kernels.tuning import shared_bytes
 from openinfer.tensor import Device, Tensor, bfloat16, float32
 
@@ -34,58 +34,22 @@ FLIPPED = 2e-2
 """Relative error of what is written: a value that differs in bfloat16's last bit may get the code beside."""
 
 
-def step(
-    rng, normal, lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, window=0, dead=(), **more
-):
-    """Arguments of norm_rope_attend for rows of `lengths` new tokens after `before` cached ones. Heads are of very
-    different sizes. more: `tokens`, the bucket, and `max_q_len`."""
-    rows, total = len(lengths), sum(lengths)
-    size, tokens = rows + 3, more.get("tokens", total)
-    slots = rng.permutation(np.arange(1, size))[:rows].astype(np.int32)
-    width = -(-(max(n + b for n, b in zip(lengths, before, strict=True)) + 1) // page_size)
-    pages = 1 + rows * width
-    tables = np.zeros((size, width), np.int32)
-    tables[slots] = 1 + rng.permutation(pages - 1).reshape(rows, width)
-    cache = fp8_cache(pages, kv_heads, page_size, dim)
-    seq_lens, alive = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    positions, token_slots = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
-    sizes = np.float32(2.0) ** np.arange(-kv_heads, kv_heads).reshape(2, kv_heads, 1)
-    for row, slot in enumerate(slots):
-        seq_lens[slot], alive[slot] = before[row], row not in dead
-        for position in range(before[row]):
-            fill(cache, tables[slot], position, normal(2, kv_heads, dim).astype(np.float32) * sizes)
-        place = np.arange(starts[row], starts[row + 1])
-        positions[place] = before[row] + place - starts[row]
-        token_slots[place] = slot if row not in dead else 0
-    angle = np.arange(int(positions.max()) + 1)[:, None] * 10000.0 ** -np.linspace(0, 1, dim // 2)
-    return {
-        "out": np.full((tokens, heads * dim), np.nan, bfloat16),
-        **cache,
-        "qkv": normal(tokens, (heads + 2 * kv_heads) * dim, scale=3.0),
-        "q_norm": normal(dim),
-        "k_norm": normal(dim),
-        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
-        "positions": positions,
-        "token_slots": token_slots,
-        "slots": slots,
-        "q_starts": starts,
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "block_tables": tables,
-        "eps": 1e-6,
-        "scale": dim**-0.5,
-        "window": window,
-        "max_q_len": more.get("max_q_len", max(lengths)),
-    }
+@pytest.fixture
+def step(norm_rope_args, normal):
+    """step(lengths, before, **more): arguments for rows of `lengths` new tokens after `before` cached ones. Heads are
+    of very different sizes."""
 
+    def make(lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, **more):
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
+        args = norm_rope_args(lengths, before, **sizes, **more)
+        cache = fp8_cache(args["block_tables"].max() + 1, kv_heads, page_size, dim)
+        large = np.float32(2.0) ** np.arange(-kv_heads, kv_heads).reshape(2, kv_heads, 1)
+        for page, place in paged_places(args, before, page_size):
+            codes, scales = q8_codes(normal(2, kv_heads, dim).astype(np.float32) * large)
+            cache["kv"][page, :, :, place], cache["kv_scales"][page, :, :, place] = codes, scales
+        return args | cache
 
-def fill(cache, table, position, vectors):
-    """Put a token's keys and values, float32 [2, G, d], into the cache."""
-    page_size = cache["kv"].shape[3]
-    codes, scales = q8_codes(vectors)
-    cache["kv"][table[position // page_size], :, :, position % page_size] = codes
-    cache["kv_scales"][table[position // page_size], :, :, position % page_size] = scales
+    return make
 
 
 def check(run_both, args, target=None):
@@ -107,52 +71,52 @@ def check(run_both, args, target=None):
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (5, 1, 64), (8, 1, 256)])
-def test_decode(run_both, rng, normal, page_size, heads, kv_heads, dim):
+def test_decode(run_both, step, page_size, heads, kv_heads, dim):
     sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
-    check(run_both, step(rng, normal, [1] * 6, [0, 1, 63, 64, 65, 200], **sizes))
+    check(run_both, step([1] * 6, [0, 1, 63, 64, 65, 200], **sizes))
 
 
 @pytest.mark.parametrize("sms", [1, 16])
-def test_decode_of_one_row_is_split(run_both, rng, normal, sms):
-    check(run_both, step(rng, normal, [1], [300], page_size=32), Target(90, sms, interpreted=True))
+def test_decode_of_one_row_is_split(run_both, step, sms):
+    check(run_both, step([1], [300], page_size=32), Target(90, sms, interpreted=True))
 
 
-def test_rows_that_fill_the_gpu_share_the_spare_parts(run_both, rng, normal, monkeypatch):
+def test_rows_that_fill_the_gpu_share_the_spare_parts(run_both, step, monkeypatch):
     monkeypatch.setattr(attention, "LARGE_PART", 64)
     monkeypatch.setattr(attention, "SPARE_PARTS", 4)
-    args = step(rng, normal, [1, 1, 0, 1], [0, 300, 9, 64], dead=(3,), tokens=4, max_q_len=1, window=130)
+    args = step([1, 1, 0, 1], [0, 300, 9, 64], dead=(3,), tokens=4, max_q_len=1, window=130)
     check(run_both, args, Target(90, 1, interpreted=True))
 
 
 @pytest.mark.parametrize(("page_size", "dim"), [(16, 64), (64, 128)])
 @pytest.mark.parametrize("window", [0, 30])
-def test_a_mixed_step(run_both, rng, normal, page_size, dim, window):
+def test_a_mixed_step(run_both, step, page_size, dim, window):
     lengths, before = [1, 40, 0, 1, 33, 1, 9], [100, 30, 7, 64, 0, 3, 130]
     args = step(
-        rng, normal, lengths, before, dead=(3,), tokens=sum(lengths) + 20,
+        lengths, before, dead=(3,), tokens=sum(lengths) + 20,
         page_size=page_size, dim=dim, window=window,
     )  # fmt: skip
     check(run_both, args)
 
 
-def test_few_tokens_a_row(run_both, rng, normal):
-    check(run_both, step(rng, normal, [3, 1, 4], [70, 130, 0], kv_heads=1, tokens=20, max_q_len=4))
+def test_few_tokens_a_row(run_both, step):
+    check(run_both, step([3, 1, 4], [70, 130, 0], kv_heads=1, tokens=20, max_q_len=4))
 
 
-def test_one_kernel_for_all_rows(run_both, rng, normal):
+def test_one_kernel_for_all_rows(run_both, step):
     target = Target(90, 4, interpreted=True, batch_invariant=True)
-    check(run_both, step(rng, normal, [1, 1, 1], [70, 130, 0]), target)
+    check(run_both, step([1, 1, 1], [70, 130, 0]), target)
 
 
-def test_heads_without_norms(run_both, rng, normal):
+def test_heads_without_norms(run_both, step):
     for lengths in ([1, 1], [3, 20]):
-        args = step(rng, normal, lengths, [70, 0])
+        args = step(lengths, [70, 0])
         del args["q_norm"], args["k_norm"]
         check(run_both, args)
 
 
-def test_half_the_bytes_are_read(rng, normal):
-    args = step(rng, normal, [1, 1], [1000, 30], dim=128)
+def test_half_the_bytes_are_read(step):
+    args = step([1, 1], [1000, 30], dim=128)
     fp8 = norm_rope_attend.cost(Workload.decode(2, 1000), **as_tensors(args))
     kv = np.zeros(args["kv"].shape, bfloat16)
     bf16 = norm_rope_attend.cost(
@@ -181,14 +145,14 @@ def as_tensors(args):
         ),
     ],
 )
-def test_what_it_refuses(rng, normal, change, words):
-    args = change(step(rng, normal, [1, 1], [5, 30]))
+def test_what_it_refuses(step, change, words):
+    args = change(step([1, 1], [5, 30]))
     with pytest.raises(ContractError, match=words):
         norm_rope_attend(CpuPack(), **as_tensors(args))
 
 
-def test_a_gpu_without_float8_is_refused(rng, normal):
-    args = step(rng, normal, [1, 1], [5, 30])
+def test_a_gpu_without_float8_is_refused(step):
+    args = step([1, 1], [5, 30])
     with pytest.raises(ContractError, match="that takes sm_89 or newer, and this is sm_80"):
         norm_rope_attend(NullPack(Target(80, 108)), **as_tensors(args))
 
@@ -202,32 +166,32 @@ def gpu_and_reference(on_gpu, reference):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_decode_of_a_model_on_a_gpu(gpu_and_reference, rng, normal, rows, page_size):
+def test_decode_of_a_model_on_a_gpu(gpu_and_reference, step, rng, rows, page_size):
     before = rng.integers(0, 900, rows).tolist()
     sizes = {"heads": 32, "kv_heads": 8, "dim": 128, "page_size": page_size}
     check(
         gpu_and_reference,
-        step(rng, normal, [1] * rows, before, dead=(rows // 2,) if rows > 1 else (), **sizes),
+        step([1] * rows, before, dead=(rows // 2,) if rows > 1 else (), **sizes),
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_prompts_on_a_gpu(gpu_and_reference, rng, normal, dim, window):
+def test_prompts_on_a_gpu(gpu_and_reference, step, dim, window):
     lengths, before = [1, 300, 0, 1, 65, 1, 9, 700], [800, 100, 7, 64, 0, 3, 130, 260]
     sizes = {"heads": 16, "kv_heads": 4, "dim": dim, "window": window}
-    check(gpu_and_reference, step(rng, normal, lengths, before, dead=(3, 6), tokens=1200, **sizes))
+    check(gpu_and_reference, step(lengths, before, dead=(3, 6), tokens=1200, **sizes))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "sms"), [(89, 128), (90, 132), (100, 148), (120, 188)])
-def test_kernels_compile_and_fit(cubins, rng, normal, arch, sms):
+def test_kernels_compile_and_fit(cubins, step, arch, sms):
     pack, store = NullPack(Target(arch, sms)), Store(arch, cubins, folders=[])
     for heads, kv_heads, dim in [(32, 8, 128), (16, 4, 256), (8, 2, 64)]:
         sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
         for lengths in ([1], [1] * 40, [600], [4, 4], [1, 70]):
-            args = step(rng, normal, lengths, [3] * len(lengths), **sizes)
+            args = step(lengths, [3] * len(lengths), **sizes)
             norm_rope_attend(pack, **as_tensors(args))
     store.prepare(pack.specs())
     assert max(store.get(s).shared for s in pack.specs()) <= shared_bytes(arch)
@@ -248,9 +212,7 @@ def over_widened_pages(call, tile, matrix, page_rows, num_sms, short, own):
 
 @pytest.mark.parametrize("page_size", [16, 128])
 @pytest.mark.parametrize("blocks", [100, 2])
-def test_prompts_read_pages_that_were_widened(
-    interpreted, reference, rng, normal, monkeypatch, page_size, blocks
-):
+def test_prompts_read_pages_that_were_widened(interpreted, reference, step, monkeypatch, page_size, blocks):
     """With room for all rows, and for the first of three."""
     monkeypatch.setattr(attention, "hopper_tile", lambda *_: HopperTile(64, 2, False, True))
     monkeypatch.setattr(long_attention, "_by_hopper", over_widened_pages)
@@ -259,23 +221,23 @@ def test_prompts_read_pages_that_were_widened(
     sizes = {"dead": (3, 6), "tokens": sum(lengths) + 20, "page_size": page_size}
     check(
         lambda op, args, _: (interpreted(op, args), reference(op, args)),
-        step(rng, normal, lengths, before, **sizes),
+        step(lengths, before, **sizes),
     )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("blocks", [2, 5])
-def test_prompts_without_room_on_a_gpu(gpu_and_reference, rng, normal, monkeypatch, blocks):
+def test_prompts_without_room_on_a_gpu(gpu_and_reference, step, monkeypatch, blocks):
     monkeypatch.setattr(widened, "MOST_BYTES", blocks * 128 * 2 * 4 * 128 * 2)
     lengths, before = [1, 300, 65, 700], [800, 100, 70, 260]
-    args = step(rng, normal, lengths, before, heads=16, kv_heads=4, dim=128, tokens=1200)
+    args = step(lengths, before, heads=16, kv_heads=4, dim=128, tokens=1200)
     check(gpu_and_reference, args)
 
 
-def test_where_prompts_are_widened(rng, normal):
+def test_where_prompts_are_widened(step):
     def kernels(lengths, target=H200, **sizes):
         pack = NullPack(target)
-        norm_rope_attend(pack, **as_tensors(step(rng, normal, lengths, [0] * len(lengths), **sizes)))
+        norm_rope_attend(pack, **as_tensors(step(lengths, [0] * len(lengths), **sizes)))
         return [command.spec.function for command in pack.calls[0].commands][1:]
 
     alone = ["widen_pages", "attend_prompt"]
@@ -308,34 +270,34 @@ def kernels_of(args, target=CUDA):
     return [command.spec.function for command in pack.calls[0].commands]
 
 
-def rows_of(rng, normal, rows, **sizes):
+def rows_of(step, rows, **sizes):
     """A decode step of `rows` rows of few tokens."""
-    return step(rng, normal, [1] * rows, [3] * rows, **{"kv_heads": 8, "heads": 32, "dim": 128, **sizes})
+    return step([1] * rows, [3] * rows, **{"kv_heads": 8, "heads": 32, "dim": 128, **sizes})
 
 
-def test_a_step_with_many_rows_takes_the_kernel_of_cuda(rng, normal):
-    assert kernels_of(rows_of(rng, normal, 24)) == ["qk_norm_rope_write", "attend_codes"]
-    assert kernels_of(rows_of(rng, normal, 24, dim=256)) == ["qk_norm_rope_write", "attend_codes"]
-    assert kernels_of(rows_of(rng, normal, 23)) == ["attend_new"]
+def test_a_step_with_many_rows_takes_the_kernel_of_cuda(step):
+    assert kernels_of(rows_of(step, 24)) == ["qk_norm_rope_write", "attend_codes"]
+    assert kernels_of(rows_of(step, 24, dim=256)) == ["qk_norm_rope_write", "attend_codes"]
+    assert kernels_of(rows_of(step, 23)) == ["attend_new"]
 
 
 @pytest.mark.parametrize(
     "sizes",
     [{"window": 30}, {"dim": 64}, {"heads": 72}, {"page_size": 8}],
 )
-def test_other_steps_do_not_take_it(rng, normal, sizes):
-    assert kernels_of(rows_of(rng, normal, 24, **sizes)) == ["attend_new"]
+def test_other_steps_do_not_take_it(step, sizes):
+    assert kernels_of(rows_of(step, 24, **sizes)) == ["attend_new"]
 
 
 @pytest.mark.parametrize("change", [{"arch": 100}, {"nvrtc": False}, {"batch_invariant": True}])
-def test_other_targets_do_not_take_it(rng, normal, change):
-    assert "attend_codes" not in kernels_of(rows_of(rng, normal, 24), dataclasses.replace(CUDA, **change))
+def test_other_targets_do_not_take_it(step, change):
+    assert "attend_codes" not in kernels_of(rows_of(step, 24), dataclasses.replace(CUDA, **change))
 
 
 @pytest.mark.parametrize("dim", [128, 256])
-def test_the_kernel_of_cuda_compiles_without_spills(rng, normal, cubins, resources, dim):
+def test_the_kernel_of_cuda_compiles_without_spills(step, cubins, resources, dim):
     pack, store = NullPack(CUDA), Store(90, cubins, folders=[])
-    norm_rope_attend(pack, **as_tensors(rows_of(rng, normal, 24, dim=dim)))
+    norm_rope_attend(pack, **as_tensors(rows_of(step, 24, dim=dim)))
     (spec,) = [spec for spec in pack.specs() if spec.function == "attend_codes"]
     store.prepare([spec])
     used = resources(store.get(spec).cubin)
@@ -346,7 +308,7 @@ def test_the_kernel_of_cuda_compiles_without_spills(rng, normal, cubins, resourc
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [128, 256])
 @pytest.mark.parametrize("lengths", ["short", "one long", "many"])
-def test_attention_of_codes_on_a_gpu(gpu, reference, rng, normal, monkeypatch, dim, lengths):
+def test_attention_of_codes_on_a_gpu(gpu, reference, step, rng, monkeypatch, dim, lengths):
     """Rows of all lengths, one that many programs share, dead rows, and the same bits again."""
     target, driver, _, stream = gpu
     if target.arch != 90:
@@ -356,9 +318,7 @@ def test_attention_of_codes_on_a_gpu(gpu, reference, rng, normal, monkeypatch, d
         "one long": [5000, *rng.integers(0, 300, 15).tolist()],
         "many": rng.integers(0, 900, 200).tolist(),
     }[lengths]
-    args = step(
-        rng, normal, [1] * len(before), before, heads=16, kv_heads=4, dim=dim, dead=(3, len(before) - 1)
-    )
+    args = step([1] * len(before), before, heads=16, kv_heads=4, dim=dim, dead=(3, len(before) - 1))
     monkeypatch.setattr(coded_attention, "FEWEST", 1)
     own = dataclasses.replace(target, nvrtc=True)
     found = [run_on_gpu(norm_rope_attend, args, own, driver, stream) for _ in range(2)]

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from openinfer.kernels import H200, CudaSpec, LaunchPack, NullPack, Store, Target, gate_up_silu
-from openinfer.kernels.testing import run_reference
+from openinfer.kernels import H200, CudaSpec, NullPack, Store, Target, gate_up_silu
+from openinfer.kernels.testing import copied, run_on_gpu, run_reference
 from openinfer.kernels.tuning import shared_bytes
-from openinfer.tensor import Tensor, bfloat16, float32
+from openinfer.tensor import bfloat16, float32
 
 TARGET = dataclasses.replace(H200, nvrtc=True)
 
@@ -54,28 +54,17 @@ def test_it_compiles_without_spills(arena, tmp_path, resources):
 @pytest.mark.parametrize("tokens", [512, 700, 2048])
 @pytest.mark.parametrize(("hidden", "width"), [(512, 1024), (1024, 3072), (2560, 9728)])
 def test_it_agrees_with_the_reference_and_repeats_its_bits(gpu, rng, normal, tokens, hidden, width):
-    target, driver, device, stream = gpu
+    target, driver, _, stream = gpu
     if target.arch != 90:
         pytest.skip("the kernel is for sm_90")
     target = Target(target.arch, target.num_sms, target.cublas, target.gpu, nvrtc=True)
     args = {"out": normal(tokens, width), "x": normal(tokens, hidden)}
     args["weight"] = normal(2 * width, hidden, scale=hidden**-0.5)
-    found = []
-    for _ in range(2):
-        tensors = {n: to_device(v, device) if isinstance(v, np.ndarray) else v for n, v in args.items()}
-        assert [type(command.spec) for command in gate_up_silu.plan(target, tensors)] == [CudaSpec]
-        gate_up_silu(LaunchPack(target, driver, None, None), **tensors)
-        stream.synchronize()
-        found.append(np.array(tensors["out"].numpy()))
+    assert [type(command.spec) for command in gate_up_silu.plan(target, copied(args)[1])] == [CudaSpec]
+    found = [run_on_gpu(gate_up_silu, args, target, driver, stream)["out"] for _ in range(2)]
     np.testing.assert_array_equal(found[0], found[1])
     some = np.unique(np.r_[0, 63, 64, 127, 128, tokens - 1, rng.integers(0, tokens, 40)])
     few = {**args, "x": args["x"][some].copy(), "out": args["out"][some].copy()}
     want, got = run_reference(gate_up_silu, few)["out"].astype(float32), found[0][some].astype(float32)
     error = np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)
     assert error.max() < 5e-3
-
-
-def to_device(array, device):
-    tensor = Tensor.empty(array.shape, array.dtype, device)
-    tensor.copy_from(array)
-    return tensor

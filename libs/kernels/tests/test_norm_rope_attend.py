@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from openinfer.kernels import ContractError, CpuPack, NullPack, Target, attention, norm_rope_attend
+from openinfer.kernels.testing import paged_places
 from openinfer.tensor import Tensor, bfloat16, float32, int32
 
 BF16 = 6e-3  # relative error: weights and result rounded to 8 bits
@@ -11,53 +12,21 @@ WRITTEN = 4e-3
 FAR = 2.0**100
 
 
-def step(
-    rng, normal, lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, window=0, dead=(), **more
-):
-    """Arguments for rows of `lengths` new tokens after `before` cached ones; what was never written is FAR (nearly as
-    bad as NaN, but it can be compared). more: `tokens`, the bucket, and `max_q_len`."""
-    rows, total = len(lengths), sum(lengths)
-    size = rows + 3
-    slots = rng.permutation(np.arange(1, size))[:rows].astype(np.int32)
-    width = -(-(max(n + b for n, b in zip(lengths, before, strict=True)) + 1) // page_size)
-    pages = 1 + rows * width
-    tables = np.zeros((size, width), np.int32)
-    tables[slots] = 1 + rng.permutation(pages - 1).reshape(rows, width)
-    cache = np.full((pages, 3, 2, kv_heads, page_size, dim), FAR, bfloat16)
-    kv = cache[:, 1]
-    seq_lens, alive = np.zeros(size, np.int32), np.zeros(size, np.int32)
-    for row, slot in enumerate(slots):
-        seq_lens[slot], alive[slot] = before[row], row not in dead
-        for position in range(before[row]):
-            kv[tables[slot, position // page_size], :, :, position % page_size] = normal(2, kv_heads, dim)
-    tokens = more.get("tokens", total)
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    positions, token_slots = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
-    for row, slot in enumerate(slots):
-        place = np.arange(starts[row], starts[row + 1])
-        positions[place] = before[row] + place - starts[row]
-        token_slots[place] = slot if row not in dead else 0
-    context = int(positions.max()) + 1
-    angle = np.arange(context)[:, None] * 10000.0 ** -np.linspace(0, 1, dim // 2)
-    return {
-        "out": np.full((tokens, heads * dim), np.nan, bfloat16),
-        "kv": kv,
-        "qkv": normal(tokens, (heads + 2 * kv_heads) * dim, scale=3.0),
-        "q_norm": normal(dim),
-        "k_norm": normal(dim),
-        "cos_sin": np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(float32),
-        "positions": positions,
-        "token_slots": token_slots,
-        "slots": slots,
-        "q_starts": starts,
-        "seq_lens": seq_lens,
-        "alive": alive,
-        "block_tables": tables,
-        "eps": 1e-6,
-        "scale": dim**-0.5,
-        "window": window,
-        "max_q_len": more.get("max_q_len", max(lengths)),
-    }
+@pytest.fixture
+def step(norm_rope_args, normal):
+    """step(lengths, before, **more): arguments for rows of `lengths` new tokens after `before` cached ones; what was
+    never written is FAR (nearly as bad as NaN, but it can be compared)."""
+
+    def make(lengths, before, *, heads=4, kv_heads=2, dim=64, page_size=16, **more):
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_size": page_size}
+        args = norm_rope_args(lengths, before, **sizes, **more)
+        pages = args["block_tables"].max() + 1
+        kv = np.full((pages, 3, 2, kv_heads, page_size, dim), FAR, bfloat16)[:, 1]
+        for page, place in paged_places(args, before, page_size):
+            kv[page, :, :, place] = normal(2, kv_heads, dim)
+        return args | {"kv": kv}
+
+    return make
 
 
 def check(check_op, args, **options):
@@ -83,25 +52,25 @@ def check(check_op, args, **options):
 
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (5, 1, 64), (2, 2, 64), (8, 1, 256)])
-def test_decode_with_any_group(check_op, rng, normal, page_size, heads, kv_heads, dim):
+def test_decode_with_any_group(check_op, step, page_size, heads, kv_heads, dim):
     before = [0, 1, 63, 64, 65, 200]
     sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim}
-    check(check_op, step(rng, normal, [1] * 6, before, page_size=page_size, **sizes))
+    check(check_op, step([1] * 6, before, page_size=page_size, **sizes))
 
 
 @pytest.mark.parametrize("context", [0, 62, 63, 64, 127, 128, 300, 1000])
 @pytest.mark.parametrize("sms", [1, 4, 16])
-def test_decode_of_one_row_is_split(check_op, rng, normal, context, sms):
-    check(check_op, step(rng, normal, [1], [context], page_size=32), target=Target(90, sms, interpreted=True))
+def test_decode_of_one_row_is_split(check_op, step, context, sms):
+    check(check_op, step([1], [context], page_size=32), target=Target(90, sms, interpreted=True))
 
 
 @pytest.mark.parametrize("window", [0, 130])
 @pytest.mark.parametrize("spare", [1, 4, 32])
-def test_long_rows_among_others_share_the_spare_parts(check_op, rng, normal, monkeypatch, spare, window):
+def test_long_rows_among_others_share_the_spare_parts(check_op, step, monkeypatch, spare, window):
     monkeypatch.setattr(attention, "LARGE_PART", 64)
     monkeypatch.setattr(attention, "SPARE_PARTS", spare)
     lengths, before = [1, 1, 1, 0, 1, 1, 1], [0, 700, 63, 9, 64, 300, 130]
-    args = step(rng, normal, lengths, before, dead=(5,), tokens=7, max_q_len=1, window=window)
+    args = step(lengths, before, dead=(5,), tokens=7, max_q_len=1, window=window)
     check(check_op, args, target=Target(90, 1, interpreted=True))
 
 
@@ -121,24 +90,24 @@ def test_spare_parts_fit_a_wave_where_that_leaves_enough(arena, plan, rows, item
     assert command.grid == (8, items, 1)
 
 
-def test_decode_with_empty_and_dead_rows(check_op, rng, normal):
+def test_decode_with_empty_and_dead_rows(check_op, step):
     lengths, before = [1, 0, 1, 1, 0, 1, 0], [70, 5, 3, 90, 40, 17, 0]
-    check(check_op, step(rng, normal, lengths, before, dead=(2, 4), tokens=7, max_q_len=1))
+    check(check_op, step(lengths, before, dead=(2, 4), tokens=7, max_q_len=1))
 
 
-def test_a_step_without_tokens_gives_zeros(check_op, rng, normal):
-    args = step(rng, normal, [0, 0], [3, 3], tokens=2, max_q_len=1)
+def test_a_step_without_tokens_gives_zeros(check_op, step):
+    args = step([0, 0], [3, 3], tokens=2, max_q_len=1)
     assert (check_op(norm_rope_attend, {"out": 0, "kv": 0}, **args)["out"] == 0).all()
 
 
 @pytest.mark.parametrize("window", [1, 17, 64, 65, 1000])
 @pytest.mark.parametrize("sms", [1, 16])
-def test_decode_with_a_window(check_op, rng, normal, window, sms):
-    args = step(rng, normal, [1, 1, 1], [0, 65, 300], window=window)
+def test_decode_with_a_window(check_op, step, window, sms):
+    args = step([1, 1, 1], [0, 65, 300], window=window)
     check(check_op, args, target=Target(90, sms, interpreted=True))
 
 
-def test_few_rows_merge_in_one_turn_and_those_of_a_ring_let_it_start(rng, normal):
+def test_few_rows_merge_in_one_turn_and_those_of_a_ring_let_it_start(step):
     """Eight query heads a key head: sixteen parts at once where rows leave SMs idle, eight where they do not."""
     for rows, nvrtc, merged, release in (
         (1, True, 16, True),
@@ -147,7 +116,7 @@ def test_few_rows_merge_in_one_turn_and_those_of_a_ring_let_it_start(rng, normal
         (5, True, 16, False),
         (300, True, 8, False),
     ):
-        args = step(rng, normal, [1] * rows, [20] * rows, heads=8, kv_heads=1, dim=128)
+        args = step([1] * rows, [20] * rows, heads=8, kv_heads=1, dim=128)
         tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
         pack = NullPack(Target(90, 132, nvrtc=nvrtc))
         norm_rope_attend(pack, **tensors)
@@ -155,20 +124,20 @@ def test_few_rows_merge_in_one_turn_and_those_of_a_ring_let_it_start(rng, normal
         assert (constants["MERGE"], constants["RELEASE"]) == (merged, release), rows
 
 
-def test_other_steps_take_the_two_ops_kernels(check_op, rng, normal):
-    args = step(rng, normal, [3, 1, 20], [70, 130, 0], tokens=30)
+def test_other_steps_take_the_two_ops_kernels(check_op, step):
+    args = step([3, 1, 20], [70, 130, 0], tokens=30)
     check(check_op, args)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [3, 1, 20]])
-def test_heads_without_norms(check_op, rng, normal, lengths):
-    args = step(rng, normal, lengths, [70, 0, 130])
+def test_heads_without_norms(check_op, step, lengths):
+    args = step(lengths, [70, 0, 130])
     del args["q_norm"], args["k_norm"]
     check(check_op, args)
 
 
-def test_one_norm_alone_is_refused(rng, normal):
-    args = step(rng, normal, [1], [5])
+def test_one_norm_alone_is_refused(step):
+    args = step([1], [5])
     del args["k_norm"]
     tensors = {k: Tensor.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in args.items()}
     with pytest.raises(ContractError, match="q_norm and k_norm must both be given, or neither"):
@@ -177,20 +146,18 @@ def test_one_norm_alone_is_refused(rng, normal):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 40, 64, 128, 256])
-def test_decode_on_a_gpu(check_op_gpu, rng, normal, rows):
+def test_decode_on_a_gpu(check_op_gpu, step, rng, rows):
     before = rng.integers(0, 1500, rows).tolist()
-    args = step(
-        rng, normal, [1] * rows, before, heads=32, kv_heads=8, dim=128, dead=(rows // 2,) if rows > 1 else ()
-    )
+    args = step([1] * rows, before, heads=32, kv_heads=8, dim=128, dead=(rows // 2,) if rows > 1 else ())
     check(check_op_gpu, args)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page_size", [8, 16, 64, 128])
 @pytest.mark.parametrize("window", [0, 100])
-def test_many_rows_of_any_kind_on_a_gpu(check_op_gpu, rng, normal, page_size, window):
+def test_many_rows_of_any_kind_on_a_gpu(check_op_gpu, step, rng, page_size, window):
     before = [0, 1, 63, 64, 65, 2100, 1023, 1024, *rng.integers(0, 400, 62).tolist()]
     lengths = [0 if row % 9 == 4 else 1 for row in range(70)]
     sizes = {"heads": 10, "kv_heads": 2, "dim": 128, "page_size": page_size, "window": window}
-    args = step(rng, normal, lengths, before, dead=(2, 50, 69), tokens=70, max_q_len=1, **sizes)
+    args = step(lengths, before, dead=(2, 50, 69), tokens=70, max_q_len=1, **sizes)
     check(check_op_gpu, args)

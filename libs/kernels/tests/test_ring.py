@@ -28,7 +28,7 @@ from openinfer.kernels.int4 import group_words, pack
 from openinfer.kernels.packing import Parameters
 from openinfer.kernels.packs import cuda_driver
 from openinfer.kernels.packs.interp import InterpDriver
-from openinfer.kernels.testing import run_reference
+from openinfer.kernels.testing import copied, run_on_gpu, run_reference
 from openinfer.kernels.tuning import choose, shared_bytes
 from openinfer.tensor import Device, Tensor, bfloat16, float8_e4m3fn, float32, int32, uint8
 
@@ -354,18 +354,13 @@ def of_codes(arena, kind, n, k, parts):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hidden", [1024, 2560])
 def test_rings_of_codes_agree_with_the_reference_and_repeat_their_bits(kind, hidden, gpu, normal):
-    target, driver, device, stream = gpu
+    target, driver, _, stream = gpu
     if target.arch != 90:
         pytest.skip("rings are for sm_90")
     target = Target(target.arch, target.num_sms, gpu=target.gpu, nvrtc=True)
     for op, written, args in layer_of_codes(kind, normal, hidden):
-        found = []
-        for _ in range(2):
-            tensors = {n: to_device(v, device) if isinstance(v, np.ndarray) else v for n, v in args.items()}
-            assert [c.spec.function for c in op.plan(target, tensors)] == ["gemv_ring_groups"]
-            op(LaunchPack(target, driver, None, None), **tensors)
-            stream.synchronize()
-            found.append(np.array(tensors[written].numpy()))
+        assert [c.spec.function for c in op.plan(target, copied(args)[1])] == ["gemv_ring_groups"]
+        found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
         np.testing.assert_array_equal(found[0], found[1])
         want = run_reference(op, args)[written].astype(float32)
         assert np.linalg.norm(found[0].astype(float32) - want) < 5e-3 * np.linalg.norm(want), op
@@ -375,7 +370,7 @@ def test_rings_of_codes_agree_with_the_reference_and_repeat_their_bits(kind, hid
 @pytest.mark.parametrize("gain_dtype", [bfloat16, float32])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_rings_agree_with_the_reference_and_repeat_their_bits(gpu, normal, gain_dtype, tokens):
-    target, driver, device, stream = gpu
+    target, driver, _, stream = gpu
     if target.arch != 90:
         pytest.skip("rings are for sm_90")
     target = Target(target.arch, target.num_sms, gpu=target.gpu, nvrtc=True)
@@ -390,21 +385,10 @@ def test_rings_agree_with_the_reference_and_repeat_their_bits(gpu, normal, gain_
         (linear_add, "x", {"x": x, "h": normal(tokens, inter), "weight": normal(hidden, inter, scale=0.02)}),
     ]  # fmt: skip
     for op, written, args in cases:
-        found = []
-        for _ in range(2):
-            tensors = {n: to_device(v, device) if isinstance(v, np.ndarray) else v for n, v in args.items()}
-            assert [type(command.spec) for command in op.plan(target, tensors)] == [CudaSpec]
-            op(LaunchPack(target, driver, None, None), **tensors)
-            stream.synchronize()
-            found.append(np.array(tensors[written].numpy()))
+        assert [type(command.spec) for command in op.plan(target, copied(args)[1])] == [CudaSpec]
+        found = [run_on_gpu(op, args, target, driver, stream)[written] for _ in range(2)]
         np.testing.assert_array_equal(found[0], found[1])
         want = run_reference(op, args)[written].astype(float32)
         # The reference rounds normalised values; a ring rounds none.
         error = np.linalg.norm(found[0].astype(float32) - want, axis=1) / np.linalg.norm(want, axis=1)
         assert error.max() < 1e-2, op  # of each token by itself
-
-
-def to_device(array, device):
-    tensor = Tensor.empty(array.shape, array.dtype, device)
-    tensor.copy_from(array)
-    return tensor

@@ -14,7 +14,7 @@ import importlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,11 @@ __all__ = [
     "HostPeers",
     "OpConformance",
     "compare",
+    "copied",
     "error",
     "fp8_cache",
+    "paged_places",
+    "paged_rows",
     "run_interpreted",
     "run_on_gpu",
     "run_reference",
@@ -62,10 +65,12 @@ _MARGIN = 256  # bytes behind the scratch, which kernels must not write
 
 
 def error(got: Array, want: Array) -> float:
-    """The relative Frobenius error; infinite where `got` has a value that is not finite."""
-    g, w = got.astype(np.float64), want.astype(np.float64)
-    size = max(float(np.linalg.norm(w)), 1e-30)
-    return float(np.linalg.norm(g - w)) / size if np.isfinite(g).all() else float("inf")
+    """The relative Frobenius error of the places where `want` is finite; infinite where `got` is finite elsewhere."""
+    finite = np.isfinite(want.astype(np.float64))
+    if not np.array_equal(finite, np.isfinite(got.astype(np.float64))):
+        return float("inf")
+    g, w = got[finite].astype(np.float64), want[finite].astype(np.float64)
+    return float(np.linalg.norm(g - w)) / max(float(np.linalg.norm(w)), 1e-30)
 
 
 NEVER = 0xFF
@@ -81,6 +86,49 @@ def fp8_cache(pages: int, kv_heads: int, page_size: int, dim: int) -> Arrays:
     return {name: tensor.numpy() for name, tensor in cache.layer(1).items() if tensor is not None}
 
 
+def paged_rows(
+    rng: np.random.Generator,
+    lengths: Sequence[int],
+    before: Sequence[int],
+    *,
+    page_size: int,
+    tokens: int | None = None,
+    dead: Sequence[int] = (),
+) -> Arrays:
+    """The arguments by which an op finds a step's tokens in a paged cache, for rows of `lengths` new tokens after
+    `before` cached ones: slots, q_starts by row; seq_lens, alive, block_tables by slot; positions, token_slots.
+
+    tokens: of the step, padding included. dead: numbers of rows. Slots and pages are in no order; page 0 is padding,
+    and there are block_tables.max() + 1 pages. Slots that no row has hold lengths that would show.
+    """
+    count = len(lengths)
+    slots = rng.permutation(np.arange(1, count + 3))[:count].astype(np.int32)
+    width = max(n + b for n, b in zip(lengths, before, strict=True)) // page_size + 1
+    tables = np.zeros((count + 3, width), np.int32)
+    tables[slots] = 1 + rng.permutation(count * width).reshape(count, width)
+    seq_lens, alive = np.full(count + 3, 10**6, np.int32), np.zeros(count + 3, np.int32)
+    seq_lens[slots], alive[slots] = before, [row not in dead for row in range(count)]
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions, token_slots = (np.zeros(tokens or sum(lengths), np.int32) for _ in range(2))
+    for row, slot in enumerate(slots):
+        own = slice(starts[row], starts[row + 1])
+        positions[own] = before[row] + np.arange(lengths[row])
+        token_slots[own] = slot if alive[slot] else 0
+    return {
+        "positions": positions, "token_slots": token_slots, "slots": slots, "q_starts": starts,
+        "seq_lens": seq_lens, "alive": alive, "block_tables": tables,
+    }  # fmt: skip
+
+
+def paged_places(
+    rows: Mapping[str, Array], counts: Sequence[int], page_size: int
+) -> Iterator[tuple[int, int]]:
+    """The page of a token, and its place there, for the first `counts` tokens of each row of `paged_rows`."""
+    for slot, count in zip(rows["slots"], counts, strict=True):
+        for position in range(count):
+            yield rows["block_tables"][slot, position // page_size], position % page_size
+
+
 def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int, int]:
     """Bytes of ordinary and of zeroed scratch that a call needs."""
     plan = NullPack(target)
@@ -90,14 +138,14 @@ def workspace(op: Op[Any], args: Mapping[str, Any], target: Target) -> tuple[int
 
 def run_reference(op: Op[Any], args: Mapping[str, Any]) -> Arrays:
     """The arrays of a call after its reference has run. `args` has numpy arrays for tensors; they are not changed."""
-    arrays, tensors = _copied(args)
+    arrays, tensors = copied(args)
     CpuPack().run(op, tensors)
     return arrays
 
 
 def run_interpreted(op: Op[Any], args: Mapping[str, Any], target: Target = INTERPRETED) -> Arrays:
     """Like run_reference, by the op's kernels in Triton's interpreter. Scratch begins as 0xFF bytes."""
-    arrays, tensors = _copied(args)
+    arrays, tensors = copied(args)
     plain, zeroed = workspace(op, tensors, target)
     scratch, zeros = np.full(plain + _MARGIN, 0xFF, np.uint8), np.zeros(zeroed + _MARGIN, np.uint8)
     pack = LaunchPack(target, InterpDriver(), Tensor.from_numpy(scratch), Tensor.from_numpy(zeros))
@@ -110,7 +158,7 @@ def run_on_gpu(
     op: Op[Any], args: Mapping[str, Any], target: Target, driver: CudaDriver, stream: Stream
 ) -> Arrays:
     """Like run_reference, by the op's kernels on the GPU of `stream`, compiled first if `driver.store` lacks them."""
-    arrays, _ = _copied(args)
+    arrays, _ = copied(args)
     sent = {name: _upload(array, stream) for name, array in arrays.items()}
     tensors = {name: sent[name][1] if name in sent else value for name, value in args.items()}
     plan = NullPack(target)
@@ -148,8 +196,8 @@ def _like(array: Array) -> Array:
     return copy
 
 
-def _copied(args: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """Copies of the arrays of a call, and its arguments on these."""
+def copied(args: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
+    """Copies of a call's arrays with their strides, and the call's arguments with tensors over the copies."""
     arrays = {name: _like(value) for name, value in args.items() if isinstance(value, np.ndarray)}
     return arrays, {
         name: Tensor.from_numpy(arrays[name]) if name in arrays else v for name, v in args.items()
@@ -195,7 +243,7 @@ class OpConformance:
                 if not isinstance(array, np.ndarray):
                     continue
                 for wrong in (np.zeros(array.shape, np.int16), np.zeros((*array.shape, 1), array.dtype)):
-                    _, tensors = _copied({**case.args, name: wrong})
+                    _, tensors = copied({**case.args, name: wrong})
                     try:
                         self.op.contract(**tensors)
                     except ContractError:
@@ -219,13 +267,13 @@ class OpConformance:
         """For sm_90 by default; needs no GPU."""
         plan = NullPack(Target(self.arch, 132))
         for case in self.cases:
-            plan.run(self.op, _copied(case.args)[1])
+            plan.run(self.op, copied(case.args)[1])
         store = Store(self.arch, tmp_path, folders=[])
         assert store.prepare(plan.specs()).compiled == len(plan.specs())
 
     def test_costs_are_numbers_of_bytes_and_operations(self) -> None:
         for case in self.cases:
-            _, tensors = _copied(case.args)
+            _, tensors = copied(case.args)
             little, much = (self.op.cost(Workload(n, 1, n, n), **tensors) for n in (1, 64))
             for cost in (little, much):
                 assert isinstance(cost.bytes, int)
