@@ -27,12 +27,15 @@ def test_start_serve_and_stop(model_dir: Path, launch: Launch, driver: str) -> N
     )
     assert any(re.match(r"openinfer: engine started in \S+ s: tiny, context 4096", x) for x in server.lines)
     assert re.fullmatch(r"openinfer: ready on http://127\.0\.0\.1:\d+ in \d+\.\d s", server.lines[-1])
+    renders = server.children("render_process")
+    assert server.children()[:1] == renders  # it starts first, beside the engine
     body = {"model": "b", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body).json()
     assert answer["usage"]["completion_tokens"] == 3
     server.process.send_signal(signal.SIGTERM)
     code, rest = server.end()
     assert code == 0
+    assert not any(runs(pid) for pid in renders)
     assert "ok: 1 sequences" in rest
     assert "Traceback" not in rest
 

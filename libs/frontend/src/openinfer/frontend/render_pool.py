@@ -8,9 +8,10 @@ from typing import Any
 from openinfer.frontend.chat import RendererSpec
 from openinfer.frontend.errors import APIError, ModelFilesError
 
-__all__ = ["RenderPool"]
+__all__ = ["RenderPool", "end", "spawn"]
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 30.0
+"""From the renderer's spec to its answer. The engine may load and compile meanwhile, on the same cores."""
 LANES = (2, 2)
 """Processes for small chats, and for large ones: a large chat waits only for other large ones."""
 MAX_ANSWER_BYTES = 256 << 20
@@ -19,11 +20,13 @@ MAX_ANSWER_BYTES = 256 << 20
 class RenderPool:
     """A Renderer in processes of its own. start() first, close() last; both in the event loop that renders.
 
-    spec: how a process makes the renderer.
+    spec: how a process makes the renderer. first: a process of `spawn`, which the pool takes over; None: start() makes
+    one.
     """
 
-    def __init__(self, spec: RendererSpec) -> None:
+    def __init__(self, spec: RendererSpec, first: asyncio.subprocess.Process | None = None) -> None:
         self.spec = spec
+        self._first = first
         self.variables: frozenset[str] = frozenset()
         """Names of the options that the renderer heeds; known once it has started."""
         self._idle: list[asyncio.subprocess.Process] = []
@@ -32,12 +35,13 @@ class RenderPool:
     async def start(self) -> None:
         """Make the renderer. Raises ModelFilesError with one line where it cannot be made."""
         if not self._idle:
-            self._idle.append(await self._process())
+            first, self._first = self._first, None
+            self._idle.append(await self._made(first or await spawn()))
 
     async def close(self) -> None:
         """End the processes that wait; a second time is no error."""
         while self._idle:
-            await _end(self._idle.pop())
+            await end(self._idle.pop())
 
     async def render(self, call: dict[str, Any], large: bool, timeout_s: float) -> str:
         """The prompt; `call` has the arguments of Renderer.render.
@@ -67,40 +71,34 @@ class RenderPool:
             lane.release()
 
     async def _ask(self, line: bytes, timeout_s: float) -> dict[str, Any]:
-        process = self._idle.pop() if self._idle else await self._process()
+        process = self._idle.pop() if self._idle else await self._made(await spawn())
         try:
             answer = await asyncio.wait_for(_answer(process, line), timeout_s)
         except BaseException:
             # The process is late or gone, or the caller was cancelled. It must end, because its answer may still come
             # and would be read as the answer to another request.
-            await _end(process)
+            await end(process)
             raise
         if answer is None:
-            await _end(process)
+            await end(process)
             return {"error": "the process that writes it ended"}
         self._idle.append(process)
         return answer
 
-    async def _process(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "openinfer.frontend.render_process"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent, which drains first
-            limit=MAX_ANSWER_BYTES,
-        )
+    async def _made(self, process: asyncio.subprocess.Process) -> asyncio.subprocess.Process:
+        """The process, which has made its renderer."""
         try:
             line = json.dumps(self.spec._asdict()).encode() + b"\n"
             made = await asyncio.wait_for(_answer(process, line), START_TIMEOUT_S)
         except BaseException as error:
-            await _end(process)
+            await end(process)
             if isinstance(error, TimeoutError):
                 raise ModelFilesError(
                     f"the chat template is not ready after {START_TIMEOUT_S:g} s: it seems to loop"
                 ) from error
             raise
         if made is None or "variables" not in made:
-            await _end(process)
+            await end(process)
             why = made.get("error", "it was refused") if made else "the process that renders it ended"
             raise ModelFilesError(f"the chat template cannot be used: {why}")
         self.variables = frozenset(made["variables"])
@@ -129,7 +127,19 @@ async def _answer(process: asyncio.subprocess.Process, line: bytes) -> dict[str,
     return answer
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def spawn() -> asyncio.subprocess.Process:
+    """A process that waits for its renderer's spec. The caller gives it to a RenderPool or to `end`."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "openinfer.frontend.render_process"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the parent, which drains first
+        limit=MAX_ANSWER_BYTES,
+    )
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Kill a process of `spawn`; one that has ended is no error."""
     if process.returncode is None:
         process.kill()
     await process.communicate()

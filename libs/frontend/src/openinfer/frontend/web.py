@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from openinfer.frontend import heap
+from openinfer.frontend import heap, render_pool
 from openinfer.frontend.chat import DeepSeekV4Renderer, RendererSpec
 from openinfer.frontend.logs import say
 
 if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+
     from starlette.applications import Starlette
 
     from openinfer.frontend.client import EngineClient
     from openinfer.frontend.http import Tokenizer
     from openinfer.frontend.http.tracing import Tracing
+    from openinfer.frontend.render_pool import RenderPool
 
 __all__ = ["WebOptions", "run_loop", "serve_web"]
 
@@ -75,17 +78,19 @@ async def serve_web(
     Raises FrontendError, ValueError or OSError with one line for the user.
     """
     tracing = None
-    starting = asyncio.create_task(_start(client, on_engine))  # first: what HTTP needs is imported meanwhile
-    tokens = asyncio.create_task(asyncio.to_thread(_load_tokenizer, options))
+    # This process comes first, because it imports its modules while the engine starts.
+    renders = None if options.skip_tokenizer_init else await render_pool.spawn()
+    starting = asyncio.create_task(_start(client, on_engine))
+    texts = asyncio.create_task(_start_texts(options, renders))
     try:
-        await asyncio.gather(starting, tokens)
+        await asyncio.gather(starting, texts)
         from openinfer.frontend.http import run_server
 
         if options.otlp_traces_endpoint is not None:
             from openinfer.frontend.http.tracing import Tracing
 
             tracing = Tracing.to(options.otlp_traces_endpoint, client.info.model)
-        app = _make_app(options, client, *tokens.result(), tracing, boards)
+        app = _make_app(options, client, *texts.result(), tracing, boards)
         code = await run_server(
             app,
             listener,
@@ -100,8 +105,11 @@ async def serve_web(
             on_stop(app.state.service.metrics.served())
         return code
     finally:
-        starting.cancel()  # where the tokenizer has failed: a process half started is seen to its end
-        await asyncio.wait([starting])
+        for task in (starting, texts):  # where one has failed: a process half started is seen to its end
+            task.cancel()
+        await asyncio.wait([starting, texts])
+        if renders is not None:
+            await render_pool.end(renders)
         await client.close()
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -111,7 +119,7 @@ def _make_app(
     options: WebOptions,
     client: "EngineClient",
     tokenizer: "Tokenizer | None",
-    template: "RendererSpec | None",
+    renderer: "RenderPool | None",
     tracing: "Tracing | None",
     boards: Sequence[Path],
 ) -> "Starlette":
@@ -127,7 +135,7 @@ def _make_app(
     return create_app(
         client,
         tokenizer=tokenizer,
-        template=template,
+        template=renderer,
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         defaults=defaults,
@@ -162,6 +170,20 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(main)
+
+
+async def _start_texts(
+    options: WebOptions, process: "Process | None"
+) -> "tuple[Tokenizer | None, RenderPool | None]":
+    """The tokenizer, and the renderer in a process of render_pool.spawn."""
+    tokenizer, template = await asyncio.to_thread(_load_tokenizer, options)
+    if template is None:
+        if process is not None:
+            await render_pool.end(process)
+        return tokenizer, None
+    renderer = render_pool.RenderPool(template, process)
+    await renderer.start()
+    return tokenizer, renderer
 
 
 def _load_tokenizer(options: WebOptions) -> "tuple[Tokenizer | None, RendererSpec | None]":

@@ -43,7 +43,7 @@ def create_app(
     client: EngineClient,
     *,
     tokenizer: Tokenizer | None = None,
-    template: Renderer | RendererSpec | None = None,
+    template: Renderer | RendererSpec | RenderPool | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     defaults: SamplingDefaults | None = None,
@@ -63,7 +63,7 @@ def create_app(
     client has started. run_server does so.
 
     client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat. It is
-    made in a process of its own; a RendererSpec is made only there.
+    made in a process of its own; a RendererSpec is made only there. A RenderPool is closed with the application.
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
@@ -74,12 +74,13 @@ def create_app(
     cors: pages of which origins may call; None for none.
     plan: the JSON of `openinfer plan`, for the page at /plan.
     """
-    spec = template if template is None or isinstance(template, RendererSpec) else template.spec
+    if template is not None and not isinstance(template, RenderPool):
+        template = RenderPool(template if isinstance(template, RendererSpec) else template.spec)
     service = Service(
         client,
         tokenizer=tokenizer,
         chat_format=ChatFormat(
-            renderer=None if spec is None else RenderPool(spec),
+            renderer=template,
             tools=TOOL_FORMATS[tool_parser] if tool_parser else None,
             reasoning=reasoning_parser is not None,
         ),
