@@ -16,6 +16,7 @@ def parser() -> FlagParser:
     made.add_argument("model")
     made.add_argument("--config")
     made.add_argument("--port", type=int, default=1)
+    made.add_argument("--part", type=float, default=0.5)
     made.add_argument("--name", nargs="+", default=[])
     made.add_argument("--origins", type=strings, default=[])
     made.add_argument("--eager", action="store_true")
@@ -74,6 +75,15 @@ def test_a_file_that_is_wrong_is_refused_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
     assert message in line
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "-inf"])
+def test_numbers_that_json_has_not_are_refused(
+    parser: FlagParser, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(["m", f"--part={word}"])
+    assert f"argument --part: {word} is not a finite number" in capsys.readouterr().err
 
 
 def test_flags_of_several_parsers_are_listed_once(parser: FlagParser) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import json
+import math
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, prog: str, **given: Any) -> None:
         super().__init__(prog, allow_abbrev=False, formatter_class=_Help, **given)
+        self.register("type", float, _finite)
 
     def error(self, message: str) -> NoReturn:
         """One line on stderr, and exit code 2."""
@@ -118,6 +120,14 @@ def _values(action: argparse.Action) -> int:
     if action.nargs is None:
         return 1
     return action.nargs if isinstance(action.nargs, int) else 1 << 30
+
+
+def _finite(text: str) -> float:
+    """A number that JSON has, because flags travel to the engine so."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
