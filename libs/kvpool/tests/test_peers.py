@@ -583,6 +583,23 @@ def test_claims_and_peers_are_bounded(monkeypatch, caplog):
             '{"kv_connector": "TcpConnector", "kv_connector_extra_config": {"share_memory": 1}}',
             "share_memory is 1; possible are",
         ),
+        ('{"kv_connector": "TcpConnector", "kv_ip": 7}', "kv_ip is 7; it must be a text"),
+        ('{"kv_connector": "TcpConnector", "kv_buffer_size": NaN}', "kv_buffer_size is nan"),
+        ('{"kv_connector": "TcpConnector", "kv_buffer_size": Infinity}', "kv_buffer_size is inf"),
+        ('{"kv_connector": "TcpConnector", "kv_connector_extra_config": null}', "it must be an object"),
+        ('{"kv_connector": "TcpConnector", "kv_connector_extra_config": [1]}', "it must be an object"),
+        (
+            '{"kv_connector": "TcpConnector", "kv_connector_extra_config": {"kv_lease_duration": NaN}}',
+            "kv_lease_duration is nan",
+        ),
+        (
+            '{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": [7]}}',
+            "backends is .7.; give a list of names",
+        ),
+        (
+            '{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"backends": []}}',
+            "backends is ..; give a list of names",
+        ),
         ('{"kv_connector": "TcpConnector", "kv_ip": "192.0.2.1"}', "can be reached from other hosts"),
         ('{"kv_connector": "TcpConnector", "kv_ip": "0.0.0.0"}', "give an address of this host"),
     ],

@@ -236,6 +236,7 @@ def test_an_address_elsewhere_is_connected_to(context, tmp_path):
         ('{"topics": "x"}', "must be an object with keys among"),
         ('{"publisher": "kafka"}', "zmq and null are possible"),
         ('{"endpoint": "5557"}', "must be like tcp://"),
+        ('{"endpoint": "tcp://*:99999"}', "ports are 0 to 65535"),
         ('{"endpoint": null}', "endpoint is None; it must be a str"),
         ('{"replay_endpoint": 5}', "replay_endpoint is 5"),
         ('{"enable_kv_cache_events": 1}', "it must be a bool"),

@@ -83,6 +83,9 @@ class EventsConfig:
             value = getattr(self, name)
             if value is not None and "://" not in str(value):
                 raise InvalidConfig(f"{name} is {value!r}; it must be like tcp://127.0.0.1:5557")
+            port = str(value).rpartition(":")[2]
+            if port.isdecimal() and int(port) > 65535:  # ZeroMQ takes what is left of it in 16 bits
+                raise InvalidConfig(f"{name} is {value!r}; ports are 0 to 65535")
 
     @classmethod
     def parse(cls, text: str) -> EventsConfig:

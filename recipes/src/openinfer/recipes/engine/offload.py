@@ -38,8 +38,12 @@ def check_offload(options: Options) -> None:
         raise SetupError(
             "--kv-offload-dir and --kv-offload-disk-gb need each other: a folder, and how much of it"
         )
-    if min(host or 1, disk_gb or 1) <= 0:
-        raise SetupError("--kv-offload-gb and --kv-offload-disk-gb must be more than 0")
+    if not all(0 < size < 1e6 for size in (host, disk_gb) if size is not None):
+        raise SetupError(
+            "--kv-offload-gb and --kv-offload-disk-gb must be more than 0 and less than a million"
+        )
+    if folder == "":
+        raise SetupError("--kv-offload-dir is empty; give a folder")
 
 
 def open_tiers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -63,17 +64,25 @@ class TransferConfig:
             raise InvalidConfig(f"engine_id is {self.engine_id!r}; it must be a text")
         if not _number(self.kv_port, int) or not 0 <= self.kv_port < 65536:
             raise InvalidConfig(f"kv_port is {self.kv_port!r}; 0 to 65535 are possible")
-        if not _number(self.kv_buffer_size, (int, float)) or self.kv_buffer_size <= 0:
-            raise InvalidConfig(f"kv_buffer_size is {self.kv_buffer_size!r}; give bytes, more than 0")
+        if not _number(self.kv_buffer_size, (int, float)) or not 0 < self.kv_buffer_size < 1e15:
+            raise InvalidConfig(
+                f"kv_buffer_size is {self.kv_buffer_size!r}; give bytes, more than 0 and fewer than 1e15"
+            )
         extra = self.kv_connector_extra_config
+        if not isinstance(extra, dict):
+            raise InvalidConfig(f"kv_connector_extra_config is {extra!r}; it must be an object")
         wrong = [k for k in extra if type(extra[k]) not in _EXTRA.get(k, ())]
         if wrong:
             raise InvalidConfig(
                 f"kv_connector_extra_config: {wrong[0]} is {extra[wrong[0]]!r}; possible are kv_lease_duration "
                 "(seconds), backends (a list), secret_file (a path) and share_memory (true or false)"
             )
-        if self.lease_s <= 0:
+        if not 0 < self.lease_s < math.inf:
             raise InvalidConfig(f"kv_lease_duration is {self.lease_s!r}; give seconds, more than 0")
+        if not self.backends or not all(isinstance(one, str) for one in self.backends):
+            raise InvalidConfig(f'backends is {self.backends!r}; give a list of names, as in ["UCX"]')
+        if not isinstance(self.kv_ip, str):
+            raise InvalidConfig(f"kv_ip is {self.kv_ip!r}; it must be a text")
         if self.kv_ip in ("", "*", "0.0.0.0", "::"):
             raise InvalidConfig(
                 f"kv_ip is {self.kv_ip!r}; answers name it as remote_host, so give an address of this host"
