@@ -4,7 +4,9 @@ import errno
 import json
 import logging
 import os
+import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,8 +22,9 @@ from openinfer.kvpool import (
     hash_blocks,
 )
 from openinfer.kvpool.eviction import Lru
-from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers, tiers
+from openinfer.kvpool.tiers import Disk, HostMemory, Layout, Tiers, host, room, tiers
 from openinfer.kvpool.tiers.moves import FIRST_PIECES, PIECES
+from openinfer.kvpool.tiers.room import KEPT_BYTES
 from openinfer.tensor import Device, Stream, Tensor
 from openinfer.tensor.testing import fake_driver
 
@@ -468,6 +471,76 @@ def test_a_slow_disk_is_not_waited_for(tmp_path, caplog, monkeypatch):
     engine.close()
 
 
+def test_a_slow_peer_does_not_keep_the_disk_from_being_asked(tmp_path, caplog):
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    engine.close()
+
+    class Silent:
+        """Peers that promise one block, and never send it."""
+
+        promised = hash_blocks([3] * 4, 4)
+
+        def has(self, group, name):
+            return name in self.promised
+
+        def read(self, slot):
+            self.promised = []
+
+        def done(self, wait_s):
+            time.sleep(wait_s)
+            return []
+
+    engine = Engine(disk=disk_in(tmp_path), load_timeout_s=0.2)
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    engine.tiers._peers = Silent()
+    assert engine.serve([3] * 12) == 0
+    assert engine.tiers.stats.failed == 1
+    assert engine.serve(FIRST[:12]) == 8
+    assert "disk" not in caplog.text
+    engine.close()
+
+
+def test_a_folder_that_is_gone_is_said_once(tmp_path, caplog):
+    engine = Engine(disk=disk_in(tmp_path))
+    for token in (1, 2, 3):
+        engine.serve([token] * 12)
+    engine.close()
+    engine = Engine(disk=disk_in(tmp_path))
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    shutil.rmtree(tmp_path)
+    assert engine.serve(FIRST[:12]) == engine.serve(OTHER[:12]) == 0
+    assert engine.tiers.stats.failed >= 2
+    assert caplog.text.count("could not be read") == 1
+    settle(engine.tiers)
+    assert engine.serve(FIRST[:12]) == 8  # from host memory
+    engine.close()
+
+
+def test_a_full_disk_does_not_keep_an_engine_from_its_folder(tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    engine.close()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    engine = Engine(disk=disk_in(tmp_path))
+    while not engine.tiers.disk_bytes:
+        engine.tiers._collect(0.01)
+    assert engine.serve(FIRST[:12]) == 8
+    assert "O_DIRECT" not in caplog.text
+    engine.close()
+
+
 def test_old_files_go_when_the_disk_is_used_up(tmp_path):
     engine = Engine(host=2 * HOST, disk=disk_in(tmp_path, room=6 * 8192))
     for token in range(1, 12):
@@ -481,11 +554,57 @@ def test_old_files_go_when_the_disk_is_used_up(tmp_path):
 def test_unfinished_and_foreign_files_are_removed_at_start(tmp_path):
     shard = tmp_path / (b"f" * 32).hex()[:16] / "ab"
     shard.mkdir(parents=True)
-    for name in ("ab.part", "ab" * 32 + ".0", "ab" * 32 + ".7"):
-        (shard / name).write_bytes(b"x")
+    for name in ("ab.part", "ab" * 32 + ".0", "ab" * 32 + ".7", "zz" * 32 + ".0"):
+        (shard / name).write_bytes(b"\0" * 8192)
+    (shard / ("zz" * 32 + ".0")).write_bytes(b"\0" * 8192)
+    (shard / "folder").mkdir()
     engine = Engine(disk=disk_in(tmp_path))
+    engine.serve(FIRST[:12])
+    engine.serve(OTHER[:12])
+    settle(engine.tiers)
+    assert engine.tiers.stats.to_disk
     engine.close()
-    assert not list(shard.iterdir())
+    assert sorted(path.name for path in shard.iterdir()) == ["ab" * 32 + ".0", "folder"]
+    assert disk_in(tmp_path).close() is None
+
+
+def test_a_tier_leaves_the_host_room_for_all_else(tmp_path, caplog, monkeypatch):
+    """The host has room for two pieces, and its control group for one."""
+    piece = PAGES.num_blocks * 4096 + 4096
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: 1 kB\nMemAvailable: {(KEPT_BYTES + 2 * piece) // 1024} kB\n"
+    )
+    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(room, "_GROUP", tmp_path)
+    monkeypatch.setattr(host, "SLAB_BYTES", PAGES.num_blocks * 4096)
+    for name, text in (
+        ("memory.max", "max\n"),
+        ("memory.current", "5000\n"),
+        ("memory.stat", "inactive_file 5000\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    for limit, pieces in (("max\n", 2), (f"{KEPT_BYTES + piece}\n", 1)):
+        (tmp_path / "memory.max").write_text(limit)
+        memory = HostMemory([PAGES], 64 * 4096, Lru)
+        memory.grow(Device("cpu"))
+        memory._thread.join()
+        assert memory.has_room
+        assert len(memory._free[0]) == pieces * PAGES.num_blocks
+        memory.close()
+    assert caplog.text.count("the tier stays smaller") == 2
+    assert "0.0 of 0.0 GB (the host needs the 1024 MB that are left for all else)" in caplog.text
+
+
+def test_memory_that_a_transport_does_not_take_is_not_used(caplog):
+    def register(ptr, nbytes):
+        raise OSError("the transport takes no more")
+
+    memory = HostMemory([PAGES], 64 * 4096, Lru)
+    memory.grow(Device("cpu"), register)
+    memory._thread.join()
+    assert not memory.has_room
+    assert "the transport takes no more" in caplog.text
+    memory.close()
 
 
 def test_a_folder_is_one_engines(tmp_path):

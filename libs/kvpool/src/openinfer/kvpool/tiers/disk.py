@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 import weakref
@@ -28,7 +29,7 @@ READERS = 8
 """Threads that read, and check what they read, which takes as long as a fast disk's read. One thread writes, so that a
 write and the removal of an older file keep their order."""
 PAUSE_S = 30.0
-"""Seconds without writes after a write has failed."""
+"""Seconds without writes after a write has failed, and without a word after a read has."""
 
 
 class Done(NamedTuple):
@@ -75,7 +76,7 @@ class Disk:
         """The records are in its subfolders."""
         try:
             self.folder.mkdir(0o700, parents=True, exist_ok=True)
-            (self.folder / "about.json").write_text(json.dumps(about, indent=1))
+            _describe(self.folder / "about.json", json.dumps(about, indent=1).encode())
             lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise InvalidTiers(f"the folder {folder} for KV blocks cannot be used: {error}") from None
@@ -104,6 +105,8 @@ class Disk:
         """Bytes of the files."""
         self.num_writing = 0
         """Writes that have not ended."""
+        self.num_reading = 0
+        """Reads that have not ended."""
         self.evicted: list[tuple[int, bytes]] = []
         """Group and name of the records that were dropped; the caller clears it."""
         self.found: list[tuple[int, bytes]] = []
@@ -111,7 +114,7 @@ class Disk:
         self._index: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # the oldest first
         self._writing: dict[tuple[int, bytes], int] = {}  # the ticket of the last write
         self._tickets = 0
-        self._paused_until = 0.0
+        self._paused_until = self._quiet_until = 0.0
         self._done: queue.SimpleQueue[Done | _Found] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[Callable[[Files], None] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[Callable[[Files], None] | None] = queue.SimpleQueue()
@@ -157,6 +160,7 @@ class Disk:
     def read(self, slot: Slot) -> None:
         """Start to read a slot's record. The slot must stay in use until done() names it."""
         self.touch(slot.group, slot.name)
+        self.num_reading += 1
         self._reads.put(lambda files: self._run(files, Files.read, slot, 0))
 
     def drop(self, group: int, name: bytes) -> None:
@@ -179,8 +183,22 @@ class Disk:
                     continue
                 if one.ticket:
                     self._written(one)
+                else:
+                    self._was_read(one)
                 ended.append(one)
         return ended
+
+    def _was_read(self, one: Done) -> None:
+        self.num_reading -= 1
+        if one.problem is None:
+            return
+        self.drop(one.slot.group, one.slot.name)
+        if time.monotonic() >= self._quiet_until:  # a folder that is gone has many
+            self._quiet_until = time.monotonic() + PAUSE_S
+            log.warning(
+                "KV offload: a block could not be read, so its tokens are computed: %s; other blocks are not named for "
+                "%d s", one.problem, PAUSE_S,
+            )  # fmt: skip
 
     def _written(self, one: Done) -> None:
         key = one.slot.group, one.slot.name
@@ -254,23 +272,35 @@ class Disk:
         self._done.put(Done(slot, ticket, problem))
 
 
+def _describe(path: Path, text: bytes) -> None:
+    """Write a file that is not there or says something else. A full disk takes not even the same text again."""
+    if not path.exists() or path.read_bytes() != text:
+        path.write_bytes(text)
+
+
 def _unlock(lock: int) -> None:
     fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may have the file open too
     os.close(lock)
 
 
 def _records(folder: Path, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
-    """The records in a folder, the oldest first. Removes unfinished files, and files of another size."""
+    """The records in a folder, the oldest first. Removes unfinished files, and files of another size. Leaves alone what
+    it can neither read nor remove."""
     found = []
     for shard in folder.iterdir():
-        if not shard.is_dir():
-            continue
-        for entry in os.scandir(shard):
-            text, _, group = entry.name.partition(".")
-            status = entry.stat()
-            known = group.isdecimal() and int(group) < len(sizes) and len(text) == 64
-            if known and status.st_size == file_bytes(sizes[int(group)]):
-                found.append((status.st_mtime_ns, int(group), bytes.fromhex(text)))
-            else:
-                os.unlink(entry.path)
-    return [(group, name) for _, group, name in sorted(found)]
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(shard):
+                with contextlib.suppress(OSError):
+                    record, status = _record(entry.name, sizes), entry.stat()
+                    if record is not None and status.st_size == file_bytes(sizes[record[0]]):
+                        found.append((status.st_mtime_ns, record))
+                    else:
+                        os.unlink(entry.path)
+    return [record for _, record in sorted(found)]
+
+
+def _record(name: str, sizes: Sequence[int]) -> tuple[int, bytes] | None:
+    """Group and name of the record in a file of this name; None for other files."""
+    match = re.fullmatch("([0-9a-f]{64})[.]([0-9]{1,3})", name)
+    known = match is not None and int(match[2]) < len(sizes)
+    return (int(match[2]), bytes.fromhex(match[1])) if match is not None and known else None

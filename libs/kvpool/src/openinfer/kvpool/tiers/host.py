@@ -9,16 +9,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Any
 
 import numpy as np
 
-from openinfer.tensor import Device, PinnedBuffer, TensorError
+from openinfer.tensor import Device, OutOfMemory, PinnedBuffer, TensorError
 
 from ..errors import InvalidTiers
 from ..eviction import Eviction
 from ..group import Group
 from .layout import ALIGNMENT, aligned, huge
+from .room import KEPT_BYTES, room_bytes
 
 log = logging.getLogger("openinfer.kvpool")
 
@@ -116,11 +118,14 @@ class HostMemory:
     def _lock_pages(
         self, device: Device, register: Callable[[int, int], None] | None, memory: Array | None
     ) -> None:
-        start = 0
+        start, left = 0, room_bytes()
         for group, nbytes in self._pieces():
             if self._stop.is_set():
                 return
+            left = min(left, room_bytes())  # plain memory counts before it is used
             try:
+                if nbytes > left:
+                    raise OutOfMemory(f"the host needs the {KEPT_BYTES >> 20} MB that are left for all else")
                 if memory is None and device.kind != "cuda":
                     slab = PinnedBuffer(device, nbytes)
                 else:
@@ -128,15 +133,16 @@ class HostMemory:
                     if device.kind == "cuda":
                         _touch(piece)
                     slab = PinnedBuffer.over(device, piece)
+                if register is not None:
+                    register(slab.ptr, slab.nbytes)
             except (TensorError, OSError) as error:
                 log.warning(
-                    "KV offload: no more host memory could be locked (%s); the tier stays smaller", error
-                )
+                    "KV offload: no more host memory could be locked than %.1f of %.1f GB (%s); the tier stays smaller",
+                    start / 1e9, sum(map(mul, self.num_slots, self._sizes)) / 1e9, error,
+                )  # fmt: skip
                 return
-            if register is not None:
-                register(slab.ptr, slab.nbytes)
             self._made.append((group, slab))
-            start += nbytes
+            start, left = start + nbytes, left - nbytes
 
     def _cut(self) -> None:
         """Make slots of the memory that the thread has locked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -78,6 +79,8 @@ def takes_direct(folder: Path) -> str | None:
         finally:
             os.close(fd)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # it was opened, which is all that can be known
+            return None
         return error.strerror or str(error)
     finally:
         page.close()

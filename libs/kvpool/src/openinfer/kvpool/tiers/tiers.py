@@ -279,7 +279,7 @@ class Tiers:
                 self.stats.failed += 1
             else:
                 loading.waiting.append(piece)
-        if late and waited and self._disk is not None and not self._behind:
+        if late and waited and self._disk is not None and self._disk.num_reading and not self._behind:
             self._behind = True
             wait_s = self._load_timeout_s
             log.warning("KV offload: reads from the disk take more than %g s; tokens are computed", wait_s)
@@ -333,9 +333,6 @@ class Tiers:
     def _from_disk(self, slot: Slot, problem: str | None) -> None:
         self._behind = False
         self.stats.from_disk += problem is None
-        if problem is not None and self._disk is not None:
-            log.warning("KV offload: a block could not be read, so its tokens are computed: %s", problem)
-            self._disk.drop(slot.group, slot.name)
         self._read(slot, problem)
 
     def _read(self, slot: Slot, problem: str | None) -> None:

@@ -55,7 +55,10 @@ class Nixl:
         return str(card["agent"])
 
     def register(self, ptr: int, nbytes: int) -> None:
-        self._regions.append(self._agent.register_memory([(ptr, nbytes, 0, "")], "DRAM"))
+        try:
+            self._regions.append(self._agent.register_memory([(ptr, nbytes, 0, "")], "DRAM"))
+        except self._errors as error:
+            raise OSError(f"NIXL cannot register it: {type(error).__name__}: {error}") from None
 
     def send(self, link: Link, records: Sequence[Record]) -> None:
         link.say(regions=len(self._regions), at=[record.ptr for record in records])

@@ -37,7 +37,7 @@ class Transport(Protocol):
         """The side whose card this is, for `receive`. Raises OSError where it cannot be reached in this way."""
 
     def register(self, ptr: int, nbytes: int) -> None:
-        """Records will be in this memory."""
+        """Records will be in this memory. Raises OSError."""
 
     def send(self, link: Link, records: Sequence[Record]) -> None:
         """Let the other side have the records. Returns when it needs them no more. Raises OSError."""
