@@ -8,7 +8,16 @@ import pytest
 
 from openinfer.kernels import ContractError
 from openinfer.kernels.formats import dequantized
-from openinfer.kernels.weights import FP4_E8M0, FP8_E8M0, FP8_FLOAT32, Linear, LinearPlaces, WeightPart
+from openinfer.kernels.weights import (
+    FP4_E8M0,
+    FP8_E8M0,
+    FP8_FLOAT32,
+    FP8_ROWS,
+    FP8_TENSOR,
+    Linear,
+    LinearPlaces,
+    WeightPart,
+)
 from openinfer.tensor import (
     Arena,
     Checkpoint,
@@ -202,6 +211,38 @@ def test_values_that_a_conversion_refuses_are_an_error_of_the_checkpoint(checkpo
     p.converted("table", 4, convert=refuse)
     with pytest.raises(CheckpointError, match="'table': names expert 9; there are 8"):
         p.load(checkpoint({"table": np.zeros(4, np.float32)}), Stream(Device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("packing", "shape", "expand"),
+    [
+        (FP8_FLOAT32, (2, 2), False),
+        (FP8_FLOAT32, (2, 2), True),
+        (FP8_ROWS, (256, 1), False),
+        (FP8_TENSOR, (1,), False),
+    ],
+)
+def test_scales_that_are_not_finite_are_refused(checkpoint, places, rng, packing, shape, expand):
+    scales = np.ones(shape, float32)
+    scales[-1] = np.nan
+    p = places(float32, expand=expand)
+    p.linear(("a", 256), columns=256, packing=packing)
+    tensors = {"a.weight": codes(rng, 256, 256), "a" + packing.scales: scales}
+    with pytest.raises(CheckpointError, match=r"tensor 'a.*': a scale is not finite"):
+        p.load(checkpoint(tensors), Stream(Device("cpu")))
+
+
+@pytest.mark.parametrize("value", [0, -0.5, np.inf])
+def test_scales_of_activations_are_above_zero_and_finite(checkpoint, places, rng, value):
+    p = places()
+    p.linear(("a", 16), ("b", 16), columns=32, packing=FP8_TENSOR._replace(coding="tensor"))
+    tensors = {}
+    for name, scale in (("a", 0.5), ("b", value)):
+        tensors[f"{name}.weight"] = codes(rng, 16, 32)
+        tensors[f"{name}.weight_scale"] = np.ones(1, float32)
+        tensors[f"{name}.input_scale"] = np.full(1, scale, float32)
+    with pytest.raises(CheckpointError, match=r"input_scale': a scale (of activations is|is) not"):
+        p.load(checkpoint(tensors), Stream(Device("cpu")))
 
 
 @pytest.mark.parametrize("by_row", [True, False])

@@ -321,15 +321,21 @@ def _blocks_of(module: str, start: int, size: int) -> slice:
 
 
 def _wide(scales: Array) -> Array:
-    return scales.astype(np.float32)
+    wide = scales.astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise ValueError("a scale is not finite")
+    return wide
 
 
 def _largest(*scales: Array) -> Array:
-    return np.asarray(np.max([scale.astype(np.float32) for scale in scales], axis=0))
+    wide = [_wide(scale) for scale in scales]
+    if np.min(wide) <= 0:
+        raise ValueError("a scale of activations is not above zero")
+    return np.asarray(np.max(wide, axis=0))
 
 
 def _repeated(rows: int, scale: Array) -> Array:
-    return np.full((rows, 1), scale.astype(np.float32).item(), np.float32)
+    return np.full((rows, 1), _wide(scale).item(), np.float32)
 
 
 def _row_scales(weight: Array) -> Array:
@@ -350,4 +356,4 @@ def _codes(weight: Array, *, columns: slice) -> Array:
 def _expanded(weight: Array, scales: Array) -> Array:
     """A packed weight of a checkpoint in float32."""
     values = weight.view(np.uint8) if weight.dtype == np.int8 else weight
-    return dequantized(values, scales.astype(np.float32) if scales.itemsize > 1 else scales.view(np.uint8))
+    return dequantized(values, _wide(scales) if scales.itemsize > 1 else scales.view(np.uint8))
