@@ -250,6 +250,7 @@ def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
     [
         (b"", "has 0 bytes"),
         (b"1234567", "has 7 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a", "run git lfs pull"),
         (struct.pack("<Q", 100) + b"{}", "header of 100 bytes; the file has 10"),
         (struct.pack("<Q", 2**64 - 1) + b"{}", "claims a header"),
         (struct.pack("<Q", 0), "does not start"),
@@ -306,6 +307,16 @@ def test_require_accepts_what_fits(tmp_path: Path) -> None:
         ckpt.require({"a": ((2,), [ml_dtypes.bfloat16, np.float32])}, ignore=["b"])
         ckpt.require({"a": ((2,), [float32]), "c": ((1,), [float32])}, optional=["c"], ignore=["b*"])
         ckpt.require({}, ignore=["*"])
+        ckpt.require({"a": ((2,), [float32])}, ignore=["*b"])
+
+
+@pytest.mark.parametrize("shape", [[], [1]])
+def test_one_value_may_have_no_axis(tmp_path: Path, shape: list[int]) -> None:
+    header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}
+    with _open(tmp_path, header, bytes(4)) as ckpt:
+        ckpt.require({"a": ((1,), [float32])})
+        with pytest.raises(CheckpointError, match="must be"):
+            ckpt.require({"a": ((2,), [float32])})
 
 
 def test_require_lists_everything_at_once(tmp_path: Path) -> None:
@@ -315,7 +326,7 @@ def test_require_lists_everything_at_once(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as e:
             ckpt.require(expected)
         assert e.value.why == (
-            "missing: layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 12 more; "
+            "missing: layer.0, layer.1, layer.2, layer.3 and 16 more; "
             "wrong shape: a in model.safetensors is [2], must be [3]; "
             "wrong dtype: b in model.safetensors is bfloat16, must be float16 or float32"
         )

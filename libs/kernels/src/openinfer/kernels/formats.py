@@ -108,6 +108,22 @@ def coded(x: Array, coding: Coding | None, x_scale: Array | None = None) -> Arra
     return np.asarray(codes.astype(np.float32) * scale)
 
 
+def row_scales(weight: Array) -> Array:
+    """float32 [N, 1]: scales that give the largest magnitude of each row E4M3_MAX; 1 for a row of zeros. Raises
+    ValueError for values that are not finite."""
+    wide = weight.astype(np.float32)
+    largest = np.maximum(wide.max(axis=1, keepdims=True), -wide.min(axis=1, keepdims=True))
+    if not np.isfinite(largest).all():
+        raise ValueError("it has values that are not finite, which float8 cannot hold")
+    return np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1))
+
+
+def row_codes(weight: Array, *, columns: slice) -> Array:
+    """Some columns of a weight as float8, by the scales of whole rows."""
+    values = weight[:, columns].astype(np.float32) / row_scales(weight)
+    return np.clip(values, -E4M3_MAX, E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
+
+
 def q8_codes(x: Array) -> tuple[Array, Array]:
     """Float32 x [..., n] as e4m3 codes, and the E8M0 bytes [...] of their scales: one power of two for n elements."""
     scale = _scale(x, Q8_LEAST, E4M3_MAX)

@@ -5,7 +5,7 @@ A checkpoint packs 8 codes in an int32, the first in the lowest bits:
 - compressed-tensors ("pack-quantized"): `weight_packed` [N, K / 8] and `weight_scale` [N, K / G]. Codes are values + 8,
   and zero points, where groups have their own, are `weight_zero_point` [N / 8, K / G], packed along N.
 - GPTQ: `qweight` [K / 8, N], packed along K; `scales` [K / G, N]; `qzeros` [K / G, N / 8], the zero points less one
-  ("gptq_v2": the zero points). `g_idx` [K] names the group of each column.
+  ("gptq_v2": the zero points). `g_idx` [K] names the group of each column; AutoRound writes none.
 - AWQ: `qweight` [K, N / 8], packed along N in the order 0, 2, 4, 6, 1, 3, 5, 7; `scales` and `qzeros` as in GPTQ, but
   the zero points are stored without a change, and packed in that order too.
 """
@@ -31,11 +31,13 @@ _OF_COLUMN = [0, 4, 1, 5, 2, 6, 3, 7]  # where AWQ packs the columns of an int32
 
 class Int4(NamedTuple):
     """How a checkpoint stores INT4 weights. group: columns that share a scale. zeros: groups of compressed-tensors have
-    zero points of their own."""
+    zero points of their own. indexed: modules of GPTQ have a g_idx. modules: as those of weights.Packing."""
 
     style: Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
     group: int
     zeros: bool = False
+    indexed: bool = True
+    modules: frozenset[str] | None = None
 
     @property
     def kind(self) -> str:
@@ -93,8 +95,9 @@ def conversions(packing: Int4, part: Part, codes: Tensor, words: Tensor) -> Iter
         convert = functools.partial(
             _words_of_gptq, first=groups.start, stored=SYMMETRIC - (packing.style == "gptq")
         )
+        index = {"g_idx": (columns,)} if packing.indexed else {}
         yield made(codes, _of_columns, qweight=(of_columns, rows))
-        yield made(words, convert, scales=(groups, rows), qzeros=(groups, of_rows), g_idx=(columns,))
+        yield made(words, convert, scales=(groups, rows), qzeros=(groups, of_rows), **index)
 
 
 def _packed(part: Part, extent: slice, size: int) -> slice:
@@ -150,9 +153,11 @@ def _words_of_awq(scales: Array, qzeros: Array) -> Array:
     return group_words(scales, _reordered(qzeros)).T
 
 
-def _words_of_gptq(scales: Array, qzeros: Array, g_idx: Array, *, first: int, stored: int) -> Array:
-    size = len(g_idx) // len(scales)
-    if (g_idx != first + np.arange(len(g_idx)) // size).any():
+def _words_of_gptq(
+    scales: Array, qzeros: Array, g_idx: Array | None = None, *, first: int, stored: int
+) -> Array:
+    columns = 0 if g_idx is None else len(g_idx)
+    if g_idx is not None and (g_idx != first + np.arange(columns) // (columns // len(scales))).any():
         raise ValueError(
             "columns are ordered by activations (desc_act, g_idx), which is not supported; take a checkpoint "
             "that was quantised with desc_act false"

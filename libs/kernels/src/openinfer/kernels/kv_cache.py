@@ -18,6 +18,8 @@ import numpy as np
 from openinfer.kernels.contract import expect, require
 from openinfer.tensor import Arena, Stream, Tensor, float8_e4m3fn, uint8
 
+PUBLISHED_SCALES = ("*.k_scale", "*.v_scale")
+"""Scales of a cache in a checkpoint, as patterns of Checkpoint.require. They are not needed: tokens have their own."""
 FP8_ARCH = 89
 """The first architecture of a GPU that converts float8, and so can have an FP8 cache."""
 

@@ -10,16 +10,18 @@ from openinfer.kernels.formats import Coding
 from openinfer.kernels.int4 import GROUPS
 from openinfer.kernels.int4_checkpoints import Int4
 from openinfer.kernels.weights import FP8_FLOAT32, FP8_MADE, FP8_ROWS, FP8_TENSOR, Packing
+from openinfer.tensor import Checkpoint, float8_e4m3fn
 
-__all__ = ["AnyPacking", "packing_of"]
+__all__ = ["AnyPacking", "packed_in", "packing_of"]
 
 AnyPacking = Packing | Int4
 """How a checkpoint stores its packed weights."""
 
 KNOWN = (
-    "BF16 checkpoints are run, and those of 'fp8' in blocks of [128, 128], 'compressed-tensors' (FP8, INT4), "
-    "'gptq' and 'awq' (INT4)"
+    "BF16 checkpoints are run, and those of 'fp8' in blocks of [128, 128] or by tensor, 'compressed-tensors' (FP8, "
+    "INT4), 'modelopt' (FP8), 'gptq', 'awq' and 'auto-round' (INT4)"
 )
+_OF_PACKED = (".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight")
 _COMPRESSED_FP8 = {
     "channel": FP8_ROWS,
     "tensor": FP8_TENSOR,
@@ -44,11 +46,16 @@ def packing_of(config: Mapping[str, Any] | None, quantization: str | None = None
         )
     match method:
         case "fp8":
-            if list(config.get("weight_block_size") or ()) == [128, 128]:
-                _expect(config, "quant_method 'fp8' in blocks", activation_scheme=("dynamic", None))
-                return FP8_FLOAT32
-            shape = _shown(config.get("weight_block_size"))
-            raise UnsupportedQuantization(f"quant_method is 'fp8' and weight_block_size {shape}; {KNOWN}")
+            if config.get("weight_block_size") is None:
+                _expect(config, "quant_method 'fp8' by tensor", activation_scheme=("dynamic", "static"))
+                static = config["activation_scheme"] == "static"
+                return FP8_TENSOR._replace(coding="tensor" if static else "token")
+            _expect(config, "quant_method 'fp8'", weight_block_size=([128, 128],))
+            _expect(config, "quant_method 'fp8' in blocks", activation_scheme=("dynamic", None))
+            return FP8_FLOAT32
+        case "modelopt":
+            _expect(config, "quant_method 'modelopt'", quant_algo=("FP8",))
+            return FP8_TENSOR._replace(coding="tensor")
         case "compressed-tensors":
             return _compressed(config)
         case "gptq":
@@ -61,7 +68,38 @@ def packing_of(config: Mapping[str, Any] | None, quantization: str | None = None
             _expect(config, "quant_method 'awq'", bits=(4,), group_size=GROUPS, zero_point=(True,))
             _expect(config, "quant_method 'awq'", version=("gemm", "GEMM", None))
             return Int4("awq", config["group_size"], True)
+        case "auto-round":
+            form = config.get("packing_format") or "auto_round:auto_gptq"
+            _expect({**config, "packing_format": form}, "quant_method 'auto-round'", bits=(4,), group_size=GROUPS,
+                    sym=(True,), data_type=("int", None), packing_format=("auto_round:auto_gptq",))  # fmt: skip
+            return Int4("gptq", config["group_size"])
     raise UnsupportedQuantization(f"quant_method is {_shown(method)}; {KNOWN}")
+
+
+def packed_in(packing: AnyPacking | None, checkpoint: Checkpoint) -> AnyPacking | None:
+    """The packing with those modules that this checkpoint has packed: publishers leave some plain. Raises
+    UnsupportedQuantization for a packed embedding or head, and for packed weights of which config.json says nothing."""
+    if packing is None or packing.made:
+        odd = next((name for name in checkpoint.names if name.endswith(_OF_PACKED)), None)
+        if odd is not None:
+            raise UnsupportedQuantization(
+                f"there is none, and the checkpoint has {odd}; take the publisher's"
+            )
+        return packing
+    found = {name.removesuffix(packing.marker) for name in checkpoint.names if name.endswith(packing.marker)}
+    found |= {
+        name.removesuffix(".weight")
+        for name in checkpoint.names
+        if name.endswith(".weight") and checkpoint.info(name).dtype == float8_e4m3fn
+    }
+    if whole := [name for name in found if name.endswith(("lm_head", "embed_tokens"))]:
+        raise UnsupportedQuantization(
+            f"{whole[0]} is {packing.kind}; take a checkpoint whose embedding and head are plain"
+        )
+    if isinstance(packing, Int4):
+        indexed = any(name.endswith(".g_idx") for name in checkpoint.names)
+        packing = packing._replace(indexed=indexed)
+    return packing._replace(modules=frozenset(found) or None)
 
 
 def _compressed(config: Mapping[str, Any]) -> AnyPacking:
@@ -73,8 +111,6 @@ def _compressed(config: Mapping[str, Any]) -> AnyPacking:
         raise UnsupportedQuantization(
             f"config_groups is {_shown(groups)}; of compressed-tensors one group with weights is run"
         )
-    if config.get("kv_cache_scheme") is not None:
-        raise UnsupportedQuantization("kv_cache_scheme is given; scales of a published cache are not read")
     where, activations = "compressed-tensors, weights", group.get("input_activations")
     _expect(weights, where, num_bits=(4, 8), dynamic=(False, None))
     if weights["num_bits"] == 8:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from openinfer.kernels.errors import ContractError
-from openinfer.kernels.formats import E4M3_MAX, FP4_BLOCK, SCALE_BLOCK, Coding, dequantized
+from openinfer.kernels.errors import ContractError, UnsupportedQuantization
+from openinfer.kernels.formats import FP4_BLOCK, SCALE_BLOCK, Coding, dequantized, row_codes, row_scales
 from openinfer.kernels.int4 import ZERO_BITS, is_int4
 from openinfer.kernels.int4_checkpoints import Int4, Part, conversions
 from openinfer.tensor import (
@@ -41,6 +41,8 @@ __all__ = [
     "WeightPart",
     "blocks",
     "columns_of",
+    "form_of",
+    "of_module",
     "padded",
     "without_zero_points",
 ]
@@ -52,7 +54,8 @@ class Packing(NamedTuple):
     """How a checkpoint stores a packed weight: the ending of its scales' name (the weight's is ".weight"), their dtype,
     and whether values are FP4 pairs (int8) or float8_e4m3fn. by_row: float8 has scales of rows, not of blocks. whole:
     the checkpoint has one scale for all rows. made: the checkpoint's weights are plain, and become float8 by row while
-    they are loaded. coding: how activations are quantised; None: they are not."""
+    they are loaded. coding: how activations are quantised; None: they are not. modules: the packed ones; None: all that
+    a model may pack."""
 
     scales: str
     dtype: np.dtype[Any]
@@ -61,6 +64,7 @@ class Packing(NamedTuple):
     whole: bool = False
     made: bool = False
     coding: Coding | None = None
+    modules: frozenset[str] | None = None
 
     @property
     def kind(self) -> str:
@@ -153,6 +157,14 @@ class Linear:
         return replace(self, weight=self.weight[first:], scales=self.scales[first // block :])
 
 
+def form_of(layer: Any) -> tuple[np.dtype[Any], ...]:
+    """The dtypes of the linear weights in a layer, a dataclass. The same kernels run layers of one form."""
+    if isinstance(layer, Linear):
+        return (layer.weight.dtype,)
+    parts = [getattr(layer, field.name) for field in fields(layer)]
+    return tuple(dtype for part in parts if is_dataclass(part) for dtype in form_of(part))
+
+
 @dataclass(slots=True)
 class LinearPlaces(Places):
     """Places for linear layers. `expand`: FP8 and FP4 weights become the model's dtype while they are loaded. A model
@@ -163,14 +175,23 @@ class LinearPlaces(Places):
     """Which rows and columns of a layer's weight lie where, by the name of a plain weight."""
     ignored: list[str] = field(default_factory=list)
     """Tensors that belong to packed weights and say nothing that is needed."""
+    single: set[str] = field(default_factory=set)
+    """Tensors of one value, [] or [1]."""
 
     def linear(
         self, *parts: AnyPart, columns: int, packing: Packing | Int4 | None = None, pad: int = 0
     ) -> Linear:
         """Projections stacked in one weight, with `pad` rows of zeros after them. FP8 blocks begin anew at each
-        projection, so the rows of all but the last are whole blocks, or all have as many rows."""
-        rows = [part[1] for part in parts]
-        linear = self.empty((), rows, columns, packing, ", ".join(part[0] for part in parts), pad)
+        projection, so the rows of all but the last are whole blocks, or all have as many rows. Raises
+        UnsupportedQuantization for others, and where some projections are packed and some are not."""
+        rows, names = [part[1] for part in parts], ", ".join(part[0] for part in parts)
+        packing = _of_all(packing, parts, names)
+        fits = not any(size % SCALE_BLOCK for size in rows[:-1]) or rows[0] * len(rows) == sum(rows)
+        if packing is not None and packing.block_rows and not fits:
+            raise UnsupportedQuantization(
+                f"{names}: FP8 blocks of {SCALE_BLOCK} rows do not fit projections of {rows} rows"
+            )
+        linear = self.empty((), rows, columns, packing, names, pad)
         self.fill(linear, parts, packing)
         if pad:
             self.pads.append(linear.weight[sum(rows) :])
@@ -187,6 +208,7 @@ class LinearPlaces(Places):
             return None
         scale = self.arena.alloc((1,), float32, names[0])
         self.conversions.append(Conversion(names, scale, _largest))
+        self.single |= set(names)
         self.ignored = [name for name in self.ignored if name not in names]
         return scale
 
@@ -248,16 +270,19 @@ class LinearPlaces(Places):
         columns = _range(part.column, weight.shape[1])
         if packing.made:  # whole rows, so that all ranks have the same codes
             of_row = ((rows, slice(None)),)
-            codes = functools.partial(_codes, columns=columns)
+            codes = functools.partial(row_codes, columns=columns)
             self.conversions += [
                 Conversion((name,), weight, codes, of_row),
-                Conversion((name,), scales, _row_scales, of_row),
+                Conversion((name,), scales, row_scales, of_row),
             ]
             return
         self.loads.append(Load(name, weight, (rows, columns)))
-        of_scales = ((slice(0, 1),) if packing.whole else (rows, slice(0, 1)),)
-        convert = functools.partial(_repeated, part.rows) if packing.whole else _wide
-        self.conversions.append(Conversion((part.module + packing.scales,), scales, convert, of_scales))
+        name = part.module + packing.scales
+        if packing.whole:
+            self.single.add(name)
+            self.conversions.append(Conversion((name,), scales, functools.partial(_repeated, part.rows)))
+        else:
+            self.conversions.append(Conversion((name,), scales, _wide, ((rows, slice(0, 1)),)))
         self.ignored.append(part.module + ".input_scale")
 
     def _blocks(self, part: WeightPart, dst: Tensor, left: Tensor | None, packing: Packing) -> int:
@@ -300,11 +325,31 @@ class LinearPlaces(Places):
             for name, source in conversion.parts():
                 stops = [one.stop for one in source]
                 shape = tuple(stops) if stops and None not in stops else conversion.dst.shape
+                if name in self.single:
+                    shape = (1,)
                 packed = name.endswith(
                     (".weight_packed", ".weight_zero_point", ".qweight", ".qzeros", ".g_idx")
                 )
                 found.setdefault(name, (shape, (int32,) if packed else dtypes.WEIGHTS))
         return found
+
+
+def of_module(packing: Packing | Int4 | None, module: str) -> Packing | Int4 | None:
+    """The packing of this module's weight; None for a plain one."""
+    packed = packing is None or packing.modules is None or module in packing.modules
+    return packing if packed else None
+
+
+def _of_all(packing: Packing | Int4 | None, parts: Sequence[AnyPart], names: str) -> Packing | Int4 | None:
+    """The one packing of all parts."""
+    kinds = {of_module(packing, part[0]) for part in parts}
+    if len(kinds) == 2:
+        kind = next(one.kind for one in kinds if one is not None)
+        raise UnsupportedQuantization(
+            f"{names}: some are {kind} and some are not; they are run as one product"
+        )
+    (one,) = kinds
+    return one
 
 
 def _range(start: int, size: int) -> slice:
@@ -336,21 +381,6 @@ def _largest(*scales: Array) -> Array:
 
 def _repeated(rows: int, scale: Array) -> Array:
     return np.full((rows, 1), _wide(scale).item(), np.float32)
-
-
-def _row_scales(weight: Array) -> Array:
-    """Scales of rows that give the largest magnitude of each row the largest number of float8; 1 for a row of zeros."""
-    wide = weight.astype(np.float32)
-    largest = np.maximum(wide.max(axis=1, keepdims=True), -wide.min(axis=1, keepdims=True))
-    if not np.isfinite(largest).all():
-        raise ValueError("it has values that are not finite, which float8 cannot hold")
-    return np.where(largest > 0, largest / np.float32(E4M3_MAX), np.float32(1))
-
-
-def _codes(weight: Array, *, columns: slice) -> Array:
-    """Some columns of a weight as float8, by the scales of whole rows."""
-    values = weight[:, columns].astype(np.float32) / _row_scales(weight)
-    return np.clip(values, -E4M3_MAX, E4M3_MAX).astype(float8_e4m3fn)
 
 
 def _expanded(weight: Array, scales: Array) -> Array:

@@ -116,8 +116,8 @@ class Checkpoint:
         """Raise one CheckpointError that lists what is missing, of the wrong shape or dtype, or unexpected.
 
         `expected` maps a name to its shape and the dtypes it may have. `optional` names expected tensors
-        that may be missing, `ignore` others that may be present; entries are exact names, or prefixes ending
-        in "*".
+        that may be missing, `ignore` others that may be present; entries are exact names, prefixes ending in
+        "*", or endings that begin with "*". A tensor of one value may be [] where it should be [1].
         """
         may_miss, may_be_there = _matcher(optional), _matcher(ignore)
         missing = [n for n in expected if n not in self._tensors and not may_miss(n)]
@@ -126,7 +126,7 @@ class Checkpoint:
             info = self._tensors.get(name)
             if info is None:
                 continue
-            if info.shape != tuple(shape):
+            if (info.shape or (1,)) != tuple(shape or (1,)):
                 shapes.append(f"{name} in {info.file.name} is {list(info.shape)}, must be {list(shape)}")
             if info.dtype not in (known := {dtypes.of(d) for d in allowed}):
                 names = " or ".join(sorted(d.name for d in known))
@@ -232,9 +232,10 @@ def _check_index(path: Path, weight_map: Mapping[str, str], found: Mapping[str, 
 def _matcher(patterns: Collection[str]) -> Callable[[str], bool]:
     exact = frozenset(patterns)
     prefixes = tuple(p[:-1] for p in patterns if p.endswith("*"))
-    return lambda name: name in exact or name.startswith(prefixes)
+    endings = tuple(p[1:] for p in patterns if p.startswith("*"))
+    return lambda name: name in exact or name.startswith(prefixes) or name.endswith(endings)
 
 
-def _first(items: list[str], limit: int = 8) -> str:
+def _first(items: list[str], limit: int = 4) -> str:
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

@@ -44,7 +44,10 @@ def read_header(path: Path, file: BinaryIO) -> list[TensorInfo]:
     size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise CheckpointError(path, None, f"has {size} bytes; a safetensors file has at least 8")
-    length = int.from_bytes(file.read(8), "little")
+    start = file.read(8)
+    if start == b"version ":
+        raise CheckpointError(path, None, "is a pointer of git-lfs, not the weights; run git lfs pull")
+    length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES or 8 + length > size:
         raise CheckpointError(
             path,

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from openinfer.kernels import UnsupportedQuantization
-from openinfer.kernels.quantization import AnyPacking, packing_of
+from openinfer.kernels.quantization import AnyPacking, packed_in, packing_of
 from openinfer.kernels.weights import Packing
 from openinfer.recipes.engine.config_fields import Fields
 from openinfer.recipes.engine.errors import UnsupportedModel
+from openinfer.tensor import Checkpoint
 
 __all__ = ["AnyPacking", "packing"]
 
 
-def packing(fields: Fields, quantization: str | None = None, coded: bool = True) -> AnyPacking | None:
+def packing(
+    fields: Fields, quantization: str | None, coded: bool, checkpoint: Checkpoint | None
+) -> AnyPacking | None:
     """None for plain weights. `quantization`: the flag --quantization. coded: whether activations may be quantised.
-    Raises UnsupportedModel."""
+    checkpoint: what says which modules are packed. Raises UnsupportedModel."""
     try:
         found = packing_of(fields.get("quantization_config"), quantization)
+        found = found if checkpoint is None else packed_in(found, checkpoint)
     except UnsupportedQuantization as error:
         raise UnsupportedModel(f"config.json: quantization_config: {error}") from None
     return found._replace(coding=None) if isinstance(found, Packing) and not coded else found

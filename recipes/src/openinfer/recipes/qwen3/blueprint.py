@@ -12,6 +12,7 @@ from openinfer.graph import Field
 from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
 from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.weights import form_of
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
@@ -104,7 +105,9 @@ class Qwen3(Blueprint[Model]):
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         c, layers = self.config, model.weights.layers
-        kinds = one_of_each(range(c.num_layers), c.windows.__getitem__, first=c.ranks > 1)
+        kinds = one_of_each(
+            range(c.num_layers), lambda n: (c.windows[n], form_of(layers[n])), first=c.ranks > 1
+        )
         windows = tuple(c.windows[n] for n, _ in kinds)
         if isinstance(model, DraftingModel) and model.drafter is not None:
             model = dataclasses.replace(model, drafter=traced(model.drafter, len(windows)))

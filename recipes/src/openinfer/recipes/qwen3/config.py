@@ -19,6 +19,7 @@ from openinfer.recipes.engine.config_fields import (
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
+from openinfer.tensor import Checkpoint
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -89,10 +90,11 @@ class Config:
 
     @classmethod
     def parse(
-        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True
-    ) -> Config:
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> Config:  # fmt: skip
         """From the parsed config.json; eos None: those of config.json. quantization: the flag. coded: whether
-        activations may be quantised. Raises UnsupportedModel naming the key."""
+        activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel naming the key."""
         fields = Fields(raw)
         _refuse(fields)
         heads, kv_heads = fields.size("num_attention_heads"), fields.size("num_key_value_heads")
@@ -118,7 +120,7 @@ class Config:
             inv_freq=inv_freq,
             rope_scale=rope_scale,
             eos_token_ids=eos_ids(fields.get("eos_token_id") if eos is None else eos, vocab),
-            packing=packing(fields, quantization, coded),
+            packing=packing(fields, quantization, coded, checkpoint),
         )
 
 

@@ -43,7 +43,7 @@ class Qwen3Recipe(Recipe[Qwen3Options]):
         from openinfer.recipes.qwen3.config import Config
 
         coded = options.activation_quantization == "on"
-        whole = Config.parse(source.config, source.eos, options.quantization, coded)
+        whole = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
         head, speculation = None, options.speculation()
         if speculation is not None and speculation.proposes:
             from openinfer.recipes.qwen3.eagle3 import Head

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from openinfer.kernels.kv_cache import PUBLISHED_SCALES
 from openinfer.kernels.weights import Linear, LinearPlaces, WeightPart
 from openinfer.recipes.qwen3.config import Config
 from openinfer.tensor import Arena, Checkpoint, Tensor
@@ -93,4 +94,4 @@ def validate(checkpoint: Checkpoint, config: Config, places: LinearPlaces) -> No
     """Raise CheckpointError unless the checkpoint holds exactly these tensors, packed where config says so. (Some tied
     checkpoints carry a copy of the embedding as lm_head; it is ignored.)"""
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    checkpoint.require(places.expected(), ignore=(*places.ignored, *tied))
+    checkpoint.require(places.expected(), ignore=(*places.ignored, *tied, *PUBLISHED_SCALES))

@@ -13,6 +13,7 @@ from openinfer.graph.runner import Batch
 from openinfer.kernels import NullPack, Repeated, one_of_each, rope_table
 from openinfer.kernels.authoring import power_of_two
 from openinfer.kernels.kv_cache import KvLayout
+from openinfer.kernels.weights import form_of
 from openinfer.kvpool import Group
 from openinfer.recipes.engine.adapters import adapters_of
 from openinfer.recipes.engine.blueprint import Blueprint, Control
@@ -132,7 +133,7 @@ class Qwen35(Blueprint[Model]):
 
     def traced(self, model: Model, pack: NullPack) -> Model:
         layers, several = model.weights.layers, self.config.ranks > 1
-        kinds = one_of_each(layers, lambda layer: type(layer.mixer), first=several)
+        kinds = one_of_each(layers, lambda layer: (type(layer.mixer), form_of(layer)), first=several)
         weights = dataclasses.replace(model.weights, layers=Repeated(pack, kinds))
         return dataclasses.replace(model, weights=weights)
 

@@ -18,6 +18,7 @@ from openinfer.recipes.engine.config_fields import (
 )
 from openinfer.recipes.engine.errors import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking, packing
+from openinfer.tensor import Checkpoint
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 """Checkpoints with a vision tower (which is not loaded), and those of the text model alone."""
@@ -174,10 +175,11 @@ class Config:
 
     @classmethod
     def parse(
-        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True
-    ) -> Config:
+        cls, raw: Mapping[str, Any], eos: object = None, quantization: str | None = None, coded: bool = True,
+        checkpoint: Checkpoint | None = None,
+    ) -> Config:  # fmt: skip
         """From the parsed config.json, nested or flat; eos None: those of config.json. quantization: the flag.
-        coded: whether activations may be quantised. Raises UnsupportedModel naming the key."""
+        coded: whether activations may be quantised. checkpoint: which modules are packed. Raises UnsupportedModel."""
         whole, model_type = Fields(raw), raw.get("model_type")
         if model_type not in MODEL_TYPES:
             raise whole.wrong("model_type", f"this recipe runs {', '.join(map(repr, MODEL_TYPES))}")
@@ -203,7 +205,7 @@ class Config:
             tie_word_embeddings=_tied(whole, text),
             inv_freq=_rope(text, head_dim),
             mtp=text.count("mtp_num_hidden_layers", default=0, most=1) == 1,
-            packing=packing(whole, quantization, coded),
+            packing=packing(whole, quantization, coded, checkpoint),
             text_only=text is whole,
             eos_token_ids=eos_ids(eos, vocab),
         )

@@ -39,7 +39,7 @@ class Qwen35Recipe(Recipe[HybridOptions]):
         from openinfer.recipes.qwen3_5.weights import Format
 
         coded = options.activation_quantization == "on"
-        config = Config.parse(source.config, source.eos, options.quantization, coded)
+        config = Config.parse(source.config, source.eos, options.quantization, coded, source.checkpoint)
         form = Format.of(source.checkpoint, config) if source.checkpoint else Format.published(config)
         speculation = options.speculation()
         if speculation is not None and speculation.proposes:

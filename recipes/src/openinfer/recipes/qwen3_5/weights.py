@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from openinfer.kernels import ContractError
-from openinfer.kernels.authoring import SCALE_BLOCK
-from openinfer.kernels.weights import FP8_MADE, Linear, LinearPlaces, Packing, WeightPart, padded
+from openinfer.kernels import ContractError, UnsupportedQuantization
+from openinfer.kernels.kv_cache import PUBLISHED_SCALES
+from openinfer.kernels.weights import FP8_MADE, Linear, LinearPlaces, Packing, WeightPart, of_module, padded
 from openinfer.recipes.engine import UnsupportedModel
 from openinfer.recipes.engine.quantization import AnyPacking
 from openinfer.recipes.qwen3_5.config import Config
@@ -36,13 +36,12 @@ NOT_RUN = ("mtp.", "model.visual.")
 class Format:
     """How a checkpoint spells the weights.
 
-    prefix: the prefix of the text model's names. packed: the modules that `packing` is of (None: all but NEVER_PACKED).
+    prefix: the prefix of the text model's names. packing: where it names no modules, it is of all but NEVER_PACKED.
     unfused_experts: experts are tensors of their own. tied: there is no head. mtp: the MTP head is loaded.
     fp8_drafts: its logits are of lm_head in FP8."""
 
     prefix: str
     packing: AnyPacking | None
-    packed: frozenset[str] | None
     unfused_experts: bool
     tied: bool
     mtp: bool = False
@@ -53,30 +52,25 @@ class Format:
         """The format of the publisher's checkpoints with this config."""
         prefix = "model." if config.text_only else "model.language_model."
         apart = config.packing is not None and not config.packing.made
-        return cls(prefix, config.packing, None, apart, bool(config.tie_word_embeddings))
+        return cls(prefix, config.packing, apart, bool(config.tie_word_embeddings))
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: Config) -> Format:
         """The format of this checkpoint, found from the names of its tensors."""
-        packing = config.packing
-        ending = packing.marker if packing is not None else ""
-        packed = None
-        if packing is None or not packing.made:
-            packed = frozenset(n.removesuffix(ending) for n in checkpoint if ending and n.endswith(ending))
         nested = "model.language_model.embed_tokens.weight" in checkpoint
         tied = config.tie_word_embeddings
         return cls(
             prefix="model.language_model." if nested else "model.",
-            packing=packing,
-            packed=packed,
+            packing=config.packing,
             unfused_experts=any(".mlp.experts.0." in name for name in checkpoint),
             tied="lm_head.weight" not in checkpoint if tied is None else tied,
         )
 
     def packing_of(self, module: str) -> AnyPacking | None:
         """How this module's weight is packed."""
-        is_packed = not module.endswith(NEVER_PACKED) if self.packed is None else module in self.packed
-        return self.packing if is_packed else None
+        if self.packing is not None and self.packing.modules is None and module.endswith(NEVER_PACKED):
+            return None
+        return of_module(self.packing, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +192,12 @@ def validate(checkpoint: Checkpoint, weights: Weights) -> None:
     if weights.mtp is not None:  # two loads have its halves
         size = weights.mtp.of_hidden.shape[0]
         expected[MTP_FC] = ((size, 2 * size), dtypes.WEIGHTS)
-    ignored = ["model.visual.*", *weights.places.ignored, *([] if weights.mtp else ["mtp.*"])]
+    ignored = [
+        "model.visual.*",
+        *PUBLISHED_SCALES,
+        *weights.places.ignored,
+        *([] if weights.mtp else ["mtp.*"]),
+    ]
     if weights.lm_head is weights.embed:
         ignored.append("lm_head.weight")
     checkpoint.require(expected, ignore=ignored)
@@ -223,19 +222,10 @@ class _Places(LinearPlaces):
     def stack(self, *parts: WeightPart, columns: int, pad: int = 0) -> Linear:
         """Projections in one weight, with `pad` rows of zeros after them."""
         kinds = {self.form.packing_of(part.module) for part in parts}
-        names, rows = ", ".join(part.module for part in parts), [part.rows for part in parts]
-        if len(kinds) == 2:
-            kind = next(one.kind for one in kinds if one is not None)
-            raise UnsupportedModel(f"{names}: some are {kind} and some are not; they are run as one product")
-        (packing,) = kinds
-        fits = not any(size % SCALE_BLOCK for size in rows[:-1]) or rows[0] * len(rows) == sum(rows)
-        if packing is not None and packing.block_rows and not fits:
-            raise UnsupportedModel(
-                f"{names}: FP8 blocks of {SCALE_BLOCK} rows do not fit projections of {rows} rows"
-            )
+        packing = self.form.packing if len(kinds) == 2 else kinds.pop()
         try:
             return self.linear(*parts, columns=columns, packing=packing, pad=pad)
-        except ContractError as error:  # a rank's part
+        except (ContractError, UnsupportedQuantization) as error:  # the former: a rank's part
             raise UnsupportedModel(str(error)) from None
 
 
