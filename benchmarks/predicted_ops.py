@@ -71,8 +71,8 @@ DENSE_LEDGERS = tuple(
     for name, model in (("qwen3-4b", "qwen3-4B"), ("qwen3_5-4b", "qwen3_5-4B"))
 )
 DENSE_STEPS = {
-    "qwen3-4B": ("steps-qwen3-4b-2026-11-23-h200.json", "qwen3-4b/2026-11-23-h200-step.json"),
-    "qwen3_5-4B": ("steps-qwen3_5-4b-2026-11-23-h200.json",),
+    "qwen3-4B": ("qwen3-4b/2026-11-23-h200-step-later.json", "qwen3-4b/2026-11-23-h200-step.json"),
+    "qwen3_5-4B": ("qwen3_5-4b/2026-11-23-h200-step.json",),
 }
 """Recorded steps of these kernels. Ops in a step take longer than alone; lines of Qwen's ops have that too (`Pace`)."""
 

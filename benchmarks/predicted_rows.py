@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "planning.md"
 TWO_RANKS = ("--max-num-seqs", "128", "--max-model-len", "8192")
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "served-qwen3-4b-2026-11-23-h200.json": ("qwen3-4B", 1, ()),
-    "served-qwen3-4b-2026-11-23-later-h200.json": ("qwen3-4B", 1, ()),
-    "served-qwen3_5-4b-2026-11-23-h200.json": ("qwen3_5-4B", 1, ()),
-    "served-qwen3_5-4b-2026-11-23-later-h200.json": ("qwen3_5-4B", 1, ()),
+    "qwen3-4b/2026-11-23-h200-serve.json": ("qwen3-4B", 1, ()),
+    "qwen3-4b/2026-11-23-h200-serve-later.json": ("qwen3-4B", 1, ()),
+    "qwen3_5-4b/2026-11-23-h200-serve.json": ("qwen3_5-4B", 1, ()),
+    "qwen3_5-4b/2026-11-23-h200-serve-later.json": ("qwen3_5-4B", 1, ()),
     "served-deepseek_v4-flash-2-gpus-2026-11-23-h200.json": ("deepseek_v4-Flash", 2, TWO_RANKS),
 }
 """The model, GPUs and flags of each run of servers."""

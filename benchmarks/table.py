@@ -26,16 +26,18 @@ def figures(folder: Path) -> dict[tuple[str, str, str], dict[str, Any]]:
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     files = [(json.loads(path.read_text()), path) for path in sorted(folder.glob("*/*.json"))]
     for data, path in sorted(files, key=lambda item: item[0]["date"]):
+        run = {"file": path, "gpu": data["gpu"], "measured": _measured(data)}
         for result in data["results"]:
-            point = _point(data["bench"], result)
-            found[path.parent.name, data["bench"], point] = {**result, "file": path, "gpu": data["gpu"]}
+            found[path.parent.name, data["bench"], _point(data["bench"], result)] = {**result, **run}
         if data.get("server"):
-            found[path.parent.name, data["bench"], "server"] = {
-                **data["server"],
-                "file": path,
-                "gpu": data["gpu"],
-            }
+            found[path.parent.name, data["bench"], "server"] = {**data["server"], **run}
     return found
+
+
+def _measured(data: dict[str, Any]) -> str:
+    """The day of a run, and its commit where the file names one."""
+    commit = re.match("[0-9a-f]{7}", data.get("commit") or "")
+    return data["date"][:10] + (f", {commit[0]}" if commit else "")
 
 
 def _point(bench: str, result: dict[str, Any]) -> str:
@@ -80,20 +82,25 @@ def _row(row: dict[str, Any], result: dict[str, Any] | None, folder: Path) -> st
     cells.append(f"{value / must if row.get('higher') else must / value:.0%}" if known and must else "")
     cells.append(f"{floor / value:.0%}" if known and floor else "")
     at = result["file"].relative_to(folder.parent).as_posix() if known and result else ""
-    cells.append(f"[{result['gpu'] or 'CPU'}]({at})" if known and result else "")
+    cells.append(f"[{result['gpu'] or 'CPU'}, {result['measured']}]({at})" if known and result else "")
     return "| " + " | ".join(cells) + " |"
 
 
 def beside_vllm(targets: list[dict[str, Any]], folder: Path) -> str:
     """Markdown: one table of all rows that have a figure of vLLM too. A ratio above 1: ours is better."""
     found = figures(folder)
-    lines = ["| model | what | vLLM 0.26.0 | openinfer | ratio |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| model | what | vLLM 0.26.0 | openinfer | ratio | measured |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for row in targets:
-        value = reached(found.get((row["table"].split()[0], row["bench"], row["point"])), row)
-        if "vllm" in row and not math.isnan(value):
+        result = found.get((row["table"].split()[0], row["bench"], row["point"]))
+        value = reached(result, row)
+        if result and "vllm" in row and not math.isnan(value):
             ratio = value / row["vllm"] if row.get("higher") else row["vllm"] / value
             model = NAMES[row["table"].split()[0]]
             cells = [model, row["what"], _number(row["vllm"]), _number(value), f"{ratio:.2f}"]
+            cells.append(result["measured"])
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

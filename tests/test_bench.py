@@ -600,7 +600,7 @@ def test_the_table_takes_the_newest_of_each_figure(table: Any, tmp_path: Path) -
         (folder / "m" / name).write_text(json.dumps(data))
 
     put("b.json", "step", "2026-01-01", [{"point": "p", "wall_ms": 9.0}, {"point": "q", "wall_ms": 5.0}])
-    put("a.json", "step", "2026-01-02", [{"point": "p", "wall_ms": 4.0}])
+    put("a.json", "step", "2026-01-02T11:00", [{"point": "p", "wall_ms": 4.0}], commit="0123abcdef")
     load = {"request_rate": 4.0, "max_concurrency": 0, "input_len": 7, "ttft_ms": {"p50": 20.0}}
     put("s.json", "serve", "2026-01-01", [load], server={"pss_bytes": 2e9})
     targets = [
@@ -634,8 +634,8 @@ def test_the_table_takes_the_newest_of_each_figure(table: Any, tmp_path: Path) -
         {"table": "m", "what": "N", "bench": "serve", "point": "9 7", "metric": "ttft_ms.p50", "must": 10},
     ]
     rows = {line[2]: line for line in table.tables(targets, folder).splitlines() if line.startswith("| ")}
-    assert rows["P"] == "| P |  | 1 | 5 |  | 4 | 125% | 25% | [G](results/m/a.json) |"
-    assert rows["Q"] == "| Q |  |  | 10 |  | 5 | 50% |  | [G](results/m/b.json) |"
+    assert rows["P"] == "| P |  | 1 | 5 |  | 4 | 125% | 25% | [G, 2026-01-02, 0123abc](results/m/a.json) |"
+    assert rows["Q"] == "| Q |  |  | 10 |  | 5 | 50% |  | [G, 2026-01-01](results/m/b.json) |"
     assert "| 20 | 50% |" in rows["T"]
     assert "| 2 |" in rows["S"]
     assert "not measured" in rows["N"]
