@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from openinfer.kvpool import Group, InvalidConfig, PeerRefused, Pool, hash_blocks
-from openinfer.kvpool.tiers import Sharing, Tiers, TransferConfig, parse_addresses
+from openinfer.kvpool.tiers import SharedRecords, Sharing, Tiers, TransferConfig, parse_addresses
 from openinfer.kvpool.tiers.peers import client, lane, nixl, shared
 from openinfer.kvpool.tiers.peers.lending import Lending
 from openinfer.kvpool.tiers.peers.link import Link, greet
@@ -328,6 +328,19 @@ def test_a_peer_that_says_nothing_is_not_waited_for(engines, monkeypatch):
         assert "timed out" in problem or "no answer" in problem
 
 
+def test_a_silent_peer_is_called_silent(monkeypatch):
+    monkeypatch.setattr("openinfer.kvpool.tiers.peers.sharing.TIMEOUT_S", 0.2)
+    engine = Engine(config())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine.ask(TOKENS, silent.getsockname())
+        (peer,) = engine.sharing.peers._peers.values()
+        until = time.monotonic() + 5
+        while not peer._lanes[0]._why and time.monotonic() < until:
+            time.sleep(0.01)
+        assert peer._lanes[0]._why.endswith("it was silent for 0.2 s")
+    engine.close()
+
+
 class Broken:
     """A peer that promises every block, and dies after `count` bytes of the first, which has 64."""
 
@@ -370,8 +383,9 @@ def test_a_peer_that_dies_in_a_transfer_costs_its_blocks_alone(count):
 
 @pytest.mark.parametrize(
     "talk",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x02{}", b""],
-)
+    [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x02{}", b"",
+     b"\x00\x01\x00\x00" + b"[" * 65536],
+)  # fmt: skip
 def test_a_server_survives_what_it_cannot_read(talk):
     engine = Engine(config())
     with socket.create_connection(engine.sharing.address, 5.0) as stranger:
@@ -391,6 +405,7 @@ def test_a_server_survives_what_it_cannot_read(talk):
 
 @pytest.mark.parametrize(
     "words", [{"op": "ask"}, {"op": "read", "wants": [[0, "x"]]}, {"op": "read", "wants": [[9, "00"]]},
+              {"op": "read", "wants": [[float("inf"), ""]]},
               {"op": "read", "wants": [[0, "00"]] * 1025}, {"op": "transport", "transport": "pigeons"},
               {"op": "drop tables"}, {}]
 )  # fmt: skip
@@ -404,6 +419,43 @@ def test_a_peer_that_asks_nonsense_is_left(words):
     with pytest.raises(OSError, match="closed"):
         link.hear()
     link.close()
+    engine.close()
+
+
+class Strange(Broken):
+    """A peer that says something strange instead of the places of its records."""
+
+    def run(self):
+        questions = self.meet()
+        questions.say(has=["1" * (len(names) // 64) for names in questions.hear()["names"]])
+        link = self.meet()
+        link.hear()
+        shares = shared.Shared()
+        shares.lend(SharedRecords.of_one(4096))
+        link.say(transport=shares.card())
+        wants = link.hear()["wants"]
+        link.say(found=[True] * len(wants))
+        link.say(at=[self.count] * len(wants))
+        with suppress(OSError):
+            link.hear()
+        link.close()
+        questions.close()
+        self.listener.close()
+        shares.close()
+
+    def meet(self):
+        link = Link(self.listener.accept()[0], 5.0)
+        greet(link, b"", {"about": ABOUT, "transports": ["shared"]}, server=True)
+        return link
+
+
+@pytest.mark.parametrize("place", [0.5, 1 << 70, -1, float("nan"), None])
+def test_a_peer_that_names_strange_places_costs_its_blocks_alone(place):
+    strange, engine = Strange(place), Engine(config())
+    assert engine.ask(TOKENS, strange.address) == ""
+    assert engine.serve(TOKENS) == 0
+    strange.thread.join()
+    assert engine.tiers.stats.failed == 4
     engine.close()
 
 
@@ -542,18 +594,33 @@ def test_questions_that_are_forgotten_are_not_answered():
     first.close()
 
 
-def test_claims_and_peers_are_bounded(monkeypatch, caplog):
+def test_claims_are_bounded(monkeypatch):
     monkeypatch.setattr(client, "MAX_CLAIMS", 2)
-    monkeypatch.setattr(client, "MAX_PEERS", 1)
-    first, second = Engine(config()), Engine(config())
-    first.serve(TOKENS)
-    first.export("lease", TOKENS)
+    first, second = two_engines()
     assert second.ask(TOKENS, first.sharing.address) == ""
     assert sum(second.sharing.peers.has(0, name) for name in second.pool.missing(TOKENS)[0]) == 2
-    assert second.ask(TOKENS, ("127.0.0.1", 1)) is None
-    assert "1 peers are known already" in caplog.text
     second.close()
     first.close()
+
+
+def test_the_peer_that_was_asked_longest_ago_makes_room(monkeypatch, caplog):
+    """Not one whose lease is kept, nor one that is asked for every prompt."""
+    monkeypatch.setattr(client, "MAX_PEERS", 2)
+    first, other = two_engines()
+    second = Engine(config(), [other.sharing.address])
+    peers = second.sharing.peers
+    assert second.ask(TOKENS) == ""
+    for port in (1, 2, 3):
+        assert "refused" in second.ask(TOKENS, ("127.0.0.1", port))
+    assert second.ask(TOKENS, first.sharing.address) == ""
+    assert len(peers._peers) == 2
+    peers.keep(first.sharing.address, "lease")
+    assert second.ask(TOKENS, ("127.0.0.1", 4)) is None
+    assert "127.0.0.1:4 is not asked, because 2 peers keep blocks for requests" in caplog.text
+    assert second.serve(TOKENS) == 16
+    for engine in (second, other, first):
+        engine.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ log = logging.getLogger("openinfer.kvpool")
 LANES = 8
 """Connections to a peer that bring records at once. One does not reach what a network or a host's memory can do."""
 MAX_PEERS = 256
+"""A peer more takes the place of the one that was asked longest ago."""
 MAX_CLAIMS = 1 << 20
 
 
@@ -64,7 +65,8 @@ class Peers:
         sizes = [group.block_bytes for group in groups]
         self._own = Own(sizes, transports, secret, about, timeout_s, self._news.put)
         self._addresses, self._timeout_s = tuple(addresses), timeout_s
-        self._peers: dict[Address, _Peer] = {}
+        self._peers: OrderedDict[Address, _Peer] = OrderedDict()  # the one asked longest ago first
+        self._left: list[_Peer] = []  # their last jobs may be under way
         self._claims: OrderedDict[tuple[int, bytes], Address] = OrderedDict()
         self._questions: dict[int, _Question] = {}
         self._ended: list[Answer] = []
@@ -78,7 +80,7 @@ class Peers:
             peer = self._peer(one)
             if peer is None:
                 log.warning(
-                    "KV peers: %s:%d is not asked, because %d peers are known already", *one, MAX_PEERS
+                    "KV peers: %s:%d is not asked, because %d peers keep blocks for requests", *one, MAX_PEERS
                 )
                 asked = asked - {one}
                 continue
@@ -89,9 +91,21 @@ class Peers:
 
     def _peer(self, address: Address) -> _Peer | None:
         peer = self._peers.get(address)
-        if peer is None and len(self._peers) < MAX_PEERS:
+        if peer is None and (len(self._peers) < MAX_PEERS or self._part()):
             peer = self._peers[address] = _Peer(address, self._own)
+        if peer is not None:
+            self._peers.move_to_end(address)
         return peer
+
+    def _part(self) -> bool:
+        """Part with the peer that was asked longest ago. False: all keep leases, or are asked for every prompt."""
+        for address, peer in self._peers.items():
+            if not peer.leases and address not in self._addresses:
+                del self._peers[address]
+                peer.stop()
+                self._left = [*(one for one in self._left if one.talks), peer]
+                return True
+        return False
 
     def answers(self, wait_s: float) -> list[Answer]:
         """Questions that have ended since the last call: all peers have answered, or time is over. Waits up to wait_s
@@ -184,7 +198,7 @@ class Peers:
         """End all conversations, and wait for the threads."""
         for peer in self._peers.values():
             peer.stop()
-        for peer in self._peers.values():
+        for peer in (*self._peers.values(), *self._left):
             peer.join()
         self._peers.clear()
 
@@ -197,6 +211,11 @@ class _Peer:
         self.jobs: Jobs = queue.SimpleQueue()
         self._reads: Jobs = queue.SimpleQueue()
         self._lanes = [Lane(address, own, self.jobs)]
+
+    @property
+    def talks(self) -> bool:
+        """Whether a lane has not ended."""
+        return any(lane.runs for lane in self._lanes)
 
     @property
     def leases(self) -> set[str]:

@@ -216,6 +216,11 @@ class Lane:
             transport.receive(link, self._far, rooms)
         come.update(map(id, found))
 
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End the conversation that is under way, and wait for the thread."""
         self._closing = True

@@ -13,11 +13,13 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ...errors import PeerRefused
+
+T = TypeVar("T")
 
 PROTOCOL = "openinfer-kv/2"
 """Changes with the meaning of any message. Engines of other protocols refuse each other."""
@@ -41,6 +43,7 @@ class Link:
 
     def wait_for(self, timeout_s: float) -> None:
         """From now on the other end may be silent for so long."""
+        self._timeout_s = timeout_s
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
@@ -48,7 +51,7 @@ class Link:
     def say(self, **words: Any) -> None:
         """Send an object."""
         data = json.dumps(words).encode()
-        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        self._in_time(lambda: self._socket.sendall(_LENGTH.pack(len(data)) + data))
 
     def hear(self) -> dict[str, Any]:
         """The next object."""
@@ -61,7 +64,7 @@ class Link:
         self.fill([memoryview(data)])
         try:
             words = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PeerRefused(f"a message is no JSON: {error}") from None
         if not isinstance(words, dict):
             raise PeerRefused("a message is no JSON object")
@@ -69,7 +72,9 @@ class Link:
 
     def heard(self, wait_s: float) -> bool:
         """Whether the other end has said more, or has gone. Waits up to wait_s seconds."""
-        return bool(select.select([self._socket], [], [], wait_s)[0])
+        poll = select.poll()  # select() takes no descriptor above 1,023
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1e3 * wait_s))
 
     @property
     def within_host(self) -> bool:
@@ -79,15 +84,23 @@ class Link:
     def give(self, parts: Sequence[memoryview]) -> None:
         """Send bytes."""
         while parts:
-            parts = _after(parts, self._socket.sendmsg(parts[:_PARTS]))
+            parts = _after(parts, self._in_time(lambda: self._socket.sendmsg(parts[:_PARTS])))  # noqa: B023
 
     def fill(self, rooms: Sequence[memoryview]) -> None:
         """Receive as many bytes as there is room for."""
         while rooms:
-            count = self._socket.recvmsg_into(rooms[:_PARTS], 0, socket.MSG_WAITALL)[0]
+            count = self._in_time(
+                lambda: self._socket.recvmsg_into(rooms[:_PARTS], 0, socket.MSG_WAITALL)[0]  # noqa: B023
+            )
             if not count:
                 raise ConnectionResetError("the other engine has closed the connection")
             rooms = _after(rooms, count)
+
+    def _in_time(self, talk: Callable[[], T]) -> T:
+        try:
+            return talk()
+        except BlockingIOError:
+            raise TimeoutError(f"it was silent for {self._timeout_s:g} s") from None
 
     def close(self) -> None:
         """End the conversation, also for a thread that waits in it."""

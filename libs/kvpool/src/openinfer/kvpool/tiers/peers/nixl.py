@@ -61,6 +61,14 @@ class Nixl:
             raise OSError(f"NIXL cannot register it: {type(error).__name__}: {error}") from None
 
     def send(self, link: Link, records: Sequence[Record]) -> None:
+        try:
+            self._send(link, records)
+        except OSError:
+            raise
+        except self._errors as error:
+            raise ConnectionError(f"NIXL: {type(error).__name__}: {error}") from None
+
+    def _send(self, link: Link, records: Sequence[Record]) -> None:
         link.say(regions=len(self._regions), at=[record.ptr for record in records])
         while True:
             until = time.monotonic() + self._timeout_s

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import index
 from typing import Any
 
 from ...errors import InvalidConfig, PeerRefused
@@ -122,7 +123,7 @@ class Server:
                 has = [self._lending.has(group, names_of(text)) for group, text in enumerate(words["names"])]
                 link.say(has=["".join("01"[there] for there in group) for group in has])
             case "read":
-                self._send(link, [(int(g), bytes.fromhex(name)) for g, name in words["wants"]], transport)
+                self._send(link, [(index(g), bytes.fromhex(name)) for g, name in words["wants"]], transport)
             case "keep":
                 self._lending.keep([str(lease) for lease in words["leases"]])
             case "end":

@@ -87,8 +87,11 @@ class Run(NamedTuple):
 
 
 def runs(rooms: Sequence[Record], at: Sequence[int]) -> list[Run]:
-    """Rooms and their places on the other side; neighbours become one. Raises ValueError for too few."""
+    """Rooms and their places on the other side; neighbours become one. Raises ValueError for too few, and for what is
+    no address."""
     found: list[Run] = []
+    if not all(type(place) is int and 0 <= place < 1 << 63 for place in at):
+        raise ValueError("a place is no address")
     for room, place in sorted(zip(rooms, at, strict=True), key=lambda pair: pair[0].ptr):
         size = len(room.memory)
         last = found[-1] if found else Run(0, 0, 0)
