@@ -196,6 +196,16 @@ def test_a_serving_engine_allocates_nothing_and_waits_for_its_results_only(fake:
     host.close()
 
 
+def test_the_host_s_work_for_one_row_is_measured() -> None:
+    times = bench_idle.measure(RECIPES["qwen3"], 1, steps=4 * bench_idle.BLOCK, changes=2, waiting=2)
+    assert {name: len(found) for name, found in times.items()} == {
+        "steady": 64,
+        "watch": 1,
+        "ranks": 1,
+        "change": 2,
+    }
+
+
 def test_a_busy_device_is_not_made_to_pause_to_time_its_steps(fake: Any) -> None:
     device = Device("cuda", 0)
     stream, readback = Stream(device), Readback(device, 256, depth=2)

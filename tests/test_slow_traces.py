@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,41 @@ SLOW_S = 0.15
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
-class Throttled(FirstCome):
-    """First come, first served, in a thread that gets no CPU for a while after `throttle` is set."""
+class ThreadClock:
+    """A clock of the thread's CPU time and of pauses, because other work on the machine must not slow steps down."""
 
-    throttle = False
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._paused_ns = 0
+        monkeypatch.setattr(time, "perf_counter_ns", self.now_ns)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now_ns() / 1e9)
+
+    def now_ns(self) -> int:
+        return time.thread_time_ns() + self._paused_ns
+
+    def pause(self) -> None:
+        """The thread gets no CPU for SLOW_S."""
+        self._paused_ns += round(SLOW_S * 1e9)
+
+
+@pytest.fixture
+def thread_clock(monkeypatch: pytest.MonkeyPatch) -> ThreadClock:
+    return ThreadClock(monkeypatch)
+
+
+class Throttled(FirstCome):
+    """First come, first served. The next plan after `throttle` is set begins with it."""
+
+    throttle: Callable[[], None] | None = None
 
     def plan(self, view: Any) -> Any:
-        if Throttled.throttle:
-            Throttled.throttle = False
-            time.sleep(SLOW_S)
+        if Throttled.throttle is not None:
+            throttle, Throttled.throttle = Throttled.throttle, None
+            throttle()
         return super().plan(view)
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine(thread_clock: ThreadClock) -> Iterator[Engine]:
     made = build(
         RECIPE, TINY, device="cpu", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256,
         kv_cache_memory_bytes=8_000_000, scheduling_policy=Throttled(64), enable_prefix_caching=False,
@@ -86,7 +107,9 @@ def found(engine: Engine) -> list[str]:
     return [trace["line"] for trace in json.loads(answer)["traces"]]
 
 
-def test_a_slow_op_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_op_is_named(
+    engine: Engine, thread_clock: ThreadClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     submit(engine, output=100)
     run(engine, 60)
     assert not [line for line in found(engine) if "op linear_add" in line]
@@ -94,7 +117,7 @@ def test_a_slow_op_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
     def slow(**arrays: Any) -> None:
         if next(calls) == 0:
-            time.sleep(SLOW_S)
+            thread_clock.pause()
         inner(**arrays)
 
     monkeypatch.setattr(linear_add, "reference", slow)
@@ -103,13 +126,13 @@ def test_a_slow_op_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert " x (" in line
 
 
-def test_a_host_thread_without_cpu_is_named(engine: Engine) -> None:
+def test_a_host_thread_without_cpu_is_named(engine: Engine, thread_clock: ThreadClock) -> None:
     for _ in range(5):
         submit(engine, output=30)
         run(engine)
     submit(engine, output=30)
     run(engine, 10)
-    Throttled.throttle = True
+    Throttled.throttle = thread_clock.pause
     submit(engine, output=30)  # the policy is asked
     run(engine)
     (line,) = [line for line in found(engine) if "host phase plan " in line]
@@ -122,7 +145,7 @@ def test_a_storm_of_preemptions_is_named() -> None:
         RECIPE, TINY, device="cpu", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=200,
         kv_cache_memory_bytes=2_600_000, scheduling_policy=FirstCome(64), enable_prefix_caching=False,
     ).engine  # fmt: skip
-    for _ in range(24):
+    for _ in range(12):
         submit(engine, output=150)
     run(engine)
     preemptions = engine.stats().preemptions

@@ -147,6 +147,15 @@ def test_turns_that_wait_for_something_to_run_are_no_work(clock: Clock) -> None:
     assert watch.num_findings == 0
 
 
+def test_a_look_while_no_step_is_under_way_is_no_time_that_the_host_saved(clock: Clock) -> None:
+    watch = Watch(StepTrace())
+    calm(watch, clock)
+    with watch.trace.looking():
+        clock.pass_s(0.05)
+    run(watch, clock, 100, plan_s=0.003)
+    assert watch.trace.steps[-1].host_ns == pytest.approx(3e6)
+
+
 def test_a_run_of_steps_that_are_all_a_little_slower_is_found_once(clock: Clock) -> None:
     watch = Watch(StepTrace())
     calm(watch, clock, 1000)
@@ -252,7 +261,7 @@ def test_a_clock_that_is_down_is_named(clock: Clock) -> None:
     (found,) = watch.findings
     assert found.kind == "run"
     what, cause = found.line.split(": ")
-    assert what == "the last steps (decode, 8 rows) took 1.3 x what such steps did before"
+    assert what == "the last steps (decode, 8 rows) took 1.4 x what such steps did before"
     assert cause.startswith("nothing that is traced; run with --trace to see kernels; ")
     assert cause.endswith("clock 1,200 MHz where 1,980 are usual (power cap)")
     assert found.facts["mhz"] == 1200

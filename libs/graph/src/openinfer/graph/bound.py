@@ -33,14 +33,11 @@ class Bound:
         learned = value if value < limit else limit
         self.count = count = self.count + 1
         weight = 1 / count if count < MEMORY else 1 / MEMORY
+        away = learned - self.mean
         if count > 1:
-            self.deviation += weight * (abs(learned - self.mean) - self.deviation)
-        self.move(self.mean + weight * (learned - self.mean))
-        return value > limit
-
-    def move(self, mean: float) -> None:
-        """Take another mean, and the limit that follows from it."""
-        self.mean = mean
-        if self.count >= WARM:
+            self.deviation += weight * ((away if away > 0 else -away) - self.deviation)
+        self.mean = mean = self.mean + weight * away
+        if count >= WARM:
             by_factor, by_deviation = self.factor * mean, mean + self.deviations * self.deviation
             self.limit = by_factor if by_factor > by_deviation else by_deviation
+        return value > limit

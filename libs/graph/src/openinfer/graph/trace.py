@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ _HOST, _STEPS, _DEVICE, _OUTLIERS = range(4)  # processes of the trace
 Event = dict[str, Any]
 Bar = tuple[str, int, int]
 """Name, begin and end."""
+Mark = tuple[str, int]
+"""A phase of the host, "" for none, and its begin."""
 
 
 @dataclass(slots=True)
@@ -43,17 +45,36 @@ class TracedStep:
     """A step from its launch to its result. Times are time.perf_counter_ns(), 0 for events that are still to come."""
 
     index: int
-    facts: dict[str, Any]
+    bucket: str
+    """The name of its shape."""
+    timed: bool
+    """Whether its device time is the device's working time."""
+    rows: int
+    kv_tokens: int
+    qk_pairs: int
     launched_ns: int
-    begun_ns: int = 0
+    begun_ns: int
     """When the host began to work for it, where no other step was under way."""
     read_ns: int = 0
     seconds: float = 0.0
     """Device time."""
-    phases: Collection[Bar] = ()
-    """Phases of the host since the step before was read; so they may be the work for the next step."""
+    host_ns: int = 0
+    """Time of the host's own work between the result before and this one: without ops, waiting and looks."""
+    marks: Sequence[Mark] = ()
+    """Phases of the host since the step before was read; so they may be the work for the next step. The last one goes
+    on after the result."""
     ops: Collection[Bar] = ()
     """Ops that ran on the host in that time."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The numbers of its batch, by name."""
+        return {name: getattr(self, name) for name in ("bucket", "rows", "kv_tokens", "qk_pairs", "timed")}
+
+    @property
+    def phases(self) -> list[Bar]:
+        """`marks` as bars."""
+        return _bars(self.marks, self.launched_ns)
 
     def work(self) -> list[Bar]:
         """The phases in which the host worked for this step or the next, rather than waited."""
@@ -87,9 +108,9 @@ class StepTrace:
         """The steps that were read, the newest last."""
         self._under_way: deque[TracedStep] = deque()
         self._outliers: deque[Outlier] = deque(maxlen=outliers)
-        self._phases: deque[Bar] = deque(maxlen=PHASES_KEPT)  # since the last result, as are the ops
+        self._marks: list[Mark] = [("", time.perf_counter_ns())]  # since the last result, as are the ops
         self._ops: deque[Bar] = deque(maxlen=OPS_KEPT)
-        self._phase, self._since, self._turn = "", 0, 0
+        self._looked = False  # at something slow, since the last result
         self._results, self._cpu_ns = 0, (0, 0)  # the thread's CPU time at the last two readings
         self._next_look = 0
         self._recorder: ActivityRecorder | None = None
@@ -107,20 +128,16 @@ class StepTrace:
 
     def mark(self, phase: str) -> None:
         """End the host's current phase and begin `phase`; "" for no phase."""
-        now = time.perf_counter_ns()
-        if self._phase:
-            self._phases.append((self._phase, self._since, now))
-        elif self._under_way:
-            self._phases.append((BETWEEN, self._since, now))
-        self._phase, self._since = phase, now
-        if not phase:
-            self._turn = now
+        self._marks.append((phase, time.perf_counter_ns()))
+        if not phase and len(self._marks) > 2 * PHASES_KEPT:
+            del self._marks[:-PHASES_KEPT]
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """A look at what was recorded: a phase of its own, after which the host's current phase goes on."""
-        phase = self._phase
+        phase, _ = self._marks[-1]
         self.mark(LOOKING)
+        self._looked = True
         try:
             yield
         finally:
@@ -130,43 +147,54 @@ class StepTrace:
         """An op ran on the host."""
         self._ops.append((name, start_ns, end_ns))
 
-    def launch(self, index: int, **facts: Any) -> None:
-        """Step `index` goes to the device now. `facts` are shown with it."""
-        # With no step under way, turns before this one waited for something to run, and are no work for it.
-        begun = 0 if self._under_way else self._turn
-        self._under_way.append(TracedStep(index, facts, time.perf_counter_ns(), begun))
+    def launch(
+        self, index: int, bucket: str, timed: bool, rows: int = 0, kv_tokens: int = 0, qk_pairs: int = 0
+    ) -> None:
+        """Step `index` goes to the device now. Its numbers are those of TracedStep."""
+        begun = 0 if self._under_way else self._begun_ns()
+        launched = time.perf_counter_ns()
+        self._under_way.append(TracedStep(index, bucket, timed, rows, kv_tokens, qk_pairs, launched, begun))
 
-    def result(self, seconds: float, **facts: Any) -> None:
+    def _begun_ns(self) -> int:
+        """The begin of this turn. With no step under way, turns before it waited for something to run, and are no work
+        for the step."""
+        begun = self._marks[-1][1]
+        for phase, start in reversed(self._marks):
+            if not phase:
+                break
+            begun = start
+        return begun
+
+    def result(self, seconds: float) -> None:
         """The oldest step that is under way was read back; the device took `seconds`."""
-        step = self._under_way.popleft()
-        step.read_ns, step.seconds = time.perf_counter_ns(), seconds
-        step.phases, self._phases = self._phases, deque(maxlen=PHASES_KEPT)
+        step, marks = self._under_way.popleft(), self._marks
+        step.read_ns, step.seconds, step.marks = time.perf_counter_ns(), seconds, marks
         if self._ops:
             step.ops, self._ops = self._ops, deque(maxlen=OPS_KEPT)
-        if facts:
-            step.facts.update(facts)
+        step.host_ns = self._host_ns(step)
+        self._looked, self._marks = False, marks[-1:]
         self._results += 1
         if not self._results % CPU_EVERY:
             self._cpu_ns = time.thread_time_ns(), self._cpu_ns[0]
         self.steps.append(step)
+
+    def _host_ns(self, step: TracedStep) -> int:
+        """TracedStep.host_ns. Without a look at something slow, the sum over the phases is a difference of times."""
+        marks = step.marks
+        if self._looked:
+            worked = sum(end - start for _, start, end in step.work())
+        else:
+            end, begun = marks[-1][1], marks[0][1]
+            worked = end - (begun if begun > step.begun_ns else step.begun_ns)
+            if len(marks) > 1 and marks[-2][0] == WAITING:
+                worked -= end - marks[-2][1]
+        return worked - sum(end - start for _, start, end in step.ops) if step.ops else worked
 
     def cpu_s(self) -> float:
         """The most seconds of CPU time that the host's thread can have had between the last two results. The thread's
         time is read every CPU_EVERY results, because a reading costs as much as all else here."""
         last, before = self._cpu_ns
         return (time.thread_time_ns() - (last if self._results % CPU_EVERY else before)) / 1e9
-
-    def host_s(self) -> float:
-        """Seconds of the host's own work between the last two results: without its ops, its waiting and looks at slow
-        steps."""
-        step, total = self.steps[-1], 0
-        begun = step.begun_ns
-        for name, start, end in step.phases:
-            if name != WAITING and name != LOOKING and start >= begun:
-                total += end - start
-        for _, start, end in step.ops:
-            total -= end - start
-        return total / 1e9
 
     def times(self, steps: Sequence[TracedStep]) -> list[dict[str, float]]:
         """For each of these steps, the oldest first, seconds by name of what happened between the result before and its
@@ -204,7 +232,7 @@ class StepTrace:
         if self._recorder is not None and step.read_ns < self._next_look:
             return
         self._next_look = step.read_ns + LOOK_EVERY_NS
-        phases = [phase for one in list(self.steps)[-3:] for phase in one.phases] + [*self._phases]
+        phases = [phase for one in list(self.steps)[-3:] for phase in one.phases] + self._going_on()
         with self.looking():
             activities = self._activities(step.launched_ns)
         self._outliers.append(
@@ -214,6 +242,10 @@ class StepTrace:
                 [a for a in activities if step.overlaps(a.start_ns, a.end_ns)],
             )
         )
+
+    def _going_on(self) -> list[Bar]:
+        """The phases since the last result that have ended."""
+        return _bars(self._marks, self._under_way[0].launched_ns if self._under_way else None)
 
     def close(self) -> None:
         """Stop recording, and write the file if there is one. Wait for the device first, to have all."""
@@ -236,7 +268,7 @@ class StepTrace:
                 yield _bar(_HOST, 0, name, start, end)
             yield _bar(_STEPS, step.index % 2, f"step {step.index}", step.launched_ns, step.read_ns,
                        **step.facts, device_us=round(step.seconds * 1e6, 1))  # fmt: skip
-        for name, start, end in self._phases if steps and steps[-1] is self.steps[-1] else ():
+        for name, start, end in self._going_on() if steps and steps[-1] is self.steps[-1] else ():
             yield _bar(_HOST, 0, name, start, end)
 
     def _device(self, steps: Sequence[TracedStep], activities: Iterable[Activity]) -> Iterator[Event]:
@@ -255,6 +287,15 @@ class StepTrace:
                        **step.facts, device_us=round(step.seconds * 1e6, 1))  # fmt: skip
             yield from (_bar(pid, 1, *phase) for phase in outlier.phases)
             yield from (_of(a, pid, 2) for a in outlier.activities)
+
+
+def _bars(marks: Sequence[Mark], launched_ns: int | None) -> list[Bar]:
+    """The phases that have ended. launched_ns: of the oldest step that was under way meanwhile; None: of none."""
+    return [
+        (name or BETWEEN, start, end)
+        for (name, start), (_, end) in pairwise(marks)
+        if name or (launched_ns is not None and launched_ns <= start)
+    ]
 
 
 def _names() -> Iterable[Event]:

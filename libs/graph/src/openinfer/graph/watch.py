@@ -31,6 +31,8 @@ HOST_FLOOR_S = 20e-3
 RUN = 64
 """Steps of a run. A run is slower by RUN_FACTOR than the steps before it."""
 RUN_FACTOR = 1.3
+AT_ONCE = 16
+"""The bounds learn from this many steps in line at a time, because that costs less than one by one."""
 CLOCK_S = 5.0
 """Seconds between two readings of the device's clock."""
 SLOW_CLOCK = 0.95
@@ -64,9 +66,20 @@ class _Pace:
     bound: Bound = field(default_factory=Bound)
     quick: float = 0.0
 
+    def learn(self, ratio: float) -> None:
+        """Move the quick mean. One slow step is no run, so a ratio counts as at most the bound's limit."""
+        count, limit = self.bound.count, self.bound.limit
+        learned = ratio if ratio < limit else limit
+        self.quick += (learned - self.quick) / (count if count < RUN // 4 else RUN // 4)
+
+    @property
     def slow(self) -> bool:
         """Whether the last steps are slower than those before."""
         return self.bound.count > 4 * RUN and self.quick > RUN_FACTOR * self.bound.mean
+
+
+_Seen = tuple[_Pace, TracedStep, float | None]
+"""A step with the pace of its shape and its predicted seconds."""
 
 
 @dataclass(slots=True)
@@ -83,8 +96,10 @@ class Watch:
     findings: deque[Finding] = field(default_factory=lambda: deque(maxlen=FINDINGS_KEPT))
     num_findings: int = 0
     quiet_s: float = QUIET_S
+    _seen: list[_Seen] = field(default_factory=list)
+    """Steps from which the bounds have not learned yet."""
     _paces: dict[str, _Pace] = field(default_factory=dict)
-    _host: Bound = field(default_factory=Bound)
+    _host: Bound = field(default_factory=Bound)  # nanoseconds
     _noted: tuple[int, ...] = ()
     _preemptions: deque[int] = field(default_factory=lambda: deque(maxlen=PREEMPTIONS))
     """The steps of the last preemptions."""
@@ -107,42 +122,70 @@ class Watch:
         """The step that `trace` has just read: its device time, and the prediction if there is one. A step whose launch
         was not `timed` waited for the host, and is not judged."""
         traced = self.trace.steps[-1]
-        if seconds is None or not traced.facts["timed"]:
+        if seconds is None or not traced.timed:
             return
-        if self.clock is not None and traced.read_ns >= self._next_reading:
-            self._next_reading = traced.read_ns + round(CLOCK_S * 1e9)
-            mhz = self.clock.read().mhz
-            self._usual_mhz += (mhz - self._usual_mhz) / (8 if self._usual_mhz else 1)
-        shape = traced.facts["bucket"]
-        pace, expected = self._paces.get(shape), predicted_s or 1.0
+        pace = self._paces.get(traced.bucket)
         if pace is None:
-            pace = self._paces[shape] = _Pace()
-        ratio, usual = seconds / expected, pace.bound.mean * expected
-        beyond = pace.bound.take(ratio) and seconds - usual > FLOOR_S
-        count = pace.bound.count
-        pace.quick += (ratio - pace.quick) / (count if count < RUN // 4 else RUN // 4)
-        host_s = self.trace.host_s()
-        slow_host = self._host.take(host_s) and host_s - self._host.mean > max(HOST_FLOOR_S, seconds)
-        if (beyond or slow_host) and self._due("step" if beyond else "host"):
-            total = seconds if beyond else host_s
-            meant = (predicted_s or usual) if beyond else self._host.mean
-            found = self._cause(traced, shape, total - (usual if beyond else self._host.mean))
-            word = "predicted" if beyond and predicted_s else "usual"
-            what = f"step {traced.index} ({shape}) took {_ms(total)} on the {'device' if beyond else 'host'} where"
-            if not beyond and (cpu_s := self.trace.cpu_s()) < host_s / 2:
-                found += f"; the thread had a CPU for at most {_ms(cpu_s)} of it"
-            line = f"{what} {_ms(meant)} are {word}: {found}"
-            self.find("step" if beyond else "host", line, **_facts(traced, seconds, predicted_s))
-        elif predicted_s is not None and pace.slow():
-            if self._due("run"):
-                what = f"the last steps ({shape}) took {pace.quick / pace.bound.mean:.1f} x what such steps did before"
-                more = (pace.quick - pace.bound.mean) * expected
-                line = f"{what}: {self._cause(traced, shape, more, RUN)}"
-                self.find("run", line, **_facts(traced, seconds, predicted_s))
-            pace.bound.move(pace.quick)  # the new pace counts from now on
+            pace = self._paces[traced.bucket] = _Pace()
+        slow = seconds / (predicted_s or 1.0) > pace.bound.limit
+        slow_host = traced.host_ns > self._host.limit
+        self._seen.append((pace, traced, predicted_s))
+        if slow:
+            self._slow_step(traced, predicted_s, pace.bound.mean * (predicted_s or 1.0))
+        if slow_host:
+            self._slow_host(traced, predicted_s, self._host.mean / 1e9)
+        if slow or slow_host or len(self._seen) == AT_ONCE:
+            self._learn()
         self._steps += 1
         if self._noted and self._noted[2] != self._preempted:
             self._storm(*self._noted)
+
+    def _learn(self) -> None:
+        """Move the bounds by the steps seen, and look for a run of slow ones."""
+        seen, self._seen = self._seen, []
+        runs = {}
+        for pace, step, predicted_s in seen:
+            ratio = step.seconds / (predicted_s or 1.0)
+            pace.bound.take(ratio)
+            pace.learn(ratio)
+            self._host.take(step.host_ns)
+            if predicted_s is not None and pace.slow:
+                runs[step.bucket] = (pace, step, predicted_s)
+        for run in runs.values():
+            self._slow_run(*run)
+        last = seen[-1][1].read_ns
+        if self.clock is not None and last >= self._next_reading:
+            self._next_reading = last + round(CLOCK_S * 1e9)
+            mhz = self.clock.read().mhz
+            self._usual_mhz += (mhz - self._usual_mhz) / (8 if self._usual_mhz else 1)
+
+    def _slow_step(self, step: TracedStep, predicted_s: float | None, usual_s: float) -> None:
+        """The device took longer than the bound."""
+        if step.seconds - usual_s > FLOOR_S and self._due("step"):
+            what = f"step {step.index} ({step.bucket}) took {_ms(step.seconds)} on the device where"
+            meant = f"{_ms(predicted_s)} are predicted" if predicted_s else f"{_ms(usual_s)} are usual"
+            cause = self._cause(step, step.seconds - usual_s)
+            self.find("step", f"{what} {meant}: {cause}", **_facts(step, predicted_s))
+
+    def _slow_host(self, step: TracedStep, predicted_s: float | None, usual_s: float) -> None:
+        """The host's work took longer than the bound."""
+        host_s = step.host_ns / 1e9
+        if host_s - usual_s > max(HOST_FLOOR_S, step.seconds) and self._due("host"):
+            cpu_s = self.trace.cpu_s()
+            what = f"step {step.index} ({step.bucket}) took {_ms(host_s)} on the host where {_ms(usual_s)} are usual"
+            cause = self._cause(step, host_s - usual_s)
+            if cpu_s < host_s / 2:
+                cause += f"; the thread had a CPU for at most {_ms(cpu_s)} of it"
+            self.find("host", f"{what}: {cause}", **_facts(step, predicted_s))
+
+    def _slow_run(self, pace: _Pace, step: TracedStep, predicted_s: float) -> None:
+        """The last steps are slower than those before."""
+        if self._due("run"):
+            mean = pace.bound.mean
+            what = f"the last steps ({step.bucket}) took {pace.quick / mean:.1f} x what such steps did before"
+            cause = self._cause(step, (pace.quick - mean) * predicted_s, RUN)
+            self.find("run", f"{what}: {cause}", **_facts(step, predicted_s))
+        pace.bound.mean = pace.quick  # the new pace counts from now on
 
     def _storm(self, waiting: int, running: int, preemptions: int) -> None:
         """Note preemptions since the last step. Say when the pool preempts again and again."""
@@ -190,10 +233,10 @@ class Watch:
         ]
         return json.dumps({"found": self.num_findings, "traces": traces})
 
-    def _cause(self, step: TracedStep, shape: str, more_s: float, steps: int = 1) -> str:
+    def _cause(self, step: TracedStep, more_s: float, steps: int = 1) -> str:
         """The op, kernel or host phase whose time is most above the usual one. more_s: what the step took more, of
         which the cause has at least the part CAUSE. steps: the last steps that are looked at."""
-        alike = [one for one in self.trace.steps if one.facts["bucket"] == shape] or [step]
+        alike = [one for one in self.trace.steps if one.bucket == step.bucket] or [step]
         late, usual = alike[-steps:][-COMPARED:], alike[:-steps][-COMPARED:]
         looked_at = [*usual, *late]
         with self.trace.looking():
@@ -223,10 +266,10 @@ def _text(took: float, before: float) -> str:
     return f"{times} ({_ms(took)} where {_ms(before)} are usual)"
 
 
-def _facts(step: TracedStep, seconds: float, predicted_s: float | None) -> Json:
+def _facts(step: TracedStep, predicted_s: float | None) -> Json:
     """Numbers of a step: its batch, and its times."""
     batch = {name: value for name, value in step.facts.items() if name != "timed"}
-    return {**batch, "device_s": seconds, "predicted_s": predicted_s}
+    return {**batch, "device_s": step.seconds, "predicted_s": predicted_s}
 
 
 def _ms(seconds: float) -> str:

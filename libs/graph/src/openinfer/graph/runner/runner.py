@@ -181,9 +181,7 @@ class Runner:
             trace.mark("upload")
         self.upload()
         if trace is not None:
-            read, pairs = self.pace.workload
-            batch = {"bucket": self._bucket, "rows": len(step.rows)}
-            trace.launch(step.index, **batch, kv_tokens=read, qk_pairs=pairs, timed=timed)
+            trace.launch(step.index, self._bucket, timed, len(step.rows), *self.pace.workload)
             trace.mark("launch")
         self.pace.launch(self._shape, timed=timed)
         self.readback.begin(self.stream)
