@@ -76,7 +76,7 @@ def spelled(field: dataclasses.Field[Any]) -> str:
         return f"--no-{flag[2:]}" if field.default else flag
     if given["choices"]:
         return f"{flag} {{{','.join(map(str, given['choices']))}}}"
-    return f"{flag} {given['metavar'] or {int: 'N', float: 'X'}.get(given['kind'], 'TEXT')}"
+    return f"{flag} {given['metavar'] or {str: 'TEXT', float: 'X'}.get(given['kind'], 'N')}"
 
 
 def shown(default: object) -> str:

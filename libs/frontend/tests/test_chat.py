@@ -1,9 +1,19 @@
 """/v1/chat/completions over a socket."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
+
+from openinfer.frontend.chat_template import template_spec
+from openinfer.frontend.errors import FlagError
+from openinfer.frontend.http.chat import ChatFormat
+from openinfer.frontend.http.params import SamplingDefaults
+from openinfer.frontend.http.service import Service
+from openinfer.frontend.render_pool import RenderPool
+from openinfer.frontend.testing import FakeEngine
+from openinfer.frontend.thread_driver import ThreadDriver
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 HELLO = [{"role": "user", "content": "What is 2+2?"}]
@@ -12,6 +22,40 @@ HELLO = [{"role": "user", "content": "What is 2+2?"}]
 @pytest.fixture(scope="module")
 def live(start: Any, tokenizer: Any) -> Any:
     return start({"script": [*tokenizer._core.encode("four it is").ids, 2], "step_delay_s": 0.0005})
+
+
+def test_defaults_of_template_variables_give_way_to_the_request(start: Any, tokenizer: Any) -> None:
+    source = "{{ mood }}{{ reasoning_effort }}{{ messages[0].content }}"
+    app = {"template": template_spec(source, {}), "template_options": {"mood": "a", "reasoning_effort": "b"}}
+    live = start(app=app)
+
+    def prompt(**fields: Any) -> str:
+        body = live.post("/v1/chat/completions/render", messages=HELLO, **fields).json()
+        return str(tokenizer.decode(body["token_ids"], skip_special_tokens=False))
+
+    said = HELLO[0]["content"]
+    assert prompt() == f"ab{said}"
+    assert prompt(reasoning_effort="high") == f"ahigh{said}"
+    assert prompt(chat_template_kwargs={"mood": "c", "reasoning_effort": "d"}) == f"cd{said}"
+
+
+def test_defaults_for_variables_that_the_template_has_not_are_refused(tokenizer: Any) -> None:
+    chats = ChatFormat(renderer=RenderPool(template_spec("{{ mood }}", {})), options={"moood": 1})
+    service = Service(
+        ThreadDriver(FakeEngine), tokenizer=tokenizer, chat_format=chats, defaults=SamplingDefaults(),
+        model_names=(), log_requests=False, tracing=None, board=None,
+    )  # fmt: skip
+
+    async def start_and_close() -> None:
+        await service.client.start()
+        try:
+            await service.prepare()
+        finally:
+            await service.close()
+            await service.client.close()
+
+    with pytest.raises(FlagError, match=r"has no variable moood; it has mood"):
+        asyncio.run(start_and_close())
 
 
 def test_whole_answer(live: Any) -> None:

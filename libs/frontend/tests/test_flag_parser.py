@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from openinfer.frontend.flag_parser import FlagParser, merge
-from openinfer.frontend.flag_types import strings
+from openinfer.frontend.flag_parser import NOT_POSSIBLE, FlagParser, merge
+from openinfer.frontend.flag_types import number, strings, tokens
 from openinfer.frontend.vllm_flags import VLLM_FLAGS
 
 
@@ -86,17 +86,79 @@ def test_numbers_that_json_has_not_are_refused(
     assert f"argument --part: {word} is not a finite number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "--swap-space 4 --port 2 --no-eager -O3 m",
+            [
+                "--swap-space is a flag of vLLM that openinfer does not have: preempted requests",
+                "--no-eager is a flag of vLLM that openinfer does not have: it is the default; leave it out",
+                "-O3 is a flag of vLLM that openinfer does not have: kernels are compiled",
+            ],
+        ),
+        ("--compilation-config.mode 3 m", ["--compilation-config.mode is a flag of vLLM"]),
+        ("--origins.x 3 m", ["give all of --origins in one JSON text"]),
+        (
+            "--prot 2 --seed 0 --port -1 m",
+            ["--seed is a flag of vLLM", "unrecognized arguments: --prot; did you mean --port?"],
+        ),
+    ],
+)
+def test_all_flags_that_are_not_here_are_told_at_once(
+    parser: FlagParser, words: str, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for act in (parser.position, parser.parse_args):
+        with pytest.raises(SystemExit):
+            act(words.split())
+        (line,) = capsys.readouterr().err.splitlines()
+        assert [text for text in told if text not in line] == []
+
+
+def test_flags_with_underscores_are_the_same_flags(parser: FlagParser) -> None:
+    parser.add_argument("--max-len", type=int)
+    words = parser.with_config(["m", "--max_len=3", "--name", "a_b"])
+    assert parser.position(words) == 0
+    args = parser.parse_args(words)
+    assert (args.max_len, args.name) == (3, ["a_b"])
+
+
+def test_a_choice_that_is_not_there_is_refused_with_the_flags_help(
+    parser: FlagParser, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser.add_argument("--quant", choices=("fp8",), help="packed checkpoints need no flag")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["m", "--quant", "awq"])
+    assert "argument --quant: awq is none of fp8 (packed checkpoints need no flag)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("32k", 32_000), ("1K", 1024), ("1.5k", 1500), ("4G", 1 << 32), ("7", 7)]
+)
+def test_numbers_may_have_the_units_of_vllm(text: str, value: int) -> None:
+    assert number(text) == tokens(text) == value
+
+
+def test_a_number_that_is_none_is_refused() -> None:
+    assert tokens("auto") is tokens("-1") is None
+    for text in ("", "k", "1.5", "4GiB", "1e400k", "nank"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is not a number, which may end in k, m, g"):
+            number(text)
+
+
 def test_flags_of_several_parsers_are_listed_once(parser: FlagParser) -> None:
     others = {name: argparse.ArgumentParser(add_help=False) for name in ("a", "b", "c")}
     for name, other in others.items():
         other.add_argument("--same", help="as ever")
         other.add_argument("--often", help="odd" if name == "a" else "usual")
+        other.add_argument("--refused", help=f"{NOT_POSSIBLE}because" if name in "ac" else "what it does")
     others["c"].add_argument("--rare", help="seldom")
     merge(parser, others)
     text = " ".join(parser.format_help().split())
     assert "--same TEXT as ever" in text
     assert "--often TEXT usual; a: odd" in text
     assert "--rare TEXT only c: seldom" in text
+    assert "--refused TEXT what it does; not a, c" in text
 
 
 def test_no_flag_of_the_server_is_refused_as_vllms() -> None:

@@ -11,9 +11,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from openinfer.frontend.flag_types import number, tokens
 from openinfer.frontend.vllm_flags import VLLM_FLAGS
 
-__all__ = ["FlagParser", "merge"]
+__all__ = ["NOT_POSSIBLE", "FlagParser", "merge"]
+
+NOT_POSSIBLE = "not possible: "
+"""The help of a flag that a model cannot have begins so; the reason follows."""
+FLAG_WIDTH = 32
+"""Columns of a flag in help texts."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -34,17 +40,40 @@ class FlagParser(argparse.ArgumentParser):
         self.refuse(unknown)
         return found
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is not among the choices: the message has the flag's help, which explains them."""
+        if action.choices is not None and value not in action.choices:
+            allowed = ", ".join(map(str, action.choices))
+            why = (action.help or "").replace("%(default)s", str(action.default)).strip()
+            raise argparse.ArgumentError(action, f"{value} is none of {allowed}{why and f' ({why})'}")
+
     def refuse(self, unknown: Sequence[str]) -> None:
-        """End the process where there is a word that no argument takes."""
+        """End the process where there is a word that no argument takes. The line names all of them."""
+        if not unknown:
+            return
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        for flag in flags:
-            if advice := VLLM_FLAGS.get(flag.replace("_", "-").replace("--no-", "--", 1)):
-                self.error(f"{flag} is a flag of vLLM that openinfer does not have: {advice}")
-        if unknown:
+        advised = {flag: text for flag in flags if (text := self._advice(flag))}
+        others = [word for word in unknown if word.partition("=")[0] not in advised]
+        told = [f"{flag} is a flag of vLLM that openinfer does not have: {advised[flag]}" for flag in advised]
+        if not advised or any(
+            word in flags for word in others
+        ):  # words without a flag are values of advised ones
             known = [name for name in self._option_string_actions if name.startswith("--")]
-            close = [name for flag in flags for name in get_close_matches(flag, known, n=1)]
+            strange = [flag for flag in flags if flag not in advised]
+            close = [name for flag in strange for name in get_close_matches(flag, known, n=1)]
             hint = f"; did you mean {' '.join(close)}?" if close else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            told.append(f"unrecognized arguments: {' '.join(strange if advised else unknown)}{hint}")
+        self.error("; ".join(told))
+
+    def _advice(self, flag: str) -> str | None:
+        """The flag or field to use instead of a flag of vLLM. None: vLLM has no flag of that name."""
+        name = "-O" if flag.startswith("-O") else flag.partition(".")[0].replace("_", "-")
+        positive = name.replace("--no-", "--", 1)
+        if name != positive and positive in self._option_string_actions:
+            return "it is the default; leave it out"
+        if name != flag and name in self._option_string_actions:
+            return f"give all of {name} in one JSON text"
+        return VLLM_FLAGS.get(positive)
 
     def position(self, args: Sequence[str]) -> int | None:
         """Where the first word is that is neither a flag nor a flag's value. Ends the process for an unknown flag."""
@@ -57,12 +86,18 @@ class FlagParser(argparse.ArgumentParser):
                 continue
             flag, has_value, _ = word.partition("=")
             if flag not in self._option_string_actions:
-                self.refuse([word])
+                self.refuse([one for one in args[place:] if one.startswith("-") and not self._takes(one)])
             rest = 0 if has_value else _values(self._option_string_actions[flag])
         return None
 
+    def _takes(self, word: str) -> bool:
+        """Whether a word that begins with a dash is a flag of this parser, or a negative number."""
+        return word.partition("=")[0] in self._option_string_actions or word[1:2].isdigit()
+
     def with_config(self, args: Sequence[str]) -> list[str]:
-        """The words of the file that --config names, then the others, which count for more."""
+        """The words of the file that --config names, then the others, which count for more. Flags have dashes for the
+        underscores that users of vLLM may write."""
+        args = [_dashed(word) for word in args]
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config", type=Path)
         if "--config" not in self._option_string_actions:
@@ -97,7 +132,8 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def merge(parser: FlagParser, others: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Add the flags of several parsers to one, each once: its help says for which of them it differs."""
+    """Add the flags of several parsers to one, each once: its help says for which of them it differs, or is not
+    possible. The reason is in the help of that parser alone."""
     group = parser.add_argument_group("engine")
     found: dict[str, dict[str, argparse.Action]] = {}
     for name, other in others.items():
@@ -108,11 +144,21 @@ def merge(parser: FlagParser, others: Mapping[str, argparse.ArgumentParser]) -> 
         owners: dict[str, list[str]] = {}
         for name, action in actions.items():
             owners.setdefault(str(action.help), []).append(name)
-        usual, *rest = sorted(owners, key=lambda text: len(owners[text]), reverse=True)
+        refused = [name for text in owners if text.startswith(NOT_POSSIBLE) for name in owners[text]]
+        texts = [text for text in owners if not text.startswith(NOT_POSSIBLE)] or [*owners]
+        usual, *rest = sorted(texts, key=lambda text: len(owners[text]), reverse=True)
         only = f"only {', '.join(actions)}: " if len(actions) < len(others) else ""
         shown = copy.copy(actions[owners[usual][0]])
         shown.help = only + usual + "".join(f"; {', '.join(owners[text])}: {text}" for text in rest)
+        if texts != [*owners]:
+            shown.help += f"; not {', '.join(sorted(refused))}"
         group._add_action(shown)
+
+
+def _dashed(word: str) -> str:
+    """A flag with dashes for underscores. Other words are unchanged."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
 
 
 def _values(action: argparse.Action) -> int:
@@ -135,14 +181,26 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size((100, 24)).columns, 120)
-        super().__init__(prog, max_help_position=32, width=width)
+        super().__init__(prog, max_help_position=FLAG_WIDTH, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"--[no-]{action.option_strings[0][2:]}"
+        return super()._format_action_invocation(action)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "+":
+            return f"{action.metavar or default_metavar} ..."
+        return super()._format_args(action, default_metavar)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = "default" in (action.help or "") or action.default in (None, False, argparse.SUPPRESS)
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"{action.help}; default: {'on' if action.default else 'off'}"
+        told = "default" in (action.help or "") or not action.default or action.nargs == 0
         if told or isinstance(action.default, list) or not action.option_strings:
             return action.help
         return f"{action.help} (default: %(default)s)"
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        kinds: dict[object, str] = {int: "N", float: "X"}
+        kinds: dict[object, str] = {int: "N", number: "N", tokens: "N", float: "X"}
         return kinds.get(action.type, "TEXT")

@@ -7,9 +7,49 @@ from pathlib import Path
 
 from openinfer.frontend.errors import FlagError
 
-__all__ = ["MAX_FRONTENDS", "check_plan", "count", "key", "key_of_environment", "port", "seconds", "strings"]
+__all__ = [
+    "MAX_FRONTENDS",
+    "check_plan",
+    "count",
+    "key",
+    "key_of_environment",
+    "number",
+    "options",
+    "port",
+    "seconds",
+    "strings",
+    "tokens",
+]
 
 MAX_FRONTENDS = 64
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+"""Units of a number, as vLLM has them: a small letter is a power of 1000, a capital one of 1024."""
+
+
+def number(text: str) -> int:
+    digits, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1)
+    try:
+        value = float(digits) * unit if unit > 1 else int(digits)
+        return int(value)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number, which may end in k, m, g (powers of 1000) or K, M, G (of 1024)"
+        ) from None
+
+
+def tokens(text: str) -> int | None:
+    """A number; `auto` or -1, as users of vLLM may write, is None."""
+    return None if text in ("auto", "-1") else number(text)
+
+
+def options(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text} is not a JSON object, such as {{"enable_thinking": false}}')
+    return value
 
 
 def strings(text: str) -> list[str]:

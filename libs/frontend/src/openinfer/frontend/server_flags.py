@@ -58,7 +58,7 @@ def _add_address(server: Any) -> None:
         type=flag_types.key,
         metavar="KEY",
         default=None,
-        help="key for all paths but probes, / and /plan; OPENINFER_API_KEY in the environment does not show in ps",
+        help="key for all paths but probes and pages; or OPENINFER_API_KEY",
     )
 
 
@@ -80,6 +80,13 @@ def _add_model(server: Any) -> None:
         help="chat template instead of the model's",
     )
     server.add_argument(
+        "--default-chat-template-kwargs",
+        type=flag_types.options,
+        default={},
+        metavar="JSON",
+        help="values of the template's variables: '{\"enable_thinking\": false}'",
+    )
+    server.add_argument(
         "--tool-call-parser",
         choices=("auto", "none", *TOOL_PARSERS),
         default="auto",
@@ -89,19 +96,19 @@ def _add_model(server: Any) -> None:
         "--reasoning-parser",
         choices=("auto", "none", *REASONING_PARSERS),
         default="auto",
-        help="format of the model's reasoning; none: it stays in the content",
+        help="format of thoughts; none: part of the content",
     )
     server.add_argument(
         "--enable-auto-tool-choice",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="let the model decide about calls; without it tools are refused",
+        help="let the model decide about calls; off: no tools",
     )
     server.add_argument(
         "--generation-config",
-        choices=("auto", "none"),
+        choices=("auto", "none", "vllm"),
         default="auto",
-        help="auto: generation_config.json gives the sampling defaults",
+        help="auto: defaults of generation_config.json; vllm: another none",
     )
 
 
@@ -123,8 +130,7 @@ def _add_engine(server: Any) -> None:
         type=flag_types.count,
         default=1,
         metavar="N",
-        help="engines behind the one address, a GPU each, or --tensor-parallel-size GPUs; requests that begin alike "
-        "go to one engine, and an engine that died is restarted",
+        help="engines behind the one address, each with GPUs of its own; requests that begin alike go to one engine",
     )
     server.add_argument(
         "--engine-hang-timeout",
@@ -137,7 +143,7 @@ def _add_engine(server: Any) -> None:
     server.add_argument(
         "--restart-engine",
         action="store_true",
-        help="restart an engine that died or hangs, up to 3 times in 10 minutes, instead of ending the server",
+        help="restart an engine that died or hangs, 3 times in 10 minutes",
     )
     server.add_argument(
         "--shutdown-timeout",
@@ -151,13 +157,17 @@ def _add_engine(server: Any) -> None:
 def _add_logs(server: Any) -> None:
     """Add the flags of logs, spans and the page at /plan."""
     server.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help=" "
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        metavar="LEVEL",
+        help="debug, info, warning or error",
     )
     server.add_argument(
         "--otlp-traces-endpoint",
         default=None,
         metavar="URL",
-        help="send a span for each sequence to this URL, such as http://localhost:4318/v1/traces; needs [otel]",
+        help="send spans to this URL, http://HOST:4318/v1/traces; needs [otel]",
     )
     server.add_argument(
         "--plan",
@@ -184,7 +194,7 @@ def _add_logs(server: Any) -> None:
 def _add_origins(server: Any) -> None:
     """Add the flags of CORS and of HTTPS."""
     for name, default, what in (
-        ("origins", [], "origins whose pages may call, such as '[\"http://localhost:3000\"]' or '[\"*\"]'"),
+        ("origins", [], "origins whose pages may call: '[\"http://localhost:3000\"]' or '[\"*\"]'"),
         ("methods", ["*"], "methods that such pages may use"),
         ("headers", ["*"], "headers that such pages may send"),
     ):

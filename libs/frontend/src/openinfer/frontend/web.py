@@ -38,6 +38,7 @@ class WebOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: list[str]
     skip_tokenizer_init: bool
     chat_template: str | None
+    default_chat_template_kwargs: dict[str, Any]
     coded_template: bool
     """The model's authors ship code instead of a template."""
     tool_call_parser: str | None
@@ -136,6 +137,7 @@ def _make_app(
         client,
         tokenizer=tokenizer,
         template=renderer,
+        template_options=options.default_chat_template_kwargs,
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
         defaults=defaults,

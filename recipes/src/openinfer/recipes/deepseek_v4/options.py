@@ -24,7 +24,6 @@ class DeepseekOptions(Options):
 
     activation_quantization: str = option(
         "on",
-        "on: round activations, cached vectors and the indexer to FP8 and FP4 where the published code does, for which "
-        "the weights were trained",
+        "on: round activations, the cache and the indexer to FP8 and FP4 where the published code does",
         choices=("on", "off"),
     )

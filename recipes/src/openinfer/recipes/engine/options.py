@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
+from openinfer.frontend.flag_parser import NOT_POSSIBLE
+from openinfer.frontend.flag_types import number, tokens
 from openinfer.recipes.engine.errors import SetupError
 
 if TYPE_CHECKING:
@@ -21,8 +23,8 @@ T = TypeVar("T")
 
 
 def option(
-    default: T, text: str, *, kind: type = str, choices: Sequence[T] | None = None, metavar: str | None = None,
-    many: bool = False,
+    default: T, text: str, *, kind: Callable[[str], Any] = str, choices: Sequence[T] | None = None,
+    metavar: str | None = None, many: bool = False,
 ) -> T:  # fmt: skip
     """A field of Options. text: its help. kind: the type of the command line's word; bool makes a flag without a word,
     with `--no-` where the default is True. many: the flag takes one word or more."""
@@ -48,49 +50,47 @@ class Options:
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
     tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", kind=int)
     device_ids: str | None = option(
-        None, "numbers of the GPUs that share the model, as in 0,1; default: the first", metavar="LIST"
+        None, "GPUs that share the model, as in 0,1; default: the first", metavar="LIST"
     )
     dtype: str = option(
         "auto",
-        "bfloat16 or (cpu only) float32; auto: bfloat16 on a GPU, else float32",
+        "auto: bfloat16 on a GPU, float32 on a CPU",
         choices=("auto", "bfloat16", "float32"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "numbers of the KV cache; auto: those of --dtype; fp8 (or fp8_e4m3): half of the bytes of bfloat16, with a "
-        "scale for each head of a token",
+        "auto: that of --dtype; fp8 (or fp8_e4m3): half of bfloat16's bytes, a scale for each head of a token",
         choices=("auto", "bfloat16", "fp8", "fp8_e4m3"),
     )
     quantization: str | None = option(
         None,
-        "fp8: make FP8 of a plain checkpoint's projections while they are loaded, with a scale for each row; packed "
-        "checkpoints need no flag",
+        "fp8: make FP8 of a plain checkpoint's projections, a scale for each row; packed checkpoints need no flag",
         choices=("fp8",),
     )
     activation_quantization: str = option(
         "on",
-        "on: quantise activations to FP8 where config.json says so, and with --quantization fp8, so that products are "
-        "of FP8 codes; off: multiply FP8 weights with activations of --dtype, which is slower from 8 rows on",
+        "on: quantise activations to FP8 where config.json or --quantization fp8 says so; off: multiply FP8 weights "
+        "with activations of --dtype, which is slower from 8 rows on",
         choices=("on", "off"),
     )
     load_format: str = option(
         "safetensors",
-        "dummy: random weights, for measuring; MODEL_DIR then needs no more than config.json",
+        "dummy: random weights, config.json is enough",
         choices=("safetensors", "dummy"),
     )
     max_model_len: int | None = option(
         None,
-        "tokens of a sequence, prompt and output; default: the most that model and cache allow",
-        kind=int,
+        "tokens of prompt and output; default: what model and cache allow",
+        kind=tokens,
     )
     max_num_seqs: int = option(256, "sequences that run at once", kind=int)
     max_num_batched_tokens: int | None = option(
-        None, "tokens of a step; default: 2048 on a GPU, 512 on a CPU", kind=int
+        None, "tokens of a step; default: 2048 on a GPU, 512 on a CPU", kind=number
     )
     max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int)
     gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to take", kind=float)
     kv_cache_memory_bytes: int | None = option(
-        None, "bytes for the cache and states; default: the memory that is left (cpu: 2 GiB)", kind=int
+        None, "bytes for cache and states; default: what is left (cpu: 2 GiB)", kind=number
     )
     block_size: int = option(16, "tokens of a cache page", kind=int, choices=(16, 32, 64))
     enforce_eager: bool = option(False, "launch kernels one by one instead of replaying graphs", kind=bool)
@@ -112,26 +112,26 @@ class Options:
         kind=bool,
     )
     enable_lora: bool = option(False, "serve adapters (LoRA) of the model beside it", kind=bool)
-    max_loras: int = option(1, "adapters that a step can have; each has a place on the device", kind=int)
+    max_loras: int = option(1, "adapters of a step, each with a place on the device", kind=int)
     max_lora_rank: int = option(
         16, "the largest rank of an adapter", kind=int, choices=(8, 16, 32, 64, 128, 256, 512)
     )
     lora_modules: Sequence[str] = option(
         (),
-        "adapters to load at the start: folders that PEFT saved, and the names that requests use for them",
+        "adapters to load first: folders of PEFT by the names of requests",
         metavar="NAME=PATH",
         many=True,
     )
     speculative_config: str | None = option(
         None,
-        "verify drafts of the next tokens, which changes no token; JSON with the keys of vLLM's flag, as in "
+        "verify drafts, which changes no token; JSON with vLLM's keys, as in "
         '{"method": "ngram", "num_speculative_tokens": 3}',
         metavar="JSON",
     )
     kv_events_config: str | None = option(
         None,
-        "publish KV events over ZeroMQ for prefix-aware routers; JSON with the keys of vLLM's flag, as in "
-        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}. Events carry the token ids of prompts',
+        "publish KV events, with token ids of prompts, for routers; JSON with vLLM's keys, as in "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
         metavar="JSON",
     )
     kv_offload_gb: float | None = option(
@@ -139,20 +139,19 @@ class Options:
     )
     kv_offload_dir: str | None = option(
         None,
-        "folder for cached prefixes that leave the device's memory; they survive a restart. Its files hold what "
-        "prompts leave in the cache: protect them as the prompts",
+        "folder for such prefixes, which survive a restart; its files tell of the prompts, so protect them alike",
         metavar="DIR",
     )
     kv_offload_disk_gb: float | None = option(None, "GB of --kv-offload-dir to use at most", kind=float)
     kv_transfer_config: str | None = option(
         None,
-        "share KV with other engines, as for prefill and decode on servers of their own; JSON with the keys of vLLM's "
-        'flag, as in {"kv_connector": "NixlConnector", "kv_role": "kv_both"}; TcpConnector needs no other package',
+        "share KV with other engines; JSON with vLLM's keys, as in "
+        '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}; TcpConnector needs no other package',
         metavar="JSON",
     )
     kv_peer: Sequence[str] = option(
         (),
-        "engines whose host memory is asked for the prefix of every prompt; each has --kv-transfer-config",
+        "engines with --kv-transfer-config to ask for prefixes of prompts",
         metavar="HOST:PORT",
         many=True,
     )
@@ -161,8 +160,8 @@ class Options:
     )
     trace: str | None = option(
         None,
-        "write the last 256 steps to this file at the end, for chrome://tracing or ui.perfetto.dev: host phases and "
-        "kernels (through CUPTI, where it is installed); steps get slower",
+        "write the last 256 steps to this file at the end, for ui.perfetto.dev: host phases and kernels (through "
+        "CUPTI, if installed); steps get slower",
         metavar="FILE",
     )
 
@@ -236,7 +235,7 @@ def add_arguments(options: type[Options], parser: argparse.ArgumentParser, recip
 def help_of(options: type[Options], field: dataclasses.Field[Any]) -> str:
     """The text of a field, with its default or the reason why it is refused."""
     if field.name in options.refused:
-        return f"not possible: {options.refused[field.name]}"
+        return NOT_POSSIBLE + options.refused[field.name]
     shown = field.default not in (None, ()) and field.metadata["kind"] is not bool
     return str(field.metadata["text"]) + ("; default: %(default)s" if shown else "")
 

@@ -23,8 +23,8 @@ class HybridOptions(Options):
 
     snapshot_interval: int = option(
         512,
-        "tokens between snapshots of a prompt's recurrent state, where a cached prefix can end (besides the prompt's "
-        f"end and the powers of two below): a multiple of {CHUNK}",
+        "tokens between snapshots of a prompt's state, where a cached prefix can end (besides its end and the powers "
+        f"of two below): a multiple of {CHUNK}",
         kind=int,
     )
 

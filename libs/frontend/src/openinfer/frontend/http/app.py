@@ -1,8 +1,8 @@
 """The ASGI application."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -44,6 +44,7 @@ def create_app(
     *,
     tokenizer: Tokenizer | None = None,
     template: Renderer | RendererSpec | RenderPool | None = None,
+    template_options: Mapping[str, Any] | None = None,
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     defaults: SamplingDefaults | None = None,
@@ -64,6 +65,7 @@ def create_app(
 
     client: the engine. tokenizer: None takes token-id prompts only. template: None refuses chat. It is
     made in a process of its own; a RendererSpec is made only there. A RenderPool is closed with the application.
+    template_options: values of the template's variables where a request gives no others.
     tool_parser, reasoning_parser: names of chat.TOOL_FORMATS and chat.REASONING_FORMATS; None refuses tools, leaves
     reasoning in the content.
     defaults: sampling values for requests that give none. model_names: what requests may call the model
@@ -81,6 +83,7 @@ def create_app(
         tokenizer=tokenizer,
         chat_format=ChatFormat(
             renderer=template,
+            options=template_options or {},
             tools=TOOL_FORMATS[tool_parser] if tool_parser else None,
             reasoning=reasoning_parser is not None,
         ),

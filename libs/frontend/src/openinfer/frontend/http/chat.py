@@ -61,10 +61,12 @@ class Chat:
 class ChatFormat:
     """The format in which this server's model writes chats.
 
-    renderer: None refuses chats. tools: None refuses tools. reasoning: split `<think>` from the content.
+    renderer: None refuses chats. options: the template's variables where a request gives no others. tools: None refuses
+    tools. reasoning: split `<think>` from the content.
     """
 
     renderer: RenderPool | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tools: ToolFormat | None = None
     reasoning: bool = False
 
@@ -180,16 +182,15 @@ class ChatFormat:
         return chat.tools
 
     def _options(self, renderer: RenderPool, chat: Chat) -> dict[str, Any]:
-        options = dict(chat.options)
         if chat.effort is None:
-            return options
+            return {**self.options, **chat.options}
         found = effort_options(chat.effort, renderer.variables)
         if found is None:
             chat.warnings.append(
                 f"reasoning effort {chat.effort} is ignored: this model's chat template has no such thing"
             )
-            return options
-        return {**found, **options}
+            found = {}
+        return {**self.options, **found, **chat.options}
 
 
 def _larger_than(limit: int, value: object) -> bool:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from openinfer.frontend.client import EngineClient
 from openinfer.frontend.contract import CONTRACT_VERSION
-from openinfer.frontend.errors import APIError
+from openinfer.frontend.errors import APIError, FlagError
 from openinfer.frontend.http.answer import Answer
 from openinfer.frontend.http.board import Board
 from openinfer.frontend.http.body import (
@@ -166,7 +166,7 @@ class Service:
     async def prepare(self) -> None:
         """Start the renderer, and tell the engine what it needs for grammars. The client must have been started.
 
-        Raises ModelFilesError where the chat template cannot be used.
+        Raises ModelFilesError where the chat template cannot be used, FlagError for options that it does not have.
         """
         renderer = self.chat_format.renderer
         starting = asyncio.create_task(renderer.start()) if renderer else None
@@ -178,6 +178,11 @@ class Service:
         finally:
             if starting is not None:
                 await starting
+        if strange := sorted(self.chat_format.options.keys() - self.template_variables):
+            known = ", ".join(sorted(self.template_variables)) or "none"
+            raise FlagError(
+                f"--default-chat-template-kwargs: the template has no variable {', '.join(strange)}; it has {known}"
+            )
 
     async def close(self) -> None:
         """End the renderer."""
