@@ -185,9 +185,9 @@ def test_modules_are_short(part: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert {str(path): n for path, n in lines.items() if n > allowed.get(path, MAX_MODULE_LINES)} == {}
 
 
-BUDGETS = {"engine": 3502, "engine/testing": 700, "qwen3": 1005, "qwen3_5": 3306, "deepseek_v4": 6800}
+BUDGETS = {"engine": 3514, "engine/testing": 700, "qwen3": 1006, "qwen3_5": 3306, "deepseek_v4": 6800}
 """Lines of the engine around a model, and of what is a model's own, kernels included."""
-MAX_RECIPE_LINES = 12945
+MAX_RECIPE_LINES = 12957
 
 
 def lines_of(folder: Path) -> int:

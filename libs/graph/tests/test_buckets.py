@@ -2,7 +2,7 @@
 
 import pytest
 
-from openinfer.graph import Buckets
+from openinfer.graph import Buckets, UnknownStep
 
 DECODE_ROWS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32))
 
@@ -64,3 +64,24 @@ def test_a_decode_step_with_drafts_has_a_shape_of_its_own():
     assert Buckets.up_to(4, 64, (1,), 5).draft_levels == (1, 2, 4, 5)
     assert str(shape) == "decode, 4 rows, 3 drafts"
     assert str(buckets.choose(9, 3, drafts=1)) == "16 tokens, 8 rows, 3 drafts"
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_lone_row_has_a_larger_shape(most):
+    buckets = Buckets.up_to(256, 2048, DECODE_ROWS, most, 4096)
+    segments = set(buckets.segments())
+    assert len(segments) == len(set(Buckets.up_to(256, 2048, DECODE_ROWS, most).segments())) + 1 + (most > 0)
+    for drafts in {0, most}:
+        assert buckets.choose(4096, 1, drafts=drafts) == buckets.choose(3000, 1, drafts=drafts) in segments
+        assert buckets.choose(2048, 1, drafts=drafts) == (2048, 1, 2048, drafts)
+    with pytest.raises(UnknownStep):
+        buckets.choose(4097, 1)
+    with pytest.raises(UnknownStep):
+        buckets.choose(4096, 2)
+
+
+def test_a_prompt_alone_is_cut_as_the_policies_cut_it():
+    buckets = Buckets.up_to(8, 2048, (1,), 0, 4096)
+    assert list(buckets.chunks(10000)) == [(0, 4096), (4096, 4096), (8192, 1808)]
+    assert list(buckets.chunks(4095)) == [(0, 2048), (2048, 2047)]
+    assert list(Buckets.up_to(8, 2048, (1,)).chunks(4096)) == [(0, 2048), (2048, 2048)]

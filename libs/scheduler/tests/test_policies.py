@@ -288,3 +288,58 @@ def test_policies_run_over_a_pool_that_is_not_the_simulators():
     ]
     assert reports[0].hit_rate == reports[1].hit_rate > 0.2
     assert reports[0].as_dict() == reports[1].as_dict()
+
+
+# Lone chunks
+
+
+def lone_view(**options):
+    made = view(**options)
+    made.lone_tokens = 128
+    return made
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_long_prompt_takes_a_lone_chunk_where_nothing_decodes(name):
+    policy = make_policy(name, max_batched_tokens=64)
+    [long] = submit(policy, seq(1, 130))
+    decision = policy.plan(lone_view(look_up=lambda seq: 2))
+    assert (decision.chunks, list(decision.admit), decision.admit_tokens) == ({long: 128}, [long], 128)
+    assert (
+        policy.plan(lone_view(look_up=lambda seq: 3)).admit_tokens == 64
+    )  # the rest is shorter than the chunk
+    assert policy.plan(lone_view(num_decode=1, look_up=lambda seq: 0)).admit_tokens == 63
+    assert policy.plan(view(look_up=lambda seq: 0)).admit_tokens == 64
+    policy.on_admit(long)
+    half = prefilling(2, 300, 100)
+    assert policy.plan(lone_view(prefilling=[half])).chunks == {half: 128}
+    assert policy.plan(lone_view(prefilling=[half], num_decode=2)).chunks == {half: 62}
+    assert policy.plan(lone_view(prefilling=[prefilling(3, 300, 173)])).chunks != {half: 128}
+
+
+def test_the_limit_of_a_chunk_holds_for_lone_chunks():
+    policy = FirstCome(64, max_chunk_tokens=32)
+    [long] = submit(policy, seq(1, 500))
+    assert policy.plan(lone_view(look_up=lambda seq: 0)).chunks == {long: 32}
+
+
+def test_a_ranked_policy_makes_no_lone_chunk_where_another_prompt_waits():
+    policy = Priority(64)
+    slow = prefilling(9, 500, 0, priority=1)
+    assert policy.plan(lone_view(prefilling=[slow])).chunks == {slow: 128}
+    submit(policy, seq(1, 20))
+    assert policy.plan(lone_view(prefilling=[slow])).chunks[slow] == 44
+
+
+def test_a_row_that_begins_to_decode_waits_for_no_lone_chunk():
+    widths, tokens = [], [[1] * 100, [2] * 600]
+
+    def cost(work):
+        widths.append((work.decode_rows, work.prefill_tokens))
+        return COST(work)
+
+    workload = [Request(0.0, tokens[1], [1] * 20, 20), Request(0.001, tokens[0], [1] * 20, 20)]
+    simulate(workload, FirstCome(64), SimPool(1000, 16), cost, max_rows=8, lone_tokens=128)
+    assert widths[:5] == [(0, 128), (0, 128), (0, 128), (0, 128), (0, 64)]
+    assert 0 < max(prompt for rows, prompt in widths if rows) < 64
+    assert sum(prompt for _, prompt in widths) == 700

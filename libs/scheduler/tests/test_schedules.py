@@ -93,6 +93,29 @@ def test_the_schedules_reach_drafts_that_are_kept_refused_and_taken_away():
     assert min(seen.values()) > 50, seen
 
 
+def test_the_schedules_reach_lone_chunks():
+    seen = Counter()
+
+    class Watched(StepLoop):
+        def _launch(self, events):
+            launched = super()._launch(events)
+            if launched:
+                step = self._in_flight[-1]
+                lone = step.rows[0].num_tokens == self.lone_tokens > self._policy.max_batched_tokens
+                seen["lone"] += lone
+                seen["after a cached prefix"] += lone and bool(step.rows[0].start)
+                seen["again"] += lone and step.rows[0].seq.num_preemptions > 0
+                assert not lone or (len(step.rows) == 1 and not step.num_decode)
+            return launched
+
+    play(
+        range(150),
+        loop_type=Watched,
+        make_policy=lambda schedule: FirstCome(min(schedule.max_batched_tokens, 8)),
+    )
+    assert min(seen[what] for what in ("lone", "after a cached prefix", "again")) > 3, seen
+
+
 def test_the_schedules_reach_loads_that_end_fail_and_are_given_up():
     seen = Counter()
 

@@ -143,6 +143,7 @@ class Server:
             requests(load, self.agents), self.policy(), pool, timed, max_rows=options.max_num_seqs,
             max_model_len=self.max_model_len,
             max_queued=options.max_num_queued_reqs, drafts=self._drafts(cost, load.seed), tiers=tiers,
+            lone_tokens=self.outline.buckets.lone_tokens,
             snapshots=states.snapshots if states is not None else None,
         )  # fmt: skip
         done = [record for record in report.records if record.num_output]

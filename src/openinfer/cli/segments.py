@@ -114,11 +114,8 @@ class Outline:
 
     def prefill(self, tokens: int) -> Steps:
         """The steps that one prompt takes."""
-        chunk = self.buckets.max_tokens
-        return [
-            step_segments(self.model, self.buckets, 0, 0, min(chunk, tokens - start), start)
-            for start in range(0, tokens, chunk)
-        ]
+        chunks = self.buckets.chunks(tokens)
+        return [step_segments(self.model, self.buckets, 0, 0, count, start) for start, count in chunks]
 
 
 class Placed:
@@ -174,10 +171,11 @@ def engine_segments(engine: Engine, context: int, tokens: Sequence[int] | None =
     Decode rows have `context` tokens; a segment for more is all decode rows but one, and one prompt from its start.
     """
     runner, buckets = engine.runner, engine.runner.buckets
-    max_rows, largest = buckets.max_rows, buckets.max_tokens
+    max_rows = buckets.max_rows
     wanted = [s for s in buckets.segments() if not s.drafts and (tokens is None or s.tokens in tokens)]
     if not wanted:
         raise SetupError(f"no recorded segment has a token count of {tokens}")
+    largest = max(shape.tokens for shape in wanted)
     need = max_rows * (context + MARGIN + engine.info.block_size) + largest
     if need > engine.info.kv_capacity_tokens or max(context, largest) + MARGIN > engine.info.max_model_len:
         raise NoRoom(

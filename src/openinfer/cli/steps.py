@@ -116,12 +116,11 @@ class StepBench:
     def prefill(self, tokens: int) -> Result:
         run(self._engine, [self._ids(tokens)], 1)
         wall = [run(self._engine, [self._ids(tokens)], 1)[0] for _ in range(self._repeats)]
-        starts = range(0, tokens, self._chunk)
-        chunks = [self._device(0, 0, min(self._chunk, tokens - start), start) for start in starts]
-        device = [sum(times) for times in zip(*chunks, strict=True)]
+        chunks = list(self._runner.buckets.chunks(tokens))
+        found = [self._device(0, 0, count, start) for start, count in chunks]
+        device = [sum(times) for times in zip(*found, strict=True)]
         records = [
-            _record(times, 0, 0, min(self._chunk, tokens - start), start)
-            for times, start in zip(chunks, starts, strict=True)
+            _record(times, 0, 0, count, start) for times, (start, count) in zip(found, chunks, strict=True)
         ]
         return _result(wall, device, records)
 

@@ -120,8 +120,8 @@ def point_steps(outline: Outline, point: str) -> list[tuple[Sequence[Call], Work
         "mixed": lambda: numbers,
     }[kind]()
     found: list[tuple[Sequence[Call], Workload]] = []
-    for start in range(0, max(tokens, 1), outline.buckets.max_tokens):
-        new = min(outline.buckets.max_tokens, tokens - start)
+    chunks = list(outline.buckets.chunks(tokens)) if not rows else [(0, tokens)]
+    for start, new in chunks:
         count = rows + bool(new)
         shape = outline.buckets.choose(rows + new, count)
         pairs = rows * context + new * start + new * (new + 1) // 2

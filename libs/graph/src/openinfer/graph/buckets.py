@@ -33,18 +33,25 @@ class Buckets:
     """The shapes that steps are recorded in. A step runs in the smallest shape that holds it. All are ascending.
 
     max_drafts: the most drafts of a row. Above 0, each shape exists for steps without and with drafts: a decode step's
-    for each of `draft_levels`, a mixed step's for the most."""
+    for each of `draft_levels`, a mixed step's for the most. lone_tokens: tokens of a shape for a lone row of more
+    than max_tokens, or 0."""
 
     decode_rows: tuple[int, ...]
     mixed_tokens: tuple[int, ...]
     mixed_rows: tuple[int, ...]
     max_drafts: int = 0
+    lone_tokens: int = 0
 
     @classmethod
     def up_to(
-        cls, max_rows: int, max_tokens: int, decode_rows: Iterable[int], max_drafts: int = 0
+        cls,
+        max_rows: int,
+        max_tokens: int,
+        decode_rows: Iterable[int],
+        max_drafts: int = 0,
+        lone_tokens: int = 0,
     ) -> Buckets:
-        """Shapes for steps of at most `max_rows` rows and `max_tokens` tokens.
+        """Shapes for steps of at most `max_rows` rows and `max_tokens` tokens, and for a lone row of `lone_tokens`.
 
         decode_rows: sizes of decode steps that deserve a recording. The model chooses them: each recording adds to
         start-up and saves what kernels lose to padding rows. In steps with prompts, padding is at most a third of the
@@ -59,7 +66,7 @@ class Buckets:
             octave *= 2
         mixed = [n for n in sizes if n < max_tokens]
         rows = [n for n in (8, 64) if n < max_rows]
-        return cls((*decode, max_rows), (*mixed, max_tokens), (*rows, max_rows), max_drafts)
+        return cls((*decode, max_rows), (*mixed, max_tokens), (*rows, max_rows), max_drafts, lone_tokens)
 
     @property
     def max_rows(self) -> int:
@@ -68,7 +75,7 @@ class Buckets:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest step."""
+        """Tokens of the largest step of several rows."""
         return self.mixed_tokens[-1]
 
     @property
@@ -80,6 +87,8 @@ class Buckets:
     def segments(self) -> Iterator[Shape]:
         """The shape of every forward segment, largest first."""
         for drafts in sorted({0, self.max_drafts}):
+            if self.lone_tokens:
+                yield Shape(self.lone_tokens, 1, self.lone_tokens, drafts)
             for tokens in reversed(self.mixed_tokens):
                 rows = [n for n in reversed(self.mixed_rows) if n <= tokens]
                 yield from (Shape(tokens, n, tokens, drafts) for n in rows)
@@ -94,10 +103,22 @@ class Buckets:
         """Rows of every sample segment."""
         return sorted({1, *self.decode_rows, *self.mixed_rows})
 
+    def chunks(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """The steps of one prompt alone: where each begins, and its tokens."""
+        start = 0
+        while start < tokens:
+            left = tokens - start
+            count = self.lone_tokens if left >= self.lone_tokens > 0 else min(left, self.max_tokens)
+            yield start, count
+            start += count
+
     def choose(self, tokens: int, rows: int, *, drafts: int = 0, chunks: bool = True) -> Shape:
         """The shape for a step. drafts: the most of a row; a step with drafts may be without chunks of prompts. Raises
         UnknownStep if the step is larger than every shape."""
         most = self.max_drafts if drafts else 0
+        if rows == 1 and tokens > self.max_tokens and self.lone_tokens:
+            lone = bucket_for((self.lone_tokens,), tokens)
+            return Shape(lone, 1, lone, most)
         if tokens == rows or not chunks:
             level = bucket_for(self.draft_levels, drafts) if drafts else 0
             bucket = bucket_for(self.decode_rows, rows)

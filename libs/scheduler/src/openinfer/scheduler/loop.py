@@ -42,9 +42,9 @@ class StepLoop(Generic[Owner, Payload]):
     single-threaded. The engine calls submit, abort and step.
 
     max_rows: slots of the batch. max_model_len: tokens of a sequence, prompt and output. max_queued: sequences that may
-    wait. depth: steps in flight at most; 2 keeps the device busy while the host reads. max_headroom: part of the pool
-    that admissions may leave free after preemptions, 0..1 (admission.Headroom). speculation: chooses the drafts of
-    decode rows; None: no row has drafts. clock: seconds. Seq.arrival must come from this clock if the policy uses it.
+    wait. depth: steps in flight at most; 2 keeps the device busy while the host reads. lone_tokens: see View.
+    max_headroom: part of the pool that admissions may leave free after preemptions, 0..1 (admission.Headroom).
+    speculation: chooses the drafts of decode rows. clock: seconds. Seq.arrival is of this clock if the policy uses it.
 
     The loop owns the leases. Pool, runner, policy and speculation stay the caller's. Raises InvalidSetup.
     """
@@ -59,6 +59,7 @@ class StepLoop(Generic[Owner, Payload]):
         max_model_len: int,
         max_queued: int = 1024,
         depth: int = 2,
+        lone_tokens: int = 0,
         max_headroom: float = 0.1,
         speculation: Speculation[Owner] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +70,7 @@ class StepLoop(Generic[Owner, Payload]):
                 f"0..1, given {max_rows}, {max_queued}, {depth}, {max_model_len} and {max_headroom}"
             )
         self.max_rows, self.max_model_len = max_rows, max_model_len
-        self.max_queued, self.depth = max_queued, depth
+        self.max_queued, self.depth, self.lone_tokens = max_queued, depth, lone_tokens
         self.stats = Stats()
         self._runner, self._pool, self._policy = runner, pool, policy
         self._speculation = speculation
@@ -86,9 +87,7 @@ class StepLoop(Generic[Owner, Payload]):
         self._free_slots = list(range(max_rows, 0, -1))
         self._loads: Loads[Owner] = Loads(pool, self.stats)
         self._in_flight: deque[Step[Owner]] = deque()
-        self._fences: dict[
-            int, list[Seq[Owner]]
-        ] = {}  # ended sequences, by the last step that has their rows
+        self._fences: dict[int, list[Seq[Owner]]] = {}  # ended sequences, by the last step with their rows
         self._leaving: set[Seq[Owner]] = set()  # the sequences of _fences
         self._left: list[int] = []  # slots that the next step must end
         self._blocks: list[BlockWrite[Owner]] = []  # table writes of the next step
@@ -293,6 +292,7 @@ class StepLoop(Generic[Owner, Payload]):
         return View(
             index, self._now(), self.max_rows, len(self._free_slots), self._pool.num_free, self._decode.num_tokens,
             self._decode.rows, self._prefilling, self._running, self.stats.loading, self._look_up,
+            self.lone_tokens,
         )  # fmt: skip
 
     def _chunk(self, seq: Seq[Owner], num_tokens: int) -> Row[Owner]:

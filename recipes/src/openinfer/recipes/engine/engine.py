@@ -97,7 +97,7 @@ class Engine:
         self.runner = runner
         self._loop = StepLoop(
             runner, pool, policy, max_rows=max_rows, max_model_len=max_model_len, max_queued=max_queued,
-            speculation=runner.drafting,
+            speculation=runner.drafting, lone_tokens=runner.buckets.lone_tokens,
         )  # fmt: skip
         self._seqs: dict[int, Seq[Sampling]] = {}
         self._max_rows, self._max_queued = max_rows, max_queued

@@ -24,7 +24,7 @@ CPU_CACHE_BYTES = 2 << 30
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The sizes of an engine. page_size: tokens of an entry of a block table. max_drafts: of a row in a step. proposes:
-    layers of the model make the drafts."""
+    layers of the model make the drafts. lone_tokens: see Buckets."""
 
     max_model_len: int
     max_rows: int
@@ -35,6 +35,12 @@ class Limits:
     max_drafts: int = 0
     proposes: bool = False
     fp8_cache: bool = False
+    lone_tokens: int = 0
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step."""
+        return max(self.max_tokens, self.lone_tokens)
 
     @property
     def kv_dtype(self) -> np.dtype[Any]:
@@ -105,12 +111,14 @@ def decide(options: Options, device: Device, max_positions: int, page_size: int)
         raise SetupError(
             f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {options.max_num_seqs}"
         )
+    chosen = device.kind != "cuda" or options.max_num_batched_tokens is not None
     adapters = AdapterSizes(options.max_loras, options.max_lora_rank) if options.enable_lora else None
     speculation = options.speculation()
     drafts = speculation.num_speculative_tokens if speculation else 0
     return Limits(
         wanted, options.max_num_seqs, tokens, page_size, dtype, adapters, drafts, options.proposes,
         fp8_cache=options.kv_cache_dtype.startswith("fp8"),
+        lone_tokens=0 if chosen or options.lone_tokens <= tokens else options.lone_tokens,
     )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ class Options:
     """The flags of every engine. None: chosen at start-up, and logged.
 
     A recipe adds flags in a subclass. `refused` maps fields that its models cannot have to the reason. `draft_methods`
-    are the methods of --speculative-config that its models can have.
+    are the methods of --speculative-config that its models can have. `lone_tokens`: the chunk of a prompt that is alone
+    in its step, on a GPU and by default; 0: --max-num-batched-tokens is the limit there too.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -46,6 +47,7 @@ class Options:
         "activation_quantization": "its checkpoints have no quantised activations",
     }
     draft_methods: ClassVar[tuple[str, ...]] = ("ngram", "suffix", "custom_class")
+    lone_tokens: ClassVar[int] = 0
 
     device: str = option("auto", "auto (a GPU if there is one), cuda, cuda:N or cpu")
     tensor_parallel_size: int = option(1, "GPUs that share the model, or processes on a CPU", kind=int)
@@ -85,7 +87,9 @@ class Options:
     )
     max_num_seqs: int = option(256, "sequences that run at once", kind=int)
     max_num_batched_tokens: int | None = option(
-        None, "tokens of a step; default: 2048 on a GPU, 512 on a CPU", kind=number
+        None,
+        "tokens of a step; default: 512 on a CPU, 2048 on a GPU (a lone prompt may have 4096)",
+        kind=number,
     )
     max_num_queued_reqs: int = option(1024, "requests that may wait", kind=int)
     gpu_memory_utilization: float = option(0.9, "part of the GPU's memory to take", kind=float)

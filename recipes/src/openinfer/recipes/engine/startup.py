@@ -258,7 +258,7 @@ def _make(
         if target is not None and store is not None:
             pack = make_pack(device, target, stream, store, arena, plan, ranks)
         graphs = StepGraphs(device, stream, capture=not options.enforce_eager)
-        results = readback_bytes(limits.max_rows, limits.max_tokens, limits.max_drafts)
+        results = readback_bytes(limits.max_rows, limits.step_tokens, limits.max_drafts)
         words = 0 if tiers is None else model.batch.sampled.result.numel
         readback = Readback(device, results, STEPS_IN_FLIGHT, words)
         pace = StepPace(predicted.result())
@@ -283,7 +283,8 @@ def _make(
 def buckets_for(blueprint: Blueprint[Any], limits: Limits) -> Buckets:
     """The shapes that an engine of these limits records."""
     decode_rows = blueprint.decode_rows(limits.max_rows)
-    return Buckets.up_to(limits.max_rows, limits.max_tokens, decode_rows, limits.max_drafts)
+    sizes = limits.max_drafts, limits.lone_tokens
+    return Buckets.up_to(limits.max_rows, limits.max_tokens, decode_rows, *sizes)
 
 
 def options_target(options: Options, target: Target) -> Target:

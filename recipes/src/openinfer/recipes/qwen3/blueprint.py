@@ -78,18 +78,18 @@ class Qwen3(Blueprint[Model]):
             cos_sin.copy_from(table, stream)
         batch = Batch.allocate(
             arena, stream, [Field("block_tables", (limits.max_rows + 1, limits.max_blocks))],
-            max_rows=limits.max_rows, max_tokens=limits.max_tokens, vocab_size=c.vocab_size,
+            max_rows=limits.max_rows, max_tokens=limits.step_tokens, vocab_size=c.vocab_size,
             width=c.hidden_size, dtype=limits.dtype, ranks=c.ranks,
             max_drafts=limits.max_drafts, proposes=limits.proposes,
             adapters=adapters_of(
                 arena, limits, weights.adapted(), weights.places.layers, lambda: self._whole(limits).places.layers
             ),
         )  # fmt: skip
-        buffers = Buffers.allocate(c, arena, limits.dtype, limits.max_tokens, batch.logits)
+        buffers = Buffers.allocate(c, arena, limits.dtype, limits.step_tokens, batch.logits)
         kv = self._layout(limits).allocate(arena, stream, pages)
         if self.head is None:
             return Model(c, weights, kv, cos_sin, batch, buffers)
-        sizes = limits.max_tokens, limits.max_logits, limits.max_model_len
+        sizes = limits.step_tokens, limits.max_logits, limits.max_model_len
         drafter = drafter_of(self.head, c, arena, stream, limits.dtype, sizes)
         return DraftingModel(c, weights, kv, cos_sin, batch, buffers, drafter=drafter)
 

@@ -18,10 +18,11 @@ class Batching:
     """Continuous batching with chunked prefill: a step has the decode rows, then chunks of prefilling sequences, then
     admitted sequences.
 
-    max_batched_tokens: limit of a step's tokens, at least the loop's max_rows, so that prefill cannot starve.
-    max_chunk_tokens: limit of a chunk. tpot_s: seconds that a step with decode rows should take; the tokens for prompts
-    adapt to it (see Pace). rank: the lowest rank goes first; a rank is fixed while its sequence waits. None: order of
-    arrival, preempted sequences first. Victims come from the other end of the order.
+    max_batched_tokens: limit of a step's tokens, at least the loop's max_rows, so that prefill cannot starve. Where no
+    row decodes, a chunk of View.lone_tokens may exceed it. max_chunk_tokens: limit of a chunk. tpot_s: seconds that a
+    step with decode rows should take; the tokens for prompts adapt to it (see Pace). rank: the lowest rank goes first;
+    a rank is fixed while its sequence waits. None: order of arrival, preempted sequences first. Victims come from the
+    other end of the order.
 
     A policy of your own subclasses this class and overrides `candidates`, which orders `waiting`. Raises InvalidSetup.
     """
@@ -88,12 +89,29 @@ class Batching:
         if view.num_loading:
             waiting = (seq for seq in waiting if seq.state is not SeqState.LOADING)
         admit = list(islice(waiting, max(0, room)))
+        if view.lone_tokens > self.max_batched_tokens and not view.decoding:
+            lone = self._lone(view, admit)
+            if lone is not None:
+                return lone
         chunks = self._chunks(view, budget, admit)
         budget -= sum(chunks.values())
         if budget <= 0:
             return Decision(chunks)
         chunks.update((seq, self.max_chunk_tokens) for seq in admit)
         return Decision(chunks, admit, budget)
+
+    def _lone(self, view: View, admit: list[Seq[Any]]) -> Decision | None:
+        """A chunk of View.lone_tokens for the sequence that goes first. None: it has fewer tokens left, or the limit of
+        a chunk or a rank forbids it. The chunk must be a whole one, because a smaller one would be padded."""
+        size, ranked = view.lone_tokens, self._rank is not None and len(view.prefilling) + len(admit) > 1
+        if ranked or self.max_chunk_tokens < self.max_batched_tokens:
+            return None
+        for seq in view.prefilling:
+            return Decision({seq: size}) if seq.remaining >= size else None
+        for seq in admit[:1]:
+            if len(seq.tokens) >= size and len(seq.tokens) - view.look_up(seq) >= size:
+                return Decision({seq: size}, [seq], size)
+        return None
 
     def _chunks(self, view: View, budget: int, admit: list[Seq[Any]]) -> dict[Seq[Any], int]:
         """Chunks of the prefilling sequences, by rank if there is one. Admissions that rank before all of them keep the

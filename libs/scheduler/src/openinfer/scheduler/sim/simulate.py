@@ -35,16 +35,18 @@ def simulate(
     drafts: SteadyDrafts | None = None,
     tiers: SimTiers | None = None,
     snapshots: Snapshots | None = None,
+    lone_tokens: int = 0,
 ) -> Report:
     """Serve a workload and report. Policy, pool and loop are real, and must be new; `cost` models the time of the
     device. ttft_s, tpot_s: objectives of Report.goodput. drafts: the speculation; None: no row has drafts. tiers: the
     pool's loader and saver, which get this clock. snapshots: of a pool with groups of snapshots, see SimRunner.
+    lone_tokens: see StepLoop.
 
     Raises SchedulerError if requests wait and the policy runs none. Exceptions of the parts pass through.
     """
     simulation = _Simulation(
         workload, policy, pool, SimRunner(cost, drafts, snapshots), max_rows, max_model_len, max_queued, max_headroom,
-        drafts,
+        drafts, lone_tokens,
     )  # fmt: skip
     if tiers is not None:
         tiers.clock = simulation.runner
@@ -63,6 +65,7 @@ class _Simulation:
         max_queued: int,
         max_headroom: float,
         drafts: SteadyDrafts | None,
+        lone_tokens: int,
     ) -> None:
         self.runner = runner
         self.loop = StepLoop(
@@ -73,6 +76,7 @@ class _Simulation:
             max_model_len=max_model_len,
             max_queued=max_queued,
             max_headroom=max_headroom,
+            lone_tokens=lone_tokens,
             speculation=drafts,
             clock=lambda: self.runner.now,
         )

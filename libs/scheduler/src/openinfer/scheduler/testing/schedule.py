@@ -96,6 +96,8 @@ class Schedule:
     stall_rate: float
     drafts: Drafts
     loads: Loads
+    lone_tokens: int
+    """See StepLoop; 0 in one of three schedules."""
     arrivals: list[Arrival]
 
     @classmethod
@@ -136,6 +138,7 @@ class Schedule:
             rng.choice([0.0, 0.0, 0.2]),
             Drafts.generate(seed),
             loads := Loads.generate(seed),
+            random.Random(f"lone {seed}").choice([0, 0, 9, 9, 12, 20]),
             [
                 loads.shaken(
                     Arrival(
@@ -184,6 +187,7 @@ class Schedule:
             max_model_len=self.max_model_len,
             max_queued=len(self.arrivals),
             depth=self.depth,
+            lone_tokens=self.lone_tokens,
             speculation=RandomDrafts(self.seed, self.drafts.most, self.max_batched_tokens)
             if self.drafts.most
             else None,

@@ -1,0 +1,72 @@
+"""A prompt that is alone in its step takes a larger chunk, and no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openinfer.graph import Shape
+from openinfer.recipes.deepseek_v4.recipe import RECIPE as DEEPSEEK_V4
+from openinfer.recipes.engine import startup
+from openinfer.recipes.engine.limits import decide
+from openinfer.recipes.qwen3.recipe import RECIPE as QWEN3
+from openinfer.recipes.qwen3_5.recipe import RECIPE as QWEN3_5
+from openinfer.tensor import Device
+
+TINY = Path(__file__).parent / "goldens" / "qwen3-tiny"
+RESTLESS = "openinfer.recipes.engine.testing.restless"
+BUDGET, LONE = 24, 64
+LONG, SHORT = [3 + 7 * n % 200 for n in range(150)], list(range(40, 60))
+SHARED = [*LONG[:100], *SHORT, *LONG[:70]]
+ASKED = [[(LONG, 12, {"prompt_logprobs": 0})], [(SHARED, 6, {}), (SHORT, 12, {}), (SHARED[::-1], 6, {})]]
+LORA = {"enable_lora": True}
+NGRAM = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"scheduling_policy": f"{RESTLESS}:fcfs"},
+        {"scheduling_policy": f"{RESTLESS}:priority", **NGRAM, **LORA},
+    ],
+    ids=["plain", "preemption", "priority, drafts, adapters"],
+)
+def test_its_tokens_are_those_of_small_chunks(
+    flags: dict[str, Any], session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = session(TINY, max_num_batched_tokens=BUDGET, **flags)
+    expected = [outcome for asked in ASKED for outcome in plain.outcomes_of(asked)]
+    monkeypatch.setattr(startup, "decide", lambda *given: replace(decide(*given), lone_tokens=LONE))
+    lone = session(TINY, max_num_batched_tokens=BUDGET, **flags)
+    runner, steps = lone.engine.runner, []
+    launch = type(runner).launch
+
+    def noted(runner: Any, step: Any) -> None:
+        steps.append((step.num_decode, [row.num_tokens for row in step.rows[step.num_decode :]]))
+        launch(runner, step)
+
+    monkeypatch.setattr(type(runner), "launch", noted)
+    found = [outcome for asked in ASKED for outcome in lone.outcomes_of(asked)]
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        for mine, its in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert mine.logprob == pytest.approx(its.logprob, abs=1e-4)
+    assert Shape(LONE, 1, LONE) in runner.buckets.segments()
+    assert any(chunks == [LONE] for _, chunks in steps)
+    assert all(sum(chunks) + rows <= BUDGET or (rows, chunks) == (0, [LONE]) for rows, chunks in steps)
+    if "scheduling_policy" in flags:
+        assert lone.engine.stats().preemptions
+
+
+def test_only_qwen3_on_a_gpu_has_them_and_only_by_default() -> None:
+    def of(recipe: Any, device: str = "cuda", **flags: Any) -> int:
+        return decide(recipe.options(**flags), Device(device), 40960, 16).lone_tokens
+
+    assert of(QWEN3) == 4096
+    assert of(QWEN3, max_num_batched_tokens=2048) == of(QWEN3, "cpu") == of(QWEN3_5) == of(DEEPSEEK_V4) == 0
+    assert of(QWEN3, max_num_seqs=5000) == 0
