@@ -108,6 +108,7 @@ def test_steps_after_drafts_have_no_room_for_them(session: Callable[..., Any]) -
     drafted = session(GOLDENS / "qwen3_5-tiny", speculative_config=NGRAM)
     runner, levels = drafted.engine.runner, list[int]()
     runner.drafting.worth.choose = lambda available, rows, cost: 2 if len(levels) == 5 else 0
+    runner.drafting.worth.idle = lambda cost: 0
     launch = runner.graphs.launch
 
     def noted(key: tuple[Any, ...]) -> None:
@@ -308,6 +309,7 @@ def test_tokens_that_layers_see_later_leave_the_same_cache(
         made = session(GOLDENS / name, speculative_config=config, max_num_seqs=4, **flags)
         runner, steps = made.engine.runner, iter(range(1000))
         runner.drafting.worth.choose = lambda available, rows, cost, steps=steps: 22 <= next(steps) < 25
+        runner.drafting.worth.idle = lambda cost: 0
         replayed = keys_of(runner, monkeypatch)
         for n, prompt in enumerate(prompts):
             made.submit(prompt, 20 + 5 * n, temperature=0.8, seed=n, ignore_eos=True)

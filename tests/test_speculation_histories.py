@@ -66,6 +66,7 @@ def play(session: Callable[..., Any], seed: int, name: str, count: int) -> Any:
     chances = [rng.choice([0.0, 0.3, 0.8, 0.95, 1.0]) for _ in range(8)]
     drafting.make_drafter = lambda: Planted(answers, rng.choice(chances))
     drafting.worth.choose = lambda available, rows, cost: rng.randint(0, drafts) if available else 0
+    drafting.worth.idle = lambda cost: 0
     waiting, ids = list(enumerate(asked)), {}
     aborted: set[int] = set()
     while waiting or drafted.open:

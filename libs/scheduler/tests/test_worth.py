@@ -119,6 +119,41 @@ def test_a_trial_that_brings_tokens_is_repeated_at_once() -> None:
     assert worth.choose([1], 1, cost) == 0
 
 
+def test_a_trial_waits_for_the_result_of_the_one_before() -> None:
+    worth, cost = Worth((1, 2)), {0: 1.0, 1: 1.3, 2: 1.5}.get
+    worth.waiting = True
+    assert worth.choose([2], 1, cost) == 0  # the first drafts of all are a trial
+    worth.waiting = False
+    assert worth.choose([2], 1, cost) == 2
+    for _ in range(40):
+        worth.saw({(2, 0): 1})
+    for _ in range(400):
+        worth.spent(1, 0, 1.0, 1.0)
+    assert worth.choose([2], 1, cost) == 1
+    worth.waiting = True
+    assert worth.choose([2], 1, cost) == 0
+    for _ in range(40):
+        worth.saw({(2, 2): 1})
+    assert worth.choose([2], 1, cost) == 2  # they pay
+
+
+@pytest.mark.parametrize("lost", [0.0, 20.0])
+def test_the_steps_until_a_trial_can_be_paid(lost: float) -> None:
+    """lost: steps of time that drafts have lost."""
+    worth, cost = Worth((1,)), {0: 1.0, 1: 1.5}.get
+    for _ in range(100):
+        worth.saw({(1, 0): 1})
+    for _ in range(1500):
+        worth.spent(1, 0, 1.0, 1.0)
+    worth.spent(1, 0, 4.0 + lost, 1.0)
+    found, steps = worth.idle(cost), 0
+    while not worth.choose([1], 1, cost):
+        worth.spent(1, 0, 1.0, 1.0)
+        steps += 1
+    assert found > 100
+    assert 0.7 * steps <= found <= steps + 1
+
+
 def test_a_step_with_drafts_that_seems_short_is_not_taken_for_it() -> None:
     """The step without drafts must run again, so that its cost is corrected."""
     worth = Worth((1, 2))

@@ -12,7 +12,7 @@ PRIOR = 0.5
 known, so a higher chance costs more where drafts are wrong."""
 REMEMBERED = 64
 """Rows over which a chance is averaged."""
-PROBING = 0.004
+PROBING = 0.002
 """The part of the time that may be lost on drafts that do not pay, because the text may have changed."""
 LOSS = 0.012
 """The part of the time that drafts may lose."""
@@ -49,6 +49,8 @@ class Worth:
         self._tried = [0] * levels[-1]
         self._time = self._loss = 0.0
         self._credit = 0.0  # seconds that trials of drafts may lose
+        self.waiting = False
+        """Whether drafts are under way whose result is not known. No trial begins then, so one step is a trial."""
 
     @property
     def chances(self) -> Sequence[float]:
@@ -67,7 +69,7 @@ class Worth:
         Above the first level it must pay if each draft costs what it costs at the level before.
         """
         plain = cost(0)
-        if not available or plain is None or self._loss > LOSS * (self._time + ADVANCE * plain):
+        if not available or plain is None or self._overdrawn(plain) > 0:
             return 0
         chances, best, best_rate, draft = self.chances, 0, rows / plain, 0.0
         for level in self._levels:
@@ -83,11 +85,28 @@ class Worth:
             draft = (seconds - plain) / level
             if level >= max(available):
                 break
-        if best:
-            return best
+        if self.waiting and not (best and self._tried[0]):
+            return 0
+        return best or (self._levels[0] if self._short_of(plain, cost) <= 0 else 0)
+
+    def idle(self, cost: Callable[[int], float | None]) -> int:
+        """After `choose` has answered 0 with no drafts under way: about how many steps without drafts until its answer
+        can be another. cost: see choose."""
+        plain = cost(0)
+        if plain is None:
+            return 0
+        overdrawn, short = self._overdrawn(plain), self._short_of(plain, cost)
+        steps = overdrawn / LOSS if overdrawn > 0 else short / PROBING
+        return max(math.ceil(steps / plain), 0)
+
+    def _overdrawn(self, plain: float) -> float:
+        """Seconds by which drafts have lost more than they may; a loss fades by about LOSS of a step's time a step."""
+        return self._loss - LOSS * (self._time + ADVANCE * plain)
+
+    def _short_of(self, plain: float, cost: Callable[[int], float | None]) -> float:
+        """Seconds by which a trial of the first level costs more than the credit; 0 where its cost is not known."""
         least = cost(self._levels[0])
-        tries = least is None or self._credit >= max(least, CHEAPEST * plain) - plain
-        return self._levels[0] if tries else 0
+        return 0.0 if least is None else max(least, CHEAPEST * plain) - plain - self._credit
 
     def saw(self, counts: Mapping[tuple[int, int], int]) -> None:
         """Rows had drafts. counts: the number of rows by (drafts, accepted ones). A draft counts if it followed

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from openinfer.graph.runner.sampling import Sampling
 
 
-QUIET = 32
-"""Steps in a row without drafts after which the choice rests."""
-REST = 16
-"""Steps of a rest. The choice takes host time, which steps of 0.1 ms wait for."""
+REST = 64
+"""The most steps for which the choice rests, while the books of Worth allow no drafts. The choice takes host time,
+which steps of 0.1 ms wait for."""
 
 
 @dataclass(slots=True)
@@ -65,7 +64,7 @@ class Drafting:
     """Plain decode steps, the last ones, whose tokens these layers have not seen."""
     rest_until: int = 0
     """See scheduler.Speculation."""
-    _quiet: int = 0  # steps in a row for which no drafts were chosen
+    _under_way: int = 0  # steps with drafts that are not read yet
     _asked: int = 0  # the last step for which drafts were chosen, or none
     _brought: int = 0  # tokens of drafts since the last call of `book`
     _collected_at: float = 0.0  # time.monotonic() then
@@ -111,18 +110,20 @@ class Drafting:
         return found
 
     def spent(self, step: Step[Sampling], shape: Shape, plain: Shape) -> tuple[float, float, int] | None:
-        """Seconds of a step of a shape, those of the same rows without drafts, and the steps that this one stands for.
-        None: not known, or another step stands for this one."""
+        """Seconds of a step of a shape, those of its decode rows without drafts, and the steps that this one stands
+        for. The part of its prompts is in neither. None: not known, or another step stands for this one."""
         if self._asked < step.index < self.rest_until or self.costs is None or not step.num_decode:
             return None
-        without = self.costs.seconds(plain)
+        alone, without = self.costs.decode(step.num_decode, 0, chunks=(0, 0)), self.costs.seconds(plain)
         seconds = without if shape == plain else self.costs.seconds(shape)
-        steps = max(self.rest_until - step.index, 1)
-        return None if seconds is None or without is None else (seconds, without, steps)
+        if alone is None or without is None or seconds is None:
+            return None
+        return alone + (seconds - without), alone, max(self.rest_until - step.index, 1)
 
     def book(self, step: Step[Sampling], shape: Shape, spent: tuple[float, float, int] | None) -> None:
         """Note what a step that was read has cost, and what its drafts brought. spent: when it was launched."""
         began, self._collected_at = max(step.launched_at, self._collected_at), time.monotonic()
+        self._under_way -= bool(step.drafts)
         if self.costs is not None and not self._asked < step.index < self.rest_until:
             self.costs.took(shape, self._collected_at - began)
         if spent is not None:
@@ -151,24 +152,41 @@ class Drafting:
     def num_drafts(self, view: View) -> Mapping[Seq[Sampling], int]:
         """See scheduler.Speculation."""
         rows = len(view.decoding)
-        most = self.worth.choose([self.max_drafts] * rows, rows, self._cost(rows))
+        cost, made = self._cost(rows), self.layers and self.made > 0
+        self.worth.waiting = made or self._under_way > 0
+        most = self.worth.choose([self.max_drafts] * rows, rows, cost)
         if self.layers:
             self.places = most
-        quiet = not (most or (self.layers and self.made))
-        self._asked, self._quiet = view.step, self._quiet + 1 if quiet else 0
-        self.rest_until = view.step + REST if self._quiet > QUIET else 0
-        if quiet:
+        self._asked = self.rest_until = view.step
+        if not (most or made):
+            if not self.worth.waiting:
+                self.rest_until += min(self.worth.idle(cost), REST)
             return {}  # no drafter is asked
         if self.layers:
-            made = {seq: self._available(seq, self.made) for seq in view.decoding}
-            return self._fitting(made, rows, self.made)
+            ready = {seq: self._available(seq, self.made) for seq in view.decoding}
+            return self._fitting(ready, rows, self.made)
         found = {seq: self._available(seq, self.max_drafts) for seq in view.decoding}
         available = [count for count in found.values() if count > 0]
-        return self._fitting(found, rows, self.worth.choose(available, rows, self._cost(rows)))
+        return self._fitting(found, rows, self.worth.choose(available, rows, cost))
 
     def _cost(self, rows: int) -> Callable[[int], float | None]:
-        costs = self.costs
-        return (lambda level: 1.0) if costs is None else partial(costs.decode, rows, chunks=self.chunks)
+        """Seconds of a step by its drafts, for Worth. The part of its prompts is left out. A token that a draft brings
+        saves a part of a later decode step, and no part of a prompt."""
+        costs, chunks = self.costs, self.chunks
+        if costs is None:
+            return lambda level: 1.0
+        if not chunks[1]:
+            return partial(costs.decode, rows, chunks=chunks)
+        alone, beside = costs.decode(rows, 0, chunks=(0, 0)), costs.decode(rows, 0, chunks=chunks)
+        if alone is None or beside is None:
+            return lambda level: None
+        prompts = beside - alone
+
+        def cost(level: int) -> float | None:
+            found = costs.decode(rows, level, chunks=chunks)
+            return None if found is None else found - prompts
+
+        return cost
 
     def _fitting(self, found: Mapping[Seq[Sampling], int], rows: int, most: int) -> dict[Seq[Sampling], int]:
         """At most `most` drafts a row, and room for a prompt's token."""
@@ -198,8 +216,9 @@ class Drafting:
         return most if self.layers else min(left, most)
 
     def write(self, rows: Rows, step: Step[Sampling]) -> None:
-        """Write the proposals of the step's rows with drafts."""
+        """Write the proposals of the step's rows with drafts. Called for each step that is launched."""
         if not step.drafts:
             return
+        self._under_way += 1
         made = [(seq.slot, seq.owner.proposal) for seq in step.drafts]
         write_drafts(rows, [(slot, one.position, one.tokens) for slot, one in made if one and one.tokens])

@@ -1,0 +1,155 @@
+"""What the choice of drafts costs where they do not pay: counts of steps, at the step times of an H200 on a clock of
+their own."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from openinfer.graph import Buckets, StepCosts, StepPace
+from openinfer.graph.runner import Drafting, Sampling
+from openinfer.sampler import SamplingParams
+from openinfer.scheduler import Row, Seq, Step
+
+FIELDS = SimpleNamespace(width=lambda name: 16, scatter=lambda *args: None)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds. decode: of steps by drafts. layers: what layers take after a step to make so many drafts; with 0
+    they write keys. late: to see the tokens of many steps. prompt: of a chunk beside decode rows."""
+
+    decode: tuple[int, int, int]
+    layers: tuple[int, int, int]
+    late: int
+    prompt: int = 0
+
+
+DEMO_QWEN = Times((191, 331, 358), (17, 52, 98), 26)  # 32 rows
+DEMO_V4 = Times((320, 450, 550), (25, 60, 120), 32)
+SHORT_TEXTS = Times((150, 240, 310), (16, 47, 92), 20, prompt=250)  # 8 rows of Qwen3.5's demo
+
+
+@dataclass
+class Device:
+    """A runner of `rows` sequences: two steps in flight, layers that draft, states that lag where `lags`. right: the
+    chance of the first and the second draft. length: of a text, after which the row gets the next prompt."""
+
+    rows: int
+    times: Times
+    lags: bool = True
+    right: tuple[float, float] = (0.0, 0.0)
+    length: int = 1 << 40
+    drafts: bool = True
+    now: float = 0.0
+    busy: float = 0.0  # until then
+    tokens: int = 0
+    step: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self):
+        self.rng, self.flight = np.random.default_rng(0), deque()
+        self.seqs = [Seq(n, [1], 10, owner=Sampling(SamplingParams(), 0, ())) for n in range(self.rows)]
+        for slot, seq in enumerate(self.seqs, 1):
+            seq.slot = slot
+        self.left = {seq: int(self.rng.integers(1, min(self.length, 1 << 20) + 1)) for seq in self.seqs}
+        self.prompts, self.last = [], None
+        buckets = Buckets.up_to(self.rows, 256, (self.rows,), 2)
+        self.drafting = Drafting(buckets, None, StepCosts(buckets, StepPace()))
+        if not self.drafts:
+            self.drafting.worth.choose, self.drafting.places = lambda *args: 0, 0
+
+    def run(self, steps):
+        """Microseconds of a token of each row."""
+        now, tokens = self.now, self.tokens
+        for _ in range(steps):
+            self.launch()
+            if len(self.flight) == 2:
+                self.read()
+        return (self.now - now) / (self.tokens - tokens) * self.rows
+
+    def launch(self):
+        self.step += 1
+        drafting, times, drafts = self.drafting, self.times, {}
+        decoding = [seq for seq in self.seqs if seq not in self.prompts]
+        if decoding and self.step >= drafting.rest_until:
+            self.counts["asked"] += 1
+            drafts = drafting.num_drafts(SimpleNamespace(decoding=decoding, step=self.step))
+        rows = [Row(seq, 1 + drafts.get(seq, 0), True, None) for seq in decoding]
+        rows += [Row(seq, 16, True, 0) for seq in self.prompts]
+        changed, self.last = (drafts, self.prompts) != self.last, (drafts, self.prompts)
+        step = Step(self.step, rows, changed, len(decoding), (), (), (), drafts, self.now / 1e6)
+        late = drafting.catches_up(changed or drafting.unsettled)
+        if changed or drafting.unsettled:
+            total, chunks = sum(row.num_tokens for row in rows), bool(self.prompts)
+            choose, most = drafting.buckets.choose, drafting.level(step, self.lags)
+            self.shape = choose(total, len(rows), drafts=most, chunks=chunks)
+            self.plain = choose(total - sum(drafts.values()), len(rows)) if most else self.shape
+        drafting.write(FIELDS, step)
+        level = 2 if self.prompts and self.shape.drafts else self.shape.drafts
+        places, spent = drafting.launched(), drafting.spent(step, self.shape, self.plain)
+        self.busy = max(self.busy, self.now) + times.decode[level] + late * times.late
+        self.busy += len(self.prompts) * times.prompt
+        self.flight.append((step, self.shape, spent, self.busy))
+        if places or level or self.prompts:
+            self.busy += times.layers[places]
+        else:
+            drafting.unseen += 1
+        self.counts.update(late=late, drafting=bool(drafts), wide=bool(level))
+        self.prompts = []
+
+    def read(self):
+        step, shape, spent, self.now = self.flight.popleft()
+        counts, waiting = (
+            Counter(),
+            {row.seq for flown in self.flight for row in flown[0].rows[flown[0].num_decode :]},
+        )
+        for row in step.rows:
+            drafts, right = row.num_tokens - 1 if row.start is None else 0, 0
+            if row.seq in waiting or self.left[row.seq] <= 0:
+                continue
+            while right < drafts and self.rng.random() < self.right[right]:
+                right += 1
+            brought = min(right, self.left[row.seq] - 1)
+            self.tokens += 1 + brought
+            self.left[row.seq] -= 1 + brought
+            counts.update([(drafts, right, brought)] if drafts else [])
+            if not self.left[row.seq]:
+                self.left[row.seq] = self.length
+                self.prompts.append(row.seq)
+        if step.drafts:
+            self.drafting.saw(counts)
+        self.drafting.book(step, shape, spent)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """The clock of the device that is made last."""
+    devices, made = [], Device.__post_init__
+    monkeypatch.setattr(Device, "__post_init__", lambda self: (devices.append(self), made(self))[1])
+    at = SimpleNamespace(monotonic=lambda: devices[-1].now / 1e6)
+    monkeypatch.setattr("openinfer.graph.runner.drafting.time", at)
+
+
+@pytest.mark.parametrize(("times", "lags"), [(DEMO_QWEN, True), (DEMO_V4, False)])
+def test_where_nothing_is_accepted_few_steps_are_more_than_plain(times, lags):
+    device = Device(32, times, lags)
+    for drafting, wide, asked in ((8, 12, 60), (5, 6, 40), (5, 6, 40)):
+        device.counts.clear()
+        assert device.run(1024) < 1.015 * times.decode[0]
+        assert 0 < device.counts["drafting"] <= drafting
+        assert device.counts["wide"] <= wide
+        assert device.counts["asked"] <= asked  # the choice takes host time
+        assert device.counts["late"] <= 38
+
+
+def test_texts_of_a_few_tokens_are_hardly_slower_with_drafts():
+    """Nearly every step has a prompt. Beside it drafts bring a larger part of the step's tokens, and save no more."""
+    shared = {"right": (0.97, 0.7), "length": 17}
+    times = [Device(8, SHORT_TEXTS, drafts=drafts, **shared).run(3000) for drafts in (False, True)]
+    assert times[1] < 1.03 * times[0]
+    always = Device(8, SHORT_TEXTS, **shared)
+    always.drafting.worth.choose = lambda *args: 2
+    assert always.run(3000) > 1.06 * times[0]
