@@ -162,7 +162,7 @@ def measure(
     gc.disable()
     try:
         steady = idle.steps_us(steps)
-        watch = idle.watch_us(steps // 4)  # a request has at most 4,000 steps
+        watch = idle.watch_us(max(BLOCK, steps // 4))  # a request has at most 4,000 steps
         ranks = idle.ranks_us(max(BLOCK, steps // 8))
         idle.submit(waiting)
         idle.changes_us(2)
